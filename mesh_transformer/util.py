@@ -1,0 +1,49 @@
+"""The few helpers that belong to no other module: errors for users, casts, printing."""
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Tree = TypeVar("Tree")
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used; the message is one line that says what to do.
+
+    Scripts print it and exit with status 2 (`run_script`); a library caller catches it.
+    """
+
+
+def run_script(main: Callable[[], int | None]) -> None:
+    """Call a script's `main` and exit: 2 with one line on stderr where the input is bad."""
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
+    def cast(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def to_f32(tree: Tree) -> Tree:
+    """The tree with its floating leaves in float32; integers stay."""
+    return _cast(tree, jnp.dtype(jnp.float32))
+
+
+def to_bf16(tree: Tree) -> Tree:
+    """The tree with its floating leaves in bfloat16; integers stay."""
+    return _cast(tree, jnp.dtype(jnp.bfloat16))
+
+
+def head_print(*args: object, **kwargs: object) -> None:
+    """`print`, on the first process of a multi-host run alone."""
+    if jax.process_index() == 0:
+        print(*args, **kwargs)  # type: ignore[call-overload]
