@@ -1,0 +1,342 @@
+"""Native checkpoints: `<folder>/step_<N>/` written by Orbax, async and atomic, for any mesh.
+
+A step holds two items: `state`, the tree of arrays, and `aux`, JSON (loader position, config
+and the like), so that weights and data position can never disagree.  The folder itself is the
+index.  A step counts once Orbax has put its commit file in it, which it does last; everything
+else named `step_*` is the remains of an interrupted save or deletion, and the next writer
+clears it away.  One writer (which may span many processes) to a folder at a time.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from mesh_transformer.util import InputError
+
+_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
+_COMMIT_FILE = "commit_success.txt"
+# What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
+_STORAGE_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
+# tensorstore writes "... [OS error 28: ENOSPC No space left on device] ...".
+_OS_ERROR = re.compile(r"\[OS error \d+: (?:E[A-Z]+ )?([^\]]+)\]")
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one model folder: saved in the background, restored on any mesh.
+
+    `folder` is a local path or a URI such as `gs://bucket/model`.  After each save the newest
+    `keep_n` steps are kept, and for ever those at multiples of `keep_every`.  With several
+    processes every process makes the same calls.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        keep_n: int = 3,
+        keep_every: int | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """Open the folder; a writer makes it and clears what an interrupted save left.
+
+        Raises InputError where the folder cannot be made or a keep is below 1.
+        """
+        for name, value in (("keep_n", keep_n), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}: it must be at least 1")
+        self.folder = _absolute(folder)
+        self._keep_n, self._keep_every, self._read_only = keep_n, keep_every, read_only
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, its commit
+        self._checkpointer = _new_checkpointer()
+        if not read_only:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._clear_uncommitted()
+            except OSError as error:
+                raise InputError(
+                    f"checkpoint folder {self.folder} cannot be written: {_reason(error)}; "
+                    "choose another folder or mend its permissions"
+                ) from error
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending; empty where the folder is missing."""
+        return _committed_steps(self.folder)
+
+    def newest(self) -> int | None:
+        """The last committed step, None where there is none."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any, aux: dict[str, Any]) -> None:
+        """Start to save nested dicts of jax Arrays and a JSON-able dict as `step`.
+
+        Returns once the arrays are copied to the host (and an earlier save is done), so the
+        caller may donate them.  A step that is already committed is left as it is.  Raises
+        InputError where this save cannot start or the one before it failed.
+        """
+        if self._read_only:
+            raise RuntimeError(f"{self.folder} was opened read-only")
+        self.wait()
+        if step in self.steps():
+            return
+        json.dumps(aux)  # A TypeError belongs to the caller, not to the background thread.
+        n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), aux=ocp.args.JsonSave(aux))
+        try:
+            self._checkpointer.save(self._path(step), args=arguments)
+        except _STORAGE_ERRORS as error:
+            raise self._failure(step, n_bytes, error) from error
+        self._pending = step, n_bytes, self._executor.submit(self._commit)
+
+    def wait(self) -> None:
+        """Wait until the save under way is committed; InputError (once) where it failed."""
+        if self._pending is None:
+            return
+        step, n_bytes, commit = self._pending
+        try:
+            commit.result()
+        except _STORAGE_ERRORS as error:
+            raise self._failure(step, n_bytes, error) from error
+        finally:
+            if commit.done():  # Not when Ctrl-C interrupted the wait.
+                self._pending = None
+
+    def close(self) -> None:
+        """Wait for the save under way and let go of the threads; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            self._checkpointer.close()
+
+    def aux(self, step: int | None = None) -> dict[str, Any]:
+        """What was saved beside the arrays of `step` (None: the newest)."""
+        step = self._existing(step)
+        try:
+            return json.loads((self._path(step) / "aux" / "metadata").read_text())
+        except _STORAGE_ERRORS as error:
+            raise self._unreadable(step, error) from error
+
+    def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
+        """The tree of `step` (None: the newest), every leaf read straight into its sharding.
+
+        `template`: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  Only its
+        top-level keys are read, or those of them in `only`; beneath these it must match what
+        was saved.  Floating leaves are cast to the template's dtype.  Raises InputError before
+        any array is read where there is no such step, a leaf is missing or left over, or a
+        shape or an integer dtype differs.
+        """
+        self.wait()
+        step = self._existing(step)
+        if only is not None:
+            template = {key: template[key] for key in only}
+        path = self._path(step)
+        try:
+            saved = _leaves(ocp.PyTreeCheckpointHandler().metadata(path / "state").tree)
+        except _STORAGE_ERRORS as error:
+            raise self._unreadable(step, error) from error
+        _check_match(path, saved, _leaves(template))
+        arguments = ocp.args.PyTreeRestore(
+            item=template,
+            restore_args=jax.tree.map(
+                lambda leaf: ocp.ArrayRestoreArgs(
+                    sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+                ),
+                template,
+            ),
+            partial_restore=True,
+        )
+        try:
+            restored = self._checkpointer.restore(path, args=ocp.args.Composite(state=arguments))
+        except _STORAGE_ERRORS as error:
+            raise self._unreadable(step, error) from error
+        return restored["state"]
+
+    def _path(self, step: int) -> epath.Path:
+        return self.folder / f"step_{step}"
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps:
+            raise _nothing_in(self.folder)
+        if step is not None and step not in steps:
+            raise InputError(
+                f"checkpoint folder {self.folder} has no step {step}; it has {_listed(steps)}"
+            )
+        return steps[-1] if step is None else step
+
+    def _commit(self) -> None:
+        """Wait for Orbax to commit, then delete the steps that are no longer kept."""
+        self._checkpointer.wait_until_finished()
+        if jax.process_index() != 0:
+            return
+        for step in self.steps()[: -self._keep_n]:
+            if self._keep_every is None or step % self._keep_every:
+                try:
+                    _delete(self._path(step))
+                except OSError as error:  # The save is good; the next one tries again.
+                    _log.warning("cannot delete %s: %s", self._path(step), _reason(error))
+
+    def _clear_uncommitted(self) -> None:
+        """Delete the remains of interrupted saves and deletions."""
+        if jax.process_index() != 0 or not self.folder.exists():
+            return
+        for path in self.folder.iterdir():
+            name, _, _ = path.name.partition(".orbax-checkpoint-tmp")
+            if _STEP_NAME.fullmatch(name) and path.is_dir() and not _is_committed(path):
+                path.rmtree()
+
+    def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
+        """The one line for a failed save, after clearing away what it had written."""
+        free = "" if _is_remote(self.folder) else f", {_free_bytes(self.folder):,} bytes free"
+        self._checkpointer = _new_checkpointer()
+        try:
+            self._clear_uncommitted()
+        except OSError as leftover:
+            _log.warning("cannot clear %s: %s", self.folder, _reason(leftover))
+        newest = self.newest()
+        good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
+        return InputError(
+            f"checkpoint folder {self.folder}: saving step {step} failed: {_reason(error)} "
+            f"({n_bytes:,} bytes to save{free}); {good}; make room or choose another folder"
+        )
+
+    def _unreadable(self, step: int, error: Exception) -> InputError:
+        return InputError(
+            f"checkpoint {self._path(step)} cannot be read: {_reason(error)}; "
+            "restore another step or copy this one anew"
+        )
+
+
+def find(path: str) -> tuple[str, int]:
+    """(folder, step) of a model folder, its newest step, or of one `step_<N>` folder in it.
+
+    Raises InputError where the path is missing or holds no checkpoint.
+    """
+    folder = _absolute(path)
+    match = _STEP_NAME.fullmatch(folder.name)
+    if match and _is_committed(folder):
+        return str(folder.parent), int(match[1])
+    steps = _committed_steps(folder)
+    if not steps:
+        raise _nothing_in(folder)
+    return str(folder), steps[-1]
+
+
+def _new_checkpointer() -> ocp.AsyncCheckpointer:
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.PyTreeCheckpointHandler(), aux=ocp.JsonCheckpointHandler()
+    )
+    return ocp.AsyncCheckpointer(handler)
+
+
+def _is_remote(path: epath.Path) -> bool:
+    return "://" in str(path)
+
+
+def _absolute(path: str) -> epath.Path:
+    """Orbax takes absolute paths alone; a URI is one already."""
+    return epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
+
+
+def _is_committed(path: epath.Path) -> bool:
+    return bool(_STEP_NAME.fullmatch(path.name)) and (path / _COMMIT_FILE).exists()
+
+
+def _committed_steps(folder: epath.Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if _is_committed(path)]
+    return sorted(int(name.removeprefix("step_")) for name in names)
+
+
+def _delete(path: epath.Path) -> None:
+    """Delete a committed step; its commit file first, so that no half of it ever counts."""
+    (path / _COMMIT_FILE).unlink()
+    path.rmtree()
+
+
+def _free_bytes(folder: epath.Path) -> int:
+    return shutil.disk_usage(os.fspath(folder)).free
+
+
+def _nothing_in(folder: epath.Path) -> InputError:
+    found = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
+    return InputError(
+        f"checkpoint folder {folder} {found}; expected a model folder with step_<N> folders "
+        "in it, or one of these"
+    )
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(str(step) for step in steps)
+
+
+def _reason(error: BaseException) -> str:
+    """The cause of a storage error in a few words, on one line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        if match := _OS_ERROR.search(str(cause)):
+            return match[1]
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _leaves(tree: Any) -> dict[tuple[str, ...], Any]:
+    """Path to leaf of nested dicts; the leaves have a shape and a dtype."""
+    flat, _ = jax.tree.flatten_with_path(tree)
+    return {tuple(key.key for key in path): leaf for path, leaf in flat}
+
+
+def _check_match(path: epath.Path, saved: dict, wanted: dict) -> None:
+    """InputError naming the first leaf in which the checkpoint and the template differ."""
+    tops = {key[0] for key in wanted}
+    for key in sorted(wanted.keys() | {key for key in saved if key[0] in tops}):
+        name = f"checkpoint {path}: leaf {'/'.join(key)}"
+        if key not in saved:
+            raise InputError(
+                f"{name} is missing; the config expects shape {_shape(wanted[key])}: "
+                "use the config that it was trained with"
+            )
+        if key not in wanted:
+            raise InputError(
+                f"{name} of shape {_shape(saved[key])} has no place in this config: "
+                "use the config that it was trained with"
+            )
+        found, expected = saved[key], wanted[key]
+        if tuple(found.shape) != tuple(expected.shape):
+            raise InputError(
+                f"{name} has shape {_shape(found)}, the config expects {_shape(expected)}: "
+                "use the config that it was trained with"
+            )
+        floating = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (found, expected))
+        if not floating and found.dtype != expected.dtype:
+            raise InputError(
+                f"{name} has dtype {found.dtype}, the config expects {expected.dtype}: "
+                "only floating dtypes are cast into each other"
+            )
+
+
+def _shape(leaf: Any) -> str:
+    return str(tuple(leaf.shape))
