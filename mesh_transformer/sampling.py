@@ -1,0 +1,83 @@
+"""From logits to tokens: temperature, nucleus (top-p) and top-k, each set per row.
+
+Glossary: B batch (rows that know nothing of each other), V vocabulary.
+
+Settings are scalars or [B], and may be traced: one compilation serves every request.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+REMOVED = -1e10  # the logit of a removed token; finite, so that no row can turn into NaN
+GREEDY_BELOW = 1e-6  # temperatures under this take the likeliest token
+
+
+def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
+    return jnp.broadcast_to(jnp.asarray(setting), logits_BV.shape[:1])[:, None]
+
+
+def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 0) -> Array:
+    """The logits in f32, with `REMOVED` in place of the tokens outside nucleus and top k.
+
+    The nucleus holds the likeliest tokens up to the one that takes their probability
+    (at temperature 1) past `top_p`; 1 or more keeps all.  `top_k` keeps at most so many;
+    0 or less keeps all.  The likeliest token always stays; of equal logits the lower
+    token goes first, as in argmax.
+
+    Original: `nucleaus_filter`, whose top_k never removed token 0.
+    """
+    logits_BV = logits_BV.astype(jnp.float32)
+    vocabulary = logits_BV.shape[-1]
+    top_p_B1, top_k_B1 = _per_row(top_p, logits_BV), _per_row(top_k, logits_BV)
+
+    sorted_BV = jnp.sort(logits_BV, descending=True)
+    upto_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), axis=-1)
+    nucleus_B1 = 1 + jnp.sum(upto_BV[:, :-1] <= top_p_B1, axis=-1, keepdims=True)
+    # A sum of 50,000 rounded probabilities may pass 1 before its end.
+    nucleus_B1 = jnp.where(top_p_B1 >= 1, vocabulary, nucleus_B1)
+    limit_B1 = jnp.where(top_k_B1 > 0, top_k_B1, vocabulary)
+    kept_B1 = jnp.minimum(nucleus_B1, limit_B1)
+
+    edge_B1 = jnp.take_along_axis(sorted_BV, kept_B1 - 1, axis=-1)
+    above_BV, at_edge_BV = logits_BV > edge_B1, logits_BV == edge_B1
+    room_B1 = kept_B1 - jnp.sum(above_BV, axis=-1, keepdims=True)
+    keep_BV = above_BV | (at_edge_BV & (jnp.cumsum(at_edge_BV, axis=-1) <= room_B1))
+    return jnp.where(keep_BV, logits_BV, REMOVED)
+
+
+def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array:
+    """One token a row, uint32 [B], drawn from softmax(logits / temp); temp 0 is argmax.
+
+    `key` holds typed keys (`jax.random.key`).  With [B] keys a row's token depends on its
+    own key, logits and settings alone, wherever the row stands and whatever is beside it.
+    A single key stands for row i's `fold_in(key, i)`.
+    """
+    logits_BV = logits_BV.astype(jnp.float32)
+    temp_B1 = _per_row(temp, logits_BV)
+    greedy_B1 = temp_B1 < GREEDY_BELOW
+    # The likeliest logit moves to 0, so that no small temperature can overflow it.
+    scaled_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
+    scaled_BV /= jnp.where(greedy_B1, 1.0, temp_B1)
+    rows_B = jnp.arange(logits_BV.shape[0])
+    keys_B = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
+    drawn_B = jax.vmap(jax.random.categorical)(keys_B, scaled_BV)
+    likeliest_B = jnp.argmax(logits_BV, axis=-1)
+    return jnp.where(greedy_B1[:, 0], likeliest_B, drawn_B).astype(jnp.uint32)
+
+
+def nucleus_sample(
+    key: Array,
+    logits_BV: Array,
+    *,
+    top_p: ArrayLike = 0.9,
+    top_k: ArrayLike = 0,
+    temp: ArrayLike = 1.0,
+) -> Array:
+    """One token a row, uint32 [B]: nucleus first, then top k, then temperature.
+
+    Keys as in `softmax_sample`, settings as in `nucleus_filter`.
+    Original: `nucleaus_sample`.
+    """
+    return softmax_sample(key, nucleus_filter(logits_BV, top_p, top_k), temp)

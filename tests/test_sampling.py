@@ -1,0 +1,178 @@
+"""The sampler against the original's numbers, a plain NumPy oracle, and its own promises."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.sampling import REMOVED, nucleus_filter, nucleus_sample, softmax_sample
+
+GOLDEN = np.load(Path(__file__).parent / "data/original/sampling.npz")
+SETTINGS = range(len(GOLDEN["top_p"]))
+
+
+def random_rows(seed: int, rows: int, vocabulary: int, ties: bool = False) -> jax.Array:
+    logits = np.random.default_rng(seed).normal(scale=3, size=(rows, vocabulary))
+    return jnp.asarray(np.round(logits) if ties else logits, jnp.float32)
+
+
+def keys_of(seeds: list[int]) -> jax.Array:
+    return jax.vmap(jax.random.key)(jnp.asarray(seeds))
+
+
+def kept_by_oracle(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    """Which tokens of one row stay, one token after the other, in float64."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    exponentials = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities = exponentials / exponentials.sum()
+    kept, mass = np.zeros(len(logits), bool), 0.0
+    for rank, token in enumerate(order):
+        past_nucleus = mass > top_p and top_p < 1
+        past_k = top_k > 0 and rank >= top_k
+        if rank and (past_nucleus or past_k):
+            break
+        kept[token] = True
+        mass += probabilities[token]
+    return kept
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_filter_equals_the_original(setting):
+    top_k = int(GOLDEN["top_k"][setting])
+    ours = np.array(nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], top_k))
+    theirs = GOLDEN["filtered"][setting].copy()
+    # With top_k the original subtracts 1e10 times the token's number, so it never removes token 0.
+    theirs[theirs < -1e9] = REMOVED
+    columns = slice(1, None) if top_k > 0 else slice(None)
+    np.testing.assert_array_equal(ours[:, columns], theirs[:, columns])
+
+
+def test_top_k_1_removes_token_0_where_the_original_kept_it():
+    setting = int(np.flatnonzero(GOLDEN["top_k"] == 1)[0])
+    ours = nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], 1)
+    assert np.all(np.sum(GOLDEN["filtered"][setting] > -1e9, axis=-1) == 2)
+    np.testing.assert_array_equal(np.sum(np.asarray(ours) > REMOVED, axis=-1), 1)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_samples_equal_the_original(setting):
+    """Same keys, same tokens: it drew with the generator that was JAX's default before 0.5."""
+    rows = len(GOLDEN["logits"])
+    with jax.threefry_partitionable(False):
+        for seed in range(4):
+            tokens = nucleus_sample(
+                keys_of([seed] * rows),
+                jnp.asarray(GOLDEN["logits"]),
+                top_p=GOLDEN["top_p"][setting],
+                top_k=GOLDEN["top_k"][setting],
+                temp=GOLDEN["temp"][setting],
+            )
+            expected = GOLDEN["sampled_key0to3"][setting, :, seed]
+            np.testing.assert_array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_filter_equals_oracle(ties):
+    random = np.random.default_rng(1)
+    logits = random_rows(2, 200, 37, ties)
+    top_p = random.uniform(0, 1.1, 200)
+    top_k = random.integers(-1, 45, 200)
+    ours = np.asarray(nucleus_filter(logits, top_p, top_k))
+    expected = [kept_by_oracle(*row) for row in zip(np.asarray(logits), top_p, top_k, strict=True)]
+    np.testing.assert_array_equal(ours, np.where(expected, logits, np.float32(REMOVED)))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-9, -1.0])
+def test_one_token_always_stays(top_p):
+    logits = random_rows(3, 20, 11, ties=True)
+    kept = np.asarray(nucleus_filter(logits, top_p)) > REMOVED
+    np.testing.assert_array_equal(kept.sum(-1), 1)
+    np.testing.assert_array_equal(kept.argmax(-1), np.argmax(logits, -1))
+
+
+def test_top_p_1_keeps_all_of_a_large_vocabulary():
+    logits = random_rows(4, 2, 50400)
+    np.testing.assert_array_equal(nucleus_filter(logits, 1.0), logits)
+
+
+def test_temperature_0_and_top_k_1_are_argmax():
+    logits = random_rows(5, 30, 13, ties=True)
+    keys = keys_of(list(range(30)))
+    expected = np.argmax(logits, -1)
+    for settings in ({"temp": 0.0}, {"temp": 1e-30}, {"top_k": 1, "temp": 5.0}, {"top_p": 0.0}):
+        np.testing.assert_array_equal(nucleus_sample(keys, logits, **settings), expected)
+
+
+def test_small_temperatures_and_huge_logits_stay_finite():
+    logits = random_rows(6, 30, 13) * 1e30
+    tokens = softmax_sample(keys_of(list(range(30))), logits, temp=1e-5)
+    np.testing.assert_array_equal(tokens, np.argmax(logits, -1))
+
+
+def test_bfloat16_logits_sample_as_their_float32_values():
+    logits = random_rows(7, 8, 64).astype(jnp.bfloat16)
+    keys = keys_of(list(range(8)))
+    both = [nucleus_sample(keys, x) for x in (logits, logits.astype(jnp.float32))]
+    np.testing.assert_array_equal(*both)
+
+
+def test_a_row_does_not_feel_its_neighbours():
+    """Each row alone, all rows at once, and the rows in another order give the same tokens."""
+    random = np.random.default_rng(8)
+    rows = 24
+    logits = random_rows(9, rows, 101)
+    keys = keys_of(list(range(100, 100 + rows)))
+    settings = {
+        "top_p": jnp.asarray(random.uniform(0, 1, rows), jnp.float32),
+        "top_k": jnp.asarray(random.integers(0, 20, rows)),
+        "temp": jnp.asarray(random.choice([0.0, 0.5, 1.0, 2.0], rows), jnp.float32),
+    }
+
+    def tokens(chosen: np.ndarray) -> np.ndarray:
+        chosen_settings = {name: value[chosen] for name, value in settings.items()}
+        return np.asarray(nucleus_sample(keys[chosen], logits[chosen], **chosen_settings))
+
+    together = tokens(np.arange(rows))
+    alone = np.concatenate([tokens(np.array([row])) for row in range(rows)])
+    order = random.permutation(rows)
+    np.testing.assert_array_equal(together, alone)
+    np.testing.assert_array_equal(together[order], tokens(order))
+
+
+def test_a_single_key_folds_in_the_row():
+    logits = random_rows(10, 6, 40)
+    key = jax.random.key(11)
+    keys = jnp.stack([jax.random.fold_in(key, row) for row in range(6)])
+    single, each = nucleus_sample(key, logits), nucleus_sample(keys, logits)
+    np.testing.assert_array_equal(single, each)
+
+
+def test_one_compilation_serves_all_settings():
+    traces = []
+
+    @jax.jit
+    def sample(keys, logits, top_p, top_k, temp):
+        traces.append(1)
+        return nucleus_sample(keys, logits, top_p=top_p, top_k=top_k, temp=temp)
+
+    logits, keys = random_rows(12, 5, 60), keys_of([1, 2, 3, 4, 5])
+    for top_p, top_k, temp in [(0.9, 0, 1.0), (1.0, 3, 0.5), (0.0, -1, 0.0)]:
+        compiled = sample(keys, logits, jnp.float32(top_p), jnp.int32(top_k), jnp.float32(temp))
+        plain = nucleus_sample(keys, logits, top_p=top_p, top_k=top_k, temp=temp)
+        np.testing.assert_array_equal(compiled, plain)
+    assert len(traces) == 1
+
+
+def test_tokens_come_as_often_as_the_softmax_says():
+    """40,000 draws: a share's standard error is at most 0.0025, so 0.0125 is five of them."""
+    draws, temp = 40_000, 0.7
+    logits = random_rows(13, 1, 9)
+    filtered = np.asarray(nucleus_filter(logits, 0.95))[0]
+    keys = jax.random.split(jax.random.key(14), draws)
+    tokens = nucleus_sample(keys, jnp.tile(logits, (draws, 1)), top_p=0.95, temp=temp)
+    shares = np.bincount(np.asarray(tokens), minlength=9) / draws
+    expected = np.asarray(jax.nn.softmax(filtered / temp))
+    np.testing.assert_allclose(shares, expected, atol=0.0125)
+    assert np.all(shares[filtered <= REMOVED] == 0)
