@@ -1,0 +1,126 @@
+"""Parameter counts and FLOPs against figures published for GPT-J-6B and counts by hand."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+
+from mesh_transformer import flops, model
+from mesh_transformer.config import Config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GPTJ_6B = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50400, pe_rotary_dims=64)
+
+
+def small(**changes) -> Config:
+    return Config(
+        **({"layers": 3, "d_model": 24, "n_heads": 4, "n_vocab": 56, "seq": 16} | changes)
+    )
+
+
+def test_gptj_6b_has_the_published_number_of_parameters():
+    """Hugging Face's GPT-J has 6,050,882,784 parameters and no embedding bias, ours has one.
+
+    The original's own figure counts what each of its 8 shards holds of the norms (scale and
+    offset, a layer and once more) and of the biases added before a sum (a layer, the embedding).
+    """
+    assert flops.n_params(GPTJ_6B) == 6_050_882_784 + 4096
+    copies = 7 * 4096 * ((28 + 1) * 2 + 28 + 1)
+    assert flops.n_params(GPTJ_6B) + copies == 6_053_381_344
+
+
+def test_gptj_6b_needs_39_gigaflops_a_token():
+    # The matrices: 12 D^2 a layer, and V x D twice.
+    matrices = 28 * 12 * 4096**2 + 2 * 50400 * 4096
+    assert flops.flops_per_token(GPTJ_6B) == 6 * matrices
+    assert round(flops.palm_flops_per_token(GPTJ_6B) / 1e9, 2) == 39.12
+
+
+NORMS = [
+    "layernorm",
+    "layernorm-desync",
+    "layernorm-nobias",
+    "rmsnorm",
+    "rmsnorm-bias",
+    "scalenorm",
+    "scalenorm-bias",
+]
+
+
+@pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("block", ["gptj", "geglu"])
+def test_parameters_equal_what_the_model_declares(block, norm, pe):
+    config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)
+    declared = model.declarations(config)
+    leaves = jax.tree.leaves(declared, is_leaf=model.is_declaration)
+    assert flops.n_params(config) == sum(math.prod(leaf.shape) for leaf in leaves)
+    # Biases, norms and tables of positions take part in no matmul.
+    apart = {"b", "fused_in_b", "scale", "offset", "pos_embs", "rel_embedding"}
+    matrices = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            declared, is_leaf=model.is_declaration
+        )
+        if path[-1].key not in apart
+    ]
+    assert flops.matmul_params(config) == sum(math.prod(leaf.shape) for leaf in matrices)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("6B_roto_256", 6.05), ("example_config", 6.05), ("20B", 20), ("40B", 40)],
+)
+def test_the_configs_have_the_size_they_are_named_after(name, billions):
+    config = Config.load(str(CONFIGS / f"{name}.json"))
+    assert flops.n_params(config) == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_mfu_is_1_at_the_peak():
+    config = small()
+    peak = 3e12
+    tokens_per_sec = peak / flops.palm_flops_per_token(config)
+    assert flops.mfu(config, tokens_per_sec, peak) == pytest.approx(1)
+    assert flops.mfu(config, tokens_per_sec / 4, peak) == pytest.approx(0.25)
+
+
+@dataclass
+class Device:
+    device_kind: str
+    platform: str
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "tera"),
+    [
+        ("TPU v2", "tpu", 22.5),
+        ("TPU v3", "tpu", 61.5),
+        ("TPU v4", "tpu", 275),
+        ("TPU v5 lite", "tpu", 197),
+        ("TPU v5e", "tpu", 197),
+        ("TPU v5", "tpu", 459),
+        ("TPU v5p", "tpu", 459),
+        ("TPU v6 lite", "tpu", 918),
+        ("TPU v6e", "tpu", 918),
+        ("NVIDIA A100-SXM4-80GB", "gpu", 312),
+        ("NVIDIA H100 80GB HBM3", "gpu", 989),
+        ("NVIDIA H100 PCIe", "gpu", 756),
+        ("NVIDIA H200", "gpu", 989),
+        ("NVIDIA GeForce GTX 1080", "gpu", None),
+    ],
+)
+def test_peak_of_a_device_kind(kind, platform, tera):
+    peak = flops.peak_flops(Device(kind, platform))  # type: ignore[arg-type]
+    assert peak == (None if tera is None else tera * 1e12)
+
+
+def test_a_cpu_is_measured_once_and_shared_by_its_virtual_devices():
+    device = jax.devices("cpu")[0]
+    first, second = flops.peak_flops(device), flops.peak_flops(device)
+    assert first is not None
+    assert first == second
+    whole = first * jax.local_device_count("cpu")
+    # Wide on purpose: from one slow core under load to a large server.
+    assert 1e9 < whole < 1e14
