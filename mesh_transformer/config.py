@@ -1,0 +1,344 @@
+"""The one configuration of a run: a frozen, typed, validated view of the original's JSON."""
+
+import dataclasses
+import difflib
+import json
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mesh_transformer.util import InputError
+
+Norm = Literal[
+    "layernorm",
+    "layernorm-desync",
+    "layernorm-nobias",
+    "rmsnorm",
+    "rmsnorm-bias",
+    "scalenorm",
+    "scalenorm-bias",
+]
+
+REQUIRED_TO_TRAIN = ("train_set", "total_steps")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every key of the original's JSON under its own name, and what it hard-coded as optional keys.
+
+    Only the first four keys are required to build a model; `device_train.py` also asks for
+    `REQUIRED_TO_TRAIN`.  Sizes are in tokens, sequences or parameters; steps are optimizer updates.
+
+    Raises:
+      InputError: at construction, naming the key, the value and the remedy.
+    """
+
+    # The model.
+    layers: int
+    d_model: int
+    n_heads: int
+    n_vocab: int
+    seq: int = 2048
+    norm: Norm = "layernorm"
+    pe: Literal["rotary", "fixed", "t5"] = "rotary"
+    pe_rotary_dims: int | None = None  # None: the whole head
+    head_size: int | None = None  # None: d_model / n_heads
+    block: Literal["gptj", "geglu"] | None = None  # None: by version
+    attention_window: int | None = None  # None: seq; keys further back than this are masked
+
+    # How it is spread over devices.
+    version: Literal[1, 2] = 1
+    partitioning: Literal["shard_map", "jit"] | None = None  # None: by version
+    tpu_size: int | None = None  # None: cores_per_replica
+    cores_per_replica: int = 1
+    zero: Literal[0, 1, 3] | None = None  # None: 0 under shard_map; under jit by early_collect
+    early_collect: bool = True  # the original's name for ZeRO 1 (true) or 3 (false) in version 2
+    remat: Literal["full", "dots", "none"] = "full"
+
+    # The numbers.
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    early_cast: bool = False  # parameters are kept in bf16
+    bf16_optimizer: bool = False  # Adam's moments are kept in bf16
+
+    # The optimizer.
+    per_replica_batch: int = 1
+    gradient_accumulation_steps: int = 1
+    warmup_steps: int = 0
+    anneal_steps: int = 1
+    lr: float = 1e-4
+    end_lr: float = 1e-5
+    weight_decay: float = 0.1
+    adam_b1: float = 0.9
+    adam_b2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_norm: float = 1.0
+    z_loss: float = 1e-4
+    original_bias_copies: int = 1
+    noise_scale_alpha: float = 0.01
+
+    # The run.
+    total_steps: int | None = None
+    seed: int = 0
+    bucket: str | None = None
+    model_dir: str | None = None
+    train_set: str | None = None
+    val_set: dict[str, str] = field(default_factory=dict, hash=False)
+    val_batches: int = 100
+    val_every: int = 500
+    ckpt_every: int = 500
+    keep_n: int = 3
+    keep_every: int = 10000
+    tokenizer: str = "gpt2"
+    eval_harness_tasks: list[str] = field(default_factory=list, hash=False)
+    name: str = "mesh-transformer"
+    wandb_project: str | None = None
+    comment: str = ""
+
+    def __post_init__(self) -> None:
+        for key, wanted in typing.get_type_hints(type(self)).items():
+            value = _typed(key, getattr(self, key), wanted)
+            object.__setattr__(self, key, value)
+        second = self.version == 2
+        defaults = {
+            "head_size": self.d_model // max(self.n_heads, 1),
+            "block": "geglu" if second else "gptj",
+            "partitioning": "jit" if second else "shard_map",
+            "attention_window": self.seq,
+            "tpu_size": self.cores_per_replica,
+        }
+        self._fill(defaults)
+        sharded_state = 1 if self.early_collect else 3
+        self._fill(
+            {
+                "pe_rotary_dims": self.head_size,
+                "zero": sharded_state if second else 0,
+            }
+        )
+        _check(self)
+
+    def _fill(self, defaults: dict[str, Any]) -> None:
+        for key, value in defaults.items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
+
+    @property
+    def d_head(self) -> int:
+        """Size of one head (`head_size` with its default filled in)."""
+        assert self.head_size is not None
+        return self.head_size
+
+    @property
+    def d_rotary(self) -> int:
+        """How many of a head's dimensions are rotated (`pe_rotary_dims`, filled in)."""
+        assert self.pe_rotary_dims is not None
+        return self.pe_rotary_dims
+
+    @property
+    def d_ff(self) -> int:
+        """Width of the feed-forward part."""
+        return 4 * self.d_model
+
+    @property
+    def window(self) -> int:
+        """How many positions a query sees, itself included."""
+        assert self.attention_window is not None
+        return self.attention_window
+
+    def replace(self, **changes: Any) -> "Config":
+        """A copy with `changes`; a new `version` takes its own block, partitioning and ZeRO."""
+        values = dataclasses.asdict(self)
+        if changes.get("version", self.version) != self.version:
+            values |= {"block": None, "partitioning": None, "zero": None}
+        return Config(**(values | changes))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All keys, JSON-able; `from_dict` gives the same config back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "config") -> "Config":
+        """Builds a config from JSON's values; `where` names their source in error lines."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else "remove it"
+                raise InputError(f"{where}: unknown key {key!r}; {hint}")
+        missing = [k for k in ("layers", "d_model", "n_heads", "n_vocab") if k not in values]
+        if missing:
+            raise InputError(f"{where}: required key {missing[0]!r} is missing; add it")
+        try:
+            return cls(**values)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str) -> "Config":
+        """Reads a JSON or YAML file of one flat mapping."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except OSError as error:
+            raise InputError(
+                f"config {path}: cannot be read ({error.strerror}); give the path of a JSON file"
+            ) from None
+        values = _parse(path, text)
+        if not isinstance(values, dict):
+            raise InputError(
+                f"config {path}: found {_describe(values)}, expected one mapping of keys to values"
+            )
+        return cls.from_dict(values, f"config {path}")
+
+    @classmethod
+    def of(cls, source: "Config | dict[str, Any] | str | os.PathLike[str]") -> "Config":
+        """A config from whatever a caller has: a Config, a dict, or the path of a file."""
+        if isinstance(source, Config):
+            return source
+        if isinstance(source, dict):
+            return cls.from_dict(source)
+        return cls.load(os.fspath(source))
+
+    def require_to_train(self) -> None:
+        """Raises InputError where a key that training needs is missing."""
+        for key in REQUIRED_TO_TRAIN:
+            if getattr(self, key) is None:
+                raise InputError(f"config: training needs the key {key!r}; add it")
+
+    def model_folder(self) -> str:
+        """`bucket` joined with `model_dir`: a gs:// or other URI, or a local folder.
+
+        A bare bucket name means Google Cloud Storage, as in the original; a value with a slash
+        or a leading dot is a path.
+        """
+        if self.bucket is None or self.model_dir is None:
+            raise InputError(
+                "config: no model folder; set bucket and model_dir, or pass --model-dir"
+            )
+        bucket = self.bucket
+        if "/" not in bucket and not bucket.startswith("."):
+            bucket = f"gs://{bucket}"
+        return f"{bucket.rstrip('/')}/{self.model_dir.strip('/')}"
+
+
+def _parse(path: str, text: str) -> Any:
+    if path.endswith((".yaml", ".yml")):
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            line = " ".join(str(error).split())
+            raise InputError(f"config {path}: not YAML: {line}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"config {path}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value is of a field's annotated type (bool is no int; int is a float)."""
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, option) for option in arguments)
+    if origin is Literal:
+        return any(value == option and type(value) is type(option) for option in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(v, arguments[0]) for v in value)
+    if origin is dict:
+        pairs = value.items() if isinstance(value, dict) else [(None, None)]
+        return all(_matches(k, arguments[0]) and _matches(v, arguments[1]) for k, v in pairs)
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, wanted)
+
+
+def _expected(wanted: Any) -> str:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_expected(a) for a in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    if origin in (list, dict):
+        return f"{origin.__name__} of {', '.join(_expected(a) for a in arguments)}"
+    return "null" if wanted is type(None) else wanted.__name__
+
+
+def _typed(key: str, value: Any, wanted: Any) -> Any:
+    if key == "val_set" and value is None:
+        return {}
+    if not _matches(value, wanted):
+        hint = ""
+        if isinstance(value, str) and "Literal" in str(wanted):
+            options = [a for a in _literals(wanted) if isinstance(a, str)]
+            close = difflib.get_close_matches(value, options, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"{key} is {_describe(value)}, expected {_expected(wanted)}{hint}")
+    return float(value) if wanted is float else value
+
+
+def _literals(wanted: Any) -> list[Any]:
+    if typing.get_origin(wanted) is Literal:
+        return list(typing.get_args(wanted))
+    return [a for option in typing.get_args(wanted) for a in _literals(option)]
+
+
+def _check(c: Config) -> None:
+    """What the types cannot say: ranges and what must divide what."""
+    positive = (
+        "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
+        "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
+        "val_batches val_every ckpt_every keep_n keep_every"
+    )
+    for key in positive.split():
+        if getattr(c, key) < 1:
+            raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
+    for key in ("warmup_steps", "lr", "end_lr", "weight_decay", "adam_eps", "z_loss"):
+        if getattr(c, key) < 0:
+            raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
+    for key in ("adam_b1", "adam_b2", "noise_scale_alpha"):
+        if not 0 <= getattr(c, key) < 1:
+            raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
+    if c.clip_norm <= 0:
+        raise InputError(f"clip_norm is {c.clip_norm}, expected above 0")
+    if c.attention_window is not None and c.attention_window > c.seq:
+        raise InputError(
+            f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
+        )
+    _check_divisions(c)
+
+
+def _check_divisions(c: Config) -> None:
+    def divides(what: str, size: int, key: str, remedy: str) -> None:
+        by = getattr(c, key)
+        if size % by:
+            raise InputError(f"{what} is {size}, which {key} {by} does not divide; {remedy}")
+
+    if c.head_size == c.d_model // c.n_heads:
+        divides("d_model", c.d_model, "n_heads", "change either, or set head_size")
+    if c.block == "geglu":
+        divides("the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change either")
+    shards = "cores_per_replica"
+    divides("n_heads", c.n_heads, shards, f"choose heads in a multiple of it, or another {shards}")
+    divides("n_vocab", c.n_vocab, shards, "round n_vocab up to a multiple of it")
+    if c.pe == "fixed":
+        divides("d_model", c.d_model, shards, f"change d_model or {shards} (pe fixed splits it)")
+    if c.block == "gptj":
+        divides("the feed-forward width (4 * d_model)", c.d_ff, shards, f"change {shards}")
+    divides("tpu_size", c.tpu_size, shards, f"give tpu_size a multiple of it (or lower {shards})")
+    if c.pe == "rotary" and c.d_rotary > c.d_head:
+        raise InputError(
+            f"pe_rotary_dims is {c.d_rotary}, above the head size {c.d_head} "
+            f"(d_model / n_heads); lower pe_rotary_dims"
+        )
+    if c.pe == "rotary" and (c.d_rotary % 2 or not c.d_rotary):
+        raise InputError(f"pe_rotary_dims is {c.d_rotary}, expected a positive even number")

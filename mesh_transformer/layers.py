@@ -1,0 +1,337 @@
+"""The parts of GPT-J, each written once for every mesh.
+
+Array names end in their shape: B batch, T query, S cache or key, D model, H heads this program
+sees, K head size, R rotated part of a head, F feed-forward, C columns of one head group, N columns
+of a projection, V vocabulary this program sees, L layers, G norm groups (1, or with
+layernorm-desync the shards that this program holds).
+"""
+
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.parallel import Axes, Parallel, param
+
+MASKED = -1e10  # not -inf: a fully masked row must stay finite
+T5_BUCKETS = 32
+T5_MAX_DISTANCE = 128
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values; with a leading L, those of all layers."""
+
+    k_BSHK: Array
+    v_BSHK: Array
+
+
+class Context(NamedTuple):
+    """What all layers share: where the queries stand and which keys they see."""
+
+    positions_BT: Array
+    bias_BHTS: Array
+    slot: Array | int  # where the cache takes this call's keys
+
+
+def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
+    """Truncated at two sigma, sigma 1/sqrt(fan in), as Haiku's Linear has it."""
+    return hk.initializers.TruncatedNormal(stddev=fan_in**-0.5)
+
+
+def _output_init(config: Config) -> hk.initializers.Initializer:
+    """For the two matrices that write into the residual stream."""
+    return hk.initializers.TruncatedNormal(stddev=2 / config.layers / config.d_model**0.5)
+
+
+class Norm(hk.Module):
+    """The config's norm, in f32, and the way into the mp-split part of a layer (Megatron's f).
+
+    Returns x_GBTD: one normed copy for all heads, or with layernorm-desync one for each shard's.
+    """
+
+    def __init__(self, config: Config, par: Parallel):
+        super().__init__(name="norm")
+        self.par = par
+        self.kind = config.norm
+        self.shards = config.cores_per_replica
+
+    def __call__(self, x_BTD: Array) -> Array:
+        dtype, par = x_BTD.dtype, self.par
+        x_BTD = x_BTD.astype(jnp.float32)
+        if self.kind == "layernorm-desync":
+            # The gains differ by shard, so the fan-out must come before them.
+            x_GBTD = par.fan_out(_standardize(x_BTD))[None]
+            return self._affine(x_GBTD, (self.shards, x_BTD.shape[-1]), ("mp", None)).astype(dtype)
+        if self.kind.startswith("layernorm"):
+            normed = self._affine(_standardize(x_BTD), x_BTD.shape[-1:], (None,))
+        else:
+            normed = self._rms(x_BTD)
+        return par.fan_out(normed.astype(dtype))[None]
+
+    def _affine(self, x: Array, shape: tuple[int, ...], axes: Axes) -> Array:
+        scale = param(self.par, "scale", shape, axes, hk.initializers.Constant(1.0))
+        x = x * _gain(scale)
+        if self.kind == "layernorm-nobias":
+            return x
+        return x + _gain(param(self.par, "offset", shape, axes, hk.initializers.Constant(0.0)))
+
+    def _rms(self, x_BTD: Array) -> Array:
+        """Original: x over (its 2-norm + 1e-5), times a scale that starts at sqrt(D)."""
+        width = x_BTD.shape[-1]
+        shape, axes = ((width,), (None,)) if self.kind.startswith("rms") else ((), ())
+        normed = x_BTD / (jnp.linalg.norm(x_BTD, axis=-1, keepdims=True) + 1e-5)
+        normed *= _gain(param(self.par, "scale", shape, axes, hk.initializers.Constant(width**0.5)))
+        if self.kind.endswith("-bias"):
+            offset = param(self.par, "offset", shape, axes, hk.initializers.Constant(0.0))
+            normed += _gain(offset)
+        return normed
+
+
+def _gain(value: Array) -> Array:
+    """A norm's parameter in f32; per-shard ones [G, D] against x_GBTD."""
+    value = value.astype(jnp.float32)
+    return value[:, None, None, :] if value.ndim == 2 else value
+
+
+def _standardize(x_BTD: Array) -> Array:
+    mean = jnp.mean(x_BTD, axis=-1, keepdims=True)
+    variance = jnp.var(x_BTD, axis=-1, keepdims=True)
+    return (x_BTD - mean) * jax.lax.rsqrt(variance + 1e-5)
+
+
+class Linear(hk.Module):
+    """A matmul whose columns mp splits; every column reads its own norm group."""
+
+    def __init__(self, par: Parallel, columns: int, name: str, with_bias: bool = True):
+        super().__init__(name=name)
+        self.par = par
+        self.columns = columns
+        self.with_bias = with_bias
+
+    def __call__(self, x_GBTD: Array) -> Array:
+        groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
+        shape = (width, self.columns)
+        w_DN = param(self.par, "w", shape, (None, "mp"), fan_in_init(width), decay=True)
+        w_DGN = w_DN.reshape(width, groups, -1)
+        y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN)
+        y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
+        if self.with_bias:
+            zeros = hk.initializers.Constant(0.0)
+            y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros)
+        return y_BTN
+
+
+def rotate(x_BTHK: Array, positions_BT: Array, dims: int) -> Array:
+    """Rotary embedding (Su 2021) on interleaved pairs of the first `dims` of each head, in f32."""
+    frequency_R = 10000.0 ** (-np.arange(0, dims, 2) / dims)
+    angle_BTR = positions_BT[..., None].astype(jnp.float32) * frequency_R.astype(np.float32)
+    sin, cos = jnp.sin(angle_BTR)[:, :, None], jnp.cos(angle_BTR)[:, :, None]
+    turned, rest = x_BTHK[..., :dims].astype(jnp.float32), x_BTHK[..., dims:]
+    even, odd = turned[..., ::2], turned[..., 1::2]
+    pairs = jnp.stack((even * cos - odd * sin, odd * cos + even * sin), axis=-1)
+    return jnp.concatenate((pairs.reshape(turned.shape).astype(x_BTHK.dtype), rest), axis=-1)
+
+
+def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Array:
+    """0 where a query sees a key, else `MASKED`; keys at negative positions are padding.
+
+    Returns bias_BHTS with H = 1.
+    """
+    distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
+    seen_BTS = (distance_BTS >= 0) & (distance_BTS < window) & (key_positions_BS >= 0)[:, None, :]
+    return jnp.where(seen_BTS, 0.0, MASKED)[:, None].astype(jnp.float32)
+
+
+def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, bias_BHTS: Array) -> Array:
+    """Softmax attention of T queries over S keys; heads are those this program holds.
+
+    `bias` already holds the masks and any relative position term.  The logits and the softmax
+    are f32, the matmuls' inputs in the compute dtype.
+    """
+    scale = q_BTHK.shape[-1] ** -0.5
+    logits_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    weights_BHTS = jax.nn.softmax(logits_BHTS * scale + bias_BHTS).astype(v_BSHK.dtype)
+    return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK)
+
+
+def t5_bucket(distance: Array) -> Array:
+    """The T5 bucket (Raffel 2020) of how far back a key lies: exact to 15, then logarithmic.
+
+    The 128 cases are tabulated: a logarithm in f32 would round differently by backend.
+    """
+    steps = np.arange(T5_MAX_DISTANCE)
+    exact = T5_BUCKETS // 2
+    ratio = np.log(np.maximum(steps, 1) / exact) / np.log(T5_MAX_DISTANCE / exact)
+    far = np.minimum(exact + (ratio * (T5_BUCKETS - exact) + 1e-6).astype(int), T5_BUCKETS - 1)
+    table = jnp.asarray(np.where(steps < exact, steps, far))
+    return table[jnp.clip(distance, 0, T5_MAX_DISTANCE - 1)]
+
+
+class RelativePosition(hk.Module):
+    """T5's relative position bias: one table for all layers; causal, 32 buckets."""
+
+    def __init__(self, config: Config, par: Parallel):
+        super().__init__(name="relative")
+        self.par = par
+        self.heads = config.n_heads
+
+    def __call__(self, positions_BT: Array, key_positions_BS: Array) -> Array:
+        init = hk.initializers.TruncatedNormal(stddev=0.02)
+        shape = (self.heads, T5_BUCKETS)
+        table = param(self.par, "rel_embedding", shape, ("mp", None), init, decay=True)
+        distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
+        bias_HBTS = table.astype(jnp.float32)[:, t5_bucket(distance_BTS)]
+        return jnp.moveaxis(bias_HBTS, 0, 1)
+
+
+class Embedding(hk.Module):
+    """Token rows, split by vocabulary over mp, and with pe=fixed learned positions."""
+
+    def __init__(self, config: Config, par: Parallel):
+        super().__init__(name="embedding")
+        self.config = config
+        self.par = par
+
+    def __call__(self, tokens_BT: Array, positions_BT: Array) -> Array:
+        c, par = self.config, self.par
+        init = hk.initializers.TruncatedNormal(stddev=c.n_vocab**-0.5)
+        w_VD = param(par, "w", (c.n_vocab, c.d_model), ("mp", None), init, decay=True)
+        rows = w_VD.shape[0]
+        row_BT = tokens_BT.astype(jnp.int32) - par.rank() * rows
+        mine_BT = (row_BT >= 0) & (row_BT < rows)
+        found_BTD = w_VD[jnp.clip(row_BT, 0, rows - 1)]
+        x_BTD = par.sum(jnp.where(mine_BT[..., None], found_BTD, 0))
+        x_BTD += param(par, "b", (c.d_model,), (None,), hk.initializers.Constant(0.0), summed=True)
+        if c.pe == "fixed":
+            init = hk.initializers.TruncatedNormal(stddev=0.02)
+            table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
+            x_BTD += par.gather(table)[jnp.clip(positions_BT, 0, c.seq - 1)]
+        return par.shard(x_BTD, "dp", None, None)
+
+
+class TransformerLayer(hk.Module):
+    """Attention and feed-forward side by side on one norm; one sum over mp for both.
+
+    Returns what the layer adds to the residual stream, and its cache.
+    """
+
+    def __init__(self, config: Config, par: Parallel):
+        super().__init__(name="layer")
+        self.config = config
+        self.par = par
+        self.heads = config.n_heads // par.mp
+
+    def __call__(
+        self, x_BTD: Array, context: Context, cache: LayerCache | None
+    ) -> tuple[Array, LayerCache | None]:
+        x_GBTD = Norm(self.config, self.par)(x_BTD)
+        block = self._geglu if self.config.block == "geglu" else self._gptj
+        y_BTD, cache = block(x_GBTD, context, cache)
+        bias = hk.initializers.Constant(0.0)
+        width = self.config.d_model
+        y_BTD = self.par.sum(y_BTD) + param(self.par, "b", (width,), (None,), bias, summed=True)
+        return self.par.shard(y_BTD, "dp", None, None), cache
+
+    def _gptj(
+        self, x_GBTD: Array, context: Context, cache: LayerCache | None
+    ) -> tuple[Array, LayerCache | None]:
+        c, par = self.config, self.par
+        width = c.n_heads * c.d_head
+
+        def heads(name: str) -> Array:
+            y_BTN = Linear(par, width, name, with_bias=False)(x_GBTD)
+            return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
+
+        attended_BTHK, cache = self._attention(heads("q"), heads("k"), heads("v"), context, cache)
+        attended_BTN = attended_BTHK.reshape(*attended_BTHK.shape[:2], -1)
+        hidden_BTF = jax.nn.gelu(Linear(par, c.d_ff, "fc")(x_GBTD), approximate=True)
+        w_ND = param(par, "o", (width, c.d_model), ("mp", None), _output_init(c), decay=True)
+        w_FD = param(par, "out", (c.d_ff, c.d_model), ("mp", None), _output_init(c), decay=True)
+        return attended_BTN @ w_ND + hidden_BTF @ w_FD, cache
+
+    def _geglu(
+        self, x_GBTD: Array, context: Context, cache: LayerCache | None
+    ) -> tuple[Array, LayerCache | None]:
+        """One matmul in, one out; stored by head group, so that no mesh changes their order."""
+        c, par = self.config, self.par
+        hidden = c.d_ff // c.n_heads
+        columns, rows = 3 * c.d_head + 2 * hidden, c.d_head + hidden
+        shape, axes = (c.d_model, c.n_heads, columns), (None, "mp", None)
+        w_DHC = param(par, "fused_in", shape, axes, fan_in_init(c.d_model), decay=True)
+        bias = hk.initializers.Constant(0.0)
+        b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
+        w_DGHC = w_DHC.reshape(c.d_model, x_GBTD.shape[0], -1, columns)
+        y_BTGHC = jnp.einsum("GBTD,DGHC->BTGHC", x_GBTD, w_DGHC)
+        y_BTHC = y_BTGHC.reshape(*y_BTGHC.shape[:2], -1, columns) + b_HC
+        edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
+        q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
+        attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
+        hidden_BTHF = jax.nn.gelu(gate_BTHF, approximate=True) * value_BTHF
+        shape, axes = (c.n_heads, rows, c.d_model), ("mp", None, None)
+        w_HCD = param(par, "fused_out", shape, axes, _output_init(c), decay=True)
+        joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
+        return jnp.einsum("BTHC,HCD->BTD", joined_BTHC, w_HCD), cache
+
+    def _attention(
+        self,
+        q_BTHK: Array,
+        k_BTHK: Array,
+        v_BTHK: Array,
+        context: Context,
+        cache: LayerCache | None,
+    ) -> tuple[Array, LayerCache | None]:
+        c, par = self.config, self.par
+        q_BTHK, k_BTHK, v_BTHK = (
+            par.shard(x, "dp", None, "mp", None) for x in (q_BTHK, k_BTHK, v_BTHK)
+        )
+        if c.pe == "rotary":
+            q_BTHK = rotate(q_BTHK, context.positions_BT, c.d_rotary)
+            k_BTHK = rotate(k_BTHK, context.positions_BT, c.d_rotary)
+        if cache is None:
+            return attend(q_BTHK, k_BTHK, v_BTHK, context.bias_BHTS), None
+        write = jax.lax.dynamic_update_slice_in_dim
+        cache = LayerCache(
+            write(cache.k_BSHK, k_BTHK, context.slot, axis=1),
+            write(cache.v_BSHK, v_BTHK, context.slot, axis=1),
+        )
+        return attend(q_BTHK, cache.k_BSHK, cache.v_BSHK, context.bias_BHTS), cache
+
+
+class Projection(hk.Module):
+    """The last norm and the head; logits_BTV of this program's vocabulary, in f32."""
+
+    def __init__(self, config: Config, par: Parallel):
+        super().__init__(name="projection")
+        self.config = config
+        self.par = par
+
+    def __call__(self, x_BTD: Array) -> Array:
+        x_GBTD = Norm(self.config, self.par)(x_BTD)
+        return Linear(self.par, self.config.n_vocab, "head")(x_GBTD).astype(jnp.float32)
+
+
+def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> tuple[Array, ...]:
+    """Per-token loss over a vocabulary that mp splits.
+
+    Returns:
+      loss_BT; log_sum_BT, the log of the sum of exp(logit - largest logit), whose square is the
+      original's z-loss; correct_BT, whether the first largest logit is the target's.
+    """
+    columns = logits_BTV.shape[-1]
+    first = par.rank() * columns
+    shard_max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
+    max_BT = par.max(shard_max_BT)
+    logits_BTV = logits_BTV - max_BT[..., None]
+    ids_V = first + jnp.arange(columns)
+    is_target_BTV = ids_V == targets_BT[..., None].astype(jnp.int32)
+    target_BT = par.sum(jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1))
+    log_sum_BT = jnp.log(par.sum(jnp.sum(jnp.exp(logits_BTV), axis=-1)))
+    # The first shard with the largest logit answers: max of the negated ids, others out of range.
+    best_BT = first + jnp.argmax(jax.lax.stop_gradient(logits_BTV), axis=-1)
+    candidate_BT = jnp.where(shard_max_BT == max_BT, -best_BT, jnp.iinfo(jnp.int32).min)
+    correct_BT = -par.max(candidate_BT) == targets_BT.astype(jnp.int32)
+    return log_sum_BT - target_BT, log_sum_BT, correct_BT

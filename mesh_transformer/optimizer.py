@@ -1,0 +1,140 @@
+"""The original's optimizer chain in one place, and the gradient noise scale."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.parallel import Declaration, Parallel, square_sums
+from mesh_transformer.util import to_bf16, to_f32
+
+OptState = dict[str, Any]
+
+
+def gpt3_schedule(
+    warmup_steps: int, anneal_steps: int, lr: float, end_lr: float
+) -> Callable[[Array], Array]:
+    """Linear warm-up from 0 to `lr`, then a cosine down to `end_lr` over `anneal_steps`.
+
+    Steps count updates done, so that the first update has rate 0 unless `warmup_steps` is 0.
+    """
+
+    def schedule(step: Array) -> Array:
+        warm = jnp.clip(step, 0, warmup_steps) / warmup_steps if warmup_steps else 1.0
+        annealed = jnp.clip(step - warmup_steps, 0, anneal_steps) / anneal_steps
+        return warm * lr - (lr - end_lr) * (1 - jnp.cos(jnp.pi * annealed)) / 2
+
+    return schedule
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Clip by global norm, Adam, decoupled decay of matrices, gpt3 schedule.
+
+    Gradients come as the mean over microbatches and replicas, in f32 and in the state's layout.
+    `declared` has a `Declaration` for every parameter: it says which decay, and which are biases
+    that the original keeps once per shard.  With `original_bias_copies` c these move c times
+    Adam's step and weigh c times in the norm, as c copies that add up do.
+    """
+
+    config: Config
+    declared: Any
+
+    def _copies(self, declaration: Declaration) -> int:
+        return self.config.original_bias_copies if declaration.summed else 1
+
+    def _adam(self) -> optax.GradientTransformation:
+        c = self.config
+        return optax.scale_by_adam(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_eps)
+
+    def init(self, params: Any) -> OptState:
+        """Zero moments, f32 or with `bf16_optimizer` bf16, in the parameters' layout."""
+        adam = self._adam().init(to_f32(params))
+        assert isinstance(adam, optax.ScaleByAdamState)
+        return self._pack(adam)
+
+    def _pack(self, adam: optax.ScaleByAdamState) -> OptState:
+        cast = to_bf16 if self.config.bf16_optimizer else to_f32
+        return {"count": adam.count, "mu": cast(adam.mu), "nu": cast(adam.nu)}
+
+    def norm(self, grads: Any, specs: Any, par: Parallel) -> Array:
+        """The global norm of the mean gradient, which clipping uses."""
+        squares = jax.tree.map(
+            lambda d, s: s * self._copies(d), self.declared, square_sums(grads), is_leaf=_declared
+        )
+        return jnp.sqrt(par.total(squares, specs))
+
+    def learning_rate(self, step: Array) -> Array:
+        """The schedule's rate for the update after `step` others."""
+        c = self.config
+        return gpt3_schedule(c.warmup_steps, c.anneal_steps, c.lr, c.end_lr)(step)
+
+    def update(
+        self, grads: Any, state: OptState, params: Any, step: Array, norm: Array
+    ) -> tuple[Any, OptState]:
+        """New parameters and state; `step` drives the schedule, the state's count Adam."""
+        clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
+        grads = jax.tree.map(lambda g: g * clip, grads)
+        before = optax.ScaleByAdamState(state["count"], to_f32(state["mu"]), to_f32(state["nu"]))
+        updates, after = self._adam().update(grads, before)
+        assert isinstance(after, optax.ScaleByAdamState)
+        rate = self.learning_rate(step)
+
+        def move(declaration: Declaration, p: Array, u: Array) -> Array:
+            decay = self.config.weight_decay if declaration.decay else 0.0
+            u = (u + decay * p.astype(jnp.float32)) * self._copies(declaration)
+            return (p.astype(jnp.float32) - rate * u).astype(p.dtype)
+
+        moved = jax.tree.map(move, self.declared, params, updates, is_leaf=_declared)
+        return moved, self._pack(after)
+
+
+def _declared(node: Any) -> bool:
+    return isinstance(node, Declaration)
+
+
+class NoiseScale:
+    """The gradient noise scale (McCandlish 2018, appendix A), averaged over steps.
+
+    From the squared norms of gradients of a small and a big batch come unbiased estimates of the
+    true gradient's squared norm and of the trace of its covariance; each is averaged before
+    their ratio is taken, since a ratio of noisy numbers is biased.
+    """
+
+    def __init__(self, alpha: float, small: int, big: int):
+        """`small` and `big` are batch sizes in sequences; where equal, there is no estimate."""
+        self.alpha = alpha
+        self.small = small
+        self.big = big
+        self.square: float | None = None
+        self.trace: float | None = None
+
+    def update(self, small_square: float, big_square: float) -> dict[str, float]:
+        """Takes one step's mean squared norms; returns the metrics `noise/*`, or nothing."""
+        if self.big == self.small or not math.isfinite(small_square + big_square):
+            return {}
+        square = (self.big * big_square - self.small * small_square) / (self.big - self.small)
+        trace = (small_square - big_square) / (1 / self.small - 1 / self.big)
+        self.square = self._average(self.square, square)
+        self.trace = self._average(self.trace, trace)
+        metrics = {"noise/grad_square": self.square, "noise/covariance_trace": self.trace}
+        if self.square > 0:
+            metrics["noise/scale"] = self.trace / self.square
+        return metrics
+
+    def _average(self, old: float | None, new: float) -> float:
+        return new if old is None else (1 - self.alpha) * old + self.alpha * new
+
+    def state(self) -> dict[str, float | None]:
+        """The averages, for a checkpoint."""
+        return {"square": self.square, "trace": self.trace}
+
+    def restore(self, state: dict[str, float | None]) -> None:
+        """Goes on from `state`'s averages."""
+        self.square, self.trace = state["square"], state["trace"]

@@ -1,0 +1,209 @@
+"""One training and one evaluation step, and the only fork between shard_map and jit."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer import model
+from mesh_transformer.config import Config
+from mesh_transformer.optimizer import Optimizer
+from mesh_transformer.parallel import Auto, Manual, Parallel, named, zero
+from mesh_transformer.util import InputError, to_bf16, to_f32
+
+State = dict[str, Any]
+Batch = dict[str, Array]
+
+
+def init_state(config: Config, key: Array) -> State:
+    """A fresh state: params, Adam's moments, and the count of updates done; all global."""
+    params = model.init(config, key)
+    optimizer = Optimizer(config, model.declarations(config))
+    stored = to_bf16(params) if config.early_cast else params
+    return {
+        "params": stored,
+        "opt_state": optimizer.init(params),
+        "step": jnp.zeros((), jnp.int32),
+    }
+
+
+def state_specs(config: Config) -> State:
+    """The layout at rest of every leaf of the state."""
+    layout = model.specs(config)
+    rest = jax.tree.map(zero, layout) if config.zero else layout
+    return {
+        "params": rest,
+        "opt_state": {"count": P(), "mu": rest, "nu": rest},
+        "step": P(),
+    }
+
+
+def _compute_params(params: Any, config: Config, par: Parallel) -> Any:
+    """The one cast of the state: f32 at rest, the compute dtype in the forward pass."""
+    cast = to_bf16 if config.dtype == "bfloat16" else to_f32
+    return par.compute_copy(cast(params), model.specs(config))
+
+
+def train_step(
+    state: State, batch: Batch, config: Config, par: Parallel
+) -> tuple[State, dict[str, Array]]:
+    """Gradients of A microbatches summed in f32, their mean over dp, one optimizer update.
+
+    Args:
+      batch: `obs` and `target` [A, B, T], of this program's sequences.
+    """
+    layout = model.specs(config)
+    params = _compute_params(state["params"], config, par)
+    grad_fn = jax.value_and_grad(model.train_loss, has_aux=True)
+
+    def microbatch(sums: Any, tokens: tuple[Array, Array]) -> Any:
+        (loss, last_loss), grads = grad_fn(params, *tokens, config, par)
+        sums = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
+        return sums, (loss, last_loss, par.micro_square(grads, layout))
+
+    accumulation = batch["obs"].shape[0]
+    sums, (loss, last_loss, micro_square) = jax.lax.scan(
+        microbatch, par.accumulator(params, layout), (batch["obs"], batch["target"])
+    )
+    grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), layout)
+
+    optimizer = Optimizer(config, model.declarations(config))
+    norm = optimizer.norm(grads, layout, par)
+    new_params, opt_state = optimizer.update(
+        grads, state["opt_state"], state["params"], state["step"], norm
+    )
+    measured = jnp.stack(
+        (loss.mean(), last_loss.mean(), jnp.sqrt(micro_square).mean(), micro_square.mean())
+    )
+    loss, last_loss, norm_micro, square_micro = par.mean_scalar(measured)
+    metrics = {
+        "loss": loss,
+        "last_loss": last_loss,
+        "grad_norm": norm,
+        "grad_norm_micro": norm_micro,
+        "grad_square_micro": square_micro,
+        "learning_rate": optimizer.learning_rate(state["step"]),
+    }
+    return {"params": new_params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
+
+
+def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
+    """Loss and hits of every token; `obs` and `target` [B, T]; no z-loss, as in the original."""
+    params = _compute_params(params, config, par)
+    found = model.losses(params, batch["obs"], batch["target"], config, par)
+    return {
+        "loss": found.loss_BT.mean(axis=-1),
+        "last_loss": found.loss_BT[:, -1],
+        "all_loss": found.loss_BT,
+        "correct": found.correct_BT,
+    }
+
+
+def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Array:
+    """Next-token logits [B, T, V] in f32, over the whole vocabulary."""
+    params = _compute_params(params, config, par)
+    return par.gather(model.logits(params, tokens, config, par))
+
+
+def generate_step(
+    params: Any,
+    tokens: Array,
+    length: Array,
+    settings: model.SamplerSettings,
+    steps: int,
+    config: Config,
+    par: Parallel,
+) -> Array:
+    """`steps` new tokens [B, steps] for right-aligned prompts [B, T]."""
+    params = _compute_params(params, config, par)
+    return model.generate(params, tokens, length, settings, steps, config, par)
+
+
+def check_zero(config: Config, mesh: Mesh) -> None:
+    """Raises InputError where dp does not divide a dimension that ZeRO splits by it."""
+    if not config.zero:
+        return
+    dp, mp = mesh.shape["dp"], mesh.shape["mp"]
+    declared = jax.tree_util.tree_leaves_with_path(
+        model.declarations(config), is_leaf=model.is_declaration
+    )
+    for path, declaration in declared:
+        axes = tuple(declaration.spec)
+        if "mp" in axes and declaration.shape[axes.index("mp")] % (dp * mp):
+            raise InputError(
+                f"config: zero is {config.zero}, which splits {jax.tree_util.keystr(path)} "
+                f"{declaration.shape} along axis {axes.index('mp')} over dp {dp} x mp {mp}, which "
+                f"does not divide it; set zero to 0 or change the mesh"
+            )
+
+
+def _partition(
+    function: Callable[..., Any],
+    config: Config,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    donate: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """`function(*args, config=, par=)` over the mesh: the one place that knows both versions."""
+    stage = config.zero or 0
+    if config.partitioning == "jit":
+        program = functools.partial(function, config=config, par=Auto(mesh, stage))
+    else:
+        program = jax.shard_map(
+            functools.partial(function, config=config, par=Manual(mesh, stage)),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+        )
+    return jax.jit(
+        program,
+        in_shardings=named(mesh, in_specs),
+        out_shardings=named(mesh, out_specs),
+        donate_argnums=donate,
+    )
+
+
+METRICS = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
+
+
+def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
+    """A function from a key to a fresh state, every leaf made where it will live."""
+    return jax.jit(
+        functools.partial(init_state, config), out_shardings=named(mesh, state_specs(config))
+    )
+
+
+def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
+    """(state, batch) -> (state, metrics); the old state's memory is reused."""
+    batch = P(None, "dp")
+    metrics = dict.fromkeys((*METRICS, "learning_rate"), P())
+    layout = state_specs(config)
+    specs = (layout, {"obs": batch, "target": batch})
+    return _partition(train_step, config, mesh, specs, (layout, metrics), donate=(0,))
+
+
+def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
+    """(params, batch) -> losses a token."""
+    outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
+    specs = (state_specs(config)["params"], {"obs": P("dp"), "target": P("dp")})
+    return _partition(eval_step, config, mesh, specs, outputs)
+
+
+def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
+    """(params, tokens) -> logits."""
+    specs = (state_specs(config)["params"], P("dp"))
+    return _partition(logits_step, config, mesh, specs, P("dp"))
+
+
+def compile_generate(config: Config, mesh: Mesh, steps: int) -> Callable[..., Any]:
+    """(params, tokens, length, settings) -> `steps` new tokens a row."""
+    settings = model.SamplerSettings(*(P("dp"),) * 4)
+    specs = (state_specs(config)["params"], P("dp"), P("dp"), settings)
+    function = functools.partial(generate_step, steps=steps)
+    return _partition(function, config, mesh, specs, P("dp"))
