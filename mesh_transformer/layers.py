@@ -236,6 +236,7 @@ class TransformerLayer(hk.Module):
         y_BTD = self.par.sum(y_BTD) + param(self.par, "b", (width,), (None,), bias, summed=True)
         return self.par.shard(y_BTD, "dp", None, None), cache
 
+    @hk.transparent
     def _gptj(
         self, x_GBTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache | None]:
@@ -253,6 +254,7 @@ class TransformerLayer(hk.Module):
         w_FD = param(par, "out", (c.d_ff, c.d_model), ("mp", None), _output_init(c), decay=True)
         return attended_BTN @ w_ND + hidden_BTF @ w_FD, cache
 
+    @hk.transparent
     def _geglu(
         self, x_GBTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache | None]:

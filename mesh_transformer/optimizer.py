@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 from mesh_transformer.config import Config
-from mesh_transformer.parallel import Declaration, Parallel, square_sums
+from mesh_transformer.parallel import Declaration
 from mesh_transformer.util import to_bf16, to_f32
 
 OptState = dict[str, Any]
@@ -63,12 +63,13 @@ class Optimizer:
         cast = to_bf16 if self.config.bf16_optimizer else to_f32
         return {"count": adam.count, "mu": cast(adam.mu), "nu": cast(adam.nu)}
 
-    def norm(self, grads: Any, specs: Any, par: Parallel) -> Array:
-        """The global norm of the mean gradient, which clipping uses."""
-        squares = jax.tree.map(
-            lambda d, s: s * self._copies(d), self.declared, square_sums(grads), is_leaf=_declared
-        )
-        return jnp.sqrt(par.total(squares, specs))
+    def squares(self, grads: Any) -> Any:
+        """What every leaf adds to the squared norm, in f32; of this program's part of it."""
+
+        def square(declaration: Declaration, g: Array) -> Array:
+            return jnp.sum(jnp.square(g.astype(jnp.float32))) * self._copies(declaration)
+
+        return jax.tree.map(square, self.declared, grads, is_leaf=_declared)
 
     def learning_rate(self, step: Array) -> Array:
         """The schedule's rate for the update after `step` others."""
@@ -78,7 +79,10 @@ class Optimizer:
     def update(
         self, grads: Any, state: OptState, params: Any, step: Array, norm: Array
     ) -> tuple[Any, OptState]:
-        """New parameters and state; `step` drives the schedule, the state's count Adam."""
+        """New parameters and state; clips by `norm`, the global norm of `grads`.
+
+        `step` drives the schedule, the state's own count Adam's bias correction.
+        """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
         grads = jax.tree.map(lambda g: g * clip, grads)
         before = optax.ScaleByAdamState(state["count"], to_f32(state["mu"]), to_f32(state["nu"]))

@@ -166,18 +166,17 @@ class Parallel(Protocol):
         """The sum of one number a leaf, leaves in the state's layout, over all their parts."""
         ...
 
-    def micro_square(self, grads: Any, specs: Any) -> Array:
-        """The squared norm of one microbatch's gradient, as one of the `replicas` sees it."""
+    def micro(self, grads: Any, specs: Any) -> Any:
+        """One microbatch's gradient as one of the `replicas` has it."""
+        ...
+
+    def micro_total(self, squares: Any, specs: Any) -> Array:
+        """As `total`, of what was computed from `micro`."""
         ...
 
     def mean_scalar(self, x: Array) -> Array:
         """The mean over dp of what each replica measured."""
         ...
-
-
-def square_sums(grads: Any) -> Any:
-    """The sum of squares of every leaf, in f32."""
-    return jax.tree.map(lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), grads)
 
 
 class Auto:
@@ -238,8 +237,11 @@ class Auto:
     def total(self, squares: Any, specs: Any) -> Array:
         return jnp.sum(jnp.stack(jax.tree.leaves(squares)))
 
-    def micro_square(self, grads: Any, specs: Any) -> Array:
-        return self.total(square_sums(grads), specs)
+    def micro(self, grads: Any, specs: Any) -> Any:
+        return grads
+
+    def micro_total(self, squares: Any, specs: Any) -> Array:
+        return self.total(squares, specs)
 
     def mean_scalar(self, x: Array) -> Array:
         return x
@@ -331,10 +333,14 @@ class Manual:
     def total(self, squares: Any, specs: Any) -> Array:
         return self._total(squares, specs, ("mp", "dp") if self.zero_stage else ("mp",))
 
-    def micro_square(self, grads: Any, specs: Any) -> Array:
+    def micro(self, grads: Any, specs: Any) -> Any:
+        # ZeRO 3 has already summed most leaves over dp: all replicas make one.
+        return self.mean(grads, specs) if self.zero_stage == 3 else grads
+
+    def micro_total(self, squares: Any, specs: Any) -> Array:
         if self.zero_stage == 3:
-            return self.total(square_sums(self.mean(grads, specs)), specs)
-        return self._total(square_sums(grads), specs, ("mp",))
+            return self.total(squares, specs)
+        return self._total(squares, specs, ("mp",))
 
     def mean_scalar(self, x: Array) -> Array:
         return lax.pmean(x, "dp")

@@ -59,12 +59,14 @@ def train_step(
     """
     layout = model.specs(config)
     params = _compute_params(state["params"], config, par)
+    optimizer = Optimizer(config, model.declarations(config))
     grad_fn = jax.value_and_grad(model.train_loss, has_aux=True)
 
     def microbatch(sums: Any, tokens: tuple[Array, Array]) -> Any:
         (loss, last_loss), grads = grad_fn(params, *tokens, config, par)
         sums = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
-        return sums, (loss, last_loss, par.micro_square(grads, layout))
+        square = par.micro_total(optimizer.squares(par.micro(grads, layout)), layout)
+        return sums, (loss, last_loss, square)
 
     accumulation = batch["obs"].shape[0]
     sums, (loss, last_loss, micro_square) = jax.lax.scan(
@@ -72,8 +74,7 @@ def train_step(
     )
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), layout)
 
-    optimizer = Optimizer(config, model.declarations(config))
-    norm = optimizer.norm(grads, layout, par)
+    norm = jnp.sqrt(par.total(optimizer.squares(grads), layout))
     new_params, opt_state = optimizer.update(
         grads, state["opt_state"], state["params"], state["step"], norm
     )
@@ -177,6 +178,12 @@ def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
     return jax.jit(
         functools.partial(init_state, config), out_shardings=named(mesh, state_specs(config))
     )
+
+
+def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
+    """A function from params to fresh moments."""
+    optimizer = Optimizer(config, model.declarations(config))
+    return jax.jit(optimizer.init, out_shardings=named(mesh, state_specs(config)["opt_state"]))
 
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:

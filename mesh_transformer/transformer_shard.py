@@ -1,0 +1,308 @@
+"""`CausalTransformer`: a model's state on its mesh, and the compiled functions over it."""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer import step as steps
+from mesh_transformer.checkpoint import Checkpoints, find
+from mesh_transformer.config import Config
+from mesh_transformer.model import SamplerSettings
+from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
+from mesh_transformer.util import InputError
+
+SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
+
+
+class CausalTransformer:
+    """A GPT-J with its optimizer, sharded over a (dp, mp) mesh of this process's devices.
+
+    Without an accelerator, `config.tpu_size` virtual CPU devices appear, unless the caller has
+    already set JAX's devices up.
+
+    Args:
+      config: a Config, a dict of its keys, or the path of a JSON or YAML file.
+      devices: the mesh's devices (default: all).
+      init: False leaves the state out, for a caller that restores one at once.
+    """
+
+    def __init__(
+        self,
+        config: Config | dict[str, Any] | str | os.PathLike[str],
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        init: bool = True,
+    ):
+        self.config = Config.of(config)
+        assert self.config.tpu_size is not None
+        use_virtual_devices(self.config.tpu_size)
+        self.mesh = make_mesh(self.config, devices)
+        steps.check_zero(self.config, self.mesh)
+        self._generate: dict[int, Any] = {}
+        self._checkpoints: Checkpoints | None = None
+        self._folder: str | None = None  # that of `_checkpoints`, as the caller named it
+        self.step = 0  # updates done, known without waiting for the device
+        self.state: steps.State | None = None
+        if init:
+            self.state = steps.compile_init(self.config, self.mesh)(
+                jax.random.key(self.config.seed)
+            )
+
+    @property
+    def dp(self) -> int:
+        """How many replicas the batch is split over."""
+        return self.mesh.shape["dp"]
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in one microbatch over all replicas."""
+        return self.config.per_replica_batch * self.dp
+
+    @functools.cached_property
+    def _train(self) -> Any:
+        return steps.compile_train(self.config, self.mesh)
+
+    @functools.cached_property
+    def _eval(self) -> Any:
+        return steps.compile_eval(self.config, self.mesh)
+
+    @functools.cached_property
+    def _logits(self) -> Any:
+        return steps.compile_logits(self.config, self.mesh)
+
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
+        """One optimizer update; returns at once, before the devices are done.
+
+        Args:
+          sample: token ids `obs` and `target` [A, B, T]; B divides by dp.
+
+        Returns:
+          Device scalars: `loss` (z-loss included), `last_loss`, `grad_norm` (before clipping),
+          `grad_norm_micro`, `grad_square_micro` and `learning_rate`.
+        """
+        batch = {key: self._tokens(key, sample[key], 3) for key in ("obs", "target")}
+        if batch["obs"].shape[1] % self.dp:
+            raise InputError(
+                f"train: the batch has {batch['obs'].shape[1]} sequences, "
+                f"expected a multiple of the {self.dp} replicas"
+            )
+        self.state, metrics = self._train(self.state, self._place(batch, P(None, "dp")))
+        self.step += 1
+        return metrics
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
+        """Losses of `target` after `obs`, both token ids [B, T], any B; no z-loss.
+
+        Returns:
+          `loss` (mean over T) and `last_loss` [B], `all_loss` and `correct` [B, T].
+        """
+        batch = {key: self._tokens(key, sample[key], 2) for key in ("obs", "target")}
+        rows = len(batch["obs"])
+        batch = {key: self._pad(tokens) for key, tokens in batch.items()}
+        found = self._eval(self._params(), self._place(batch, P("dp")))
+        return found if rows == len(batch["obs"]) else {k: v[:rows] for k, v in found.items()}
+
+    def logits(self, tokens: np.ndarray) -> Array:
+        """Next-token logits [B, T, V] in f32 after each of `tokens` [B, T]."""
+        tokens = self._tokens("tokens", tokens, 2)
+        padded = self._place(self._pad(tokens), P("dp"))
+        return self._logits(self._params(), padded)[: len(tokens)]
+
+    def generate(
+        self,
+        ctx: np.ndarray,
+        ctx_length: np.ndarray,
+        gen_length: int,
+        sampler_options: dict[str, Any] | None = None,
+    ) -> np.ndarray:
+        """Continues prompts; a row's answer depends on its own prompt, settings and seed alone.
+
+        Args:
+          ctx: token ids [B, T], right-aligned; of more than `config.window` the last are used.
+          ctx_length: how many of a row's T are its prompt, [B], at least 1.
+          gen_length: tokens to add to each row; past the window the oldest are forgotten.
+          sampler_options: `top_p` (0.9), `top_k` (0: off), `temp` (1; 0 is greedy) and `seed` (0),
+            each one number or one a row.
+
+        Returns:
+          Token ids [B, gen_length], uint32.
+        """
+        ctx, length, settings = self._prompts(ctx, ctx_length, gen_length, sampler_options or {})
+        rows = len(ctx)
+        if gen_length not in self._generate:
+            self._generate[gen_length] = steps.compile_generate(self.config, self.mesh, gen_length)
+        placed = self._place((ctx, length, settings), P("dp"), pad=True)
+        return np.asarray(self._generate[gen_length](self._params(), *placed))[:rows]
+
+    def _prompts(
+        self, ctx: np.ndarray, ctx_length: np.ndarray, gen_length: int, options: dict[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray, SamplerSettings]:
+        """Checked prompts at a bucketed width, their lengths, one sampler setting a row."""
+        window = self.config.window
+        ctx, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
+        if ctx.ndim != 2 or length.shape != ctx.shape[:1] or not len(length):
+            raise InputError(
+                f"generate: ctx is {ctx.shape} and ctx_length {length.shape}, expected [B, T], [B]"
+            )
+        if gen_length < 1 or length.min() < 1 or length.max() > ctx.shape[1]:
+            raise InputError(
+                "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
+            )
+        length = np.minimum(length, window)
+        longest = int(length.max())
+        if self.config.pe == "fixed" and longest + gen_length > self.config.seq:
+            raise InputError(
+                f"generate: {longest} + {gen_length} tokens, but pe fixed has positions for "
+                f"seq {self.config.seq}; shorten the prompt or the answer"
+            )
+        bucket = SMALLEST_PROMPT * 2 ** math.ceil(math.log2(max(longest / SMALLEST_PROMPT, 1)))
+        width = min(bucket, window)
+        ctx = np.pad(ctx, ((0, 0), (max(width - ctx.shape[1], 0), 0)))[:, -width:]
+        # What stands before a prompt is padding; its value is never seen, but must be a token.
+        ctx = np.where(np.arange(width) < width - length[:, None], 0, ctx)
+        defaults = {"top_p": 0.9, "top_k": 0, "temp": 1.0, "seed": 0}
+        unknown = set(options) - set(defaults)
+        if unknown:
+            raise InputError(
+                f"generate: unknown sampler option {min(unknown)!r}; use {', '.join(defaults)}"
+            )
+        types = {"top_p": np.float32, "top_k": np.int32, "temp": np.float32, "seed": np.uint32}
+        rows = {
+            f"{key}_B": np.broadcast_to(np.asarray(value, types[key]), (len(ctx),))
+            for key, value in (defaults | options).items()
+        }
+        return self._tokens("ctx", ctx, 2), length, SamplerSettings(**rows)
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on."""
+        self._writer(folder).save(
+            self.step, self.state, {"config": self.config.as_dict()} | (aux or {})
+        )
+
+    def wait(self) -> None:
+        """Waits for the last save; raises InputError where it failed."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Waits for the last save and lets the model folder go."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+
+    def restore(self, folder: str) -> dict[str, Any] | None:
+        """Goes on from a model folder's newest checkpoint: its `aux`, or None without one."""
+        checkpoints = self._writer(folder)
+        newest = checkpoints.newest()
+        if newest is None:
+            return None
+        self.state = checkpoints.restore(newest, self._template())
+        self.step = newest
+        return checkpoints.aux(newest)
+
+    def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
+        """Takes the weights of `path`, a model folder or one of its step_N; the step becomes 0.
+
+        Adam's moments come along too, unless `fresh_opt` makes them anew or `only_params` leaves
+        the optimizer out (for sampling; such a model cannot train).
+        """
+        folder, number = find(path)
+        wanted = self._template()
+        del wanted["step"]
+        if fresh_opt or only_params:
+            del wanted["opt_state"]
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            loaded = checkpoints.restore(number, wanted)
+        if fresh_opt:
+            loaded["opt_state"] = steps.compile_opt_state(self.config, self.mesh)(loaded["params"])
+        self.step = 0
+        zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
+        self.state = loaded | {"step": zero}
+
+    def _template(self) -> steps.State:
+        """Shapes and layouts of the state, with nothing in them."""
+        shapes = jax.eval_shape(functools.partial(steps.init_state, self.config), jax.random.key(0))
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            named(self.mesh, steps.state_specs(self.config)),
+        )
+
+    def _writer(self, folder: str) -> Checkpoints:
+        if self._checkpoints is None or self._folder != folder:
+            self.close()
+            keep_n, keep_every = self.config.keep_n, self.config.keep_every
+            self._checkpoints = Checkpoints(folder, keep_n=keep_n, keep_every=keep_every)
+            self._folder = folder
+        return self._checkpoints
+
+    def _params(self) -> Any:
+        if self.state is None:
+            raise InputError("the model has no weights yet; restore or load a checkpoint first")
+        return self.state["params"]
+
+    def _tokens(self, name: str, tokens: np.ndarray, rank: int) -> np.ndarray:
+        """Token ids as the model takes them, checked against seq and the vocabulary."""
+        tokens = np.asarray(tokens)
+        if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > self.config.seq:
+            raise InputError(
+                f"{name} is {tokens.shape}, expected {rank} non-empty dimensions, the last at most "
+                f"seq {self.config.seq}"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.config.n_vocab:
+            raise InputError(
+                f"{name} holds token id {max(tokens.max(), -tokens.min())}, outside the vocabulary "
+                f"of n_vocab {self.config.n_vocab}"
+            )
+        return tokens.astype(np.uint32)
+
+    def _pad(self, rows: np.ndarray) -> np.ndarray:
+        """The rows and copies of the first, so that dp divides their number."""
+        missing = -len(rows) % self.dp
+        return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
+
+    def _place(self, tree: Any, spec: P, pad: bool = False) -> Any:
+        """Host arrays on the mesh, each process giving its own part."""
+        sharding = NamedSharding(self.mesh, spec)
+
+        def place(x: np.ndarray) -> Array:
+            return jax.make_array_from_process_local_data(sharding, self._pad(x) if pad else x)
+
+        return jax.tree.map(place, tree)
+
+
+def load(
+    path: str, config: Config | dict[str, Any] | str | os.PathLike[str] | None = None
+) -> CausalTransformer:
+    """A model with the weights at `path`, ready to evaluate, generate or fine-tune.
+
+    Args:
+      path: a model folder (its newest checkpoint) or one step_N of it.
+      config: a Config, a dict or a path; of a dict only the model's own keys are required.
+        Default: the checkpoint's own, spread over as many of this machine's devices as divide it.
+    """
+    if config is None:
+        folder, number = find(path)
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            saved = Config.from_dict(checkpoints.aux(number)["config"], f"{path}: saved config")
+        config = _fitted(saved)
+    network = CausalTransformer(config, init=False)
+    network.load(path)
+    return network
+
+
+def _fitted(saved: Config) -> Config:
+    """`saved` for the devices here: the largest mp that divides both its own and their number."""
+    if saved.norm == "layernorm-desync":
+        return saved  # its parameters are those of one mp
+    shards = math.gcd(saved.cores_per_replica, jax.device_count())
+    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)
