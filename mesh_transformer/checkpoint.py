@@ -12,6 +12,8 @@ import logging
 import os
 import re
 import shutil
+import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,10 +27,12 @@ from mesh_transformer.util import InputError
 
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_CLEAR_ATTEMPTS = 20
 # What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
 _STORAGE_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
-# tensorstore writes "... [OS error 28: ENOSPC No space left on device] ...".
-_OS_ERROR = re.compile(r"\[OS error \d+: (?:E[A-Z]+ )?([^\]]+)\]")
+# tensorstore writes "...: No space left on device [os_error_code='28']".
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +66,7 @@ class Checkpoints:
         self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, its commit
         self._checkpointer = _new_checkpointer()
         if not read_only:
+            _hush_repeated_errors()
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_uncommitted()
@@ -98,6 +103,7 @@ class Checkpoints:
         if step in self.steps():
             return
         json.dumps(aux)  # A TypeError belongs to the caller, not to the background thread.
+        _check_names(state)
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), aux=ocp.args.JsonSave(aux))
         try:
@@ -200,18 +206,27 @@ class Checkpoints:
         if jax.process_index() != 0 or not self.folder.exists():
             return
         for path in self.folder.iterdir():
-            name, _, _ = path.name.partition(".orbax-checkpoint-tmp")
+            name, _, _ = path.name.partition(_TEMPORARY)
             if _STEP_NAME.fullmatch(name) and path.is_dir() and not _is_committed(path):
                 path.rmtree()
 
-    def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
-        """The one line for a failed save, after clearing away what it had written."""
-        free = "" if _is_remote(self.folder) else f", {_free_bytes(self.folder):,} bytes free"
-        self._checkpointer = _new_checkpointer()
+    def _clear_after_failure(self) -> None:
+        """Clear away a failed save, whose other writes may still be ending."""
+        for _ in range(_CLEAR_ATTEMPTS - 1):
+            try:
+                return self._clear_uncommitted()
+            except OSError:
+                time.sleep(0.1)
         try:
             self._clear_uncommitted()
-        except OSError as leftover:
-            _log.warning("cannot clear %s: %s", self.folder, _reason(leftover))
+        except OSError as error:  # Not a step in any case; the next writer tries again.
+            _log.warning("cannot clear %s: %s", self.folder, _reason(error))
+
+    def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
+        """The one line for a failed save, after clearing away what it had written."""
+        free = _free_space(self.folder)
+        self._checkpointer = _new_checkpointer()
+        self._clear_after_failure()
         newest = self.newest()
         good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
         return InputError(
@@ -245,11 +260,9 @@ def _new_checkpointer() -> ocp.AsyncCheckpointer:
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(), aux=ocp.JsonCheckpointHandler()
     )
-    return ocp.AsyncCheckpointer(handler)
-
-
-def _is_remote(path: epath.Path) -> bool:
-    return "://" in str(path)
+    # Directories made in the background leave threads that wait for ever when that fails.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
 def _absolute(path: str) -> epath.Path:
@@ -274,8 +287,37 @@ def _delete(path: epath.Path) -> None:
     path.rmtree()
 
 
-def _free_bytes(folder: epath.Path) -> int:
-    return shutil.disk_usage(os.fspath(folder)).free
+def _free_space(folder: epath.Path) -> str:
+    try:
+        return f", {shutil.disk_usage(os.fspath(folder)).free:,} bytes free"
+    except OSError:  # A bucket has no such number, nor has a folder that has gone.
+        return ""
+
+
+def _hush_repeated_errors() -> None:
+    """Keep Orbax from printing a failed save, which is raised here as one line anyway.
+
+    Its threads log each error with a traceback, asyncio logs those that came after the
+    first, and tensorstore reports every write that ends after the first failure as "Event
+    loop is closed" to `sys.unraisablehook`.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_orbax_error)
+    previous = sys.unraisablehook
+    if getattr(previous, "__name__", "") == "_without_closed_loops":
+        return
+
+    def _without_closed_loops(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            previous(unraisable)
+
+    sys.unraisablehook = _without_closed_loops
+
+
+def _is_no_orbax_error(record: logging.LogRecord) -> bool:
+    if record.levelno < logging.ERROR:
+        return True
+    return "/orbax/checkpoint/" not in record.pathname and _TEMPORARY not in record.getMessage()
 
 
 def _nothing_in(folder: epath.Path) -> InputError:
@@ -297,7 +339,7 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         if match := _OS_ERROR.search(str(cause)):
-            return match[1]
+            return os.strerror(int(match[1]))
         cause = cause.__cause__ or cause.__context__
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
@@ -307,6 +349,14 @@ def _leaves(tree: Any) -> dict[tuple[str, ...], Any]:
     """Path to leaf of nested dicts; the leaves have a shape and a dtype."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
+
+
+def _check_names(state: Any) -> None:
+    """Orbax stores a leaf under its keys joined by dots: two leaves may not share that."""
+    names = [".".join(path) for path in _leaves(state)]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two leaves of the state are both called {twice}")
 
 
 def _check_match(path: epath.Path, saved: dict, wanted: dict) -> None:

@@ -1,0 +1,478 @@
+"""Native checkpoints: what is restored is bit for bit what was saved, whatever happens between."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.checkpoint import Checkpoints, find
+from mesh_transformer.util import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECS = {
+    "params": {
+        "embed/~/linear": {"w": P("mp", None), "b": P()},
+        "layers": {"w": P(None, None, ("mp", "dp")), "scale": P(None, "mp")},
+    },
+    "opt_state": {"mu": {"w": P(None, ("mp", "dp"))}, "nothing": {}},
+    "step": P(),
+    "rng": P(),
+}
+LEAVES = {
+    "params": {
+        "embed/~/linear": {"w": ((16, 6), jnp.float32), "b": ((7,), jnp.bfloat16)},
+        "layers": {"w": ((3, 5, 32), jnp.bfloat16), "scale": ((3, 8), jnp.float32)},
+    },
+    "opt_state": {"mu": {"w": ((24, 16), jnp.float32)}, "nothing": {}},
+    "step": ((), jnp.int32),
+    "rng": ((2,), jnp.uint32),
+}
+AUX = {"step": 7, "loader": {"file": 3, "record": 12}, "noise": [0.5, None]}
+
+
+def is_leaf(node):
+    return isinstance(node, tuple)
+
+
+def mesh_of(dp, mp):
+    return Mesh(np.array(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
+
+
+def random_state(seed, mesh):
+    """A tree in which every bit of every leaf is random (NaNs and infinities included)."""
+    rng = np.random.default_rng(seed)
+
+    def make(leaf, spec):
+        shape, dtype = leaf
+        size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+        value = np.frombuffer(rng.bytes(size), dtype=dtype).reshape(shape)
+        return jax.device_put(value, NamedSharding(mesh, spec))
+
+    return jax.tree.map(make, LEAVES, SPECS, is_leaf=is_leaf)
+
+
+def template_of(mesh, leaves=LEAVES, specs=SPECS):
+    def make(leaf, spec):
+        return jax.ShapeDtypeStruct(*leaf, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(make, leaves, specs, is_leaf=is_leaf)
+
+
+def scalar_template(mesh, shape=(), dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with step 7 in it, saved on a 2x4 mesh, and what was saved."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    state = random_state(7, mesh_of(2, 4))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(7, state, AUX)
+    return folder, state
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8), (8, 1), (4, 2), (1, 1)])
+def test_restores_the_same_bits_on_any_mesh(saved, shape):
+    folder, state = saved
+    template = template_of(mesh_of(*shape))
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        restored = checkpoints.restore(None, template)
+        assert checkpoints.aux(7) == AUX
+    assert_same_bits(restored, state)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
+        assert leaf.sharding == wanted.sharding
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_restores_what_another_layout_saved(tmp_path, seed):
+    rng = random.Random(seed)
+    shapes = [(2, 4), (1, 8), (8, 1), (4, 2), (1, 1)]
+    state = random_state(seed, mesh_of(*rng.choice(shapes)))
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(seed, state, {})
+        restored = checkpoints.restore(seed, template_of(mesh_of(*rng.choice(shapes))))
+    assert_same_bits(restored, state)
+
+
+def test_a_part_is_restored(saved):
+    folder, state = saved
+    template = template_of(mesh_of(4, 2))
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        by_name = checkpoints.restore(7, template, only=("params",))
+        by_template = checkpoints.restore(7, {"params": template["params"]})
+    assert_same_bits(by_name, {"params": state["params"]})
+    assert_same_bits(by_template, {"params": state["params"]})
+
+
+def test_floating_leaves_are_cast(tmp_path):
+    mesh = mesh_of(2, 4)
+    sharding = NamedSharding(mesh, P("dp", "mp"))
+    value = jax.random.normal(jax.random.key(0), (16, 16))
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"w": jax.device_put(value, sharding)}, {})
+        wanted = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16, sharding=sharding)
+        restored = checkpoints.restore(1, {"w": wanted})
+    assert_same_bits(restored, {"w": value.astype(jnp.bfloat16)})
+
+
+def test_donation_right_after_save_changes_nothing(tmp_path):
+    sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
+
+    def fresh():
+        keys = jax.random.split(jax.random.key(1), 4)
+        make = [jax.random.normal(key, (1024, 1024)) for key in keys]
+        return {str(i): jax.device_put(leaf, sharding) for i, leaf in enumerate(make)}
+
+    jax.block_until_ready(step(fresh()))  # Compiled before: the steps below overlap the save.
+    state, expected = fresh(), fresh()
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, {})
+        for _ in range(10):
+            state = step(state)
+        jax.block_until_ready(state)
+        template = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), expected
+        )
+        assert_same_bits(checkpoints.restore(1, template), expected)
+
+
+@pytest.mark.parametrize(
+    ("keep_n", "keep_every", "kept"),
+    [(1, None, [9]), (3, None, [7, 8, 9]), (2, 4, [0, 4, 8, 9]), (20, 3, list(range(10)))],
+)
+def test_keeps_the_newest_and_the_multiples(tmp_path, keep_n, keep_every, kept):
+    state = {"step": jnp.int32(0)}
+    with Checkpoints(str(tmp_path), keep_n=keep_n, keep_every=keep_every) as checkpoints:
+        for step in range(10):
+            checkpoints.save(step, state, {"step": step})
+        checkpoints.wait()
+        assert checkpoints.steps() == kept
+        assert checkpoints.newest() == 9
+        assert [checkpoints.aux(step)["step"] for step in kept] == kept
+    assert sorted(os.listdir(tmp_path)) == sorted(f"step_{step}" for step in kept)
+
+
+def test_a_committed_step_is_not_saved_again(tmp_path):
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"x": jnp.int32(1)}, {"try": 1})
+        checkpoints.save(1, {"x": jnp.int32(2)}, {"try": 2})
+        assert checkpoints.aux(1) == {"try": 1}
+        assert int(checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})["x"]) == 1
+
+
+def test_remains_are_invisible_and_the_next_writer_clears_them(tmp_path, saved):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "step_7", tmp_path / "step_8.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "step_7", tmp_path / "step_9")  # Its deletion was interrupted.
+    (tmp_path / "step_9" / "commit_success.txt").unlink()
+    for other in ("step_notes", "step_010"):
+        (tmp_path / other).mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+
+    with Checkpoints(str(tmp_path), read_only=True) as reader:
+        assert reader.steps() == [7]
+    assert len(os.listdir(tmp_path)) == 6  # A reader deletes nothing.
+    assert find(str(tmp_path)) == (str(tmp_path), 7)
+    with Checkpoints(str(tmp_path)):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "step_010", "step_7", "step_notes"]
+
+
+def test_find_takes_a_folder_or_a_step(saved, tmp_path, monkeypatch):
+    folder, _ = saved
+    assert find(folder) == (folder, 7)
+    assert find(f"{folder}/step_7/") == (folder, 7)
+    monkeypatch.chdir(Path(folder).parent)
+    assert find(f"{Path(folder).name}/step_7") == (folder, 7)
+    with pytest.raises(InputError, match=r"step_8 does not exist"):
+        find(f"{folder}/step_8")
+    with pytest.raises(InputError, match=r"holds no finished checkpoint"):
+        find(str(tmp_path))
+
+
+def changed(mesh, **tops):
+    return {**template_of(mesh), **tops}
+
+
+def test_a_tree_that_does_not_fit_names_the_leaf(saved):
+    folder, _ = saved
+    mesh = mesh_of(2, 4)
+    opt_state = template_of(mesh)["opt_state"]
+    cases = [
+        (
+            changed(mesh, step=scalar_template(mesh, (2,))),
+            r"leaf step has shape \(\), the config expects \(2,\)",
+        ),
+        (
+            changed(mesh, opt_state={"mu": {"w": scalar_template(mesh, (24, 8), jnp.float32)}}),
+            r"leaf opt_state/mu/w has shape \(24, 16\), the config expects \(24, 8\)",
+        ),
+        (
+            changed(mesh, step=scalar_template(mesh, (), jnp.float32)),
+            r"leaf step has dtype int32, the config expects float32",
+        ),
+        (
+            changed(mesh, opt_state={**opt_state, "nu": scalar_template(mesh)}),
+            r"leaf opt_state/nu is missing; the config expects shape \(\)",
+        ),
+        (
+            changed(mesh, opt_state={"other": scalar_template(mesh)}),
+            r"leaf opt_state/mu/w of shape \(24, 16\) has no place in this config",
+        ),
+    ]
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        for template, message in cases:
+            with pytest.raises(InputError, match=message) as caught:
+                checkpoints.restore(7, template)
+            assert "\n" not in str(caught.value)
+            assert f"{folder}/step_7" in str(caught.value)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path, saved):
+    template = template_of(mesh_of(1, 1))
+    with Checkpoints(str(tmp_path / "no"), read_only=True) as checkpoints:
+        assert checkpoints.steps() == []
+        assert checkpoints.newest() is None
+        with pytest.raises(InputError, match="no does not exist"):
+            checkpoints.restore(None, template)
+    assert not (tmp_path / "no").exists()
+    with (
+        Checkpoints(str(tmp_path)) as checkpoints,
+        pytest.raises(InputError, match="holds no finished checkpoint"),
+    ):
+        checkpoints.aux()
+    with (
+        Checkpoints(saved[0], read_only=True) as checkpoints,
+        pytest.raises(InputError, match="has no step 3; it has 7"),
+    ):
+        checkpoints.restore(3, template)
+
+
+@pytest.mark.parametrize("what", ["state/_METADATA", "state/d", "aux/metadata"])
+def test_a_damaged_checkpoint_is_named(tmp_path, saved, what):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    damaged = tmp_path / "step_7" / what
+    if damaged.is_dir():
+        for part in (tmp_path / "step_7" / "state").glob("**/d/*"):
+            part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    else:
+        damaged.write_text('{"half')
+    with (
+        Checkpoints(str(tmp_path), read_only=True) as checkpoints,
+        pytest.raises(InputError, match="step_7 cannot be read: ") as caught,
+    ):
+        checkpoints.restore(checkpoints.aux()["step"], template_of(mesh_of(2, 4)))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(InputError, match="keep_n is 0"):
+        Checkpoints(str(tmp_path), keep_n=0)
+    with pytest.raises(InputError, match="keep_every is 0"):
+        Checkpoints(str(tmp_path), keep_every=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file/model cannot be written: Not a directory"):
+        Checkpoints(str(tmp_path / "file" / "model"))
+    with (
+        Checkpoints(str(tmp_path), read_only=True) as reader,
+        pytest.raises(RuntimeError, match="read-only"),
+    ):
+        reader.save(1, {"x": jnp.int32(1)}, {})
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        with pytest.raises(TypeError, match="JSON"):
+            checkpoints.save(1, {"x": jnp.int32(1)}, {"array": np.zeros(2)})
+        with pytest.raises(ValueError, match=r"two leaves of the state are both called a\.b"):
+            checkpoints.save(1, {"a.b": jnp.int32(1), "a": {"b": jnp.int32(1)}}, {})
+        assert checkpoints.steps() == []
+
+
+def big_state(seed):
+    """16 MB that do not compress: long enough to be interrupted."""
+    rng = np.random.default_rng(seed)
+    sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
+    names = [f"w{i}" for i in range(16)]
+    return {
+        name: jax.device_put(rng.standard_normal((512, 512)).astype(np.float32), sharding)
+        for name in names
+    }
+
+
+def big_template():
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), big_state(0)
+    )
+
+
+def save_and_wait(checkpoints, step):
+    checkpoints.save(step, big_state(step), {"step": step})
+    checkpoints.wait()
+
+
+def fail_to_save(checkpoints, step, reason):
+    with pytest.raises(InputError, match=f"saving step {step} failed: {reason} ") as caught:
+        save_and_wait(checkpoints, step)
+    assert "\n" not in str(caught.value)
+    assert "16,777,216 bytes to save, " in str(caught.value)
+    assert "step 1 is intact" in str(caught.value)
+    assert os.listdir(checkpoints.folder) == ["step_1"]
+    checkpoints.wait()  # Raised once.
+
+
+def test_a_full_disk_leaves_the_previous_step(tmp_path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here (not root)")
+    try:
+        small = {"x": jnp.arange(5)}
+        with Checkpoints(str(tmp_path / "model")) as checkpoints:
+            checkpoints.save(1, small, {})
+            fail_to_save(checkpoints, 2, "No space left on device")
+            checkpoints.save(3, small, {})
+            checkpoints.wait()
+            assert checkpoints.steps() == [1, 3]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def limited_save(folder):
+    """In a process of its own: a save that the file size limit stops, then one that works."""
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"x": jnp.arange(5)}, {})
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        fail_to_save(checkpoints, 2, "File too large")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        checkpoints.save(2, big_state(2), {})
+        assert_same_bits(checkpoints.restore(2, big_template()), big_state(2))
+        assert checkpoints.steps() == [1, 2]
+
+
+def child(*arguments, **options):
+    """This file's function `arguments[0]` in a new process; a warning is an error there."""
+    command = [sys.executable, "-W", "error", __file__, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, text=True, **options)
+
+
+def test_a_refused_write_is_raised_and_nothing_is_printed(tmp_path):
+    process = child("limited_save", tmp_path / "model", stderr=subprocess.PIPE)
+    _, errors = process.communicate(timeout=120)
+    assert errors == ""
+    assert process.returncode == 0
+
+
+def save_until_killed(folder, first):
+    """Save step after step, saying when each was begun and committed."""
+    states = {step: big_state(step) for step in range(int(first), int(first) + 3)}
+    with Checkpoints(folder, keep_n=2) as checkpoints:
+        for step in sorted(states):
+            print("begun", step, flush=True)
+            checkpoints.save(step, states[step], {"step": step})
+            checkpoints.wait()
+            print("committed", step, flush=True)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+)
+def test_kill_in_the_middle_of_a_save(tmp_path, seed):
+    folder = str(tmp_path)
+    with Checkpoints(folder) as checkpoints:
+        began = time.monotonic()
+        save_and_wait(checkpoints, 1)
+        duration = time.monotonic() - began
+    process = child("save_until_killed", folder, 2, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun 2\n"
+    # Seed 0 is always within the first save; the others fall anywhere in three saves.
+    rng = random.Random(seed)
+    time.sleep(duration * (0.2 if seed == 0 else rng.uniform(0, 3)))
+    process.kill()
+    output = process.stdout.read()
+    process.wait()
+    committed = [int(line.split()[1]) for line in output.splitlines() if "committed" in line]
+
+    with Checkpoints(folder) as checkpoints:
+        steps = checkpoints.steps()
+        # The last may have been committed just before it could be said.
+        assert steps[-1] in (max(committed, default=1), max(committed, default=1) + 1)
+        assert all(name == f"step_{name[5:]}" for name in os.listdir(folder))
+        for step in steps:
+            assert checkpoints.aux(step) == {"step": step}
+            assert_same_bits(checkpoints.restore(step, big_template()), big_state(step))
+        checkpoints.save(9, big_state(9), {"step": 9})
+        assert_same_bits(checkpoints.restore(9, big_template()), big_state(9))
+
+
+def one_of_two(folder, rank, port):
+    """Process `rank` of a two-process run on a 2x4 mesh: saves, prunes, restores."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+    shapes = {(2, 4): P(None, ("mp", "dp")), (4, 2): P("dp", "mp")}
+    value = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+
+    def sharded(shape):
+        return NamedSharding(mesh_of(*shape), shapes[shape])
+
+    sharding = sharded((2, 4))
+    array = jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    with Checkpoints(folder, keep_n=2) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, {"w": array}, {"step": step})
+        wanted = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded((4, 2)))
+        restored = checkpoints.restore(None, {"w": wanted})["w"]
+    for shard in restored.addressable_shards:
+        np.testing.assert_array_equal(shard.data, value[shard.index])
+
+
+@pytest.mark.slow
+def test_two_processes_save_one_checkpoint(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    processes = [child("one_of_two", tmp_path, rank, port) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    value = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+    with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+        assert checkpoints.steps() == [2, 3]
+        wanted = scalar_template(mesh_of(1, 8), value.shape, jnp.float32)
+        assert_same_bits(checkpoints.restore(3, {"w": wanted}), {"w": value})
+
+
+def test_the_folder_is_the_index(saved):
+    """Nothing but the steps, and in each what the module says."""
+    folder = Path(saved[0])
+    assert os.listdir(folder) == ["step_7"]
+    parts = set(os.listdir(folder / "step_7"))
+    assert {"state", "aux", "commit_success.txt"} <= parts
+    assert json.loads((folder / "step_7" / "aux" / "metadata").read_text()) == AUX
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4 if sys.argv[1] == "one_of_two" else 8)
+    globals()[sys.argv[1]](*sys.argv[2:])
