@@ -1,18 +1,25 @@
 """GPT-J in JAX and Haiku, model-parallel over a (dp, mp) mesh."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mesh_transformer.config import Config
+    from mesh_transformer.transformer_shard import CausalTransformer, load
+    from mesh_transformer.util import InputError
 
 __all__ = ["CausalTransformer", "Config", "InputError", "load"]
+
+_HOMES = {
+    "CausalTransformer": "transformer_shard",
+    "Config": "config",
+    "InputError": "util",
+    "load": "transformer_shard",
+}
 
 
 def __getattr__(name: str) -> Any:
     """The public names, imported at first use: `import mesh_transformer` itself does no work."""
-    if name in ("CausalTransformer", "load"):
-        from mesh_transformer import transformer_shard as home
-    elif name == "Config":
-        from mesh_transformer import config as home
-    elif name == "InputError":
-        from mesh_transformer import util as home
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(home, name)
+    return getattr(importlib.import_module(f"mesh_transformer.{_HOMES[name]}"), name)

@@ -297,12 +297,13 @@ def _check(c: Config) -> None:
     positive = (
         "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
         "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
-        "val_batches val_every ckpt_every keep_n keep_every"
+        "val_every ckpt_every keep_n keep_every"
     )
-    for key in positive.split():
+    for key in positive.split(" "):
         if getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
-    for key in ("warmup_steps", "lr", "end_lr", "weight_decay", "adam_eps", "z_loss"):
+    at_least_0 = "warmup_steps lr end_lr weight_decay adam_eps z_loss val_batches"
+    for key in at_least_0.split(" "):
         if getattr(c, key) < 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
     for key in ("adam_b1", "adam_b2", "noise_scale_alpha"):
@@ -334,6 +335,7 @@ def _check_divisions(c: Config) -> None:
         divides("d_model", c.d_model, shards, f"change d_model or {shards} (pe fixed splits it)")
     if c.block == "gptj":
         divides("the feed-forward width (4 * d_model)", c.d_ff, shards, f"change {shards}")
+    assert c.tpu_size is not None
     divides("tpu_size", c.tpu_size, shards, f"give tpu_size a multiple of it (or lower {shards})")
     if c.pe == "rotary" and c.d_rotary > c.d_head:
         raise InputError(

@@ -42,12 +42,12 @@ class Losses(NamedTuple):
 
 
 class SamplerSettings(NamedTuple):
-    """One value a row; see `sampling.nucleus_sample`."""
+    """One value a row (or, for a compiled function, their layout); see `nucleus_sample`."""
 
-    top_p_B: Array
-    top_k_B: Array
-    temp_B: Array
-    seed_B: Array
+    top_p_B: Any
+    top_k_B: Any
+    temp_B: Any
+    seed_B: Any
 
 
 class Cache(NamedTuple):

@@ -1,6 +1,5 @@
-"""The original's optimizer chain in one place, and the gradient noise scale."""
+"""The original's optimizer chain in one place."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -101,44 +100,3 @@ class Optimizer:
 
 def _declared(node: Any) -> bool:
     return isinstance(node, Declaration)
-
-
-class NoiseScale:
-    """The gradient noise scale (McCandlish 2018, appendix A), averaged over steps.
-
-    From the squared norms of gradients of a small and a big batch come unbiased estimates of the
-    true gradient's squared norm and of the trace of its covariance; each is averaged before
-    their ratio is taken, since a ratio of noisy numbers is biased.
-    """
-
-    def __init__(self, alpha: float, small: int, big: int):
-        """`small` and `big` are batch sizes in sequences; where equal, there is no estimate."""
-        self.alpha = alpha
-        self.small = small
-        self.big = big
-        self.square: float | None = None
-        self.trace: float | None = None
-
-    def update(self, small_square: float, big_square: float) -> dict[str, float]:
-        """Takes one step's mean squared norms; returns the metrics `noise/*`, or nothing."""
-        if self.big == self.small or not math.isfinite(small_square + big_square):
-            return {}
-        square = (self.big * big_square - self.small * small_square) / (self.big - self.small)
-        trace = (small_square - big_square) / (1 / self.small - 1 / self.big)
-        self.square = self._average(self.square, square)
-        self.trace = self._average(self.trace, trace)
-        metrics = {"noise/grad_square": self.square, "noise/covariance_trace": self.trace}
-        if self.square > 0:
-            metrics["noise/scale"] = self.trace / self.square
-        return metrics
-
-    def _average(self, old: float | None, new: float) -> float:
-        return new if old is None else (1 - self.alpha) * old + self.alpha * new
-
-    def state(self) -> dict[str, float | None]:
-        """The averages, for a checkpoint."""
-        return {"square": self.square, "trace": self.trace}
-
-    def restore(self, state: dict[str, float | None]) -> None:
-        """Goes on from `state`'s averages."""
-        self.square, self.trace = state["square"], state["trace"]

@@ -16,6 +16,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haiku.experimental import current_name
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -40,7 +41,7 @@ def use_virtual_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     """The (dp, mp) mesh of `config.cores_per_replica` columns over `devices` (default: all).
 
     Raises:
@@ -365,6 +366,6 @@ def param(
     """
     declarations = _declarations.get()
     if declarations is not None:
-        module = declarations.setdefault(hk.experimental.current_name(), {})
+        module = declarations.setdefault(current_name(), {})
         module[name] = Declaration(shape, P(*axes), decay, summed)
     return hk.get_parameter(name, par.local(shape, axes), init=init)

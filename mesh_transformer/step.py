@@ -143,6 +143,16 @@ def check_zero(config: Config, mesh: Mesh) -> None:
             )
 
 
+def _parallel(config: Config, mesh: Mesh) -> Parallel:
+    stage = config.zero or 0
+    return Auto(mesh, stage) if config.partitioning == "jit" else Manual(mesh, stage)
+
+
+def gradient_replicas(config: Config, mesh: Mesh) -> int:
+    """How many gradients of one microbatch a step measures (`grad_norm_micro`)."""
+    return _parallel(config, mesh).replicas
+
+
 def _partition(
     function: Callable[..., Any],
     config: Config,
@@ -152,16 +162,9 @@ def _partition(
     donate: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """`function(*args, config=, par=)` over the mesh: the one place that knows both versions."""
-    stage = config.zero or 0
-    if config.partitioning == "jit":
-        program = functools.partial(function, config=config, par=Auto(mesh, stage))
-    else:
-        program = jax.shard_map(
-            functools.partial(function, config=config, par=Manual(mesh, stage)),
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-        )
+    program = functools.partial(function, config=config, par=_parallel(config, mesh))
+    if config.partitioning == "shard_map":
+        program = jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(
         program,
         in_shardings=named(mesh, in_specs),

@@ -12,7 +12,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import ArrayLike
 
+from mesh_transformer import flops
 from mesh_transformer import step as steps
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
@@ -39,7 +41,7 @@ class CausalTransformer:
         self,
         config: Config | dict[str, Any] | str | os.PathLike[str],
         *,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
         init: bool = True,
     ):
         self.config = Config.of(config)
@@ -53,9 +55,13 @@ class CausalTransformer:
         self.step = 0  # updates done, known without waiting for the device
         self.state: steps.State | None = None
         if init:
-            self.state = steps.compile_init(self.config, self.mesh)(
-                jax.random.key(self.config.seed)
-            )
+            self.init()
+
+    def init(self) -> None:
+        """Fresh weights and optimizer from `config.seed`; the step becomes 0."""
+        key = jax.random.key(self.config.seed)
+        self.state = steps.compile_init(self.config, self.mesh)(key)
+        self.step = 0
 
     @property
     def dp(self) -> int:
@@ -66,6 +72,19 @@ class CausalTransformer:
     def batch_size(self) -> int:
         """Sequences in one microbatch over all replicas."""
         return self.config.per_replica_batch * self.dp
+
+    @property
+    def noise_batches(self) -> tuple[int, int]:
+        """Sequences behind `grad_square_micro` and behind `grad_norm`."""
+        replicas = steps.gradient_replicas(self.config, self.mesh)
+        accumulation = self.config.gradient_accumulation_steps
+        return self.batch_size // replicas, self.batch_size * accumulation
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s that all of the mesh's devices can do together; None where not known."""
+        one = flops.peak_flops(self.mesh.devices.flat[0])
+        return None if one is None else one * self.mesh.size
 
     @functools.cached_property
     def _train(self) -> Any:
@@ -119,8 +138,8 @@ class CausalTransformer:
 
     def generate(
         self,
-        ctx: np.ndarray,
-        ctx_length: np.ndarray,
+        ctx: ArrayLike,
+        ctx_length: ArrayLike,
         gen_length: int,
         sampler_options: dict[str, Any] | None = None,
     ) -> np.ndarray:
@@ -136,24 +155,24 @@ class CausalTransformer:
         Returns:
           Token ids [B, gen_length], uint32.
         """
-        ctx, length, settings = self._prompts(ctx, ctx_length, gen_length, sampler_options or {})
-        rows = len(ctx)
+        tokens, length, settings = self._prompts(ctx, ctx_length, gen_length, sampler_options or {})
+        rows = len(tokens)
         if gen_length not in self._generate:
             self._generate[gen_length] = steps.compile_generate(self.config, self.mesh, gen_length)
-        placed = self._place((ctx, length, settings), P("dp"), pad=True)
+        placed = self._place((tokens, length, settings), P("dp"), pad=True)
         return np.asarray(self._generate[gen_length](self._params(), *placed))[:rows]
 
     def _prompts(
-        self, ctx: np.ndarray, ctx_length: np.ndarray, gen_length: int, options: dict[str, Any]
+        self, ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int, options: dict[str, Any]
     ) -> tuple[np.ndarray, np.ndarray, SamplerSettings]:
         """Checked prompts at a bucketed width, their lengths, one sampler setting a row."""
         window = self.config.window
-        ctx, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
-        if ctx.ndim != 2 or length.shape != ctx.shape[:1] or not len(length):
+        tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
+        if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
             raise InputError(
-                f"generate: ctx is {ctx.shape} and ctx_length {length.shape}, expected [B, T], [B]"
+                f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
             )
-        if gen_length < 1 or length.min() < 1 or length.max() > ctx.shape[1]:
+        if gen_length < 1 or length.min() < 1 or length.max() > tokens.shape[1]:
             raise InputError(
                 "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
             )
@@ -166,9 +185,9 @@ class CausalTransformer:
             )
         bucket = SMALLEST_PROMPT * 2 ** math.ceil(math.log2(max(longest / SMALLEST_PROMPT, 1)))
         width = min(bucket, window)
-        ctx = np.pad(ctx, ((0, 0), (max(width - ctx.shape[1], 0), 0)))[:, -width:]
+        tokens = np.pad(tokens, ((0, 0), (max(width - tokens.shape[1], 0), 0)))[:, -width:]
         # What stands before a prompt is padding; its value is never seen, but must be a token.
-        ctx = np.where(np.arange(width) < width - length[:, None], 0, ctx)
+        tokens = np.where(np.arange(width) < width - length[:, None], 0, tokens)
         defaults = {"top_p": 0.9, "top_k": 0, "temp": 1.0, "seed": 0}
         unknown = set(options) - set(defaults)
         if unknown:
@@ -177,10 +196,10 @@ class CausalTransformer:
             )
         types = {"top_p": np.float32, "top_k": np.int32, "temp": np.float32, "seed": np.uint32}
         rows = {
-            f"{key}_B": np.broadcast_to(np.asarray(value, types[key]), (len(ctx),))
+            f"{key}_B": np.broadcast_to(np.asarray(value, types[key]), (len(tokens),))
             for key, value in (defaults | options).items()
         }
-        return self._tokens("ctx", ctx, 2), length, SamplerSettings(**rows)
+        return self._tokens("ctx", tokens, 2), length, SamplerSettings(**rows)
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on."""

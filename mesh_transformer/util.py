@@ -17,13 +17,17 @@ class InputError(ValueError):
     """
 
 
+class StoppedError(RuntimeError):
+    """A run cannot go on, though its input was good; scripts print it and exit with status 1."""
+
+
 def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's `main` and exit: 2 with one line on stderr where the input is bad."""
     try:
         sys.exit(main())
-    except InputError as error:
+    except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, InputError) else 1)
 
 
 def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:

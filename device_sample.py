@@ -1,0 +1,61 @@
+"""Answers prompts with a trained model: one with --prompt, else one after another."""
+
+import argparse
+import secrets
+import sys
+
+from mesh_transformer.config import Config
+from mesh_transformer.util import run_script
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True, help="JSON or YAML file")
+    parser.add_argument(
+        "--model-path", help="model folder or step_N (default: the config's bucket/model_dir)"
+    )
+    parser.add_argument("--prompt", help="answer this and exit")
+    parser.add_argument("--length", type=int, default=128, help="tokens to generate (128)")
+    parser.add_argument("--top-p", "--top_p", type=float, default=0.9, help="nucleus (0.9)")
+    parser.add_argument("--top-k", "--top_k", type=int, default=0, help="0: off")
+    parser.add_argument("--temperature", "--temp", type=float, default=0.8, help="0: greedy (0.8)")
+    parser.add_argument("--seed", type=int, help="for the same answer again (default: random)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    config = Config.load(args.config)
+    path = args.model_path or config.model_folder()
+
+    from mesh_transformer.tokenizer import load_tokenizer
+    from mesh_transformer.transformer_shard import CausalTransformer
+
+    tokenizer = load_tokenizer(config.tokenizer)
+    network = CausalTransformer(config, init=False)
+    network.load(path, only_params=True)
+
+    def answer(prompt: str) -> str:
+        seed = secrets.randbits(32) if args.seed is None else args.seed
+        options = {"top_p": args.top_p, "top_k": args.top_k, "temp": args.temperature, "seed": seed}
+        # A model of text starts at an end of text: an empty prompt is one.
+        tokens = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
+        found = network.generate([tokens], [len(tokens)], args.length, options)
+        return str(tokenizer.decode(found[0]))
+
+    if args.prompt is not None:
+        print(args.prompt + answer(args.prompt))
+        return
+    print("Type a prompt; an empty line, Ctrl-D or Ctrl-C ends.", file=sys.stderr)
+    while True:
+        try:
+            prompt = input(">>> ")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not prompt:
+            return
+        print(answer(prompt))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,258 @@
+"""The one training loop: resume, train, validate, save, log.
+
+It knows a network by its methods alone (`Network`), so that one process and a pod run the same.
+"""
+
+import contextlib
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+from tqdm import tqdm
+
+from mesh_transformer import flops
+from mesh_transformer.config import Config
+from mesh_transformer.metrics import MetricsLog, NoiseScale
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs
+from mesh_transformer.util import InputError, StoppedError
+
+IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
+
+
+class Network(Protocol):
+    """A model with its optimizer, wherever it runs; see `CausalTransformer`."""
+
+    config: Config
+    step: int
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def noise_batches(self) -> tuple[int, int]: ...
+    @property
+    def peak_flops(self) -> float | None: ...
+
+    def init(self) -> None: ...
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
+    def generate(
+        self,
+        ctx: ArrayLike,
+        ctx_length: ArrayLike,
+        gen_length: int,
+        sampler_options: dict[str, Any] | None = None,
+    ) -> np.ndarray: ...
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None: ...
+    def wait(self) -> None: ...
+    def restore(self, folder: str) -> dict[str, Any] | None: ...
+    def load(self, path: str, *, fresh_opt: bool = False) -> None: ...
+    def close(self) -> None: ...
+
+
+def train(
+    network: Network,
+    folder: str,
+    *,
+    max_steps: int | None = None,
+    tune_model_path: str | None = None,
+    fresh_opt: bool = False,
+) -> None:
+    """Trains until the global step is `max_steps` (default: the config's `total_steps`).
+
+    Goes on from the newest checkpoint in `folder`; without one starts from the weights at
+    `tune_model_path`, or from fresh ones.  Saves every `ckpt_every` steps, at the end, and on
+    SIGTERM or Ctrl-C, after which it returns.
+
+    Raises:
+      InputError: for input that cannot be used, and where saving fails.
+      StoppedError: at a non-finite loss; nothing is saved after it.
+    """
+    config = network.config
+    total = config.total_steps if max_steps is None else max_steps
+    if config.train_set is None or total is None:
+        missing = "train_set" if config.train_set is None else "total_steps (or --max-steps)"
+        raise InputError(f"config: training needs the key {missing}; add it")
+    val_sets = {} if config.val_batches == 0 else config.val_set
+    for path in val_sets.values():
+        _open_val(network, path).close()  # says now, not after hours, what is wrong with it
+    aux = network.restore(folder)
+    if aux is None:
+        start_weights(network, tune_model_path, fresh_opt)
+        aux = {}
+    loader = TFRecordNewInputs(
+        config.train_set,
+        (config.gradient_accumulation_steps, network.batch_size),
+        config.seq,
+        n_vocab=config.n_vocab,
+        restore_state=aux.get("loader"),
+    )
+    with (
+        contextlib.closing(loader),
+        contextlib.closing(MetricsLog(folder, config, network.step, aux.get("wandb"))) as log,
+        contextlib.closing(network),
+    ):
+        noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
+        if "noise" in aux:
+            noise.restore(aux["noise"])
+        _Run(network, folder, loader, val_sets, log, noise, total).run()
+
+
+def start_weights(network: Network, path: str | None, fresh_opt: bool) -> None:
+    """Gives the network the weights at `path`, or fresh ones."""
+    if path is None:
+        network.init()
+    else:
+        network.load(path, fresh_opt=fresh_opt)
+
+
+def _open_val(network: Network, path: str) -> TFRecordNewInputs:
+    config = network.config
+    return TFRecordNewInputs(
+        path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False
+    )
+
+
+def _split(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Records [..., T+1] as what the model reads and what it should say."""
+    return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects the first SIGTERM or Ctrl-C in a list; the second one acts as it would anyway."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def receive(number: int, frame: object) -> None:
+        received.append(number)
+        restore()
+
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+class _Run:
+    """One call of `train`: what the loop shares."""
+
+    def __init__(
+        self,
+        network: Network,
+        folder: str,
+        loader: TFRecordNewInputs,
+        val_sets: dict[str, str],
+        log: MetricsLog,
+        noise: NoiseScale,
+        total: int,
+    ):
+        self.network = network
+        self.config = network.config
+        self.folder = folder
+        self.loader = loader
+        self.val_sets = val_sets
+        self.log = log
+        self.noise = noise
+        self.total = total
+        self.pending: deque[tuple[int, dict[str, Any]]] = deque()
+        self.saved = network.step  # the step of the newest checkpoint, or where we began
+        self.peak = network.peak_flops
+        self.last_time = time.perf_counter()
+        self.bar = tqdm(total=total, initial=network.step, unit="step", dynamic_ncols=True)
+
+    def run(self) -> None:
+        network, config = self.network, self.config
+        with self.bar, _stop_signals() as received:
+            while network.step < self.total and not received:
+                metrics = network.train(_split(self.loader.get_samples()))
+                self.pending.append((network.step, metrics))
+                self._log(self._rows(IN_FLIGHT))
+                if self.val_sets and network.step % config.val_every == 0:
+                    self._validate()
+                if network.step % config.ckpt_every == 0:
+                    self._save()
+            self._save()
+            network.wait()
+            self.log.upload()
+        if received:
+            name = signal.Signals(received[0]).name
+            print(f"{name}: stopped and saved at step {network.step}; start again to go on")
+
+    def _rows(self, left: int) -> list[dict[str, float]]:
+        """The rows of all but the `left` newest steps; waits for their losses."""
+        steps = [self.pending.popleft() for _ in range(len(self.pending) - left)]
+        read = [(step, {k: float(v) for k, v in found.items()}) for step, found in steps]
+        now = time.perf_counter()
+        seconds = (now - self.last_time) / max(len(read), 1)
+        if read:
+            self.last_time = now
+        return [self._row(step, values, seconds) for step, values in read]
+
+    def _row(self, step: int, values: dict[str, float], seconds: float) -> dict[str, float]:
+        if not math.isfinite(values["loss"] + values["grad_norm"]):
+            raise StoppedError(
+                f"step {step}: loss is {values['loss']}, gradient norm {values['grad_norm']}; "
+                f"checkpoints in {self.folder} are from before it: lower lr or look at the data"
+            )
+        row: dict[str, float] = {"step": step}
+        for name in ("loss", "last_loss", "grad_norm", "learning_rate"):
+            row[f"train/{name}"] = values[name]
+        sequences = self.config.gradient_accumulation_steps * self.network.batch_size
+        row["train/tokens_per_sec"] = sequences * self.config.seq / seconds
+        if self.peak is not None:
+            row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
+        return row | self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
+
+    def _log(self, rows: list[dict[str, float]]) -> None:
+        for row in rows:
+            self.log.write(row)
+            shown = {"loss": f"{row['train/loss']:.4f}"}
+            shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
+            if self.peak is not None:
+                shown["MFU"] = f"{row['train/mfu']:.1%}"
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update()
+
+    def _validate(self) -> None:
+        rows = self._rows(0)
+        losses = {name: self._val_loss(path) for name, path in self.val_sets.items()}
+        rows[-1] |= {f"val/loss_{name}": loss for name, loss in losses.items()}
+        self._log(rows)
+        shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        self.bar.write(f"step {self.network.step}: validation loss {shown}")
+        self.last_time = time.perf_counter()
+
+    def _val_loss(self, path: str) -> float:
+        """The mean loss over the first `val_batches` batches of a set."""
+        with contextlib.closing(_open_val(self.network, path)) as batches:
+            losses = [
+                self.network.eval(_split(tokens))["loss"]
+                for _, tokens in zip(range(self.config.val_batches), batches, strict=False)
+            ]
+        return float(np.mean([np.asarray(loss) for loss in losses]))
+
+    def _save(self) -> None:
+        """Begins to write a checkpoint of this step, loader position and averages with it."""
+        self._log(self._rows(0))  # a non-finite loss shows before it can be saved
+        if self.network.step == self.saved:
+            return
+        aux = {
+            "loader": self.loader.state(),
+            "noise": self.noise.state(),
+            "wandb": self.log.wandb_id,
+        }
+        self.network.save(self.folder, aux)
+        self.saved = self.network.step
+        self.log.upload()
+        self.last_time = time.perf_counter()
