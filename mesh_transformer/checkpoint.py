@@ -28,7 +28,6 @@ from mesh_transformer.util import InputError
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_CLEAR_ATTEMPTS = 20
 # What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
 _STORAGE_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
 # tensorstore writes "...: No space left on device [os_error_code='28']".
@@ -107,6 +106,7 @@ class Checkpoints:
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), aux=ocp.args.JsonSave(aux))
         try:
+            self._clear_uncommitted()
             self._checkpointer.save(self._path(step), args=arguments)
         except _STORAGE_ERRORS as error:
             raise self._failure(step, n_bytes, error) from error
@@ -201,26 +201,30 @@ class Checkpoints:
                 except OSError as error:  # The save is good; the next one tries again.
                     _log.warning("cannot delete %s: %s", self._path(step), _reason(error))
 
-    def _clear_uncommitted(self) -> None:
-        """Delete the remains of interrupted saves and deletions."""
-        if jax.process_index() != 0 or not self.folder.exists():
-            return
-        for path in self.folder.iterdir():
-            name, _, _ = path.name.partition(_TEMPORARY)
-            if _STEP_NAME.fullmatch(name) and path.is_dir() and not _is_committed(path):
-                path.rmtree()
+    def _clear_uncommitted(self) -> int:
+        """Delete the remains of interrupted saves and deletions; how many there were."""
+        if jax.process_index() != 0 or not self.folder.is_dir():
+            return 0
+        remains = [path for path in self.folder.iterdir() if _is_uncommitted(path)]
+        for path in remains:
+            path.rmtree()
+        return len(remains)
 
     def _clear_after_failure(self) -> None:
-        """Clear away a failed save, whose other writes may still be ending."""
-        for _ in range(_CLEAR_ATTEMPTS - 1):
+        """Clear away a failed save until its other writes, which nothing can await, are over.
+
+        Each of them makes its folder anew.  After a few seconds the rest, which is no step in
+        any case, is left to the next save.
+        """
+        quiet = 0
+        for _ in range(50):
             try:
-                return self._clear_uncommitted()
+                quiet = 0 if self._clear_uncommitted() else quiet + 1
             except OSError:
-                time.sleep(0.1)
-        try:
-            self._clear_uncommitted()
-        except OSError as error:  # Not a step in any case; the next writer tries again.
-            _log.warning("cannot clear %s: %s", self.folder, _reason(error))
+                quiet = 0
+            if quiet == 5:
+                return
+            time.sleep(0.1)
 
     def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
         """The one line for a failed save, after clearing away what it had written."""
@@ -272,6 +276,11 @@ def _absolute(path: str) -> epath.Path:
 
 def _is_committed(path: epath.Path) -> bool:
     return bool(_STEP_NAME.fullmatch(path.name)) and (path / _COMMIT_FILE).exists()
+
+
+def _is_uncommitted(path: epath.Path) -> bool:
+    name, _, _ = path.name.partition(_TEMPORARY)
+    return bool(_STEP_NAME.fullmatch(name)) and path.is_dir() and not _is_committed(path)
 
 
 def _committed_steps(folder: epath.Path) -> list[int]:
