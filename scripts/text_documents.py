@@ -122,8 +122,8 @@ def _xz_texts(raw: IO[bytes], path: str) -> Iterator[TextIO]:
 
 
 def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[TextIO]:
-    """Of each file in a tar stream; members that are .xz themselves are opened too."""
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
+    """Of each file in a tar; members that are .xz themselves are opened too."""
+    with tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in archive:
             contents = archive.extractfile(member)
             if contents is None:
