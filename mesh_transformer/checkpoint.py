@@ -135,6 +135,7 @@ class Checkpoints:
 
     def aux(self, step: int | None = None) -> dict[str, Any]:
         """What was saved beside the arrays of `step` (None: the newest)."""
+        self.wait()
         step = self._existing(step)
         try:
             return json.loads((self._path(step) / "aux" / "metadata").read_text())
@@ -184,9 +185,8 @@ class Checkpoints:
         if not steps:
             raise _nothing_in(self.folder)
         if step is not None and step not in steps:
-            raise InputError(
-                f"checkpoint folder {self.folder} has no step {step}; it has {_listed(steps)}"
-            )
+            found = ", ".join(map(str, steps))
+            raise InputError(f"checkpoint folder {self.folder} has no step {step}; it has {found}")
         return steps[-1] if step is None else step
 
     def _commit(self) -> None:
@@ -337,10 +337,6 @@ def _nothing_in(folder: epath.Path) -> InputError:
     )
 
 
-def _listed(steps: list[int]) -> str:
-    return ", ".join(str(step) for step in steps)
-
-
 def _reason(error: BaseException) -> str:
     """The cause of a storage error in a few words, on one line."""
     cause: BaseException | None = error
@@ -372,29 +368,25 @@ def _check_match(path: epath.Path, saved: dict, wanted: dict) -> None:
     """InputError naming the first leaf in which the checkpoint and the template differ."""
     tops = {key[0] for key in wanted}
     for key in sorted(wanted.keys() | {key for key in saved if key[0] in tops}):
-        name = f"checkpoint {path}: leaf {'/'.join(key)}"
-        if key not in saved:
+        if difference := _difference(saved.get(key), wanted.get(key)):
             raise InputError(
-                f"{name} is missing; the config expects shape {_shape(wanted[key])}: "
+                f"checkpoint {path}: leaf {'/'.join(key)} {difference}: "
                 "use the config that it was trained with"
             )
-        if key not in wanted:
-            raise InputError(
-                f"{name} of shape {_shape(saved[key])} has no place in this config: "
-                "use the config that it was trained with"
-            )
-        found, expected = saved[key], wanted[key]
-        if tuple(found.shape) != tuple(expected.shape):
-            raise InputError(
-                f"{name} has shape {_shape(found)}, the config expects {_shape(expected)}: "
-                "use the config that it was trained with"
-            )
-        floating = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (found, expected))
-        if not floating and found.dtype != expected.dtype:
-            raise InputError(
-                f"{name} has dtype {found.dtype}, the config expects {expected.dtype}: "
-                "only floating dtypes are cast into each other"
-            )
+
+
+def _difference(found: Any, expected: Any) -> str | None:
+    """What keeps the leaf found in the checkpoint from being read as the one expected."""
+    if found is None:
+        return f"is missing; the config expects shape {_shape(expected)}"
+    if expected is None:
+        return f"of shape {_shape(found)} has no place in this config"
+    if _shape(found) != _shape(expected):
+        return f"has shape {_shape(found)}, the config expects {_shape(expected)}"
+    floating = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (found, expected))
+    if not floating and found.dtype != expected.dtype:
+        return f"has dtype {found.dtype}, the config expects {expected.dtype}"
+    return None
 
 
 def _shape(leaf: Any) -> str:
