@@ -26,6 +26,8 @@ LEVELS = {
     "tokenizer": 2,
     "tfrecord_loader": 2,
     "flops": 2,
+    "prefetch": 1,
+    "metrics": 2,
     "optimizer": 3,
     "layers": 3,
     "model": 4,
@@ -43,7 +45,7 @@ LEVELS = {
 }
 # These drive a network that they know by its methods only (a Protocol), wherever it runs.
 DRIVERS = {
-    "training": {"config", "util", "flops", "tfrecord_loader"},
+    "training": {"config", "util", "flops", "metrics", "tfrecord_loader"},
     "evaluation": {"config", "util", "flops", "tfrecord_loader", "training"},
     "serving": {"config", "util", "flops", "tfrecord_loader", "training", "serving"},
 }
@@ -53,7 +55,7 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 HOMES = {
     "tensorflow": {"mesh_transformer/tfrecord_loader.py"},
     "orbax": {"mesh_transformer/checkpoint.py"},
-    "wandb": {"mesh_transformer/training.py"},
+    "wandb": {"mesh_transformer/metrics.py"},
     "transformers": {"mesh_transformer/tokenizer.py"},
     "torch": set(),
     "ray": {

@@ -1,0 +1,36 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test venv lint lock
+
+# Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
+quickstart: venv
+	$(BIN)/python scripts/quickstart.py
+
+# Installs what the tests need and runs them all; `$(BIN)/pytest -m "not slow"` is the quick part.
+test: .venv/test lint
+	$(BIN)/pytest -q
+
+# All that the root scripts need at run time.
+venv: .venv/run
+
+lint: .venv/test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+.venv/run: requirements.txt setup.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/test: requirements-dev.txt .venv/run
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+# Pins anew, from setup.py; needs uv.
+LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate setup.py
+lock:
+	$(LOCK) -o requirements.txt
+	$(LOCK) --extra dev -o requirements-dev.txt

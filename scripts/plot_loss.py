@@ -1,0 +1,56 @@
+"""Draws a run's losses from its metrics.jsonl as a PNG."""
+
+import argparse
+import json
+import os
+from typing import Any
+
+from mesh_transformer.util import InputError, run_script
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("metrics", help="a model folder's metrics.jsonl")
+    parser.add_argument("picture", help="the PNG to write")
+    return parser.parse_args()
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not a metrics.jsonl ({error})") from None
+    if not rows:
+        raise InputError(f"{path}: holds no rows yet; train first")
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], picture: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], label="train")
+    for key in sorted({key for row in rows for key in row if key.startswith("val/loss_")}):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"validation: {key[9:]}")
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = picture + ".tmp"
+    figure.savefig(temporary, format="png", dpi=150)
+    os.replace(temporary, picture)
+
+
+def main() -> None:
+    args = parse_args()
+    draw(read_rows(args.metrics), args.picture)
+
+
+if __name__ == "__main__":
+    run_script(main)
