@@ -21,7 +21,7 @@ from mesh_transformer.util import InputError
 
 FILE_TYPES = (".jsonl.zst", ".txt", ".xz", ".tar.gz")
 # Longer documents are cleaned and tokenised in pieces, so that no document need fit in memory.
-PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 1 << 17
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zstandard.ZstdError)
 
 
@@ -67,8 +67,9 @@ def read_pieces(
 def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
     """Pieces of a text of any length, each with whether it ends its document.
 
-    A long document is cut only before a newline that follows a visible character.  GPT-2's word
-    pattern never crosses such a place, so the pieces' tokens are exactly the document's.
+    A long document is cut only before a newline (or, in a long line, a space) that follows a
+    visible character.  GPT-2's word pattern never crosses such a place, so the pieces' tokens are
+    exactly the document's.
     """
     rest, started = "", False
     while block := text.read(PIECE_CHARACTERS):
@@ -85,11 +86,14 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
 
 
 def _last_safe_cut(text: str) -> int:
-    """The last newline that follows a visible character, or 0."""
-    cut = text.rfind("\n")
-    while cut > 0 and text[cut - 1].isspace():
-        cut = text.rfind("\n", 0, cut)
-    return max(cut, 0)
+    """The last newline, or else space, that follows a visible character, or 0."""
+    for mark in "\n ":
+        cut = text.rfind(mark)
+        while cut > 0 and text[cut - 1].isspace():
+            cut = text.rfind(mark, 0, cut)
+        if cut > 0:
+            return cut
+    return 0
 
 
 def _texts(raw: BinaryIO, path: str) -> Iterator[TextIO]:

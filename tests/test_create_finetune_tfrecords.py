@@ -213,11 +213,14 @@ def test_half_a_surrogate_pair_does_not_stop_the_script(tmp_path, tokenizer):
     assert tokenizer.decode(found[0]) == "a ? b c d"
 
 
+@pytest.mark.parametrize("breaks", [["\n", "\n\n", " \n", "  "], [" ", "  ", "\t"]])
 @pytest.mark.parametrize("limit", [1, 7, 50])
-def test_pieces_of_documents_have_the_documents_tokens(tmp_path, monkeypatch, tokenizer, limit):
+def test_pieces_of_documents_have_the_documents_tokens(
+    tmp_path, monkeypatch, tokenizer, limit, breaks
+):
     # Limits far below a document's length force cuts, also inside runs of space and separators.
     generator = np.random.default_rng(limit)
-    parts = ["word", " don't", "\n", "\n\n", " \n", "  ", "<|endoftext|>", "<|end", "7", "\u00e9"]
+    parts = ["word", " don't", "<|endoftext|>", "<|end", "7", "\u00e9", *breaks]
     text = "".join(generator.choice(parts, 2000))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     documents = [document for document in text.split("<|endoftext|>") if document]

@@ -128,6 +128,21 @@ def test_relative_paths_count_from_the_working_directory_first(tmp_path, monkeyp
     np.testing.assert_array_equal(load("data/a.index", 2).get_samples(), here)
 
 
+def test_a_uri_is_read_through_tensorflows_file_system(files):
+    # TensorFlow's in-memory file system stands in for gs://, which takes the same calls.
+    gfile = tensorflow().io.gfile
+    write_records("ram://bucket/a.tfrecords", files[0])
+    write_records("ram://bucket/b.tfrecords", files[2])
+    with gfile.GFile("ram://bucket/some.index", "w") as index:
+        index.write("ram://bucket/a.tfrecords\nb.tfrecords\n")
+    expected = np.concatenate([files[0], files[2]])
+    loader = load("ram://bucket/some.index", 5)
+    np.testing.assert_array_equal(take(loader, 2), expected[:10])
+    resumed = load("ram://bucket/some.index", 2, restore_state=loader.state())
+    np.testing.assert_array_equal(take(resumed, 1), expected[10:])
+    assert "ram://bucket/absent.index: no such file" in refusal("ram://bucket/absent.index")
+
+
 def test_tensorflow_reads_what_is_written_and_the_reverse(index, files, tmp_path):
     tf = tensorflow()
     dataset = tf.data.TFRecordDataset(str(tmp_path / "part_2.tfrecords"))
