@@ -3,8 +3,8 @@
 Documents are tokenised once, in order of file, into a temporary file; shuffling and packing then
 move only their numbers (about 24 bytes a document and 8 a sequence), so a corpus may be larger
 than memory.  For one epoch the sequences, and with the same seed and file order their order, are
-the original's.  Original: it lost the tokens left over at the end of every shuffled epoch but now
-they begin the next epoch's first sequence, and a last sequence that was full was dropped.
+the original's.  Original: the tokens left over after a shuffled epoch, and a last sequence that
+was exactly full, were lost; here they begin the next epoch.
 """
 
 import argparse
