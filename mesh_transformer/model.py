@@ -14,9 +14,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
+from mesh_transformer.declaration import map_declared, record_declarations
 from mesh_transformer.layers import (
     Context,
     Embedding,
@@ -27,7 +27,7 @@ from mesh_transformer.layers import (
     causal_bias,
     cross_entropy,
 )
-from mesh_transformer.parallel import Auto, Declaration, Parallel, record_declarations
+from mesh_transformer.parallel import Auto, Parallel
 from mesh_transformer.sampling import nucleus_sample
 
 Params = dict[str, Any]
@@ -93,39 +93,23 @@ def init(config: Config, key: Array) -> Params:
 def declarations(config: Config) -> Params:
     """What every parameter declares (`Declaration`), in the parameters' structure.
 
-    The stacked layers' shapes and specs have the leading L.
+    Those of the layers are stacked, with a leading L.
     """
     with record_declarations() as found:
         shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
 
-    def stacked(declaration: Declaration) -> Declaration:
-        return Declaration(
-            (config.layers, *declaration.shape),
-            P(None, *declaration.spec),
-            declaration.decay,
-            declaration.summed,
-        )
-
     return {
         part: {
             module: {
-                name: stacked(found[module][name]) if part == "layers" else found[module][name]
+                name: found[module][name].stack(config.layers)
+                if part == "layers"
+                else found[module][name]
                 for name in leaves
             }
             for module, leaves in modules.items()
         }
         for part, modules in shapes.items()
     }
-
-
-def specs(config: Config) -> Params:
-    """The mp layout of every parameter."""
-    return jax.tree.map(lambda d: d.spec, declarations(config), is_leaf=is_declaration)
-
-
-def is_declaration(node: Any) -> bool:
-    """For tree functions over `declarations`."""
-    return isinstance(node, Declaration)
 
 
 def _remat(run: Callable[..., Any], policy: str) -> Callable[..., Any]:
@@ -147,10 +131,11 @@ def _forward(
 ) -> tuple[Array, Cache | None]:
     """The residual stream x_BTD before the last norm, and the cache with these tokens in it."""
     transforms = _transforms(config, par)
-    layout = specs(config)
+    declared = declarations(config)
 
     def apply(part: str, *args: Array) -> Any:
-        return transforms[part].apply(par.collect(params[part], layout[part]), *args)
+        whole = par.collect(params[part], declared[part], config.dtype)
+        return transforms[part].apply(whole, *args)
 
     key_positions_BS = positions_BT
     if cache is not None:
@@ -162,10 +147,10 @@ def _forward(
     if config.pe == "t5":
         bias_BHTS += apply("relative", positions_BT, key_positions_BS)
     context = Context(positions_BT, bias_BHTS, slot)
-    layer_layout = jax.tree.map(lambda spec: P(*tuple(spec)[1:]), layout["layers"])
+    one_layer = map_declared(lambda d: d.unstack(), declared["layers"])
 
     def run(layer_params: Params, x_BTD: Array, layer_cache: LayerCache | None) -> Any:
-        whole = par.collect(layer_params, layer_layout)
+        whole = par.collect(layer_params, one_layer, config.dtype)
         return transforms["layers"].apply(whole, x_BTD, context, layer_cache)
 
     def body(x_BTD: Array, layer: tuple[Params, LayerCache | None]) -> Any:
@@ -179,7 +164,8 @@ def _forward(
 
 
 def _project(params: Params, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    whole = par.collect(params["proj"], specs(config)["proj"])
+    declared = declarations(config)["proj"]
+    whole = par.collect(params["proj"], declared, config.dtype)
     return _transforms(config, par)["proj"].apply(whole, x_BTD)
 
 
@@ -218,9 +204,8 @@ def prefill(
     positions_BT = jnp.arange(width)[None] - (width - length_B.astype(jnp.int32))[:, None]
     shape = (config.layers, batch, slots, config.n_heads // par.mp, config.d_head)
     axes = (None, "dp", None, "mp", None)
-    dtype = jax.tree.leaves(params["layers"])[0].dtype
     cache = Cache(
-        LayerCache(par.zeros(shape, dtype, *axes), par.zeros(shape, dtype, *axes)),
+        LayerCache(par.zeros(shape, config.dtype, *axes), par.zeros(shape, config.dtype, *axes)),
         jnp.broadcast_to(positions_BT[:, :1] * 0 - 1, (batch, slots)),
     )
     return _next_logits(params, tokens_BT, positions_BT, cache, 0, config, par)

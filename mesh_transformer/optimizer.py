@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from mesh_transformer.config import Config
-from mesh_transformer.parallel import Declaration
+from mesh_transformer.declaration import Declaration, map_declared
 from mesh_transformer.util import to_bf16, to_f32
 
 OptState = dict[str, Any]
@@ -68,7 +68,7 @@ class Optimizer:
         def square(declaration: Declaration, g: Array) -> Array:
             return jnp.sum(jnp.square(g.astype(jnp.float32))) * self._copies(declaration)
 
-        return jax.tree.map(square, self.declared, grads, is_leaf=_declared)
+        return map_declared(square, self.declared, grads)
 
     def learning_rate(self, step: Array) -> Array:
         """The schedule's rate for the update after `step` others."""
@@ -94,9 +94,5 @@ class Optimizer:
             u = (u + decay * p.astype(jnp.float32)) * self._copies(declaration)
             return (p.astype(jnp.float32) - rate * u).astype(p.dtype)
 
-        moved = jax.tree.map(move, self.declared, params, updates, is_leaf=_declared)
+        moved = map_declared(move, self.declared, params, updates)
         return moved, self._pack(after)
-
-
-def _declared(node: Any) -> bool:
-    return isinstance(node, Declaration)

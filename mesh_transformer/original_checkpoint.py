@@ -3,12 +3,11 @@
 import os
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from mesh_transformer import model
 from mesh_transformer.config import Config
-from mesh_transformer.parallel import Declaration
+from mesh_transformer.declaration import Declaration, map_declared
 from mesh_transformer.util import InputError
 
 PIECES = 16
@@ -125,17 +124,14 @@ def read_params(folder: str, config: Config) -> dict[str, Any]:
             f"(full) or {len(wanted) + 1} (slim) for {config.layers} layers; check the config"
         )
     declared = model.declarations(config)
-    params = jax.tree.map(
-        lambda d: np.zeros(d.shape, np.float32), declared, is_leaf=model.is_declaration
-    )
+    params = map_declared(lambda d: np.zeros(d.shape, np.float32), declared)
     for index, (name, part, module, leaf, layer) in enumerate(wanted):
         if leaf not in params[part][module]:
             continue  # layernorm-nobias stores an offset that it never reads
         declaration = declared[part][module][leaf]
         target = params[part][module][leaf]
         if layer is not None:
-            spec = type(declaration.spec)(*tuple(declaration.spec)[1:])
-            declaration = Declaration(declaration.shape[1:], spec, False, declaration.summed)
+            declaration = declaration.unstack()
         value = _merge([shard[first + index] for shard in leaves], declaration, config)
         if value.shape != declaration.shape:
             raise InputError(

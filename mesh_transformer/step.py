@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import model
 from mesh_transformer.config import Config
+from mesh_transformer.declaration import is_declaration
 from mesh_transformer.optimizer import Optimizer
-from mesh_transformer.parallel import Auto, Manual, Parallel, named, zero
-from mesh_transformer.util import InputError, to_bf16, to_f32
+from mesh_transformer.parallel import Auto, Manual, Parallel, named
+from mesh_transformer.util import InputError, to_bf16
 
 State = dict[str, Any]
 Batch = dict[str, Array]
@@ -32,10 +33,9 @@ def init_state(config: Config, key: Array) -> State:
     }
 
 
-def state_specs(config: Config) -> State:
+def state_specs(config: Config, mesh: Mesh) -> State:
     """The layout at rest of every leaf of the state."""
-    layout = model.specs(config)
-    rest = jax.tree.map(zero, layout) if config.zero else layout
+    rest = _parallel(config, mesh).at_rest(model.declarations(config))
     return {
         "params": rest,
         "opt_state": {"count": P(), "mu": rest, "nu": rest},
@@ -45,8 +45,7 @@ def state_specs(config: Config) -> State:
 
 def _compute_params(params: Any, config: Config, par: Parallel) -> Any:
     """The one cast of the state: f32 at rest, the compute dtype in the forward pass."""
-    cast = to_bf16 if config.dtype == "bfloat16" else to_f32
-    return par.compute_copy(cast(params), model.specs(config))
+    return par.compute_copy(params, model.declarations(config), config.dtype)
 
 
 def train_step(
@@ -57,24 +56,24 @@ def train_step(
     Args:
       batch: `obs` and `target` [A, B, T], of this program's sequences.
     """
-    layout = model.specs(config)
+    declared = model.declarations(config)
     params = _compute_params(state["params"], config, par)
-    optimizer = Optimizer(config, model.declarations(config))
+    optimizer = Optimizer(config, declared)
     grad_fn = jax.value_and_grad(model.train_loss, has_aux=True)
 
     def microbatch(sums: Any, tokens: tuple[Array, Array]) -> Any:
         (loss, last_loss), grads = grad_fn(params, *tokens, config, par)
         sums = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
-        square = par.micro_total(optimizer.squares(par.micro(grads, layout)), layout)
+        square = par.micro_total(optimizer.squares(par.micro(grads, declared)), declared)
         return sums, (loss, last_loss, square)
 
     accumulation = batch["obs"].shape[0]
     sums, (loss, last_loss, micro_square) = jax.lax.scan(
-        microbatch, par.accumulator(params, layout), (batch["obs"], batch["target"])
+        microbatch, par.accumulator(params, declared), (batch["obs"], batch["target"])
     )
-    grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), layout)
+    grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
 
-    norm = jnp.sqrt(par.total(optimizer.squares(grads), layout))
+    norm = jnp.sqrt(par.total(optimizer.squares(grads), declared))
     new_params, opt_state = optimizer.update(
         grads, state["opt_state"], state["params"], state["step"], norm
     )
@@ -126,20 +125,19 @@ def generate_step(
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
-    """Raises InputError where dp does not divide a dimension that ZeRO splits by it."""
+    """Raises InputError where ZeRO can split a matrix along no axis."""
     if not config.zero:
         return
     dp, mp = mesh.shape["dp"], mesh.shape["mp"]
     declared = jax.tree_util.tree_leaves_with_path(
-        model.declarations(config), is_leaf=model.is_declaration
+        model.declarations(config), is_leaf=is_declaration
     )
     for path, declaration in declared:
-        axes = tuple(declaration.spec)
-        if "mp" in axes and declaration.shape[axes.index("mp")] % (dp * mp):
+        if declaration.decay and declaration.zero_axis(dp, mp) is None:
             raise InputError(
-                f"config: zero is {config.zero}, which splits {jax.tree_util.keystr(path)} "
-                f"{declaration.shape} along axis {axes.index('mp')} over dp {dp} x mp {mp}, which "
-                f"does not divide it; set zero to 0 or change the mesh"
+                f"config: zero is {config.zero}, but dp {dp} (times mp {mp}) divides no axis of "
+                f"{jax.tree_util.keystr(path)} {declaration.shape}; set zero to 0, or change the "
+                f"mesh"
             )
 
 
@@ -179,21 +177,23 @@ METRICS = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_mic
 def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
     """A function from a key to a fresh state, every leaf made where it will live."""
     return jax.jit(
-        functools.partial(init_state, config), out_shardings=named(mesh, state_specs(config))
+        functools.partial(init_state, config), out_shardings=named(mesh, state_specs(config, mesh))
     )
 
 
 def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
     """A function from params to fresh moments."""
     optimizer = Optimizer(config, model.declarations(config))
-    return jax.jit(optimizer.init, out_shardings=named(mesh, state_specs(config)["opt_state"]))
+    return jax.jit(
+        optimizer.init, out_shardings=named(mesh, state_specs(config, mesh)["opt_state"])
+    )
 
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(state, batch) -> (state, metrics); the old state's memory is reused."""
     batch = P(None, "dp")
     metrics = dict.fromkeys((*METRICS, "learning_rate"), P())
-    layout = state_specs(config)
+    layout = state_specs(config, mesh)
     specs = (layout, {"obs": batch, "target": batch})
     return _partition(train_step, config, mesh, specs, (layout, metrics), donate=(0,))
 
@@ -201,19 +201,19 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(params, batch) -> losses a token."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
-    specs = (state_specs(config)["params"], {"obs": P("dp"), "target": P("dp")})
+    specs = (state_specs(config, mesh)["params"], {"obs": P("dp"), "target": P("dp")})
     return _partition(eval_step, config, mesh, specs, outputs)
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(params, tokens) -> logits."""
-    specs = (state_specs(config)["params"], P("dp"))
+    specs = (state_specs(config, mesh)["params"], P("dp"))
     return _partition(logits_step, config, mesh, specs, P("dp"))
 
 
 def compile_generate(config: Config, mesh: Mesh, steps: int) -> Callable[..., Any]:
     """(params, tokens, length, settings) -> `steps` new tokens a row."""
     settings = model.SamplerSettings(*(P("dp"),) * 4)
-    specs = (state_specs(config)["params"], P("dp"), P("dp"), settings)
+    specs = (state_specs(config, mesh)["params"], P("dp"), P("dp"), settings)
     function = functools.partial(generate_step, steps=steps)
     return _partition(function, config, mesh, specs, P("dp"))

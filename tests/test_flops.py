@@ -9,6 +9,7 @@ import pytest
 
 from mesh_transformer import flops, model
 from mesh_transformer.config import Config
+from mesh_transformer.declaration import is_declaration
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GPTJ_6B = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50400, pe_rotary_dims=64)
@@ -55,14 +56,14 @@ NORMS = [
 def test_parameters_equal_what_the_model_declares(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)
     declared = model.declarations(config)
-    leaves = jax.tree.leaves(declared, is_leaf=model.is_declaration)
+    leaves = jax.tree.leaves(declared, is_leaf=is_declaration)
     assert flops.n_params(config) == sum(math.prod(leaf.shape) for leaf in leaves)
     # Biases, norms and tables of positions take part in no matmul.
     apart = {"b", "fused_in_b", "scale", "offset", "pos_embs", "rel_embedding"}
     matrices = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(
-            declared, is_leaf=model.is_declaration
+            declared, is_leaf=is_declaration
         )
         if path[-1].key not in apart
     ]

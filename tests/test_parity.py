@@ -18,7 +18,7 @@ def network_at_step_0(variant: str, **changes) -> CausalTransformer:
     params = read_params(str(ORIGINAL / variant / "step_0"), config)
     # The optimizer's fresh state is zeros, so replacing the parameters is all there is to loading.
     network = CausalTransformer(config)
-    shardings = named(network.mesh, state_specs(config)["params"])
+    shardings = named(network.mesh, state_specs(config, network.mesh)["params"])
     network.state["params"] = jax.tree.map(jax.device_put, params, shardings)
     return network
 

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "mesh_transformer"
 LEVELS = {
     "util": 0,
     "config": 1,
+    "declaration": 1,
     "parallel": 2,
     "sampling": 2,
     "tokenizer": 2,
