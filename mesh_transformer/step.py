@@ -15,7 +15,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration
 from mesh_transformer.optimizer import Optimizer
 from mesh_transformer.parallel import Auto, Manual, Parallel, named
-from mesh_transformer.util import InputError, to_bf16
+from mesh_transformer.util import InputError, to_bf16, to_f32
 
 State = dict[str, Any]
 Batch = dict[str, Array]
@@ -63,7 +63,8 @@ def train_step(
 
     def microbatch(sums: Any, tokens: tuple[Array, Array]) -> Any:
         (loss, last_loss), grads = grad_fn(params, *tokens, config, par)
-        sums = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
+        grads = to_f32(grads)
+        sums = jax.tree.map(jnp.add, sums, grads)
         square = par.micro_total(optimizer.squares(par.micro(grads, declared)), declared)
         return sums, (loss, last_loss, square)
 
