@@ -1,5 +1,6 @@
 """What a run says of itself: metrics.jsonl, wandb, and the gradient noise scale."""
 
+import contextlib
 import json
 import math
 import os
@@ -68,7 +69,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Ends the file and the wandb run."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # `write` has said that the disk is full
+            self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -8,7 +8,8 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,32 +75,33 @@ def train(
     """
     config = network.config
     total = config.total_steps if max_steps is None else max_steps
-    if config.train_set is None or total is None:
-        missing = "train_set" if config.train_set is None else "total_steps (or --max-steps)"
-        raise InputError(f"config: training needs the key {missing}; add it")
+    config.replace(total_steps=total).require_to_train()
+    assert config.train_set is not None
+    assert total is not None
+    if total < 1:
+        key = "total_steps" if max_steps is None else "--max-steps"
+        raise InputError(f"{key} is {total}, expected at least 1")
     val_sets = {} if config.val_batches == 0 else config.val_set
     for path in val_sets.values():
         _open_val(network, path).close()  # says now, not after hours, what is wrong with it
-    aux = network.restore(folder)
-    if aux is None:
-        start_weights(network, tune_model_path, fresh_opt)
-        aux = {}
-    loader = TFRecordNewInputs(
-        config.train_set,
-        (config.gradient_accumulation_steps, network.batch_size),
-        config.seq,
-        n_vocab=config.n_vocab,
-        restore_state=aux.get("loader"),
-    )
-    with (
-        contextlib.closing(loader),
-        contextlib.closing(MetricsLog(folder, config, network.step, aux.get("wandb"))) as log,
-        contextlib.closing(network),
-    ):
+    shape = (config.gradient_accumulation_steps, network.batch_size)
+    loader = TFRecordNewInputs(config.train_set, shape, config.seq, n_vocab=config.n_vocab)
+    with contextlib.closing(loader), contextlib.closing(network):
+        aux = network.restore(folder)
+        if aux is None:
+            start_weights(network, tune_model_path, fresh_opt)
+            aux = {}
+        if network.step >= total:
+            print(f"{folder} is at step {network.step} of {total}: nothing left to train")
+            return
+        if "loader" in aux:
+            loader.restore(aux["loader"])
         noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
         if "noise" in aux:
             noise.restore(aux["noise"])
-        _Run(network, folder, loader, val_sets, log, noise, total).run()
+        log = MetricsLog(folder, config, network.step, aux.get("wandb"))
+        with contextlib.closing(log):
+            _Run(network, folder, loader, val_sets, log, noise, total).run()
 
 
 def start_weights(network: Network, path: str | None, fresh_opt: bool) -> None:
@@ -124,24 +126,25 @@ def _split(tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collects the first SIGTERM or Ctrl-C in a list; the second one acts as it would anyway."""
+    """Collects the first SIGTERM or Ctrl-C in a list; a second one ends the process at once.
+
+    At once is safe, since a save that is under way leaves the checkpoint before it good.
+    """
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     def receive(number: int, frame: object) -> None:
         received.append(number)
-        restore()
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
     for number in before:
         signal.signal(number, receive)
     try:
         yield received
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Run:
@@ -175,29 +178,47 @@ class _Run:
         network, config = self.network, self.config
         with self.bar, _stop_signals() as received:
             while network.step < self.total and not received:
-                metrics = network.train(_split(self.loader.get_samples()))
+                with self._saving_first():
+                    tokens = self.loader.get_samples()
+                metrics = network.train(_split(tokens))
                 self.pending.append((network.step, metrics))
                 self._log(self._rows(IN_FLIGHT))
                 if self.val_sets and network.step % config.val_every == 0:
-                    self._validate()
+                    with self._saving_first():
+                        self._validate()
                 if network.step % config.ckpt_every == 0:
                     self._save()
-            self._save()
-            network.wait()
-            self.log.upload()
+            self._finish()
         if received:
             name = signal.Signals(received[0]).name
             print(f"{name}: stopped and saved at step {network.step}; start again to go on")
 
-    def _rows(self, left: int) -> list[dict[str, float]]:
-        """The rows of all but the `left` newest steps; waits for their losses."""
+    def _finish(self) -> None:
+        self._save()
+        self.network.wait()
+        self.log.upload()
+
+    @contextlib.contextmanager
+    def _saving_first(self) -> Iterator[None]:
+        """Bad records met here cost no step that is done: a mended file goes on from there."""
+        try:
+            yield
+        except InputError:
+            self._finish()
+            raise
+
+    def _rows(self, left: int) -> Iterator[dict[str, float]]:
+        """The rows of all but the `left` newest steps; waits for their losses.
+
+        The rows before one that raises can still be logged: they are made one by one.
+        """
         steps = [self.pending.popleft() for _ in range(len(self.pending) - left)]
         read = [(step, {k: float(v) for k, v in found.items()}) for step, found in steps]
         now = time.perf_counter()
         seconds = (now - self.last_time) / max(len(read), 1)
         if read:
             self.last_time = now
-        return [self._row(step, values, seconds) for step, values in read]
+        return (self._row(step, values, seconds) for step, values in read)
 
     def _row(self, step: int, values: dict[str, float], seconds: float) -> dict[str, float]:
         if not math.isfinite(values["loss"] + values["grad_norm"]):
@@ -214,7 +235,7 @@ class _Run:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
         return row | self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
 
-    def _log(self, rows: list[dict[str, float]]) -> None:
+    def _log(self, rows: Iterable[dict[str, float]]) -> None:
         for row in rows:
             self.log.write(row)
             shown = {"loss": f"{row['train/loss']:.4f}"}
@@ -225,10 +246,15 @@ class _Run:
             self.bar.update()
 
     def _validate(self) -> None:
+        older = len(self.pending) - 1
         rows = self._rows(0)
-        losses = {name: self._val_loss(path) for name, path in self.val_sets.items()}
-        rows[-1] |= {f"val/loss_{name}": loss for name, loss in losses.items()}
-        self._log(rows)
+        self._log(islice(rows, older))
+        newest = next(rows)
+        try:
+            losses = {name: self._val_loss(path) for name, path in self.val_sets.items()}
+            newest |= {f"val/loss_{name}": loss for name, loss in losses.items()}
+        finally:
+            self._log([newest])
         shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         self.bar.write(f"step {self.network.step}: validation loss {shown}")
         self.last_time = time.perf_counter()

@@ -22,9 +22,14 @@ class StoppedError(RuntimeError):
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Call a script's `main` and exit: 2 with one line on stderr where the input is bad."""
+    """Call a script's `main` and exit: 2 with one line on stderr where the input is bad.
+
+    Ctrl-C, where the script does not handle it, exits with 130 and no traceback.
+    """
     try:
         sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
