@@ -28,9 +28,7 @@ def main() -> None:
     args = parse_args()
     if args.fresh_opt and args.tune_model_path is None:
         raise InputError("--fresh-opt goes with --tune-model-path; give both or neither")
-    config = Config.load(args.config)
-    if args.version is not None:
-        config = config.replace(version=args.version)
+    config = Config.load(args.config, args.version)
     folder = args.model_dir or config.model_folder()
 
     from mesh_transformer.transformer_shard import CausalTransformer

@@ -175,8 +175,11 @@ class Config:
             raise InputError(f"{where}: {error}") from None
 
     @classmethod
-    def load(cls, path: str) -> "Config":
-        """Reads a JSON or YAML file of one flat mapping."""
+    def load(cls, path: str, version: int | None = None) -> "Config":
+        """Reads a JSON or YAML file of one flat mapping.
+
+        `version` replaces the file's own, and its `block` and `partitioning`, which it sets.
+        """
         try:
             with open(path, encoding="utf-8") as file:
                 text = file.read()
@@ -189,6 +192,9 @@ class Config:
             raise InputError(
                 f"config {path}: found {_describe(values)}, expected one mapping of keys to values"
             )
+        if version is not None:
+            values = {k: v for k, v in values.items() if k not in ("block", "partitioning")}
+            values["version"] = version
         return cls.from_dict(values, f"config {path}")
 
     @classmethod

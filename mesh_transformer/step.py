@@ -1,5 +1,6 @@
 """One training and one evaluation step, and the only fork between shard_map and jit."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -161,7 +162,13 @@ def _partition(
     donate: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """`function(*args, config=, par=)` over the mesh: the one place that knows both versions."""
-    program = functools.partial(function, config=config, par=_parallel(config, mesh))
+
+    def program(*args: Any) -> Any:
+        # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
+        exact = config.dtype == "float32"
+        with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+            return function(*args, config=config, par=_parallel(config, mesh))
+
     if config.partitioning == "shard_map":
         program = jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(
