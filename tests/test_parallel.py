@@ -1,0 +1,279 @@
+"""The collectives in the compiled step, counted; virtual devices, the mesh and layouts."""
+
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer import model, step
+from mesh_transformer.config import Config
+from mesh_transformer.parallel import Declaration, Manual, make_mesh
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL, random_batch
+
+COLLECTIVES = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
+COLLECTIVE = re.compile(rf" = (.*?) ({COLLECTIVES})(?:-start)?\((.*)$")
+DP, MP, ACCUMULATION, ROWS = 2, 4, 4, 3
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One array that devices exchange: a combined collective counts once for each."""
+
+    kind: str
+    shape: tuple[int, ...]
+    groups: frozenset[frozenset[int]]
+    where: str  # JAX's name of the operation
+
+
+def over(axis: str) -> frozenset[frozenset[int]]:
+    """The device groups of a collective over one mesh axis."""
+    devices = np.arange(DP * MP).reshape(DP, MP)
+    rows = devices if axis == "mp" else devices.T
+    return frozenset(frozenset(map(int, row)) for row in rows)
+
+
+def groups_of(text: str) -> frozenset[frozenset[int]]:
+    """`replica_groups` in either of its two notations."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
+    if listed:
+        rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return frozenset(frozenset(row) for row in rows)
+    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        return frozenset()
+    shape, source, order = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
+    ids = np.arange(math.prod(source)).reshape(source)
+    ids = (ids.transpose(order) if order else ids).reshape(shape)
+    return frozenset(frozenset(map(int, row)) for row in ids)
+
+
+def collectives_of(line: str) -> list[Collective]:
+    found = COLLECTIVE.search(line)
+    if found is None:
+        return []
+    result, kind, rest = found.groups()
+    name = re.search(r'op_name="([^"]*)"', rest)
+    shapes = re.findall(r"\b(?:f32|bf16|s32|u32|pred)\[([\d,]*)\]", result)
+    return [
+        Collective(
+            kind,
+            tuple(int(n) for n in shape.split(",") if n),
+            groups_of(rest),
+            name[1] if name else "",
+        )
+        for shape in shapes
+    ]
+
+
+@dataclass
+class Program:
+    """A compiled program's text by computation."""
+
+    computations: dict[str, list[str]]
+
+    @classmethod
+    def parse(cls, text: str) -> "Program":
+        computations: dict[str, list[str]] = {}
+        lines: list[str] = []
+        for line in text.splitlines():
+            header = re.match(r"(ENTRY )?%(\S+) .*\{$", line)
+            if header:
+                lines = computations.setdefault("ENTRY" if header[1] else header[2], [])
+            else:
+                lines.append(line)
+        return cls(computations)
+
+    def below(self, name: str) -> tuple[list[Collective], list[str]]:
+        """The collectives that one run of a computation does itself, and its loops' bodies."""
+        collectives, loops = [], []
+        for line in self.computations[name]:
+            body = re.search(r" while\(.*body=%([^\s,]+)", line)
+            if body:
+                loops.append(body[1])
+                continue
+            collectives += collectives_of(line)
+            for called in re.findall(r"(?:calls|to_apply)=%([^\s,)]+)", line):
+                inner, bodies = self.below(called)
+                collectives += inner
+                loops += bodies
+        return collectives, loops
+
+    def loops(self) -> tuple[list[Collective], list[list[Collective]], list[list[Collective]]]:
+        """What runs once a step, in each microbatch loop, and in each layer loop within."""
+        once, outer = self.below("ENTRY")
+        microbatch = [self.below(body) for body in outer]
+        layer = [self.below(body) for _, bodies in microbatch for body in bodies]
+        assert not any(bodies for _, bodies in layer)
+        return once, [found for found, _ in microbatch], [found for found, _ in layer]
+
+
+def compiled_step(**changes: Any) -> str:
+    """The train step's text on 2 x 4 devices, four microbatches of 3 sequences a replica."""
+    return lowered_step(**changes).compile().as_text()
+
+
+def lowered_step(**changes: Any) -> Any:
+    values = {"layers": 4, "cores_per_replica": MP, "tpu_size": DP * MP} | changes
+    config = Config.from_dict(SMALL | values)
+    state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
+    batch = random_batch(config, ACCUMULATION, DP * ROWS)
+    train: Any = step.compile_train(config, make_mesh(config, jax.devices()[: DP * MP]))
+    return train.lower(state, batch)
+
+
+def activations(collectives: list[Collective]) -> list[Collective]:
+    """All-reduces of one array as large as a replica's residual stream."""
+    size = ROWS * SMALL["seq"] * SMALL["d_model"]
+    return [c for c in collectives if c.kind == "all-reduce" and math.prod(c.shape) == size]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_a_layer_reduces_one_activation_each_way_and_a_step_its_gradients_once(remat, zero):
+    once, microbatch, layer = Program.parse(compiled_step(remat=remat, zero=zero)).loops()
+    with_collectives = [found for found in layer if found]
+    forward, backward = sorted(with_collectives, key=lambda f: "transpose" in f[0].where)
+    assert len(forward) == len(activations(forward)) == 1
+    assert len(backward) == len(activations(backward)) == 1
+    assert "transpose" not in forward[0].where
+    assert "transpose" in backward[0].where
+    inside = [c for found in (*microbatch, *layer) for c in found]
+    assert {c.groups for c in inside} == {over("mp")}
+
+    # Over dp every gradient is summed exactly once a step, beside four scalar metrics.
+    declared = model.declarations(Config.from_dict(SMALL | {"layers": 4}))
+    leaves = jax.tree.leaves(declared, is_leaf=lambda node: isinstance(node, Declaration))
+    entries = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in leaves)
+    size = {"all-reduce": 1, "reduce-scatter": DP}
+    summed = sum(
+        math.prod(c.shape) * size[c.kind] for c in once if c.groups == over("dp") and c.kind in size
+    )
+    assert summed == entries + 4
+
+
+def test_without_the_fan_out_a_layer_would_reduce_more(monkeypatch):
+    monkeypatch.setattr(Manual, "fan_out", lambda self, x: x)
+    _, _, layer = Program.parse(compiled_step()).loops()
+    # q, k, v and the feed-forward matmul then each bring their own.
+    assert sorted(len(activations(found)) for found in layer if found) == [1, 4]
+
+
+def test_without_the_compute_copy_every_microbatch_would_reduce_over_dp(monkeypatch):
+    monkeypatch.setattr(Manual, "compute_copy", lambda self, params, *_: params)
+    _, microbatch, layer = Program.parse(compiled_step()).loops()
+    inside = [c for found in (*microbatch, *layer) for c in found]
+    assert over("dp") in {c.groups for c in inside}
+
+
+@pytest.mark.slow
+def test_zero_3_adds_only_dp_gathers_and_scatters_to_the_layer_loops():
+    _, _, layer = Program.parse(compiled_step(zero=3)).loops()
+    found = [f for f in layer if f]
+    assert [len(activations(f)) for f in found] == [1, 1]
+    kinds = {c.kind for f in found for c in f if c.groups == over("dp")}
+    assert kinds == {"all-gather", "reduce-scatter"}
+
+
+SHALLOW, DEEP = 4, 28
+NARROW = {"d_model": 32, "n_vocab": 32, "seq": 8}
+
+
+def test_the_compiled_step_does_not_grow_with_depth():
+    # The text names sizes, so lines are counted; they differ by how loops are peeled or fused.
+    lines = [len(compiled_step(layers=n, **NARROW).splitlines()) for n in (SHALLOW, DEEP)]
+    assert lines[1] < 1.03 * lines[0]
+
+
+@pytest.mark.slow
+def test_compile_time_does_not_grow_with_depth():
+    def seconds(layers: int) -> float:
+        jax.clear_caches()
+        # The process's own time: other work on the machine does not count.
+        start = time.process_time()
+        lowered_step(layers=layers, **NARROW).compile()
+        return time.process_time() - start
+
+    seconds(SHALLOW)  # the first pays for imports
+    ratios = [seconds(DEEP) / seconds(SHALLOW) for _ in range(3)]
+    assert np.median(ratios) < 1.25, ratios
+
+
+PROBE = "print(jax.default_backend(), jax.local_device_count('cpu'))"
+
+
+@pytest.mark.parametrize(
+    ("environment", "before", "expected"),
+    [
+        ({}, "", 6),
+        ({"JAX_PLATFORMS": "cpu"}, "", 6),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, "", 3),
+        ({"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}, "", 6),
+        ({}, "jax.config.update('jax_num_cpu_devices', 5)", 5),
+        ({"JAX_NUM_CPU_DEVICES": "4"}, "", 4),
+        ({}, "jax.devices()", 1),
+    ],
+    ids=["bare", "cpu", "flags-3", "other-flags", "option-5", "variable-4", "started"],
+)
+def test_virtual_devices_appear_unless_the_caller_chose(environment, before, expected):
+    lines = (
+        "import jax",
+        "from mesh_transformer.parallel import use_virtual_devices",
+        before,
+        "use_virtual_devices(6)",
+        PROBE,
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["cpu", str(expected)]
+
+
+def test_a_mesh_has_a_row_for_each_replica():
+    config = Config.from_dict(SMALL | {"cores_per_replica": 4})
+    assert dict(make_mesh(config).shape) == {"dp": 2, "mp": 4}
+    assert dict(make_mesh(config, jax.devices()[:4]).shape) == {"dp": 1, "mp": 4}
+    # Neighbouring devices share a replica: their links are the fastest.
+    assert list(make_mesh(config).devices[0]) == jax.devices()[:4]
+
+
+def test_a_mesh_that_the_devices_cannot_fill_is_refused():
+    config = Config.from_dict(SMALL | {"cores_per_replica": 4})
+    with pytest.raises(InputError, match=r"cores_per_replica is 4, but there are 6 cpu devices; "):
+        make_mesh(config, jax.devices()[:6])
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "at_rest"),
+    [
+        ((64, 32), P(None, "mp"), P(None, ("mp", "dp"))),
+        ((32, 64), P("mp", None), P(("mp", "dp"), None)),
+        ((64, 4), P(None, "mp"), P("dp", "mp")),  # 4 columns are for mp alone: the rows
+        ((63, 4), P(None, "mp"), P(None, "mp")),
+        ((64,), P(None), P(None)),  # small: every replica keeps it
+        ((), P(), P()),
+    ],
+)
+def test_the_layout_at_rest(shape, spec, at_rest):
+    declared = Declaration(shape, spec, decay=True, summed=False)
+    assert declared.at_rest(2, 4) == at_rest
+    # A stacked parameter is never split between layers: a scan takes one after the other.
+    stacked = declared.stack(2)
+    assert stacked.at_rest(2, 4) == P(None, *at_rest)
+    assert stacked.shape == (2, *shape)
+    assert stacked.unstack() == declared
