@@ -35,7 +35,7 @@ VALUES = {
     "total_steps": 30,
     "val_every": 10,
     "val_batches": 2,
-    "ckpt_every": 4,
+    "ckpt_every": 7,
 }
 
 
