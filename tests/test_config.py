@@ -1,0 +1,218 @@
+"""The config: what it reads, what it fills in, and one clear line for what it refuses."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.json"))
+YAML = """
+# Comments are YAML's own.
+layers: 2
+d_model: 64
+n_heads: 8
+n_vocab: 128
+seq: 16
+lr: 0.001
+val_set: {books: data/books.index}
+eval_harness_tasks: [lambada, piqa]
+"""
+
+
+def refusal(changes: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        Config.from_dict(SMALL | changes)
+    line = str(caught.value)
+    assert line.startswith("config: ")
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"warmup_step": 3}, ["unknown key 'warmup_step'", "did you mean 'warmup_steps'?"]),
+        ({"d_modle": 64}, ["unknown key 'd_modle'", "did you mean 'd_model'?"]),
+        ({"xyzzy": 1}, ["unknown key 'xyzzy'", "remove it"]),
+        ({"layers": "two"}, ["layers is str 'two'", "expected int"]),
+        ({"layers": 2.0}, ["layers is float 2.0", "expected int"]),
+        ({"layers": True}, ["layers is bool True", "expected int"]),
+        ({"layers": None}, ["layers is NoneType None", "expected int"]),
+        ({"lr": "1e-4"}, ["lr is str '1e-4'", "expected float"]),
+        ({"early_cast": 1}, ["early_cast is int 1", "expected bool"]),
+        ({"seq": [16]}, ["seq is list [16]", "expected int"]),
+        ({"val_set": ["a"]}, ["val_set is list", "expected dict of str, str"]),
+        ({"val_set": {"a": 1}}, ["val_set is dict", "expected dict of str, str"]),
+        ({"train_set": 3}, ["train_set is int 3", "expected str or null"]),
+        ({"eval_harness_tasks": "piqa"}, ["eval_harness_tasks is str", "expected list of str"]),
+        ({"pe": "rotery"}, ["pe is str 'rotery'", "did you mean 'rotary'?", "'fixed', 't5'"]),
+        ({"norm": "layer-norm"}, ["norm is str 'layer-norm'", "did you mean 'layernorm'?"]),
+        ({"norm": "batch"}, ["norm is str 'batch'", "'scalenorm-bias'"]),
+        ({"block": "swiglu"}, ["block is str 'swiglu'", "'gptj', 'geglu'"]),
+        ({"zero": 2}, ["zero is int 2", "one of 0, 1, 3"]),
+        ({"zero": True}, ["zero is bool True", "one of 0, 1, 3"]),
+        ({"dtype": "float16"}, ["dtype is str 'float16'", "'bfloat16', 'float32'"]),
+        ({"version": 3}, ["version is int 3", "one of 1, 2"]),
+        ({"n_heads": 6}, ["d_model is 64", "n_heads 6 does not divide", "set head_size"]),
+        ({"cores_per_replica": 3}, ["n_heads is 8", "cores_per_replica 3 does not divide"]),
+        (
+            {"n_vocab": 130, "cores_per_replica": 4},
+            ["n_vocab is 130", "cores_per_replica 4 does not divide", "round n_vocab up"],
+        ),
+        (
+            {"pe": "fixed", "d_model": 36, "n_heads": 8, "head_size": 4, "cores_per_replica": 8},
+            ["d_model is 36", "cores_per_replica 8 does not divide"],
+        ),
+        ({"tpu_size": 6, "cores_per_replica": 4}, ["tpu_size is 6", "cores_per_replica 4"]),
+        ({"pe_rotary_dims": 10}, ["pe_rotary_dims is 10", "above the head size 8", "lower"]),
+        ({"pe_rotary_dims": 5}, ["pe_rotary_dims is 5", "positive even number"]),
+        ({"pe_rotary_dims": 0}, ["pe_rotary_dims is 0", "positive even number"]),
+        ({"layers": 0}, ["layers is 0", "expected at least 1"]),
+        ({"n_heads": 0}, ["n_heads is 0", "expected at least 1"]),
+        ({"seq": -1}, ["seq is -1", "expected at least 1"]),
+        ({"lr": -1.0}, ["lr is -1.0", "expected at least 0"]),
+        ({"adam_b1": 1}, ["adam_b1 is 1.0", "below 1"]),
+        ({"clip_norm": 0}, ["clip_norm is 0.0", "expected above 0"]),
+        ({"attention_window": 17}, ["attention_window is 17", "at most seq (16)"]),
+    ],
+    ids=str,
+)
+def test_bad_values_get_one_line_with_key_value_and_remedy(changes, parts):
+    line = refusal(changes)
+    for part in parts:
+        assert part in line
+
+
+def test_a_missing_required_key_is_named():
+    values = {key: value for key, value in SMALL.items() if key != "n_vocab"}
+    with pytest.raises(InputError, match="required key 'n_vocab' is missing"):
+        Config.from_dict(values)
+
+
+@pytest.mark.parametrize("key", ["train_set", "total_steps"])
+def test_training_needs_more_keys_than_a_model(key):
+    values = SMALL | {"train_set": "a.index", "total_steps": 3}
+    Config.from_dict(values).require_to_train()
+    with pytest.raises(InputError, match=f"training needs the key '{key}'"):
+        Config.from_dict(values | {key: None}).require_to_train()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("a.json", "{", ["a.json", "not JSON at line 1, column 2"]),
+        ("a.json", "[1]", ["a.json", "found list [1]", "expected one mapping"]),
+        ("a.json", '{"layers": 2}', ["a.json", "required key 'd_model' is missing"]),
+        ("a.json", json.dumps(SMALL | {"lr": "x"}), ["a.json", "lr is str 'x'"]),
+        ("a.yaml", "a: [1", ["a.yaml", "not YAML"]),
+        ("a.yaml", "", ["a.yaml", "found NoneType None", "expected one mapping"]),
+        ("a.yml", "layers: 2\nlayer: 2", ["a.yml", "unknown key 'layer'", "'layers'"]),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, text, parts):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        Config.load(str(path))
+    line = str(caught.value)
+    assert "\n" not in line
+    for part in parts:
+        assert part in line
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"none\.json: cannot be read \(No such file"):
+        Config.load(str(tmp_path / "none.json"))
+
+
+def test_json_and_yaml_say_the_same(tmp_path):
+    (tmp_path / "a.yaml").write_text(YAML)
+    values = {
+        "layers": 2,
+        "d_model": 64,
+        "n_heads": 8,
+        "n_vocab": 128,
+        "seq": 16,
+        "lr": 0.001,
+        "val_set": {"books": "data/books.index"},
+        "eval_harness_tasks": ["lambada", "piqa"],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    from_yaml = Config.load(str(tmp_path / "a.yaml"))
+    assert from_yaml == Config.load(str(tmp_path / "a.json")) == Config.from_dict(values)
+    assert from_yaml == Config.of(tmp_path / "a.yaml") == Config.of(values) == Config.of(from_yaml)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_committed_config_loads_and_comes_back_the_same(path):
+    config = Config.load(str(path))
+    given = json.loads(path.read_text())
+    for key, value in given.items():
+        assert getattr(config, key) == ({} if key == "val_set" and value is None else value)
+    again = Config.from_dict(json.loads(json.dumps(config.as_dict())))
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+def test_a_version_fills_in_what_is_not_set():
+    first = Config.from_dict(SMALL)
+    assert (first.block, first.partitioning, first.zero) == ("gptj", "shard_map", 0)
+    second = Config.from_dict(SMALL | {"version": 2})
+    assert (second.block, second.partitioning, second.zero) == ("geglu", "jit", 1)
+    late = Config.from_dict(SMALL | {"version": 2, "early_collect": False})
+    assert late.zero == 3
+    mixed = Config.from_dict(SMALL | {"version": 2, "block": "gptj", "zero": 0})
+    assert (mixed.block, mixed.partitioning, mixed.zero) == ("gptj", "jit", 0)
+
+
+def test_sizes_follow_from_each_other():
+    values = {key: value for key, value in SMALL.items() if key != "pe_rotary_dims"}
+    config = Config.from_dict(values | {"cores_per_replica": 4})
+    assert (config.d_head, config.d_rotary, config.d_ff) == (8, 8, 256)
+    assert (config.window, config.tpu_size) == (16, 4)
+    # Heads need not fill the width: the shards divide the heads alone.
+    odd = Config.from_dict(values | {"head_size": 6, "n_heads": 4, "cores_per_replica": 4})
+    assert (odd.d_head, odd.d_rotary) == (6, 6)
+
+
+def test_an_integer_is_a_float_where_one_is_asked_for():
+    config = Config.from_dict(SMALL | {"lr": 1, "clip_norm": 2})
+    assert isinstance(config.lr, float)
+    assert config == Config.from_dict(SMALL | {"lr": 1.0, "clip_norm": 2.0})
+
+
+def test_a_config_cannot_change_but_can_be_replaced():
+    config = Config.from_dict(SMALL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.layers = 3  # type: ignore[misc]
+    assert config.replace(layers=3).layers == 3
+    assert config.layers == 2
+    with pytest.raises(InputError, match="layers is 0"):
+        config.replace(layers=0)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "model_dir", "folder"),
+    [
+        ("my-bucket", "run", "gs://my-bucket/run"),
+        ("gs://my-bucket/", "/run/", "gs://my-bucket/run"),
+        ("s3://b", "run", "s3://b/run"),
+        ("./models", "run", "./models/run"),
+        ("/data/models/", "run", "/data/models/run"),
+        (".", "run", "./run"),
+    ],
+)
+def test_where_the_model_folder_is(bucket, model_dir, folder):
+    values = SMALL | {"bucket": bucket, "model_dir": model_dir}
+    assert Config.from_dict(values).model_folder() == folder
+
+
+def test_without_a_model_folder_the_remedy_is_named():
+    with pytest.raises(InputError, match="set bucket and model_dir, or pass --model-dir"):
+        Config.from_dict(SMALL).model_folder()
