@@ -172,7 +172,9 @@ class CausalTransformer:
             raise InputError(
                 f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
             )
-        if gen_length < 1 or length.min() < 1 or length.max() > tokens.shape[1]:
+        if gen_length < 1:
+            raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
+        if length.min() < 1 or length.max() > tokens.shape[1]:
             raise InputError(
                 "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
             )
@@ -195,6 +197,11 @@ class CausalTransformer:
                 f"generate: unknown sampler option {min(unknown)!r}; use {', '.join(defaults)}"
             )
         types = {"top_p": np.float32, "top_k": np.int32, "temp": np.float32, "seed": np.uint32}
+        for key, value in options.items():
+            exact = np.issubdtype(types[key], np.integer)
+            most = np.iinfo(types[key]).max if exact else np.inf
+            if not np.all((np.asarray(value) >= 0) & (np.asarray(value) <= most)):
+                raise InputError(f"generate: {key} is {value}, expected 0 to {most}")
         rows = {
             f"{key}_B": np.broadcast_to(np.asarray(value, types[key]), (len(tokens),))
             for key, value in (defaults | options).items()
@@ -253,7 +260,7 @@ class CausalTransformer:
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
-            named(self.mesh, steps.state_specs(self.config)),
+            named(self.mesh, steps.state_specs(self.config, self.mesh)),
         )
 
     def _writer(self, folder: str) -> Checkpoints:

@@ -509,6 +509,24 @@ def test_sampling_without_a_model(speaker, tmp_path, monkeypatch, capsys):
         assert only_error(err.splitlines()).startswith(f"error: {message}")
 
 
+def test_sampling_with_bad_options(speaker, tmp_path, monkeypatch, capsys):
+    folder, values = speaker
+    config = write_config(tmp_path / "config.json", values)
+    command = ("--config", config, "--model-path", folder / "model", "--prompt", "x")
+    cases = {
+        "--seed=-1": "seed is -1, expected 0 to 4294967295",
+        f"--seed={2**32}": "seed is 4294967296, expected 0 to 4294967295",
+        "--top-k=-2": "top_k is -2, expected 0 to 2147483647",
+        "--top-p=-0.5": "top_p is -0.5, expected 0 to inf",
+        "--temperature=nan": "temp is nan, expected 0 to inf",
+        "--length=0": "gen_length is 0, expected at least 1",
+    }
+    for option, message in cases.items():
+        status, out, err = call(device_sample.main, monkeypatch, capsys, *command, option)
+        assert (status, out) == (2, "")
+        assert only_error(err.splitlines()) == f"error: generate: {message}"
+
+
 def test_a_picture_of_the_losses(tmp_path):
     rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 6)]
     rows[-1]["val/loss_held_out"] = 0.3
