@@ -66,7 +66,7 @@ def refusal(changes: dict[str, Any]) -> str:
             ["n_vocab is 130", "cores_per_replica 4 does not divide", "round n_vocab up"],
         ),
         (
-            {"pe": "fixed", "d_model": 36, "n_heads": 8, "head_size": 4, "cores_per_replica": 8},
+            {"pe": "fixed", "d_model": 36, "n_heads": 8, "head_size": 6, "cores_per_replica": 8},
             ["d_model is 36", "cores_per_replica 8 does not divide"],
         ),
         ({"tpu_size": 6, "cores_per_replica": 4}, ["tpu_size is 6", "cores_per_replica 4"]),
