@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
+from mesh_transformer.declaration import Declaration
 from mesh_transformer.metrics import NoiseScale
 from mesh_transformer.optimizer import Optimizer, gpt3_schedule
-from mesh_transformer.parallel import Declaration
 from tests.conftest import DATA, SMALL
 
 DECLARED = {

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import model, step
 from mesh_transformer.config import Config
-from mesh_transformer.parallel import Declaration, Manual, make_mesh
+from mesh_transformer.declaration import Declaration
+from mesh_transformer.parallel import Manual, make_mesh
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 

@@ -1,0 +1,238 @@
+"""Every part of a layer against a plain restatement of it."""
+
+import functools
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.config import Config
+from mesh_transformer.layers import (
+    MASKED,
+    Embedding,
+    Norm,
+    RelativePosition,
+    attend,
+    causal_bias,
+    cross_entropy,
+    rotate,
+    t5_bucket,
+)
+from mesh_transformer.parallel import Auto, Manual
+from tests.conftest import SMALL
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(np.float32)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("dims", [2, 6, 8])
+def test_rotary_turns_pairs_as_complex_numbers(dims):
+    x = normal(0, 2, 5, 3, 8)
+    positions = np.random.default_rng(1).integers(0, 2048, (2, 5))
+    wanted = x.astype(np.float64)
+    pairs = wanted[..., 0:dims:2] + 1j * wanted[..., 1:dims:2]
+    for pair in range(dims // 2):
+        angle = positions * 10000.0 ** (-2 * pair / dims)
+        pairs[..., pair] *= np.exp(1j * angle)[:, :, None]
+    wanted[..., 0:dims:2], wanted[..., 1:dims:2] = pairs.real, pairs.imag
+    found = rotate(jnp.asarray(x), jnp.asarray(positions), dims)
+    # An angle near 2048 in f32 is known to 1e-4.
+    np.testing.assert_allclose(found, wanted, atol=5e-4)
+    np.testing.assert_array_equal(found[..., dims:], x[..., dims:])
+
+
+def test_rotary_logits_depend_on_the_distance_alone():
+    q, k = (jnp.asarray(normal(seed, 1, 1, 1, 8)) for seed in (2, 3))
+
+    def logit(query: int, key: int) -> float:
+        turned = (rotate(x, jnp.asarray([[at]]), 8) for x, at in ((q, query), (k, key)))
+        return float(functools.reduce(lambda a, b: jnp.sum(a * b), turned))
+
+    # 1e-4: the angles' rounding, as above but for small positions.
+    assert logit(7, 3) == pytest.approx(logit(107, 103), abs=1e-4)
+    assert logit(7, 3) != pytest.approx(logit(7, 4), abs=1e-3)
+
+
+def test_rotary_keeps_the_dtype():
+    x = jnp.asarray(normal(0, 1, 2, 1, 8), jnp.bfloat16)
+    assert rotate(x, jnp.asarray([[0, 1]]), 4).dtype == jnp.bfloat16
+
+
+def test_t5_buckets_follow_the_paper():
+    """Integer arithmetic in place of the logarithm: bucket 16 + i begins where (d/16)^16 = 8^i."""
+
+    def bucket(distance: int) -> int:
+        if distance < 16:
+            return max(distance, 0)
+        return next(
+            i for i in range(31, 15, -1) if i == 16 or distance**16 >= 16**16 * 8 ** (i - 16)
+        )
+
+    distances = np.arange(-5, 3000)
+    np.testing.assert_array_equal(
+        t5_bucket(jnp.asarray(distances)), [bucket(int(d)) for d in distances]
+    )
+
+
+def test_the_relative_bias_reads_each_heads_row_at_the_bucket():
+    config = Config.from_dict(SMALL | {"pe": "t5"})
+    part = hk.without_apply_rng(hk.transform(lambda q, k: RelativePosition(config, Auto())(q, k)))
+    positions = jnp.arange(16)[None]
+    params = part.init(jax.random.key(0), positions, positions)
+    bias = part.apply(params, positions, positions)
+    table = np.asarray(params["relative"]["rel_embedding"])
+    assert table.shape == (8, 32)
+    for query, key in ((5, 5), (5, 0), (15, 2)):
+        np.testing.assert_array_equal(bias[0, :, query, key], table[:, query - key])
+
+
+@pytest.mark.parametrize("window", [16, 3])
+def test_attention_is_the_textbook_s(window):
+    q, k, v = (normal(seed, 2, 6, 3, 4) for seed in range(3))
+    extra = normal(3, 1, 3, 6, 6)
+    positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
+    bias = causal_bias(positions, positions, window) + extra
+    found = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), bias)
+    for row in range(2):
+        for head in range(3):
+            for at in range(6):
+                seen = slice(max(at - window + 1, 0), at + 1)
+                logits = k[row, seen, head] @ q[row, at, head] / 2 + extra[0, head, at, seen]
+                wanted = softmax(logits) @ v[row, seen, head]
+                # f32 sums of six terms.
+                np.testing.assert_allclose(found[row, at, head], wanted, atol=1e-5)
+
+
+def test_a_row_that_sees_nothing_stays_finite():
+    bias = jnp.full((1, 1, 1, 4), MASKED)
+    k, v = (jnp.asarray(normal(seed, 1, 4, 1, 2)) for seed in (0, 1))
+    found = attend(jnp.ones((1, 1, 1, 2)), k, v, bias)
+    np.testing.assert_allclose(found[0, 0, 0], v[0, :, 0].mean(axis=0), rtol=1e-6)
+
+
+def test_the_mask_hides_padding_the_future_and_what_is_out_of_the_window():
+    keys = jnp.asarray([[-2, -1, 0, 1, 2, 3]])
+    bias = np.asarray(causal_bias(jnp.asarray([[2]]), keys, window=2))
+    np.testing.assert_array_equal(bias[0, 0, 0] == 0, [False, False, False, True, True, False])
+    assert set(bias.ravel()) <= {0.0, np.float32(MASKED)}
+
+
+def norm_oracle(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
+    x = x.astype(np.float64)
+    scale, offset = params["scale"], params.get("offset", np.zeros(()))
+    if kind.startswith("layernorm"):
+        variance = x.var(axis=-1, keepdims=True)
+        x = (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(variance + 1e-5)
+    else:
+        x = x / (np.sqrt(np.square(x).sum(axis=-1, keepdims=True)) + 1e-5)
+    if kind == "layernorm-desync":
+        scale, offset = scale[:, None, None, :], offset[:, None, None, :]
+    return x * scale + offset
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("layernorm", {"scale": (64,), "offset": (64,)}),
+        ("layernorm-nobias", {"scale": (64,)}),
+        ("layernorm-desync", {"scale": (4, 64), "offset": (4, 64)}),
+        ("rmsnorm", {"scale": (64,)}),
+        ("rmsnorm-bias", {"scale": (64,), "offset": (64,)}),
+        ("scalenorm", {"scale": ()}),
+        ("scalenorm-bias", {"scale": (), "offset": ()}),
+    ],
+)
+def test_norms(kind, shapes):
+    config = Config.from_dict(SMALL | {"norm": kind, "cores_per_replica": 4})
+    part = hk.without_apply_rng(hk.transform(lambda x: Norm(config, Auto())(x)))
+    x = normal(0, 2, 3, 64, scale=3.0) + 1
+    fresh = part.init(jax.random.key(0), jnp.asarray(x))["norm"]
+    assert {name: leaf.shape for name, leaf in fresh.items()} == shapes
+    gain = 1.0 if kind.startswith("layernorm") else 8.0  # the original's sqrt(D)
+    assert np.all(np.asarray(fresh["scale"]) == gain)
+    assert not np.any(np.asarray(fresh.get("offset", 0.0)))
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    found = part.apply({"norm": jax.tree.map(jnp.asarray, params)}, jnp.asarray(x))
+    assert found.shape == (4 if kind.endswith("desync") else 1, 2, 3, 64)
+    # f32 against float64, sums of 64.
+    wanted = np.broadcast_to(norm_oracle(kind, x, params), found.shape)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    assert part.apply({"norm": params}, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def on_shards(function: Any, shards: int) -> Any:
+    """`function(logits_BTV, targets_BT, par)` with the vocabulary split over mp."""
+    mesh = Mesh(np.asarray(jax.devices()[:shards]).reshape(1, -1), ("dp", "mp"))
+    program = functools.partial(function, par=Manual(mesh))
+    specs = (P(None, None, "mp"), P())
+    return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P()))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("ties", [False, True])
+def test_cross_entropy_is_log_softmax_and_argmax(shards, ties):
+    logits = normal(0, 4, 50, 32, scale=4.0)
+    if ties:
+        # Few values: nearly every row has several largest logits, on one shard and across shards.
+        logits = np.round(np.clip(logits / 4, -1, 1))
+    rng = np.random.default_rng(1)
+    targets = rng.integers(0, 32, (4, 50)).astype(np.uint32)
+    targets = np.where(rng.random((4, 50)) < 0.5, logits.argmax(axis=-1), targets)
+    run = (
+        functools.partial(cross_entropy, par=Auto()) if shards == 1 else on_shards(cross_entropy, 4)
+    )
+    loss, log_sum, correct = run(jnp.asarray(logits), jnp.asarray(targets, jnp.uint32))
+    log_softmax = np.log(softmax(logits.astype(np.float64)))
+    wanted = -np.take_along_axis(log_softmax, targets[..., None].astype(int), axis=-1)[..., 0]
+    np.testing.assert_allclose(loss, wanted, atol=2e-5)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    np.testing.assert_allclose(log_sum, np.log(np.exp(shifted).sum(axis=-1)), atol=2e-6)
+    # numpy's argmax is the first of equals.
+    np.testing.assert_array_equal(correct, logits.argmax(axis=-1) == targets)
+    assert 0 < np.mean(correct) < 1
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_the_gradient_of_cross_entropy_is_softmax_less_one_hot(shards):
+    logits, targets = normal(2, 2, 3, 32), np.asarray([[0, 31, 8], [7, 7, 16]], np.uint32)
+    run = (
+        functools.partial(cross_entropy, par=Auto()) if shards == 1 else on_shards(cross_entropy, 4)
+    )
+    found = jax.grad(lambda x: jnp.sum(run(x, jnp.asarray(targets))[0]))(jnp.asarray(logits))
+    wanted = softmax(logits.astype(np.float64)) - np.eye(32)[targets]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_huge_logits_do_not_overflow():
+    logits = jnp.asarray([[[3e4, -3e4, 0.0]]])
+    loss, _, correct = cross_entropy(logits, jnp.asarray([[1]]), Auto())
+    assert float(loss[0, 0]) == 6e4
+    assert not correct[0, 0]
+
+
+@pytest.mark.parametrize("pe", ["rotary", "fixed"])
+def test_embedding_looks_tokens_up_and_adds_bias_and_position(pe):
+    config = Config.from_dict(SMALL | {"pe": pe})
+    part = hk.without_apply_rng(hk.transform(lambda t, p: Embedding(config, Auto())(t, p)))
+    tokens = np.random.default_rng(0).integers(0, 128, (2, 16))
+    positions = np.broadcast_to(np.arange(16)[::-1], (2, 16))
+    shapes = jax.eval_shape(part.init, jax.random.key(0), tokens, positions)["embedding"]
+    params = {name: normal(i, *leaf.shape) for i, (name, leaf) in enumerate(shapes.items())}
+    wanted = params["w"][tokens] + params["b"]
+    if pe == "fixed":
+        wanted = wanted + params["pos_embs"][positions]
+    found = part.apply(
+        {"embedding": jax.tree.map(jnp.asarray, params)}, jnp.asarray(tokens), positions
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
