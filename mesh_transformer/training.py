@@ -82,11 +82,16 @@ def train(
         key = "total_steps" if max_steps is None else "--max-steps"
         raise InputError(f"{key} is {total}, expected at least 1")
     val_sets = {} if config.val_batches == 0 else config.val_set
-    for path in val_sets.values():
-        _open_val(network, path).close()  # says now, not after hours, what is wrong with it
     shape = (config.gradient_accumulation_steps, network.batch_size)
-    loader = TFRecordNewInputs(config.train_set, shape, config.seq, n_vocab=config.n_vocab)
-    with contextlib.closing(loader), contextlib.closing(network):
+    with (
+        _stop_signals() as received,
+        contextlib.closing(
+            TFRecordNewInputs(config.train_set, shape, config.seq, n_vocab=config.n_vocab)
+        ) as loader,
+        contextlib.closing(network),
+    ):
+        for path in val_sets.values():
+            _open_val(network, path).close()  # says now, not after hours, what is wrong with it
         aux = network.restore(folder)
         if aux is None:
             start_weights(network, tune_model_path, fresh_opt)
@@ -101,7 +106,7 @@ def train(
             noise.restore(aux["noise"])
         log = MetricsLog(folder, config, network.step, aux.get("wandb"))
         with contextlib.closing(log):
-            _Run(network, folder, loader, val_sets, log, noise, total).run()
+            _Run(network, folder, loader, val_sets, log, noise, total).run(received)
 
 
 def start_weights(network: Network, path: str | None, fresh_opt: bool) -> None:
@@ -174,9 +179,10 @@ class _Run:
         self.last_time = time.perf_counter()
         self.bar = tqdm(total=total, initial=network.step, unit="step", dynamic_ncols=True)
 
-    def run(self) -> None:
+    def run(self, received: list[int]) -> None:
+        """Trains until the last step, or until a signal is `received`."""
         network, config = self.network, self.config
-        with self.bar, _stop_signals() as received:
+        with self.bar:
             while network.step < self.total and not received:
                 with self._saving_first():
                     tokens = self.loader.get_samples()
@@ -191,7 +197,8 @@ class _Run:
             self._finish()
         if received:
             name = signal.Signals(received[0]).name
-            print(f"{name}: stopped and saved at step {network.step}; start again to go on")
+            where = f"and saved at step {network.step}" if network.step else "before the first step"
+            print(f"{name}: stopped {where}; start again to go on")
 
     def _finish(self) -> None:
         self._save()

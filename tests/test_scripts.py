@@ -69,7 +69,7 @@ def start(
 
 def finish(process: subprocess.Popen, stdin: str | None = None) -> tuple[int, str, list[str]]:
     """Status, stdout, and what stderr says besides progress bars."""
-    out, errors = process.communicate(stdin, timeout=120)
+    out, errors = process.communicate(stdin, timeout=300)
     pieces = [piece.strip() for piece in re.split(r"[\r\n]", errors)]
     said = [piece for piece in pieces if piece and not re.match(r"\d+%\|", piece)]
     return process.returncode, out, said

@@ -161,6 +161,15 @@ def test_a_signal_saves_and_returns(counter, tmp_path, capsys, number):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
+    network = counter()
+    network.init = lambda: os.kill(os.getpid(), signal.SIGINT)
+    training.train(network, str(tmp_path))
+    assert network.saved == {}
+    assert network.seen == []
+    assert "SIGINT: stopped before the first step; " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("step", [1, 8, 9, 30])
 def test_a_loss_that_is_not_finite_stops_and_nothing_is_saved_after_it(
