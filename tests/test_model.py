@@ -1,0 +1,301 @@
+"""The whole model: initial weights, declarations, and cached generation against full passes."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from mesh_transformer import model, step
+from mesh_transformer.config import Config
+from mesh_transformer.declaration import map_declared
+from mesh_transformer.model import SamplerSettings
+from mesh_transformer.parallel import Auto, named
+from mesh_transformer.sampling import nucleus_sample
+from mesh_transformer.transformer_shard import CausalTransformer
+from tests.conftest import DATA, SMALL
+from tests.test_parity import network_at_step_0
+
+PLACES = [("jit", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4)]
+GREEDY = {"top_p": 1.0, "top_k": 0, "temp": 0.0, "seed": 0}
+
+
+def small_config(**changes: Any) -> Config:
+    return Config.from_dict(SMALL | changes)
+
+
+@functools.cache
+def weights(config: Config) -> Any:
+    """Weights large enough that attention is far from uniform and no two logits are close."""
+    fresh = jax.jit(functools.partial(model.init, config))(jax.random.key(3))
+    rng = np.random.default_rng(4)
+
+    def louder(leaf: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        scale = 0.3 if leaf.ndim > 1 else 0.02  # biases alone would choose the same token for ever
+        return leaf + scale * rng.normal(size=leaf.shape).astype(np.float32)
+
+    return jax.tree.map(louder, fresh)
+
+
+def settings_of(rows: int, **changes: Any) -> SamplerSettings:
+    types = {"top_p": np.float32, "top_k": np.int32, "temp": np.float32, "seed": np.uint32}
+    values = GREEDY | changes
+    return SamplerSettings(
+        *(np.broadcast_to(np.asarray(values[k], types[k]), (rows,)) for k in types)
+    )
+
+
+def generate(
+    config: Config,
+    place: tuple[str, int, int],
+    prompts: Any,
+    lengths: Any,
+    steps: int,
+    settings: SamplerSettings,
+) -> np.ndarray:
+    """`steps` tokens after right-aligned prompts, on a dp x mp mesh."""
+    partitioning, dp, mp = place
+    config = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
+    mesh = Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
+    layout = named(mesh, step.state_specs(config, mesh)["params"])
+    placed = jax.tree.map(jax.device_put, weights(base_of(config)), layout)
+    run = step.compile_generate(config, mesh, steps)
+    return np.asarray(run(placed, np.asarray(prompts, np.uint32), np.asarray(lengths), settings))
+
+
+def base_of(config: Config) -> Config:
+    """The same model with nothing said of meshes and windows: the key of its weights."""
+    return config.replace(
+        partitioning="shard_map", cores_per_replica=1, tpu_size=1, attention_window=config.seq
+    )
+
+
+def prompts_of(config: Config, lengths: list[int], width: int) -> np.ndarray:
+    """Right-aligned random prompts; what stands before them is noise that nobody may see."""
+    return np.random.default_rng(5).integers(0, config.n_vocab, (len(lengths), width))
+
+
+def full_pass(config: Config, base: Config) -> Any:
+    """Logits of `config`'s model with the weights of `base`, on one device."""
+    run = jax.jit(lambda params, tokens: model.logits(params, tokens, config, Auto()))
+    return lambda tokens: run(weights(base), np.asarray(tokens, np.uint32))
+
+
+def greedy_by_full_passes(
+    config: Config, prompt: list[int], steps: int, window: int | None = None
+) -> list[int]:
+    """Without a cache: the whole text anew for every token.
+
+    Args:
+      window: how far back a query sees; texts may be longer than that.
+    """
+    longest = len(prompt) + steps
+    longest = max(longest, config.seq)
+    run = full_pass(
+        config.replace(seq=longest, attention_window=window or longest), base_of(config)
+    )
+    text = list(prompt)
+    for _ in range(steps):
+        # Tokens after the end are not seen by those before it: one shape for every length.
+        padded = np.asarray([text + [0] * (longest - len(text))], np.uint32)
+        text.append(int(jnp.argmax(run(padded)[0, len(text) - 1])))
+    return text[len(prompt) :]
+
+
+@functools.cache
+def expected(config: Config, window: int | None = None) -> list[list[int]]:
+    lengths, steps = ([7, 3], 9) if window is None else ([9, 4], 20)
+    prompts = prompts_of(config, lengths, max(lengths))
+    return [
+        greedy_by_full_passes(config, list(map(int, row[len(row) - n :])), steps, window)
+        for row, n in zip(prompts, lengths, strict=True)
+    ]
+
+
+KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotary")]
+
+
+@pytest.mark.parametrize(("block", "pe"), KINDS)
+@pytest.mark.parametrize(
+    "place", [p if p == PLACES[1] else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
+)
+def test_cached_generation_is_repeated_full_passes(block, pe, place):
+    config = small_config(block=block, pe=pe)
+    prompts = prompts_of(config, [7, 3], 7)
+    found = generate(config, place, prompts, [7, 3], 9, settings_of(2))
+    assert found.tolist() == expected(config)
+    assert len(set(found.ravel().tolist())) > 3  # no fixed point that any bug would share
+
+
+@pytest.mark.parametrize(
+    ("pe", "place"),
+    [
+        ("rotary", PLACES[0]),
+        pytest.param("rotary", PLACES[1], marks=pytest.mark.slow),
+        pytest.param("t5", PLACES[0], marks=pytest.mark.slow),
+        pytest.param("t5", PLACES[2], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("window", [16, 11])
+def test_past_the_window_the_cache_slides_as_a_banded_full_pass(pe, place, window):
+    config = small_config(pe=pe, attention_window=window)
+    prompts = prompts_of(config, [9, 4], 9)
+    found = generate(config, place, prompts, [9, 4], 20, settings_of(2))
+    assert found.tolist() == expected(base_of(config), window)
+
+
+@pytest.mark.parametrize(
+    ("variant", "partitioning"),
+    [
+        pytest.param("f32/mp4_ga1", "shard_map", marks=pytest.mark.slow),
+        pytest.param("f32/mp4_ga1", "jit", marks=pytest.mark.slow),
+        ("f32/t5_mp4", "shard_map"),
+        pytest.param("f32/t5_mp4", "jit", marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_the_original_s(variant, partitioning):
+    golden = np.load(DATA / "original" / variant / "golden.npz")
+    changes = {"partitioning": partitioning, "original_bias_copies": 4}
+    network = network_at_step_0(variant, **changes)
+    if "train.loss" in golden:  # it generated after its training
+        for tokens in golden["train_tokens"]:
+            network.train({"obs": tokens[..., :-1], "target": tokens[..., 1:]})
+    # Its cache has seq - 1 slots, so that a prompt of seq tokens loses its first.
+    sliding = CausalTransformer(
+        network.config.replace(attention_window=network.config.seq - 1), init=False
+    )
+    sliding.state = network.state
+    for name, model_there in (("gen", network), ("gen_overflow", sliding)):
+        ctx, lengths = golden[f"{name}.ctx"], golden[f"{name}.ctx_length"]
+        wanted = golden[f"{name}.tokens"]
+        found = model_there.generate(ctx, lengths, wanted.shape[1], {"temp": 0.0})
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
+def test_a_row_knows_nothing_of_the_others():
+    config = small_config()
+    prompts = prompts_of(config, [7, 5, 2, 7], 7)
+    settings = settings_of(
+        4,
+        top_p=[0.9, 0.5, 1.0, 0.9],
+        top_k=[0, 3, 0, 10],
+        temp=[1.0, 0.7, 0.0, 2.0],
+        seed=[1, 2, 3, 2**32 - 1],
+    )
+    place = ("shard_map", 2, 4)
+    found = generate(config, place, prompts, [7, 5, 2, 7], 6, settings)
+    order = [2, 0, 3, 1]
+    shuffled = SamplerSettings(*(np.asarray(leaf)[order] for leaf in settings))
+    again = generate(config, place, prompts[order], [2, 7, 7, 5], 6, shuffled)
+    np.testing.assert_array_equal(again, found[order])
+    # Beside copies of itself, with other noise before it, on one device.
+    row = 1
+    alone = np.repeat(prompts[row : row + 1], 2, axis=0)
+    alone[1, :2] = 99
+    own = SamplerSettings(*(np.asarray(leaf)[[row, row]] for leaf in settings))
+    found_alone = generate(config, PLACES[0], alone, [5, 5], 6, own)
+    np.testing.assert_array_equal(found_alone, found[[row, row]])
+
+
+def test_sampled_tokens_are_draws_from_the_full_pass_s_logits():
+    """Row by row the sampler's own key, `fold_in(key(seed), step)`, on uncached logits."""
+    config = small_config()
+    prompts = prompts_of(config, [6, 6], 6)
+    settings = settings_of(2, top_p=0.9, temp=1.0, seed=[11, 12])
+    found = generate(config, PLACES[0], prompts, [6, 6], 5, settings)
+    run, text = full_pass(config, base_of(config)), np.zeros((2, 16), np.uint32)
+    text[:, :6] = prompts
+    for at in range(5):
+        keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), at) for seed in (11, 12)])
+        drawn = nucleus_sample(keys, run(text)[:, 5 + at], top_p=0.9, temp=1.0)
+        np.testing.assert_array_equal(found[:, at], drawn)
+        text[:, 6 + at] = drawn
+    assert found[0].tolist() != found[1].tolist()
+
+
+@pytest.mark.parametrize("block", ["gptj", "geglu"])
+def test_initial_weights_have_the_original_s_spread(block):
+    config = small_config(block=block, d_model=128, n_vocab=256, layers=4, pe="fixed")
+    params = jax.jit(functools.partial(model.init, config))(jax.random.key(0))
+    output = 2 / config.layers / math.sqrt(config.d_model)
+    fan_in = config.d_model**-0.5
+    layer, modules = params["layers"]["layer"], params["layers"]
+    sigmas = [
+        (params["embed"]["embedding"]["w"], config.n_vocab**-0.5),
+        (params["embed"]["embedding"]["pos_embs"], 0.02),
+        (params["proj"]["projection/head"]["w"], fan_in),
+    ]
+    if block == "gptj":
+        sigmas += [(modules[f"layer/{name}"]["w"], fan_in) for name in ("q", "k", "v", "fc")]
+        sigmas += [(layer["o"], output), (layer["out"], output)]
+    else:
+        sigmas += [(layer["fused_in"], fan_in), (layer["fused_out"], output)]
+    for leaf, sigma in sigmas:
+        # A normal cut at two sigma has 0.8796 of its spread left.
+        assert np.std(leaf) == pytest.approx(0.87962566 * sigma, rel=0.05)
+        assert 1.9 * sigma < np.abs(leaf).max() <= 2 * sigma * (1 + 1e-6)
+        assert abs(np.mean(leaf)) < 5 * sigma / math.sqrt(leaf.size)
+    biases = [params["embed"]["embedding"]["b"], params["proj"]["projection/head"]["b"], layer["b"]]
+    assert not any(np.any(bias) for bias in biases)
+    first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    other = jax.tree.map(lambda leaf: leaf[1], params["layers"])
+    for name in ("o", "out") if block == "gptj" else ("fused_in", "fused_out"):
+        assert not np.array_equal(first["layer"][name], other["layer"][name])
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "layernorm-desync", "scalenorm-bias"])
+@pytest.mark.parametrize(("block", "pe"), KINDS)
+def test_declarations_describe_the_parameters(block, pe, norm):
+    config = small_config(block=block, pe=pe, norm=norm, cores_per_replica=4)
+    shapes = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    declared = model.declarations(config)
+
+    def check(path: Any, leaf: Any, declaration: Any) -> None:
+        name = jax.tree_util.keystr(path)
+        assert declaration.shape == leaf.shape, name
+        assert leaf.dtype == jnp.float32, name
+        assert len(declaration.spec) == len(leaf.shape), name
+        assert declaration.stacked == ("layers" in name), name
+        sizes = [size // 4 for size, axis in zip(leaf.shape, declaration.spec, strict=True) if axis]
+        assert all(sizes), name
+        # Decay on matrices alone: a stacked one has three axes, geglu's four.
+        is_bias = name.endswith(("['b']", "['fused_in_b']", "['scale']", "['offset']"))
+        assert declaration.decay == (not is_bias), name
+        # The biases that are added after the sum over mp.
+        after_sum = name in ("['embed']['embedding']['b']", "['layers']['layer']['b']")
+        assert declaration.summed == after_sum, name
+
+    jax.tree_util.tree_map_with_path(check, shapes, declared)
+    assert jax.tree.structure(map_declared(lambda d: 0, declared)) == jax.tree.structure(shapes)
+
+
+def test_the_training_loss_adds_the_z_loss_to_the_mean():
+    config = small_config(z_loss=0.3)
+    rng = np.random.default_rng(6)
+    tokens, targets = rng.integers(0, 128, (2, 2, 16)).astype(np.uint32)
+    run = jax.jit(functools.partial(model.train_loss, config=config, par=Auto()))
+    loss, last = run(weights(base_of(config)), tokens, targets)
+    logits = np.asarray(full_pass(config, base_of(config))(tokens), np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    log_sum = np.log(np.exp(shifted).sum(axis=-1))
+    token_loss = log_sum - np.take_along_axis(shifted, targets[..., None].astype(int), 2)[..., 0]
+    z_loss = 0.3 * np.square(log_sum).mean()
+    # f32 against float64.
+    np.testing.assert_allclose(loss, token_loss.mean() + z_loss, rtol=1e-5)
+    np.testing.assert_allclose(last, token_loss[:, -1].mean() + z_loss, rtol=1e-5)
+
+
+def test_no_position_sees_the_future():
+    config = small_config()
+    run = full_pass(config, base_of(config))
+    tokens = np.random.default_rng(7).integers(0, 128, (1, 16))
+    changed = tokens.copy()
+    changed[0, 9] = (tokens[0, 9] + 1) % 128
+    before, after = np.asarray(run(tokens)), np.asarray(run(changed))
+    np.testing.assert_array_equal(before[0, :9], after[0, :9])
+    assert np.all(np.any(before[0, 9:] != after[0, 9:], axis=-1))
