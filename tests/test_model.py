@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from mesh_transformer import model, step
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import map_declared
+from mesh_transformer.declaration import is_declaration, map_declared
 from mesh_transformer.model import SamplerSettings
 from mesh_transformer.parallel import Auto, named
 from mesh_transformer.sampling import nucleus_sample
@@ -30,16 +30,22 @@ def small_config(**changes: Any) -> Config:
 
 @functools.cache
 def weights(config: Config) -> Any:
-    """Weights large enough that attention is far from uniform and no two logits are close."""
-    fresh = jax.jit(functools.partial(model.init, config))(jax.random.key(3))
+    """Random weights, made without a compilation, that no two parts of the model share.
+
+    They are large enough that attention is far from uniform and no two logits are close;
+    biases are small, or they alone would choose the same token for ever.
+    """
     rng = np.random.default_rng(4)
+    gain = 1.0 if config.norm.startswith("layernorm") else config.d_model**0.5
 
-    def louder(leaf: Any) -> np.ndarray:
-        leaf = np.asarray(leaf)
-        scale = 0.3 if leaf.ndim > 1 else 0.02  # biases alone would choose the same token for ever
-        return leaf + scale * rng.normal(size=leaf.shape).astype(np.float32)
+    def draw(path: Any, declared: Any) -> np.ndarray:
+        noise = rng.normal(size=declared.shape).astype(np.float32)
+        if declared.decay:
+            return 0.3 * noise
+        return 0.02 * noise + (gain if path[-1].key == "scale" else 0)
 
-    return jax.tree.map(louder, fresh)
+    declared = model.declarations(config)
+    return jax.tree_util.tree_map_with_path(draw, declared, is_leaf=is_declaration)
 
 
 def settings_of(rows: int, **changes: Any) -> SamplerSettings:

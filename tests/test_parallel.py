@@ -139,8 +139,15 @@ def activations(collectives: list[Collective]) -> list[Collective]:
     return [c for c in collectives if c.kind == "all-reduce" and math.prod(c.shape) == size]
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize(
+    ("remat", "zero"),
+    [
+        ("full", 0),
+        ("none", 1),
+        pytest.param("full", 1, marks=pytest.mark.slow),
+        pytest.param("none", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_layer_reduces_one_activation_each_way_and_a_step_its_gradients_once(remat, zero):
     once, microbatch, layer = Program.parse(compiled_step(remat=remat, zero=zero)).loops()
     with_collectives = [found for found in layer if found]
