@@ -4,6 +4,8 @@ import argparse
 import secrets
 import sys
 
+import numpy as np
+
 from mesh_transformer.config import Config
 from mesh_transformer.util import run_script
 
@@ -39,8 +41,8 @@ def main() -> None:
         seed = secrets.randbits(32) if args.seed is None else args.seed
         options = {"top_p": args.top_p, "top_k": args.top_k, "temp": args.temperature, "seed": seed}
         # A model of text starts at an end of text: an empty prompt is one.
-        tokens = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
-        found = network.generate([tokens], [len(tokens)], args.length, options)
+        tokens = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+        found = network.generate(np.array([tokens]), np.array([len(tokens)]), args.length, options)
         return str(tokenizer.decode(found[0]))
 
     if args.prompt is not None:

@@ -32,6 +32,6 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
-        "dev": ["pytest>=9", "ruff==0.17.5", "pyright[nodejs]==1.1.414"],
+        "dev": ["pytest>=9", "pytest-xdist>=3.6", "ruff==0.17.5", "pyright[nodejs]==1.1.414"],
     },
 )

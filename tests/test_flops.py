@@ -62,9 +62,7 @@ def test_parameters_equal_what_the_model_declares(block, norm, pe):
     apart = {"b", "fused_in_b", "scale", "offset", "pos_embs", "rel_embedding"}
     matrices = [
         leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            declared, is_leaf=is_declaration
-        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_declaration)
         if path[-1].key not in apart
     ]
     assert flops.matmul_params(config) == sum(math.prod(leaf.shape) for leaf in matrices)
