@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import math
 import os
 import types
 import typing
@@ -100,28 +101,24 @@ class Config:
         for key, wanted in typing.get_type_hints(type(self)).items():
             value = _typed(key, getattr(self, key), wanted)
             object.__setattr__(self, key, value)
+        for key, value in self._defaults().items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
+        _check(self)
+
+    def _defaults(self) -> dict[str, Any]:
+        """What the keys that may be left out (None) stand for, given the others."""
         second = self.version == 2
-        defaults = {
+        head_size = self.head_size or self.d_model // max(self.n_heads, 1)
+        return {
             "head_size": self.d_model // max(self.n_heads, 1),
+            "pe_rotary_dims": head_size,
             "block": "geglu" if second else "gptj",
             "partitioning": "jit" if second else "shard_map",
+            "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
             "tpu_size": self.cores_per_replica,
         }
-        self._fill(defaults)
-        sharded_state = 1 if self.early_collect else 3
-        self._fill(
-            {
-                "pe_rotary_dims": self.head_size,
-                "zero": sharded_state if second else 0,
-            }
-        )
-        _check(self)
-
-    def _fill(self, defaults: dict[str, Any]) -> None:
-        for key, value in defaults.items():
-            if getattr(self, key) is None:
-                object.__setattr__(self, key, value)
 
     @property
     def d_head(self) -> int:
@@ -147,15 +144,32 @@ class Config:
         return self.attention_window
 
     def replace(self, **changes: Any) -> "Config":
-        """A copy with `changes`; a new `version` takes its own block, partitioning and ZeRO."""
-        values = dataclasses.asdict(self)
-        if changes.get("version", self.version) != self.version:
-            values |= {"block": None, "partitioning": None, "zero": None}
-        return Config(**(values | changes))
+        """A copy with `changes`; keys that were at their derived default follow them."""
+        return Config(**(self.as_dict() | changes))
 
     def as_dict(self) -> dict[str, Any]:
-        """All keys, JSON-able; `from_dict` gives the same config back."""
-        return dataclasses.asdict(self)
+        """All keys, JSON-able; `from_dict` gives the same config back.
+
+        A key at its derived default is None, so that it follows a change of the others.
+        """
+        values = dataclasses.asdict(self)
+        for key, default in self._defaults().items():
+            if values[key] == default:
+                values[key] = None
+        return values
+
+    def check_same_model(self, saved: dict[str, Any], where: str) -> None:
+        """Raises InputError where weights saved under another config would compute otherwise.
+
+        Their shapes may still agree: heads, norm or rotary dims leave no trace in them.
+        """
+        there = Config.from_dict(saved, f"{where}: saved config")
+        for key in ("block", "norm", "pe", "n_heads", "head_size", "pe_rotary_dims"):
+            if getattr(there, key) != getattr(self, key):
+                raise InputError(
+                    f"{where}: its model has {key} {getattr(there, key)!r}, the config "
+                    f"{getattr(self, key)!r}; use the config that it was trained with"
+                )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config") -> "Config":
@@ -163,7 +177,7 @@ class Config:
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
+                close = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else "remove it"
                 raise InputError(f"{where}: unknown key {key!r}; {hint}")
         missing = [k for k in ("layers", "d_model", "n_heads", "n_vocab") if k not in values]
@@ -187,6 +201,8 @@ class Config:
             raise InputError(
                 f"config {path}: cannot be read ({error.strerror}); give the path of a JSON file"
             ) from None
+        except UnicodeDecodeError:
+            raise InputError(f"config {path}: not UTF-8 text; give a JSON or YAML file") from None
         values = _parse(path, text)
         if not isinstance(values, dict):
             raise InputError(
@@ -315,6 +331,9 @@ def _check(c: Config) -> None:
     for key in ("adam_b1", "adam_b2", "noise_scale_alpha"):
         if not 0 <= getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
+    for key, value in dataclasses.asdict(c).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{key} is {value}, expected a finite number")
     if c.clip_norm <= 0:
         raise InputError(f"clip_norm is {c.clip_norm}, expected above 0")
     if c.attention_window is not None and c.attention_window > c.seq:

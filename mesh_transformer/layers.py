@@ -116,9 +116,11 @@ class Linear(hk.Module):
         groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
         shape = (width, self.columns)
         w_DN = param(self.par, "w", shape, (None, "mp"), fan_in_init(width), decay=True)
-        w_DGN = w_DN.reshape(width, groups, -1)
-        y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN)
-        y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
+        if groups == 1:  # a plain matmul, which the remat policy "dots" knows to save
+            y_BTN = x_GBTD[0] @ w_DN
+        else:
+            y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DN.reshape(width, groups, -1))
+            y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
             y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros)
@@ -188,6 +190,25 @@ class RelativePosition(hk.Module):
         return jnp.moveaxis(bias_HBTS, 0, 1)
 
 
+@jax.custom_vjp
+def lookup(w_VD: Array, row_BT: Array) -> Array:
+    """Rows of a table, whose gradient is summed in f32: a frequent row has thousands of terms."""
+    return w_VD[row_BT]
+
+
+def _lookup_forward(w_VD: Array, row_BT: Array) -> tuple[Array, tuple[Array, Array]]:
+    return w_VD[row_BT], (w_VD, row_BT)
+
+
+def _lookup_backward(saved: tuple[Array, Array], g_BTD: Array) -> tuple[Array, None]:
+    w_VD, row_BT = saved
+    sums_VD = jnp.zeros(w_VD.shape, jnp.float32).at[row_BT].add(g_BTD.astype(jnp.float32))
+    return sums_VD.astype(w_VD.dtype), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
 class Embedding(hk.Module):
     """Token rows, split by vocabulary over mp, and with pe=fixed learned positions."""
 
@@ -203,7 +224,7 @@ class Embedding(hk.Module):
         rows = w_VD.shape[0]
         row_BT = tokens_BT.astype(jnp.int32) - par.rank() * rows
         mine_BT = (row_BT >= 0) & (row_BT < rows)
-        found_BTD = w_VD[jnp.clip(row_BT, 0, rows - 1)]
+        found_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
         x_BTD = par.sum(jnp.where(mine_BT[..., None], found_BTD, 0))
         x_BTD += param(par, "b", (c.d_model,), (None,), hk.initializers.Constant(0.0), summed=True)
         if c.pe == "fixed":
@@ -266,9 +287,13 @@ class TransformerLayer(hk.Module):
         w_DHC = param(par, "fused_in", shape, axes, fan_in_init(c.d_model), decay=True)
         bias = hk.initializers.Constant(0.0)
         b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
-        w_DGHC = w_DHC.reshape(c.d_model, x_GBTD.shape[0], -1, columns)
-        y_BTGHC = jnp.einsum("GBTD,DGHC->BTGHC", x_GBTD, w_DGHC)
-        y_BTHC = y_BTGHC.reshape(*y_BTGHC.shape[:2], -1, columns) + b_HC
+        groups = x_GBTD.shape[0]
+        if groups == 1:  # as in `Linear`
+            y_BTHC = jnp.einsum("BTD,DHC->BTHC", x_GBTD[0], w_DHC) + b_HC
+        else:
+            w_DGHC = w_DHC.reshape(c.d_model, groups, -1, columns)
+            y_BTGHC = jnp.einsum("GBTD,DGHC->BTGHC", x_GBTD, w_DGHC)
+            y_BTHC = y_BTGHC.reshape(*y_BTGHC.shape[:2], -1, columns) + b_HC
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)

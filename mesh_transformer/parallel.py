@@ -45,8 +45,7 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     """The (dp, mp) mesh of `config.cores_per_replica` columns over `devices` (default: all).
 
     Raises:
-      InputError: when the devices do not divide into replicas of that size, or a weight that
-        ZeRO splits does not divide by dp.
+      InputError: when the devices do not divide into replicas of that size.
     """
     devices = jax.devices() if devices is None else devices
     mp = config.cores_per_replica

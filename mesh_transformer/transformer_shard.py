@@ -108,7 +108,9 @@ class CausalTransformer:
           Device scalars: `loss` (z-loss included), `last_loss`, `grad_norm` (before clipping),
           `grad_norm_micro`, `grad_square_micro` and `learning_rate`.
         """
-        batch = {key: self._tokens(key, sample[key], 3) for key in ("obs", "target")}
+        if "opt_state" not in self._loaded():
+            raise InputError("train: the model was loaded without an optimizer; load it with one")
+        batch = self._batch(sample, 3)
         if batch["obs"].shape[1] % self.dp:
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
@@ -124,7 +126,7 @@ class CausalTransformer:
         Returns:
           `loss` (mean over T) and `last_loss` [B], `all_loss` and `correct` [B, T].
         """
-        batch = {key: self._tokens(key, sample[key], 2) for key in ("obs", "target")}
+        batch = self._batch(sample, 2)
         rows = len(batch["obs"])
         batch = {key: self._pad(tokens) for key, tokens in batch.items()}
         found = self._eval(self._params(), self._place(batch, P("dp")))
@@ -211,7 +213,7 @@ class CausalTransformer:
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on."""
         self._writer(folder).save(
-            self.step, self.state, {"config": self.config.as_dict()} | (aux or {})
+            self.step, self._loaded(), {"config": self.config.as_dict()} | (aux or {})
         )
 
     def wait(self) -> None:
@@ -231,9 +233,10 @@ class CausalTransformer:
         newest = checkpoints.newest()
         if newest is None:
             return None
-        self.state = checkpoints.restore(newest, self._template())
-        self.step = newest
-        return checkpoints.aux(newest)
+        restored, aux = checkpoints.restore(newest, self._template()), checkpoints.aux(newest)
+        self.config.check_same_model(aux["config"], f"{folder}/step_{newest}")
+        self.state, self.step = restored, newest
+        return aux
 
     def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
         """Takes the weights of `path`, a model folder or one of its step_N; the step becomes 0.
@@ -248,6 +251,8 @@ class CausalTransformer:
             del wanted["opt_state"]
         with Checkpoints(folder, read_only=True) as checkpoints:
             loaded = checkpoints.restore(number, wanted)
+            saved = checkpoints.aux(number)["config"]
+        self.config.check_same_model(saved, f"{folder}/step_{number}")
         if fresh_opt:
             loaded["opt_state"] = steps.compile_opt_state(self.config, self.mesh)(loaded["params"])
         self.step = 0
@@ -271,14 +276,27 @@ class CausalTransformer:
             self._folder = folder
         return self._checkpoints
 
-    def _params(self) -> Any:
+    def _loaded(self) -> steps.State:
         if self.state is None:
             raise InputError("the model has no weights yet; restore or load a checkpoint first")
-        return self.state["params"]
+        return self.state
+
+    def _params(self) -> Any:
+        return self._loaded()["params"]
+
+    def _batch(self, sample: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+        batch = {key: self._tokens(key, sample[key], rank) for key in ("obs", "target")}
+        if batch["obs"].shape != batch["target"].shape:
+            raise InputError(
+                f"obs is {batch['obs'].shape}, target {batch['target'].shape}; expected the same"
+            )
+        return batch
 
     def _tokens(self, name: str, tokens: np.ndarray, rank: int) -> np.ndarray:
         """Token ids as the model takes them, checked against seq and the vocabulary."""
         tokens = np.asarray(tokens)
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise InputError(f"{name} is {tokens.dtype}, expected integer token ids")
         if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > self.config.seq:
             raise InputError(
                 f"{name} is {tokens.shape}, expected {rank} non-empty dimensions, the last at most "

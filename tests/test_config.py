@@ -216,3 +216,29 @@ def test_where_the_model_folder_is(bucket, model_dir, folder):
 def test_without_a_model_folder_the_remedy_is_named():
     with pytest.raises(InputError, match="set bucket and model_dir, or pass --model-dir"):
         Config.from_dict(SMALL).model_folder()
+
+
+def test_keys_at_their_derived_default_follow_a_replacement():
+    config = Config(**SMALL)
+    assert config.replace(seq=32).window == 32
+    assert config.replace(seq=8).window == 8
+    assert config.replace(n_heads=4).d_head == 16
+    assert config.replace(cores_per_replica=4).tpu_size == 4
+    second = config.replace(version=2)
+    assert (second.block, second.partitioning, second.zero) == ("geglu", "jit", 1)
+    assert config.replace(block="geglu").replace(version=2).block == "geglu"
+    assert config.replace(attention_window=5).replace(seq=32).window == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("n_heads", 4), ("norm", "rmsnorm"), ("pe_rotary_dims", 2), ("pe", "t5")]
+)
+def test_weights_of_another_model_are_refused_though_their_shapes_may_agree(key, value):
+    config = Config(**SMALL)
+    config.check_same_model(config.as_dict(), "runs/step_3")
+    with pytest.raises(InputError, match=rf"^runs/step_3: its model has {key} .*{value}"):
+        config.check_same_model(config.replace(**{key: value}).as_dict(), "runs/step_3")
+
+
+def test_numbers_must_be_finite():
+    assert "lr is nan, expected a finite number" in refusal({"lr": float("nan")})

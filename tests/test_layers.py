@@ -20,6 +20,7 @@ from mesh_transformer.layers import (
     attend,
     causal_bias,
     cross_entropy,
+    lookup,
     rotate,
     t5_bucket,
 )
@@ -236,3 +237,14 @@ def test_embedding_looks_tokens_up_and_adds_bias_and_position(pe):
         {"embedding": jax.tree.map(jnp.asarray, params)}, jnp.asarray(tokens), positions
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_frequent_token_s_gradient_is_summed_in_f32():
+    table = jnp.zeros((3, 4), jnp.bfloat16)
+    rows = jnp.ones((1, 8192), jnp.int32)
+    terms = jnp.full((1, 8192, 4), 0.01, jnp.bfloat16)
+    (gradient,) = jax.vjp(lambda w: lookup(w, rows), table)[1](terms)
+    wanted = 8192 * float(terms[0, 0, 0])
+    # The sum is rounded to bf16 once, 2**-8 of it; summed in bf16 it would stand still at 4.
+    np.testing.assert_allclose(np.asarray(gradient[1], np.float32), wanted, rtol=2**-8)
+    assert not np.asarray(gradient[0], np.float32).any()

@@ -305,3 +305,21 @@ def test_no_position_sees_the_future():
     before, after = np.asarray(run(tokens)), np.asarray(run(changed))
     np.testing.assert_array_equal(before[0, :9], after[0, :9])
     assert np.all(np.any(before[0, 9:] != after[0, 9:], axis=-1))
+
+
+@pytest.mark.parametrize("block", ["gptj", "geglu"])
+def test_remat_dots_saves_the_wide_matmuls(small, block):
+    """Counted on what the layer's backward pass keeps: "full" keeps its inputs alone."""
+
+    def kept(policy: str) -> int:
+        config = small(block=block, remat=policy)
+        params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+        tokens = jnp.zeros((1, config.seq), jnp.int32)
+        loss = lambda p: model.train_loss(p, tokens, tokens, config, Auto())[0]  # noqa: E731
+        backward = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+        return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+    config = small(block=block)
+    # q, k, v and the 4 D of the feed-forward (twice that for geglu) of every token and layer.
+    widths = {"gptj": 3 + 4, "geglu": 3 + 8}[block] * config.d_model
+    assert kept("dots") - kept("full") >= config.layers * config.seq * widths
