@@ -7,9 +7,9 @@ BIN := .venv/bin
 quickstart: venv
 	$(BIN)/python scripts/quickstart.py
 
-# Installs what the tests need and runs them all; `$(BIN)/pytest -m "not slow"` is the quick part.
+# Installs what the tests need and runs them all, on two cores; `$(BIN)/pytest -m "not slow"` is the quick part.
 test: .venv/test lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2
 
 # All that the root scripts need at run time.
 venv: .venv/run
