@@ -7,7 +7,7 @@ import sys
 import numpy as np
 
 from mesh_transformer.config import Config
-from mesh_transformer.util import run_script
+from mesh_transformer.util import InputError, run_script
 
 
 def parse_args() -> argparse.Namespace:
@@ -15,6 +15,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="JSON or YAML file")
     parser.add_argument(
         "--model-path", help="model folder or step_N (default: the config's bucket/model_dir)"
+    )
+    parser.add_argument(
+        "--version", type=int, choices=(1, 2), help="of the model, as in device_train.py"
     )
     parser.add_argument("--prompt", help="answer this and exit")
     parser.add_argument("--length", type=int, default=128, help="tokens to generate (128)")
@@ -27,7 +30,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    config = Config.load(args.config)
+    config = Config.load(args.config, args.version)
     path = args.model_path or config.model_folder()
 
     from mesh_transformer.tokenizer import load_tokenizer
@@ -56,7 +59,10 @@ def main() -> None:
             return
         if not prompt:
             return
-        print(answer(prompt))
+        try:
+            print(answer(prompt))
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It knows a network by its methods alone (`Network`), so that one process and a p
 import contextlib
 import math
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -141,6 +142,9 @@ def _stop_signals() -> Iterator[list[int]]:
     At once is safe, since a save that is under way leaves the checkpoint before it good.
     """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python takes signals on its main thread alone.
+        return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def receive(number: int, frame: object) -> None:

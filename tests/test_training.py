@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,13 @@ def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
     assert network.saved == {}
     assert network.seen == []
     assert "SIGINT: stopped before the first step; " in capsys.readouterr().out
+
+
+def test_off_the_main_thread_it_trains_without_signals(counter, tmp_path):
+    network = counter()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(training.train, network, str(tmp_path)).result()
+    assert network.step == 30
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
