@@ -96,15 +96,10 @@ def train(
         aux = network.restore(folder)
         if aux is None:
             start_weights(network, tune_model_path, fresh_opt)
-            began = f"a new run from {tune_model_path or 'fresh weights'}"
             aux = {}
-        else:
-            began = f"goes on from step {network.step}"
-            began += "; --tune-model-path is for new runs" if tune_model_path else ""
         if network.step >= total:
             print(f"{folder} is at step {network.step} of {total}: nothing left to train")
             return
-        print(f"{folder}: {began}")
         if "loader" in aux:
             loader.restore(aux["loader"])
         noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
