@@ -22,6 +22,8 @@ LEVELS = {
     "util": 0,
     "config": 1,
     "declaration": 1,
+    "whole_folder": 1,
+    "tensor_files": 1,
     "parallel": 2,
     "sampling": 2,
     "tokenizer": 2,
@@ -35,6 +37,7 @@ LEVELS = {
     "step": 5,
     "checkpoint": 5,
     "original_checkpoint": 5,
+    "hf_config": 3,
     "hf": 5,
     "transformer_shard": 6,
     "train_actor": 7,
@@ -58,7 +61,7 @@ HOMES = {
     "orbax": {"mesh_transformer/checkpoint.py"},
     "wandb": {"mesh_transformer/metrics.py"},
     "transformers": {"mesh_transformer/tokenizer.py"},
-    "torch": set(),
+    "torch": {"mesh_transformer/tensor_files.py"},  # to read .bin files
     "ray": {
         "mesh_transformer/train_actor.py",
         "mesh_transformer/tpu_cluster.py",
