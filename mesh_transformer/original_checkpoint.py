@@ -1,142 +1,308 @@
-"""The original's checkpoints, `step_N/shard_i/{0..15}.npz`: weights, from any number of shards."""
+"""The original's checkpoints, `step_N/shard_i/{0..15}.npz` and `meta.json`, both ways.
+
+They name nothing: `original_names` has what stands where, `original_files` the files.  A full one
+holds the counts of Adam and of the schedule, both moments, the parameters and the step; a slim one
+the parameters and the step.
+"""
 
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
+from tqdm import tqdm
 
-from mesh_transformer import model
+from mesh_transformer import model, original_files
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import Declaration, map_declared
+from mesh_transformer.original_files import Shard
+from mesh_transformer.original_names import Entry, Rule, check_shards, entries
 from mesh_transformer.util import InputError
+from mesh_transformer.whole_folder import whole_folder
 
-PIECES = 16
-
-# The original's module below layer_<i>/~ -> our (module, {its name: our name}).
-_LAYER = {
-    "linear": ("layer/q", {"w": "w"}),
-    "linear_1": ("layer/v", {"w": "w"}),
-    "linear_2": ("layer/k", {"w": "w"}),
-    "linear_3": ("layer", {"w": "o"}),
-    "linear_4": ("layer/fc", {"b": "b", "w": "w"}),
-    "linear_5": ("layer", {"b": "b", "w": "out"}),
-}
+_FLOATS = [np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)]
+_MOMENTS = ("mu", "nu")
+Tree = dict[str, dict[str, dict[str, np.ndarray]]]
 
 
-class Entry(NamedTuple):
-    """One leaf of the original's parameters, and where it stands in ours."""
+class _Source(NamedTuple):
+    """An opened checkpoint; `first` is where each group of leaves begins."""
 
-    name: str
-    part: str
-    module: str
-    leaf: str
-    layer: int | None
+    shards: list[Shard]
+    entries: list[Entry]
+    first: dict[str, int]
 
 
-def _norm_leaves(config: Config) -> tuple[str, tuple[str, ...]]:
-    """The norm's module name there, and which leaves it stores (nobias: an unused offset too)."""
-    kind = config.norm
-    if kind.startswith("layernorm"):
-        name = "layer_norm" if kind == "layernorm-desync" else "replicated_layer_norm"
-        return name, ("offset", "scale")
-    return "rms_norm", ("offset", "scale") if kind.endswith("-bias") else ("scale",)
+def read(
+    folder: str, config: Config, *, dtype: DTypeLike | None = None, optimizer: bool = True
+) -> dict[str, Any]:
+    """The state in `folder` (a model's, newest step, or one step_N): nested numpy arrays.
 
+    Any number of shards that divides the model is merged, whatever `config.cores_per_replica`.
+    One shard's part of one leaf is in memory beside the result.
 
-def entries(config: Config) -> list[Entry]:
-    """The parameters in the original's order: sorted by module, then by name.
+    Args:
+      dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
+      optimizer: take Adam's moments where there are any.
+
+    Returns:
+      {"params", "step"} and perhaps {"opt_state": {"count", "mu", "nu"}}.  The step is the
+      schedule's count where there is one: the original's fine-tuning begins that anew, not its
+      other two counts.
 
     Raises:
-      InputError: for a block that the original's version 1 has not.
+      InputError: for files that are damaged, missing or do not fit `config`.
     """
-    if config.block != "gptj":
-        raise InputError(
-            f"config: block is {config.block}, but the original's checkpoints hold gptj alone"
-        )
-    norm, norm_leaves = _norm_leaves(config)
-    root = "causal_transformer_shard/~/"
-    found = [
-        Entry(f"{root}embedding_shard/~/linear {leaf}", "embed", "embedding", leaf, None)
-        for leaf in ("b", "w")
-    ]
-    if config.pe == "fixed":
-        name = f"{root}embedding_shard pos_embs"
-        found.append(Entry(name, "embed", "embedding", "pos_embs", None))
-    for layer in range(config.layers):
-        scope = f"{root}layer_{layer}/~/"
-        for theirs, (module, names) in _LAYER.items():
-            for leaf, ours in names.items():
-                found.append(Entry(f"{scope}{theirs} {leaf}", "layers", module, ours, layer))
-        for leaf in norm_leaves:
-            found.append(Entry(f"{scope}{norm} {leaf}", "layers", "layer/norm", leaf, layer))
-    scope = f"{root}projection_shard/~/"
-    for leaf in ("b", "w"):
-        found.append(Entry(f"{scope}linear {leaf}", "proj", "projection/head", leaf, None))
-    for leaf in norm_leaves:
-        found.append(Entry(f"{scope}{norm} {leaf}", "proj", "projection/norm", leaf, None))
-    if config.pe == "t5":
-        name = f"{root}relative_position_embs rel_embedding"
-        found.append(Entry(name, "relative", "relative", "rel_embedding", None))
-    return sorted(found, key=lambda entry: tuple(entry.name.split(" ")))
+    path = original_files.step_folder(folder)
+    source = _open(path, config)
+    full = "mu" in source.first
+    groups = ("params", *_MOMENTS) if full and optimizer else ("params",)
+    target = None if dtype is None else np.dtype(dtype)
+    total = len(groups) * len(source.entries)
+    with tqdm(total=total, desc=f"reading {path}", unit="leaf", disable=None) as bar:
+        trees = {
+            group: _read_group(source, group, target if group == "params" else None, bar)
+            for group in groups
+        }
+    params = trees.pop("params")
+    state = {"params": params, "step": _read_count(source, "schedule" if full else "step")}
+    return state | ({"opt_state": {"count": _read_count(source, "adam"), **trees}} if trees else {})
 
 
-def _shard_leaves(folder: str) -> list[np.ndarray]:
-    """All leaves of one shard, in order."""
-    leaves = []
-    for piece in range(PIECES):
-        path = os.path.join(folder, f"{piece}.npz")
-        try:
-            with np.load(path) as arrays:
-                leaves += [arrays[f"arr_{i}"] for i in range(len(arrays.files))]
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{path}: cannot be read ({error}); copy the checkpoint anew"
-            ) from None
-    return leaves
+def write(
+    folder: str,
+    state: dict[str, Any],
+    config: Config,
+    *,
+    shards: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> str:
+    """Writes a state into the model folder `folder`, as the original does; returns its step_N.
 
+    It appears there whole or not at all.  One shard's part of one leaf is in memory beside the
+    state.  Norm layernorm-nobias gets zeros for the offset that the original stores unread.
 
-def _merge(parts: list[np.ndarray], declaration: Declaration, config: Config) -> np.ndarray:
-    """One layer's global value from the shards', as its declaration says."""
-    axes = tuple(declaration.spec)
-    if "mp" in axes:
-        if config.norm == "layernorm-desync" and parts[0].ndim < len(axes):
-            return np.stack(parts)
-        return np.concatenate(parts, axis=axes.index("mp"))
-    if declaration.summed:
-        return parts[0] * len(parts)
-    # A LayerNorm lives in shard 0; the other norms' shards are equal (the original means them).
-    return parts[0]
-
-
-def read_params(folder: str, config: Config) -> dict[str, Any]:
-    """The parameters in `folder` (a step_N, full or slim), merged, as f32 numpy arrays.
+    Args:
+      state: as `read` returns it; without "opt_state" the checkpoint is slim.
+      shards: default `config.cores_per_replica`.
+      dtype: parameters are cast to it; None: they keep their own.  Moments become f32.
 
     Raises:
-      InputError: for files that do not fit `config`.
+      InputError: where the shards do not divide the model, a leaf does not fit `config`, the
+        step is there already, or the storage refuses.
     """
-    shards = sorted(os.listdir(folder), key=lambda name: int(name.rpartition("_")[2]))
-    leaves = [_shard_leaves(os.path.join(folder, shard)) for shard in shards]
-    wanted = entries(config)
-    # Full: count, mu, nu, count, params, step.  Slim: params, step.
-    first = {3 * len(wanted) + 3: 2 * len(wanted) + 2, len(wanted) + 1: 0}.get(len(leaves[0]))
-    if first is None:
+    count = config.cores_per_replica if shards is None else shards
+    found = entries(config, model.declarations(config))
+    check_shards(config, found, count, folder, "choose another number of shards")
+    _check_state(state, found, config)
+    leaves = _leaves(state, found, None if dtype is None else np.dtype(dtype))
+    step = int(state["step"])
+    path = os.path.join(folder, f"step_{step}")
+    if not os.path.lexists(folder):
+        with whole_folder(folder) as new:
+            _write_shards(os.path.join(new, f"step_{step}"), leaves, count)
+            original_files.write_index(os.path.join(new, "meta.json"), {}, step)
+        return path
+    index = original_files.read_index(folder)
+    with whole_folder(path) as new:
+        _write_shards(new, leaves, count)
+        original_files.write_index(os.path.join(new, "meta.json"), index, step)
+    os.replace(os.path.join(path, "meta.json"), os.path.join(folder, "meta.json"))
+    return path
+
+
+def _open(path: str, config: Config) -> _Source:
+    """All shards of a step; they must agree in what they hold, and with `config`."""
+    numbers = original_files.numbered(path, "shard")
+    missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
+    if missing:
         raise InputError(
-            f"{folder}: found {len(leaves[0])} leaves a shard, expected {3 * len(wanted) + 3} "
-            f"(full) or {len(wanted) + 1} (slim) for {config.layers} layers; check the config"
+            f"{path}: shard_{missing[0]} is missing, though shard_{numbers[-1]} is there; "
+            "copy it as well"
         )
-    declared = model.declarations(config)
-    params = map_declared(lambda d: np.zeros(d.shape, np.float32), declared)
-    for index, (name, part, module, leaf, layer) in enumerate(wanted):
-        if leaf not in params[part][module]:
-            continue  # layernorm-nobias stores an offset that it never reads
-        declaration = declared[part][module][leaf]
-        target = params[part][module][leaf]
-        if layer is not None:
-            declaration = declaration.unstack()
-        value = _merge([shard[first + index] for shard in leaves], declaration, config)
-        if value.shape != declaration.shape:
+    found = entries(config, model.declarations(config))
+    remedy = "copy all of its shards, or use the config that it was trained with"
+    check_shards(config, found, len(numbers), path, remedy)
+    shards = [Shard(os.path.join(path, f"shard_{number}")) for number in numbers]
+    for shard in shards:
+        if len(shard) != len(shards[0]):
             raise InputError(
-                f"{folder}: {name} is {value.shape} over {len(shards)} shards, "
-                f"expected {declaration.shape}; check the config"
+                f"{shard.folder}: found {len(shard)} leaves, expected the {len(shards[0])} of "
+                f"{shards[0].folder}; copy both anew"
             )
-        target[... if layer is None else layer] = value
-    return params
+    size, held = len(found), len(shards[0])
+    full = {"adam": 0, "mu": 1, "nu": 1 + size, "schedule": 1 + 2 * size, "params": 2 + 2 * size}
+    if held not in (3 * size + 3, size + 1):
+        raise InputError(
+            f"{shards[0].folder}: found {held} leaves{_layers_in(held, found, config)}, expected "
+            f"{3 * size + 3} (full) or {size + 1} (slim) for the {config.layers} layers, norm and "
+            "pe of the config; use the config that it was trained with"
+        )
+    first = full if held > size + 1 else {"params": 0}
+    return _Source(shards, found, first | {"step": held - 1})
+
+
+def _layers_in(held: int, found: list[Entry], config: Config) -> str:
+    """How many layers so many leaves are, in words; nothing where no number fits."""
+    others = sum(entry.layer is None for entry in found)
+    each = (len(found) - others) // config.layers
+    for kind, size in (("full", held / 3 - 1), ("slim", held - 1)):
+        layers = (size - others) / each
+        if layers >= 1 and layers.is_integer():
+            return f" ({layers:.0f} layers, {kind})"
+    return ""
+
+
+def _read_count(source: _Source, name: str) -> np.ndarray:
+    shard, index = source.shards[0], source.first[name]
+    value = shard.read(index, name, ())
+    if value.dtype.kind not in "iu":
+        raise InputError(
+            f"{shard.where(index, name)} is {value.dtype}, expected int32; "
+            "use the config that it was trained with"
+        )
+    return value.astype(np.int32)
+
+
+def _read_group(source: _Source, group: str, dtype: np.dtype | None, bar: tqdm) -> Tree:
+    """The parameters, or one of the two moments, in our structure."""
+    tree: Tree = {}
+    stored: dict[tuple[str, ...], np.dtype] = {}  # of the layers' leaves before
+    layers = sum(entry.name.endswith("linear_3 w") for entry in source.entries)
+    for place, entry in enumerate(source.entries):
+        bar.update()
+        leaves = tree.setdefault(entry.part, {}).setdefault(entry.module, {})
+        for where, block, value in _blocks(source, group, place):
+            before = stored.setdefault((entry.module, entry.leaf), value.dtype)
+            if value.dtype not in _FLOATS or value.dtype != before:
+                wanted = f"{before} as before" if before in _FLOATS else "a floating type"
+                raise InputError(f"{where} is {value.dtype}, expected {wanted}; copy it anew")
+            if entry.leaf not in leaves:
+                shape = entry.shape if entry.layer is None else (layers, *entry.shape)
+                leaves[entry.leaf] = np.empty(shape, dtype or value.dtype)
+            target = leaves[entry.leaf]
+            one = target if entry.layer is None else target[entry.layer, ...]
+            one[block] = _cast(value, target.dtype, where)
+    return tree
+
+
+def _blocks(source: _Source, group: str, place: int) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """A leaf in parts: what error lines call it, where the part stands, its values."""
+    entry, shards = source.entries[place], source.shards
+    index, name = source.first[group] + place, f"{group}: {entry.name}"
+    shape = entry.shard_shape(len(shards))
+    if entry.rule in (Rule.SPLIT, Rule.STACKED):
+        for number, shard in enumerate(shards):
+            block = entry.block(number, len(shards))
+            yield shard.where(index, name), block, shard.read(index, name, shape)
+    elif entry.rule is Rule.FIRST:
+        yield shards[0].where(index, name), ..., shards[0].read(index, name, shape)
+    elif entry.rule is not Rule.UNUSED:
+        parts = [shard.read(index, name, shape) for shard in shards]
+        shared = entry.rule is Rule.SUMMED and group == "params"
+        yield shards[0].where(index, name), ..., _joined(parts, shared)
+
+
+def _joined(parts: list[np.ndarray], shared: bool) -> np.ndarray:
+    """The sum of the shards' parts where they are shares of one, else their mean.
+
+    Parts that agree, as the original's do, are not added up, which would round.
+    """
+    if all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
+        return (parts[0] * len(parts)).astype(parts[0].dtype) if shared else parts[0]
+    total = np.sum([part.astype(np.float32) for part in parts], axis=0)
+    return (total if shared else total / len(parts)).astype(parts[0].dtype)
+
+
+def _cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
+    """`value` in `dtype`; InputError where float16 is too small for it."""
+    if value.dtype == dtype:
+        return value
+    with np.errstate(over="ignore"):
+        cast = value.astype(dtype)
+    if dtype == np.float16 and np.isinf(cast).sum() > np.isinf(value).sum():
+        largest = np.max(np.abs(value[np.isfinite(value)]))
+        raise InputError(
+            f"{where} holds {largest:g}, but float16 ends at 65504; choose bfloat16 or float32"
+        )
+    return cast
+
+
+def _check_state(state: dict[str, Any], found: list[Entry], config: Config) -> None:
+    """InputError naming the first leaf that is not as the config has it."""
+    trees = {"params": state["params"]}
+    if "opt_state" in state:
+        trees |= {f"opt_state/{name}": state["opt_state"][name] for name in _MOMENTS}
+    for group, tree in trees.items():
+        for entry in found:
+            if entry.rule is Rule.UNUSED:
+                continue
+            name = f"{group}/{entry.part}/{entry.module}/{entry.leaf}"
+            value = tree.get(entry.part, {}).get(entry.module, {}).get(entry.leaf)
+            if value is None:
+                raise InputError(f"{name} is missing; use the config that it was trained with")
+            shape = entry.shape if entry.layer is None else (config.layers, *entry.shape)
+            if value.shape != shape or value.dtype not in _FLOATS:
+                raise InputError(
+                    f"{name} is {value.dtype} {value.shape}, expected a floating type and {shape}; "
+                    "use the config that it was trained with"
+                )
+
+
+def _leaves(
+    state: dict[str, Any], found: list[Entry], dtype: np.dtype | None
+) -> list[Callable[[int, int], np.ndarray]]:
+    """What makes each leaf of a shard, in the original's order, from (its number, of how many)."""
+
+    def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., np.ndarray]]:
+        return [partial(_part, tree, entry, dtype, moment) for entry in found]
+
+    def count(value: Any) -> Callable[[int, int], np.ndarray]:
+        return lambda number, shards: np.asarray(value, np.int32)
+
+    leaves = [*group(state["params"], dtype, False), count(state["step"])]
+    if "opt_state" not in state:
+        return leaves
+    moments = [
+        leaf
+        for name in _MOMENTS
+        for leaf in group(state["opt_state"][name], np.dtype(np.float32), True)
+    ]
+    return [count(state["opt_state"]["count"]), *moments, count(state["step"]), *leaves]
+
+
+def _part(
+    tree: Tree, entry: Entry, dtype: np.dtype | None, moment: bool, number: int, shards: int
+) -> np.ndarray:
+    """What shard `number` of so many holds of one leaf."""
+    leaves = tree[entry.part][entry.module]
+    if entry.rule is Rule.UNUSED:
+        return np.zeros(entry.shape, dtype or leaves["scale"].dtype)
+    value = leaves[entry.leaf]
+    value = value if entry.layer is None else value[entry.layer, ...]
+    dtype = dtype or value.dtype
+    if entry.rule in (Rule.SPLIT, Rule.STACKED):
+        value = value[entry.block(number, shards)]
+    elif entry.rule is Rule.FIRST and number > 0:
+        initial = 1 if entry.leaf == "scale" and not moment else 0
+        value = np.full(entry.shape, initial, dtype)
+    elif entry.rule is Rule.SUMMED and not moment:
+        value = value.astype(np.float32) / np.float32(shards)
+    return _cast(value, dtype, entry.name)
+
+
+def _write_shards(folder: str, leaves: list[Callable[[int, int], np.ndarray]], shards: int) -> None:
+    total = shards * len(leaves)
+    with tqdm(total=total, desc=f"writing {shards} shards", unit="leaf", disable=None) as bar:
+        for number in range(shards):
+            made = [partial(_counted, leaf, number, shards, bar) for leaf in leaves]
+            original_files.write(os.path.join(folder, f"shard_{number}"), made)
+
+
+def _counted(
+    leaf: Callable[[int, int], np.ndarray], number: int, shards: int, bar: tqdm
+) -> np.ndarray:
+    bar.update()
+    return leaf(number, shards)

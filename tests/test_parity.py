@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer.original_checkpoint import read_params
+from mesh_transformer.original_checkpoint import read
 from mesh_transformer.parallel import named
 from mesh_transformer.step import state_specs
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -15,7 +15,7 @@ ORIGINAL = DATA / "original"
 
 def network_at_step_0(variant: str, **changes) -> CausalTransformer:
     config = original_config(variant, **changes)
-    params = read_params(str(ORIGINAL / variant / "step_0"), config)
+    params = read(str(ORIGINAL / variant / "step_0"), config)["params"]
     # The optimizer's fresh state is zeros, so replacing the parameters is all there is to loading.
     network = CausalTransformer(config)
     shardings = named(network.mesh, state_specs(config, network.mesh)["params"])
