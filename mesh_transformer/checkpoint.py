@@ -11,27 +11,29 @@ import json
 import logging
 import os
 import re
-import shutil
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from mesh_transformer.storage import free_space, hush_failures, reason
 from mesh_transformer.util import InputError
+
+Path = tuple[str, ...]  # a leaf's keys, outermost first
 
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_CHUNK = 128 << 20  # bytes of a leaf that are read and written as one: larger ones need more memory
 # What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
 _STORAGE_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
-# tensorstore writes "...: No space left on device [os_error_code='28']".
-_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +67,14 @@ class Checkpoints:
         self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, its commit
         self._checkpointer = _new_checkpointer()
         if not read_only:
-            _hush_repeated_errors()
+            hush_failures(_is_no_orbax_error)
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_uncommitted()
             except OSError as error:
+                self.close()
                 raise InputError(
-                    f"checkpoint folder {self.folder} cannot be written: {_reason(error)}; "
+                    f"checkpoint folder {self.folder} cannot be written: {reason(error)}; "
                     "choose another folder or mend its permissions"
                 ) from error
 
@@ -90,11 +93,12 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, aux: dict[str, Any]) -> None:
-        """Start to save nested dicts of jax Arrays and a JSON-able dict as `step`.
+        """Start to save nested dicts of arrays and a JSON-able dict as `step`.
 
-        Returns once the arrays are copied to the host (and an earlier save is done), so the
-        caller may donate them.  A step that is already committed is left as it is.  Raises
-        InputError where this save cannot start or the one before it failed.
+        Returns once jax Arrays are copied to the host (and an earlier save is done), so the
+        caller may donate them; numpy arrays must stay as they are until `wait`.  A step that is
+        already committed is left as it is.  Raises InputError where this save cannot start or
+        the one before it failed.
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only")
@@ -104,13 +108,20 @@ class Checkpoints:
         json.dumps(aux)  # A TypeError belongs to the caller, not to the background thread.
         _check_names(state)
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), aux=ocp.args.JsonSave(aux))
+        chunked = jax.tree.map(_save_args, state)
+        arguments = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state, save_args=chunked), aux=ocp.args.JsonSave(aux)
+        )
         try:
             self._clear_uncommitted()
             self._checkpointer.save(self._path(step), args=arguments)
         except _STORAGE_ERRORS as error:
             raise self._failure(step, n_bytes, error) from error
         self._pending = step, n_bytes, self._executor.submit(self._commit)
+
+    def is_saving(self, timeout: float) -> bool:
+        """Whether a save is still under way after `timeout` seconds at most."""
+        return self._pending is not None and not wait_for([self._pending[2]], timeout).done
 
     def wait(self) -> None:
         """Wait until the save under way is committed; InputError (once) where it failed."""
@@ -142,6 +153,28 @@ class Checkpoints:
         except _STORAGE_ERRORS as error:
             raise self._unreadable(step, error) from error
 
+    def leaves(self, step: int) -> dict[Path, Any]:
+        """The saved leaves' paths and what has their shape and dtype; reads no array."""
+        try:
+            return leaves(ocp.PyTreeCheckpointHandler().metadata(self._path(step) / "state").tree)
+        except _STORAGE_ERRORS as error:
+            raise self._unreadable(step, error) from error
+
+    def read_leaf(self, step: int, path: Path, dtype: Any) -> np.ndarray:
+        """One leaf as a numpy array, cast to `dtype` as it is read."""
+        item: Any = 0
+        argument: Any = ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+        for key in reversed(path):
+            item, argument = {key: item}, {key: argument}
+        arguments = ocp.args.PyTreeRestore(item=item, restore_args=argument, partial_restore=True)
+        try:
+            restored = self._checkpointer.restore(
+                self._path(step), args=ocp.args.Composite(state=arguments)
+            )
+        except _STORAGE_ERRORS as error:
+            raise self._unreadable(step, error) from error
+        return leaves(restored["state"])[path]
+
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
         """The tree of `step` (None: the newest), every leaf read straight into its sharding.
 
@@ -156,11 +189,7 @@ class Checkpoints:
         if only is not None:
             template = {key: template[key] for key in only}
         path = self._path(step)
-        try:
-            saved = _leaves(ocp.PyTreeCheckpointHandler().metadata(path / "state").tree)
-        except _STORAGE_ERRORS as error:
-            raise self._unreadable(step, error) from error
-        _check_match(path, saved, _leaves(template))
+        check_match(path, self.leaves(step), leaves(template))
         arguments = ocp.args.PyTreeRestore(
             item=template,
             restore_args=jax.tree.map(
@@ -199,7 +228,7 @@ class Checkpoints:
                 try:
                     _delete(self._path(step))
                 except OSError as error:  # The save is good; the next one tries again.
-                    _log.warning("cannot delete %s: %s", self._path(step), _reason(error))
+                    _log.warning("cannot delete %s: %s", self._path(step), reason(error))
 
     def _clear_uncommitted(self) -> int:
         """Delete the remains of interrupted saves and deletions; how many there were."""
@@ -228,19 +257,19 @@ class Checkpoints:
 
     def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
         """The one line for a failed save, after clearing away what it had written."""
-        free = _free_space(self.folder)
+        free = free_space(os.fspath(self.folder))
         self._checkpointer = _new_checkpointer()
         self._clear_after_failure()
         newest = self.newest()
         good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
         return InputError(
-            f"checkpoint folder {self.folder}: saving step {step} failed: {_reason(error)} "
+            f"checkpoint folder {self.folder}: saving step {step} failed: {reason(error)} "
             f"({n_bytes:,} bytes to save{free}); {good}; make room or choose another folder"
         )
 
     def _unreadable(self, step: int, error: Exception) -> InputError:
         return InputError(
-            f"checkpoint {self._path(step)} cannot be read: {_reason(error)}; "
+            f"checkpoint {self._path(step)} cannot be read: {reason(error)}; "
             "restore another step or copy this one anew"
         )
 
@@ -261,9 +290,16 @@ def find(path: str) -> tuple[str, int]:
 
 
 def _new_checkpointer() -> ocp.AsyncCheckpointer:
-    handler = ocp.CompositeCheckpointHandler(
-        state=ocp.PyTreeCheckpointHandler(), aux=ocp.JsonCheckpointHandler()
+    handlers = ocp.type_handlers
+    # Weights hardly compress, and a second copy of host arrays may not fit.
+    state = ocp.PyTreeCheckpointHandler(
+        use_compression=False,
+        type_handler_registry=handlers.create_type_handler_registry(
+            (jax.Array, handlers.get_type_handler(jax.Array)),
+            (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        ),
     )
+    handler = ocp.CompositeCheckpointHandler(state=state, aux=ocp.JsonCheckpointHandler())
     # Directories made in the background leave threads that wait for ever when that fails.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     return ocp.AsyncCheckpointer(handler, async_options=options)
@@ -272,6 +308,11 @@ def _new_checkpointer() -> ocp.AsyncCheckpointer:
 def _absolute(path: str) -> epath.Path:
     """Orbax takes absolute paths alone; a URI is one already."""
     return epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
+
+
+def _save_args(leaf: Any) -> ocp.SaveArgs:
+    """Chunks of whole layers where leaves are stacked, so that they are contiguous."""
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if leaf.ndim > 2 else ())
 
 
 def _is_committed(path: epath.Path) -> bool:
@@ -296,33 +337,6 @@ def _delete(path: epath.Path) -> None:
     path.rmtree()
 
 
-def _free_space(folder: epath.Path) -> str:
-    try:
-        return f", {shutil.disk_usage(os.fspath(folder)).free:,} bytes free"
-    except OSError:  # A bucket has no such number, nor has a folder that has gone.
-        return ""
-
-
-def _hush_repeated_errors() -> None:
-    """Keep Orbax from printing a failed save, which is raised here as one line anyway.
-
-    Its threads log each error with a traceback, asyncio logs those that came after the
-    first, and tensorstore reports every write that ends after the first failure as "Event
-    loop is closed" to `sys.unraisablehook`.
-    """
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_no_orbax_error)
-    previous = sys.unraisablehook
-    if getattr(previous, "__name__", "") == "_without_closed_loops":
-        return
-
-    def _without_closed_loops(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            previous(unraisable)
-
-    sys.unraisablehook = _without_closed_loops
-
-
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
     if record.levelno < logging.ERROR:
         return True
@@ -337,20 +351,7 @@ def _nothing_in(folder: epath.Path) -> InputError:
     )
 
 
-def _reason(error: BaseException) -> str:
-    """The cause of a storage error in a few words, on one line."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        if match := _OS_ERROR.search(str(cause)):
-            return os.strerror(int(match[1]))
-        cause = cause.__cause__ or cause.__context__
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def _leaves(tree: Any) -> dict[tuple[str, ...], Any]:
+def leaves(tree: Any) -> dict[tuple[str, ...], Any]:
     """Path to leaf of nested dicts; the leaves have a shape and a dtype."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
@@ -358,15 +359,20 @@ def _leaves(tree: Any) -> dict[tuple[str, ...], Any]:
 
 def _check_names(state: Any) -> None:
     """Orbax stores a leaf under its keys joined by dots: two leaves may not share that."""
-    names = [".".join(path) for path in _leaves(state)]
+    names = [".".join(path) for path in leaves(state)]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two leaves of the state are both called {twice}")
 
 
-def _check_match(path: epath.Path, saved: dict, wanted: dict) -> None:
-    """InputError naming the first leaf in which the checkpoint and the template differ."""
+def check_match(path: object, saved: dict[Path, Any], wanted: dict[Path, Any]) -> None:
+    """InputError naming the first leaf in which the checkpoint at `path` and the wanted differ."""
     tops = {key[0] for key in wanted}
+    if missing := tops - {key[0] for key in saved}:
+        raise InputError(
+            f"checkpoint {path}: has no {min(missing)}, weights alone: a run can begin with it "
+            "(--tune-model-path, another model folder), but not go on from it"
+        )
     for key in sorted(wanted.keys() | {key for key in saved if key[0] in tops}):
         if difference := _difference(saved.get(key), wanted.get(key)):
             raise InputError(

@@ -1,0 +1,210 @@
+"""Any checkpoint in, any checkpoint out: the original's, Hugging Face's and native ones.
+
+Every format reads and writes the same host state: {"params", "step"} and perhaps {"opt_state"},
+nested dicts of numpy arrays in the native structure, global shapes.
+"""
+
+import contextlib
+import functools
+import os
+import re
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mesh_transformer import hf, model, native_checkpoint, original_checkpoint
+from mesh_transformer.checkpoint import find
+from mesh_transformer.config import Config
+from mesh_transformer.parallel import Auto
+from mesh_transformer.util import InputError, to_f32
+
+Format = Literal["original", "native", "hf"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_STEP_NAME = re.compile(r"step_(\d+)")
+_PROMPT_LENGTH = 64
+# What `compare` allows a target of each dtype.  In f32 only a bias that is folded or split is
+# rounded; the others round every weight (by 2^-11, 2^-8), and every layer adds to that.
+LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+def format_of(path: str) -> Format:
+    """What is at `path`, a model folder or one of its step_N; InputError where nothing is."""
+    local = os.path.abspath(os.path.expanduser(path))
+    if "://" not in path and os.path.isdir(local):
+        if os.path.isfile(os.path.join(local, "config.json")):
+            return "hf"
+        if _is_original(local):
+            return "original"
+    find(path)  # Says what was expected where there is no native checkpoint either.
+    return "native"
+
+
+def _is_original(folder: str) -> bool:
+    steps = [name for name in os.listdir(folder) if _STEP_NAME.fullmatch(name)]
+    folders = [folder, *(os.path.join(folder, step) for step in steps)]
+    shards = [name for each in folders for name in os.listdir(each) if name.startswith("shard_")]
+    return bool(shards) or os.path.isfile(os.path.join(folder, "meta.json"))
+
+
+def read(
+    path: str,
+    kind: Format,
+    config: Config | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    optimizer: bool = True,
+) -> tuple[Config, dict[str, Any]]:
+    """The checkpoint at `path` (a model folder, newest step, or one step_N) and its config.
+
+    Args:
+      config: may be None where the checkpoint tells its own; else it must be of the same model.
+      dtype: parameters are cast to it as they are read; None: they keep their own.
+      optimizer: take Adam's moments where there are any.
+
+    Raises:
+      InputError: where it cannot be read, does not fit the config, or needs one.
+    """
+    path = path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    if kind == "native":
+        return native_checkpoint.read(path, config=config, dtype=dtype, optimizer=optimizer)
+    if kind == "hf":
+        return hf.read(path, config=config, dtype=dtype)
+    if config is None:
+        raise InputError(
+            f"{path}: a checkpoint of the original's does not tell its config; give the one that "
+            "it was trained with"
+        )
+    return config, original_checkpoint.read(path, config, dtype=dtype, optimizer=optimizer)
+
+
+def convert(
+    source: str,
+    source_kind: Format,
+    target: str,
+    target_kind: Format,
+    *,
+    config: Config | None = None,
+    shards: int | None = None,
+    dtype: DTypeLike | None = None,
+    slim: bool = False,
+    step: int | None = None,
+    trim_vocab: bool = False,
+) -> Config:
+    """Writes the checkpoint `source` anew as `target`: another format, dtype or number of shards.
+
+    In memory are the source's weights in the target's dtype, with Adam's moments where both
+    formats have them and it is not to be `slim`, and little beside.
+
+    Args:
+      source: a model folder (newest step, or `step`) or one step_N.
+      target: a model folder, or the step_N of one, that is not there yet.
+      shards: of the original's format; default: the config's cores_per_replica.
+      trim_vocab: cut the padding off Hugging Face's vocabulary.
+
+    Returns:
+      The model's config, given or told by the source.
+
+    Raises:
+      InputError: for what cannot be read or written; then nothing is at `target`.
+    """
+    _check_free(target)
+    path = step_of(source, source_kind, step)
+    optimizer = not slim and target_kind != "hf"
+    config, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer)
+    if target_kind == "hf":
+        hf.write(target, state, config, trim_vocab=trim_vocab)
+        return config
+    folder = _model_folder(target, state, source_kind)
+    existed = os.path.isdir(folder)
+    try:
+        if target_kind == "native":
+            native_checkpoint.write(folder, state, config)
+        else:
+            original_checkpoint.write(folder, state, config, shards=shards)
+    except BaseException:
+        if not existed:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        raise
+    return config
+
+
+def step_of(path: str, kind: Format, step: int | None) -> str:
+    """The folder of a model folder's `step`; `path` itself where `step` is None."""
+    if step is None:
+        return path
+    if kind == "hf":
+        raise InputError(f"--step {step}: a Hugging Face folder has no steps; leave it out")
+    if match := _STEP_NAME.fullmatch(os.path.basename(os.path.normpath(path))):
+        if int(match[1]) != step:
+            raise InputError(f"--step {step}: {path} is another; give its model folder, or no step")
+        return path
+    folder = os.path.join(path, f"step_{step}")
+    if "://" not in path and not os.path.isdir(folder):
+        raise InputError(f"--step {step}: {path} has no step_{step}; leave it out for the newest")
+    return folder
+
+
+def _check_free(target: str) -> None:
+    if "://" not in target and os.path.lexists(target):
+        raise InputError(f"{target}: is there already; choose another name or move it away")
+
+
+def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> str:
+    """The model folder that `target` means; `state` gets its step where the source had none."""
+    target = os.path.normpath(target) if "://" not in target else target.rstrip("/")
+    match = _STEP_NAME.fullmatch(os.path.basename(target))
+    if match is None:
+        return target
+    step = int(state["step"])
+    if source_kind == "hf":
+        state["step"] = np.asarray(int(match[1]), np.int32)
+    elif step != int(match[1]):
+        raise InputError(
+            f"{target}: the source is at step {step}; name it step_{step}, or give a model folder"
+        )
+    return os.path.dirname(target) or "."
+
+
+def compare(
+    source: str, source_kind: Format, target: str, target_kind: Format, config: Config
+) -> tuple[float, float]:
+    """How far apart the logits of two checkpoints are on a fixed prompt, and how far they may be.
+
+    Both are the largest difference over the spread of the source's logits; what may be depends on
+    the target's dtype.  They are read one after the other.
+    """
+    after, dtype = _logits(target, target_kind, config, None)
+    before, _ = _logits(source, source_kind, config, after.shape[1])
+    before = before[:, : after.shape[1]]
+    spread = before.max() - np.median(before)  # whatever the logits of vocabulary that only pads
+    return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
+
+
+def _logits(
+    path: str, kind: Format, config: Config | None, tokens: int | None
+) -> tuple[np.ndarray, str]:
+    """f32 logits [T, V] after each token of a fixed prompt, and the dtype of the weights.
+
+    Computed in f32 whatever the weights' dtype, on one device; of the layers' weights one layer's
+    are cast at a time.  The prompt is drawn from the first `tokens` of the vocabulary, or all.
+    """
+    config, state = read(path, kind, config, optimizer=False)
+    prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % (tokens or config.n_vocab)
+    params = _on_device(state)["params"]
+    dtype = params["embed"]["embedding"]["w"].dtype.name
+    # The first activation is f32, so that each layer's weights become f32 where they are used.
+    outer = {part: to_f32(leaves) for part, leaves in params.items() if part != "layers"}
+    function = functools.partial(model.logits, config=config.replace(dtype="float32"), par=Auto())
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(function)(params | outer, jnp.asarray(prompt)))[0], dtype
+
+
+def _on_device(tree: Any) -> Any:
+    """A host tree's arrays as JAX's; the tree is emptied on the way."""
+    if isinstance(tree, dict):
+        return {key: _on_device(tree.pop(key)) for key in list(tree)}
+    return jnp.asarray(tree)

@@ -1,0 +1,110 @@
+"""Native checkpoints from and to numpy arrays, without a mesh; see `checkpoint` for the rest."""
+
+import math
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+from tqdm import tqdm
+
+from mesh_transformer import model
+from mesh_transformer.checkpoint import Checkpoints, Path, check_match, find, leaves
+from mesh_transformer.config import Config
+from mesh_transformer.declaration import map_declared
+from mesh_transformer.util import InputError
+
+
+def read(
+    path: str,
+    *,
+    config: Config | None = None,
+    dtype: DTypeLike | None = None,
+    optimizer: bool = True,
+) -> tuple[Config, dict[str, Any]]:
+    """The state at `path` (a model folder, newest step, or one step_N) and its config.
+
+    Args:
+      config: takes the place of the saved one, whose model it must be.
+      dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
+      optimizer: take Adam's moments where there are any.
+
+    Returns:
+      The config, and {"params", "step"} and perhaps {"opt_state"}, of numpy arrays.
+
+    Raises:
+      InputError: where there is no checkpoint, it is damaged, or it does not fit the config.
+    """
+    folder, step = find(path)
+    where = f"{folder}/step_{step}"
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        values = checkpoints.aux(step)["config"]
+        if config is None:
+            config = Config.from_dict(values, f"{where}: saved config")
+        config.check_same_model(values, where)
+        saved = checkpoints.leaves(step)
+        wanted = _wanted(config, optimizer and ("opt_state", "count") in saved)
+        check_match(where, saved, wanted)
+        state: dict[str, Any] = {}
+        total = sum(math.prod(leaf.shape) for leaf in wanted.values())
+        unit = " numbers"
+        with tqdm(total=total, unit=unit, unit_scale=True, desc="reading", disable=None) as bar:
+            for key, leaf in wanted.items():
+                cast = dtype if key[0] == "params" and dtype is not None else saved[key].dtype
+                _put(state, key, checkpoints.read_leaf(step, key, np.dtype(cast)))
+                bar.update(math.prod(leaf.shape))
+    return config, state
+
+
+def write(folder: str, state: dict[str, Any], config: Config) -> None:
+    """Writes a state as `read` returns it to `folder`/step_N, which appears whole or not at all.
+
+    Raises InputError where the step is there already, and for what the storage refuses.
+    """
+    step = int(state["step"])
+    with Checkpoints(folder, keep_n=sys.maxsize) as checkpoints:
+        if step in checkpoints.steps():
+            raise InputError(
+                f"{folder}/step_{step}: is there already; choose another folder or move it away"
+            )
+        total = sum(leaf.nbytes for leaf in leaves(state).values())
+        with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
+            checkpoints.save(step, state, {"config": config.as_dict()})
+            while checkpoints.is_saving(0.2):
+                bar.update(min(_bytes_in(folder, step), total) - bar.n)
+            bar.update(total - bar.n)
+
+
+def _wanted(config: Config, optimizer: bool) -> dict[Path, Any]:
+    """Every leaf that a state of this model has, as something with its shape and dtype."""
+    params = map_declared(
+        lambda d: np.broadcast_to(np.float32(0), d.shape), model.declarations(config)
+    )
+    count = np.zeros((), np.int32)
+    state: dict[str, Any] = {"params": params, "step": count}
+    if optimizer:
+        state["opt_state"] = {"count": count, "mu": params, "nu": params}
+    return leaves(state)
+
+
+def _put(tree: dict[str, Any], path: Path, value: np.ndarray) -> None:
+    *outer, last = path
+    for key in outer:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def _bytes_in(folder: str, step: int) -> int:
+    """What has been written of a save under way; 0 where that cannot be seen."""
+    found = 0
+    for name in os.listdir(folder) if os.path.isdir(folder) else []:
+        if name.partition(".")[0] != f"step_{step}":
+            continue
+        for where, _, files in os.walk(os.path.join(folder, name)):
+            for file in files:
+                try:
+                    found += os.path.getsize(os.path.join(where, file))
+                except OSError:  # renamed meanwhile
+                    continue
+    return found

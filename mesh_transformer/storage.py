@@ -1,0 +1,54 @@
+"""What storage says when it fails: the cause in a few words, the room left, and said once."""
+
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# tensorstore writes "...: No space left on device [os_error_code='28']".
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+
+
+def reason(error: BaseException) -> str:
+    """The cause of a storage error in a few words, on one line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        if match := _OS_ERROR.search(str(cause)):
+            return os.strerror(int(match[1]))
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def free_space(folder: str) -> str:
+    """What to add to a line about a full disk: ", N bytes free"; nothing where not known."""
+    try:
+        return f", {shutil.disk_usage(folder).free:,} bytes free"
+    except OSError:  # A bucket has no such number, nor has a folder that has gone.
+        return ""
+
+
+def hush_failures(is_new: Callable[[logging.LogRecord], bool]) -> None:
+    """Keep Orbax from printing a failed save, which is raised as one line anyway.
+
+    Its threads log each error with a traceback, asyncio logs those that came after the first,
+    and tensorstore reports every write that ends after the first failure as "Event loop is
+    closed" to `sys.unraisablehook`.  Log lines that are not `is_new` are left out from now on:
+    some come up only when the failed save is garbage.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_new)
+    previous = sys.unraisablehook
+    if getattr(previous, "__name__", "") == "_without_closed_loops":
+        return
+
+    def _without_closed_loops(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            previous(unraisable)
+
+    sys.unraisablehook = _without_closed_loops
