@@ -148,9 +148,10 @@ def write(
 def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
-    if np.dtype(dtype) not in DTYPES.values():
-        raise InputError(f"dtype is {dtype}, expected float32, float16 or bfloat16")
-    return np.dtype(dtype)
+    found = np.dtype(dtype)
+    if found not in DTYPES.values():
+        raise InputError(f"dtype is {found}, expected float32, float16 or bfloat16")
+    return found
 
 
 def _places(config: Config) -> dict[str, _Place]:

@@ -163,13 +163,13 @@ class _TorchFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.torch = _import_torch(path)
         self._tensors: dict[str, Any] = {}
         self._left = 0  # bytes to read before the next mapping
 
     def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Each tensor's dtype and shape."""
-        import torch
-
+        torch = self.torch
         codes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         return {
             name: (codes.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
@@ -178,8 +178,7 @@ class _TorchFile:
 
     def read(self, name: str) -> np.ndarray:
         """A copy of one tensor's values."""
-        import torch
-
+        torch = self.torch
         if self._left <= 0:
             self._tensors = {}
             self._tensors, self._left = self._load(), _MAPPED
@@ -190,12 +189,7 @@ class _TorchFile:
         return tensor.numpy().copy()
 
     def _load(self) -> dict[str, Any]:
-        try:
-            import torch
-        except ImportError:
-            raise InputError(
-                f"{self.path}: reading .bin needs torch; pip install torch, or take the safetensors"
-            ) from None
+        torch = self.torch
         try:
             tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError:
@@ -209,6 +203,16 @@ class _TorchFile:
         if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
             raise InputError(f"{self.path}: found no mapping of names to tensors; {_COPY}")
         return tensors
+
+
+def _import_torch(path: str) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError(
+            f"{path}: reading .bin needs torch; pip install torch, or take the safetensors"
+        ) from None
+    return torch
 
 
 def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -> None:

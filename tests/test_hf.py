@@ -1,0 +1,371 @@
+"""Hugging Face's GPT-J: our logits against torch's, round trips bit for bit, refusals."""
+
+import json
+import tracemalloc
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
+
+from mesh_transformer import hf, model, tensor_files
+from mesh_transformer.config import Config
+from mesh_transformer.declaration import map_declared
+from mesh_transformer.parallel import Auto
+from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.util import InputError
+
+SEQ = 24
+SIZES = [  # layers, heads, head size, rotary dims, vocabulary
+    (1, 3, 16, 8, 50),
+    (2, 5, 40, 32, 97),
+    (3, 7, 64, 64, 131),
+]
+NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
+def theirs(layers=2, heads=3, head=16, rotary=8, vocab=50, seed=0, dtype=torch.float32):
+    """A torch GPT-J whose every parameter is random, norms and biases too."""
+    config = GPTJConfig(
+        vocab_size=vocab,
+        n_positions=SEQ,
+        n_embd=heads * head,
+        n_layer=layers,
+        n_head=heads,
+        rotary_dim=rotary,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    network = GPTJForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, values in network.named_parameters():
+            noise = torch.randn(values.shape, generator=generator)
+            start = float("ln_" in name and "weight" in name)
+            values.copy_(start + noise * (1.0 if "wte" in name else 0.2))
+    return network.to(dtype)
+
+
+def ours(config, seed=0, bias=True, dtype=np.float32):
+    """A host state of random weights; the embedding's bias is zero where `bias` is False."""
+    rng = np.random.default_rng(seed)
+    params = map_declared(
+        lambda d: (rng.standard_normal(d.shape) * 0.3).astype(dtype), model.declarations(config)
+    )
+    if not bias:
+        params["embed"]["embedding"]["b"][...] = 0
+    return {"params": params, "step": np.zeros((), np.int32)}
+
+
+def small_config(**changes):
+    values = {"layers": 2, "d_model": 48, "n_heads": 3, "n_vocab": 50, "seq": SEQ}
+    return Config(**(values | {"pe_rotary_dims": 8, "dtype": "float32"} | changes))
+
+
+def logits(state, config, tokens):
+    config = config.replace(dtype="float32")
+    return np.asarray(model.logits(state["params"], jnp.asarray(tokens), config, Auto()))
+
+
+def tokens_for(vocab):
+    return np.random.default_rng(1).integers(0, vocab, (2, SEQ))
+
+
+def tensors_in(folder):
+    """All tensors of a folder's safetensors, by the library's own reader."""
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def assert_same_tensors(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype, name
+        assert torch.equal(found[name].view(torch.uint8), values.view(torch.uint8)), name
+
+
+def assert_same_state(found, expected):
+    def same(_, a, b):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+    map_declared(same, model.declarations(found[0]), found[1]["params"], expected["params"])
+
+
+@pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
+def test_their_logits_are_ours(tmp_path, layers, heads, head, rotary, vocab):
+    network = theirs(layers, heads, head, rotary, vocab)
+    network.save_pretrained(tmp_path / "theirs")
+    config, state = hf.read(str(tmp_path / "theirs"))
+    assert (config.layers, config.n_heads, config.d_rotary) == (layers, heads, rotary)
+    tokens = tokens_for(vocab)
+    with torch.no_grad():
+        expected = network(torch.tensor(tokens)).logits.numpy()
+    scale = np.abs(expected).max()
+    assert scale > 3  # so that the next line compares something
+    # Logits of up to some tens, in f32: sums of different order.
+    np.testing.assert_allclose(logits(state, config, tokens), expected, rtol=0, atol=1e-4)
+    if rotary < head:  # the same weights under another rotation are another model
+        other = config.replace(pe_rotary_dims=rotary + 2)
+        assert np.abs(logits(state, other, tokens) - expected).max() > 1e-2
+
+
+@pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
+def test_our_logits_are_theirs(tmp_path, layers, heads, head, rotary, vocab):
+    config = small_config(
+        layers=layers, d_model=heads * head, n_heads=heads, pe_rotary_dims=rotary, n_vocab=vocab
+    )
+    state = ours(config)
+    hf.write(str(tmp_path / "ours"), state, config, shard_bytes=200_000)
+    network, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert isinstance(network, GPTJForCausalLM)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = tokens_for(vocab)
+    with torch.no_grad():
+        found = network.eval()(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(found, logits(state, config, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_their_bytes_come_back(tmp_path, dtype, shard_bytes):
+    network = theirs(dtype=dtype)
+    network.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
+    config, state = hf.read(str(tmp_path / "theirs"))
+    hf.write(str(tmp_path / "back"), state, config, shard_bytes=shard_bytes)
+    assert_same_tensors(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "theirs"))
+    assert_same_tensors(tensors_in(tmp_path / "back"), network.state_dict())
+    read = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("theirs", "back")]
+    # Older releases read the dtype under its former name.
+    assert read[1] == read[0] | {"torch_dtype": read[0]["dtype"]}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_our_bytes_come_back(tmp_path, dtype):
+    config = small_config()
+    state = ours(config, bias=False, dtype=dtype)
+    state["params"]["embed"]["embedding"]["w"][3] = -0.0  # which adding a bias of 0 would lose
+    hf.write(str(tmp_path / "hf"), state, config, shard_bytes=30_000)
+    assert_same_state(hf.read(str(tmp_path / "hf"), config=config), state)
+    assert hf.read(str(tmp_path / "hf"), config=config)[0] == config
+
+
+def test_an_embedding_bias_is_folded_in(tmp_path):
+    config = small_config()
+    state = ours(config)
+    hf.write(str(tmp_path / "hf"), state, config)
+    _, back = hf.read(str(tmp_path / "hf"))
+    assert not back["params"]["embed"]["embedding"]["b"].any()
+    tokens = tokens_for(config.n_vocab)
+    # In f32 the model's own sum of row and bias rounds as the folded one does.
+    np.testing.assert_allclose(
+        logits(back, config, tokens), logits(state, config, tokens), rtol=0, atol=1e-6
+    )
+
+
+def test_dtypes_are_cast_where_asked(tmp_path):
+    config = small_config()
+    state = ours(config, bias=False)
+    hf.write(str(tmp_path / "f32"), state, config)
+    hf.write(str(tmp_path / "bf16"), state, config, dtype=ml_dtypes.bfloat16)
+    cast = hf.read(str(tmp_path / "f32"), dtype="bfloat16")
+    assert_same_state(cast, hf.read(str(tmp_path / "bf16"))[1])
+    assert_same_state(
+        cast,
+        {
+            "params": map_declared(
+                lambda _, x: x.astype(ml_dtypes.bfloat16),
+                model.declarations(config),
+                state["params"],
+            )
+        },
+    )
+    with pytest.raises(InputError, match="dtype is int8, expected float32, float16 or bfloat16"):
+        hf.read(str(tmp_path / "f32"), dtype=np.int8)
+    state["params"]["layers"]["layer"]["o"][1, 2, 3] = 1e6
+    with pytest.raises(InputError, match=r"h\.1\.attn\.out_proj\.weight: does not fit float16"):
+        hf.write(str(tmp_path / "f16"), state, config, dtype=np.float16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "f32"]
+
+
+def test_layers_of_several_dtypes_need_one(tmp_path):
+    tensors = theirs().state_dict()
+    tensors["transformer.h.1.mlp.fc_in.bias"] = tensors["transformer.h.1.mlp.fc_in.bias"].half()
+    theirs().save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"fc_in\.bias is float16, other layers' are float32"):
+        hf.read(str(tmp_path))
+    _, state = hf.read(str(tmp_path), dtype=np.float32)
+    np.testing.assert_array_equal(
+        state["params"]["layers"]["layer/fc"]["b"][1],
+        tensors["transformer.h.1.mlp.fc_in.bias"].float().numpy(),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bin_files_are_read(tmp_path, monkeypatch, dtype, sharded):
+    monkeypatch.setattr(tensor_files, "_MAPPED", 10_000)  # so that files are mapped several times
+    network = theirs(dtype=dtype)
+    network.save_pretrained(tmp_path / "safe")
+    network.config.save_pretrained(tmp_path / "bin")
+    # As the first GPT-J files: with constants that are no weights.
+    tensors = network.state_dict() | {
+        f"transformer.h.{i}.attn.{name}": values
+        for i in range(2)
+        for name, values in (
+            ("bias", torch.ones(1, 1, SEQ, SEQ, dtype=torch.uint8)),
+            ("masked_bias", torch.tensor(-1e9)),
+        )
+    }
+    if sharded:
+        halves = [dict(list(tensors.items())[i::2]) for i in range(2)]
+        weight_map = {}
+        for i, half in enumerate(halves):
+            torch.save(half, tmp_path / "bin" / f"pytorch_model-{i}.bin")
+            weight_map |= dict.fromkeys(half, f"pytorch_model-{i}.bin")
+        index = tmp_path / "bin" / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    else:
+        torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
+    assert_same_state(hf.read(str(tmp_path / "bin")), hf.read(str(tmp_path / "safe"))[1])
+
+
+def test_vocabulary_is_trimmed_and_padded(tmp_path):
+    config = small_config(layers=1, d_model=8, n_heads=1, n_vocab=50400)
+    state = ours(config, bias=False)
+    hf.write(str(tmp_path / "hf"), state, config, trim_vocab=True)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert network.config.vocab_size == network.lm_head.out_features == 50257
+    assert network.config.eos_token_id == network.generation_config.eos_token_id == 50256
+    trimmed, short = hf.read(str(tmp_path / "hf"))
+    assert trimmed.n_vocab == 50257
+    with pytest.raises(InputError, match="vocab_size is 50257, the config's n_vocab 50256"):
+        hf.read(str(tmp_path / "hf"), config=config.replace(n_vocab=50256))
+
+    _, padded = hf.read(str(tmp_path / "hf"), config=config)
+    assert padded["params"]["embed"]["embedding"]["w"].shape == (50400, 8)
+    assert not padded["params"]["embed"]["embedding"]["w"][50257:].any()
+    tokens = tokens_for(50257)
+    found, expected = logits(padded, config, tokens), logits(short, trimmed, tokens)
+    # A matrix product of another width may sum in another order.
+    np.testing.assert_allclose(found[..., :50257], expected, rtol=0, atol=1e-5)
+    assert np.exp(found[..., 50257:] - found.max()).max() == 0
+    hf.write(str(tmp_path / "again"), padded, config, trim_vocab=True)
+    assert_same_tensors(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "hf"))
+
+
+def test_memory_is_the_weights_and_one_tensor(tmp_path):
+    config = small_config(layers=24, d_model=256, n_heads=4, n_vocab=4096)
+    state = ours(config)
+    weights = sum(
+        x.nbytes for p in state["params"].values() for m in p.values() for x in m.values()
+    )
+    largest = 4096 * 256 * 4
+    hf.write(str(tmp_path / "warm"), state, config)  # what imports and the tokenizer leave
+    tracemalloc.start()
+    try:
+        load_tokenizer()
+        floor = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        hf.write(str(tmp_path / "hf"), state, config, dtype=ml_dtypes.bfloat16)
+        written = tracemalloc.get_traced_memory()[1]
+        del state
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        hf.read(str(tmp_path / "warm"))
+        taken = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    # One tensor and blocks of it; beside the names, JSON and the tokenizer's vocabulary.
+    assert written < floor + 2 * largest < weights / 4 + floor
+    assert weights <= taken < weights + 2 * largest
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"norm": "layernorm-nobias"}, "norm is 'layernorm-nobias'"),
+        ({"norm": "rmsnorm"}, "norm is 'rmsnorm', but Hugging Face's GPT-J has 'layernorm' alone"),
+        ({"pe": "t5"}, "pe is 't5'"),
+        ({"pe": "fixed"}, "pe is 'fixed'"),
+        ({"version": 2}, "block is 'geglu'"),
+        ({"head_size": 32}, "head_size is 32"),
+        ({"attention_window": 8}, "attention_window is 8"),
+    ],
+)
+def test_what_their_model_cannot_be_is_refused(tmp_path, changes, found):
+    config = small_config(**changes)
+    with pytest.raises(InputError, match=found):
+        hf.write(str(tmp_path / "hf"), ours(config), config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_another_config_are_not_written(tmp_path):
+    with pytest.raises(InputError, match=r"leaf embed/embedding/b has shape \(48,\).*\(96,\)"):
+        hf.write(str(tmp_path / "hf"), ours(small_config()), small_config(d_model=96))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"d_model": 96}, "d_model is 48, the config has 96"),
+        ({"layers": 3}, "layers is 2, the config has 3"),
+        ({"pe_rotary_dims": 4}, "pe_rotary_dims 8, the config 4"),
+        ({"norm": "rmsnorm"}, "norm 'layernorm', the config 'rmsnorm'"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(tmp_path, changes, found):
+    theirs().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=found):
+        hf.read(str(tmp_path), config=small_config(**changes))
+
+
+def edit(name, change):
+    """A change of one tensor in a folder's only file."""
+
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        values = change(tensors.pop(name))
+        if values is not None:
+            tensors[name] = values.contiguous()
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
+        (edit("lm_head.bias", lambda _: None), "tensor lm_head.bias is missing"),
+        (
+            edit("transformer.h.1.ln_1.bias", lambda x: x[:-1]),
+            r"safetensors: tensor transformer.h.1.ln_1.bias has shape \(47,\), expected \(48,\)",
+        ),
+        (edit("lm_head.weight", lambda x: x.T), r"lm_head.weight has shape \(48, 50\), expected"),
+        (
+            edit("transformer.ln_f.weight", lambda x: x.to(torch.int8)),
+            "transformer.ln_f.weight has dtype I8, expected one of F32, F16, BF16",
+        ),
+        (
+            lambda f: save_file(
+                load_file(f / "model.safetensors") | {"transformer.h.2.ln_1.bias": torch.ones(48)},
+                f / "model.safetensors",
+            ),
+            "transformer.h.2.ln_1.bias has no place in the model",
+        ),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, found):
+    theirs().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(InputError, match=found) as caught:
+        hf.read(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)

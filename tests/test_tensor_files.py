@@ -1,0 +1,237 @@
+"""Tensor files against the libraries that own their formats, and every damage named."""
+
+import builtins
+import json
+import math
+import pickle
+import re
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from mesh_transformer import tensor_files
+from mesh_transformer.tensor_files import Tensor
+from mesh_transformer.util import InputError
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+SINGLE = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+
+
+def random_arrays(seed, count=12):
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for i in range(count):
+        shape = tuple(rng.integers(1, 9, rng.integers(0, 4)))
+        arrays[f"leaf.{i}"] = np.asarray(rng.standard_normal(shape)).astype(DTYPES[i % 3])
+    return arrays
+
+
+def write(folder, arrays, shard_bytes=10**9):
+    tensors = [Tensor(k, v.dtype, v.shape, lambda v=v: v) for k, v in arrays.items()]
+    with tqdm(total=sum(v.nbytes for v in arrays.values()), disable=True) as bar:
+        tensor_files.write(str(folder), tensors, shard_bytes, bar)
+
+
+def read_all(folder):
+    return {name: stored.read() for name, stored in tensor_files.find(str(folder)).items()}
+
+
+def as_torch(array):
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.tensor(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.tensor(array)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype
+        assert found[name].shape == values.shape
+        assert found[name].tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shard_bytes", [10**9, 500, 1])
+def test_the_library_reads_what_is_written(tmp_path, seed, shard_bytes):
+    arrays = random_arrays(seed)
+    write(tmp_path, arrays, shard_bytes)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    found = {k: v for path in files for k, v in load_file(path).items()}
+    assert found.keys() == arrays.keys()
+    for name, values in arrays.items():
+        assert found[name].dtype == as_torch(values).dtype
+        assert torch.equal(found[name], as_torch(values))
+    for path in files:
+        (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+        assert length % 8 == 0
+    if len(files) == 1:
+        assert files[0].name == SINGLE
+        return
+    index = json.loads((tmp_path / f"{SINGLE}.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(v.nbytes for v in arrays.values())}
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / file)
+    for path in files:
+        held = [arrays[name].nbytes for name in load_file(path)]
+        assert sum(held) <= shard_bytes or len(held) == 1
+    assert len({index["weight_map"][name] for name in arrays}) == len(files)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shard_bytes", [10**9, 500])
+def test_what_is_written_is_read(tmp_path, seed, shard_bytes):
+    arrays = random_arrays(seed)
+    write(tmp_path, arrays, shard_bytes)
+    assert_same(read_all(tmp_path), arrays)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_library_wrote_is_read(tmp_path, seed):
+    arrays = random_arrays(seed)
+    save_file({k: as_torch(v) for k, v in arrays.items()}, tmp_path / SINGLE)
+    assert_same(read_all(tmp_path), arrays)
+    # Ordered by place in the file, so that reading all runs through it once.
+    sizes = [
+        math.prod(t.shape) * tensor_files.DTYPES[t.dtype].itemsize
+        for t in tensor_files.find(str(tmp_path)).values()
+    ]
+    offset = (tmp_path / SINGLE).stat().st_size - sum(sizes)
+    raw = (tmp_path / SINGLE).read_bytes()[offset:]
+    assert raw == b"".join(v.tobytes() for v in read_all(tmp_path).values())
+
+
+def test_what_torch_wrote_is_read(tmp_path, monkeypatch):
+    arrays = random_arrays(0)
+    tensors = {k: as_torch(v) for k, v in arrays.items()}
+    # A view of a larger storage, transposed, as a state dict may hold one.
+    tensors["view"] = torch.arange(24.0).reshape(4, 6)[1:, 2:].T
+    arrays["view"] = tensors["view"].contiguous().numpy()
+    torch.save(tensors, tmp_path / PICKLED)
+    for mapped in (1, 1 << 30):
+        monkeypatch.setattr(tensor_files, "_MAPPED", mapped)
+        assert_same(read_all(tmp_path), arrays)
+
+
+def test_safetensors_are_preferred(tmp_path):
+    arrays = random_arrays(0)
+    write(tmp_path, arrays)
+    (tmp_path / PICKLED).write_bytes(b"not read")
+    assert_same(read_all(tmp_path), arrays)
+
+
+def truncate(path, n_bytes):
+    path.write_bytes(path.read_bytes()[: -n_bytes or None])
+
+
+def edit_header(path, change):
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def fails(folder, expected):
+    """The one line, which must name the folder."""
+    with pytest.raises(InputError, match=expected) as caught:
+        tensor_files.find(str(folder))
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (
+            lambda path: truncate(path, 1),
+            r"safetensors: is truncated .* found .* bytes, expected .*",
+        ),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "is truncated or damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "is truncated or no safetensors"),
+        (lambda path: path.write_bytes(b"1234"), "is truncated or no safetensors file"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 4) + b"abcd"), "header is damaged"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 2) + b"[]"), "header is damaged"),
+        (lambda path: edit_header(path, lambda h: h["leaf.0"].pop("shape")), "header is damaged"),
+        (lambda path: edit_header(path, lambda h: h["leaf.0"].update(shape=[7])), "header is dam"),
+        (lambda path: path.unlink(), "found no weights; expected model.safetensors or"),
+    ],
+)
+def test_a_damaged_safetensors_file_is_named(tmp_path, damage, expected):
+    write(tmp_path, random_arrays(0))
+    damage(tmp_path / SINGLE)
+    fails(tmp_path, expected)
+
+
+def test_a_missing_shard_or_tensor_is_named(tmp_path):
+    write(tmp_path, random_arrays(0), 500)
+    index = tmp_path / f"{SINGLE}.index.json"
+    good = index.read_text()
+    values = json.loads(good)
+    first = values["weight_map"]["leaf.0"]
+    values["weight_map"]["leaf.99"] = first
+    index.write_text(json.dumps(values))
+    fails(tmp_path, f"{first}: tensor leaf.99 is missing")
+    index.write_text(good.replace(first, f"../{first}"))
+    fails(tmp_path, "is missing, though")
+    index.write_text(good)
+    (tmp_path / first).unlink()
+    fails(tmp_path, f"{re.escape(first)}: is missing, though .*index.json names it")
+    index.write_text("{")
+    fails(tmp_path, "index.json: not JSON")
+    index.write_text("[]")
+    fails(tmp_path, "index.json: found list, expected a mapping")
+    index.write_text("{}")
+    fails(tmp_path, "index.json: has no mapping weight_map")
+
+
+class Harmful:
+    """Its pickle would call a function when it is loaded."""
+
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_a_pickle_that_could_run_code_is_refused(tmp_path, capsys):
+    torch.save({"leaf": Harmful()}, tmp_path / PICKLED)
+    fails(tmp_path, "pytorch_model.bin: refused as unsafe")
+    (tmp_path / PICKLED).write_bytes(pickle.dumps({"leaf": Harmful()}))
+    fails(tmp_path, "pytorch_model.bin: .*a plain pickle is refused as unsafe")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_damaged_bin_file_is_named(tmp_path):
+    torch.save({"leaf": torch.ones(1000)}, tmp_path / PICKLED)
+    truncate(tmp_path / PICKLED, 2000)
+    fails(tmp_path, "pytorch_model.bin: is truncated, or no archive")
+    torch.save([torch.ones(3)], tmp_path / PICKLED)
+    fails(tmp_path, "pytorch_model.bin: found no mapping of names to tensors")
+    torch.save({"leaf": 3}, tmp_path / PICKLED)
+    fails(tmp_path, "pytorch_model.bin: found no mapping of names to tensors")
+
+
+def test_bin_without_torch_says_what_to_do(tmp_path, monkeypatch):
+    torch.save({"leaf": torch.ones(3)}, tmp_path / PICKLED)
+    real = builtins.__import__
+
+    def without_torch(name, *args, **kwargs):
+        if name == "torch":
+            raise ImportError
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    fails(tmp_path, "pytorch_model.bin: reading .bin needs torch; pip install torch")
+
+
+def test_other_dtypes_are_listed_not_read(tmp_path):
+    save_file({"a": torch.ones(3, dtype=torch.int64)}, tmp_path / SINGLE)
+    assert tensor_files.find(str(tmp_path))["a"].dtype == "I64"
+    (tmp_path / SINGLE).unlink()
+    torch.save({"a": torch.ones(3, dtype=torch.int64)}, tmp_path / PICKLED)
+    assert tensor_files.find(str(tmp_path))["a"].dtype == "torch.int64"

@@ -1,0 +1,82 @@
+"""A folder is there whole, or it is not there."""
+
+import errno
+import os
+import subprocess
+
+import pytest
+
+from mesh_transformer.util import InputError
+from mesh_transformer.whole_folder import whole_folder
+
+
+def fill(folder, size=10):
+    os.makedirs(os.path.join(folder, "inner"))
+    with open(os.path.join(folder, "inner", "file"), "wb") as file:
+        file.write(b"x" * size)
+
+
+def test_it_takes_its_name_at_the_end(tmp_path):
+    with whole_folder(str(tmp_path / "new" / "model")) as temporary:
+        fill(temporary)
+        assert not (tmp_path / "new" / "model").exists()
+    assert (tmp_path / "new" / "model" / "inner" / "file").read_bytes() == b"x" * 10
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])
+def test_nothing_is_left_where_its_filling_fails(tmp_path, error):
+    def fill_half(folder):
+        fill(folder)
+        raise error
+
+    with pytest.raises(error), whole_folder(str(tmp_path / "model")) as temporary:
+        fill_half(temporary)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_kept(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(InputError, match="model: is there already"):
+        whole_folder(str(tmp_path / "model")).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(InputError, match="gs://bucket/model: is an address; give a local folder"):
+        whole_folder("gs://bucket/model").__enter__()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="model: cannot be written: Not a directory"):
+        whole_folder(str(tmp_path / "file" / "model")).__enter__()
+
+
+def test_a_failing_flush_leaves_nothing(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with (
+        pytest.raises(InputError, match=r"No space left on device \([\d,]+ bytes free\)"),
+        whole_folder(str(tmp_path / "model")) as temporary,
+    ):
+        fill(temporary)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here (not root)")
+    try:
+        with (
+            pytest.raises(InputError, match="model: cannot be written: No space left on device"),
+            whole_folder(str(tmp_path / "model")) as temporary,
+        ):
+            fill(temporary, 2_000_000)
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
