@@ -24,12 +24,14 @@ from mesh_transformer.whole_folder import whole_folder
 
 _FLOATS = [np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)]
 _MOMENTS = ("mu", "nu")
+_REMEDY = "use the config that it was trained with"
 Tree = dict[str, dict[str, dict[str, np.ndarray]]]
 
 
 class _Source(NamedTuple):
     """An opened checkpoint; `first` is where each group of leaves begins."""
 
+    layers: int
     shards: list[Shard]
     entries: list[Entry]
     first: dict[str, int]
@@ -123,9 +125,9 @@ def _open(path: str, config: Config) -> _Source:
             "copy it as well"
         )
     found = entries(config, model.declarations(config))
-    remedy = "copy all of its shards, or use the config that it was trained with"
+    remedy = f"copy all of its shards, or {_REMEDY}"
     check_shards(config, found, len(numbers), path, remedy)
-    shards = [Shard(os.path.join(path, f"shard_{number}")) for number in numbers]
+    shards = [Shard(os.path.join(path, f"shard_{i}"), len(numbers)) for i in numbers]
     for shard in shards:
         if len(shard) != len(shards[0]):
             raise InputError(
@@ -138,10 +140,10 @@ def _open(path: str, config: Config) -> _Source:
         raise InputError(
             f"{shards[0].folder}: found {held} leaves{_layers_in(held, found, config)}, expected "
             f"{3 * size + 3} (full) or {size + 1} (slim) for the {config.layers} layers, norm and "
-            "pe of the config; use the config that it was trained with"
+            f"pe of the config; {_REMEDY}"
         )
     first = full if held > size + 1 else {"params": 0}
-    return _Source(shards, found, first | {"step": held - 1})
+    return _Source(config.layers, shards, found, first | {"step": held - 1})
 
 
 def _layers_in(held: int, found: list[Entry], config: Config) -> str:
@@ -159,28 +161,28 @@ def _read_count(source: _Source, name: str) -> np.ndarray:
     shard, index = source.shards[0], source.first[name]
     value = shard.read(index, name, ())
     if value.dtype.kind not in "iu":
-        raise InputError(
-            f"{shard.where(index, name)} is {value.dtype}, expected int32; "
-            "use the config that it was trained with"
-        )
+        raise InputError(f"{shard.where(index, name)} is {value.dtype}, expected int32; {_REMEDY}")
     return value.astype(np.int32)
 
 
 def _read_group(source: _Source, group: str, dtype: np.dtype | None, bar: tqdm) -> Tree:
     """The parameters, or one of the two moments, in our structure."""
     tree: Tree = {}
-    stored: dict[tuple[str, ...], np.dtype] = {}  # of the layers' leaves before
-    layers = sum(entry.name.endswith("linear_3 w") for entry in source.entries)
+    firsts: dict[tuple[str, str], tuple[np.dtype, str]] = {}  # of a leaf in all layers and shards
     for place, entry in enumerate(source.entries):
         bar.update()
         leaves = tree.setdefault(entry.part, {}).setdefault(entry.module, {})
         for where, block, value in _blocks(source, group, place):
-            before = stored.setdefault((entry.module, entry.leaf), value.dtype)
-            if value.dtype not in _FLOATS or value.dtype != before:
-                wanted = f"{before} as before" if before in _FLOATS else "a floating type"
-                raise InputError(f"{where} is {value.dtype}, expected {wanted}; copy it anew")
+            first, there = firsts.setdefault((entry.module, entry.leaf), (value.dtype, where))
+            if value.dtype not in _FLOATS:
+                floats = ", ".join(map(str, _FLOATS))
+                raise InputError(f"{where} is {value.dtype}, expected one of {floats}; {_REMEDY}")
+            if value.dtype != first:
+                raise InputError(
+                    f"{where} is {value.dtype}, expected {first} as in {there}; copy both anew"
+                )
             if entry.leaf not in leaves:
-                shape = entry.shape if entry.layer is None else (layers, *entry.shape)
+                shape = entry.shape if entry.layer is None else (source.layers, *entry.shape)
                 leaves[entry.leaf] = np.empty(shape, dtype or value.dtype)
             target = leaves[entry.leaf]
             one = target if entry.layer is None else target[entry.layer, ...]
@@ -242,12 +244,12 @@ def _check_state(state: dict[str, Any], found: list[Entry], config: Config) -> N
             name = f"{group}/{entry.part}/{entry.module}/{entry.leaf}"
             value = tree.get(entry.part, {}).get(entry.module, {}).get(entry.leaf)
             if value is None:
-                raise InputError(f"{name} is missing; use the config that it was trained with")
+                raise InputError(f"{name} is missing; {_REMEDY}")
             shape = entry.shape if entry.layer is None else (config.layers, *entry.shape)
             if value.shape != shape or value.dtype not in _FLOATS:
                 raise InputError(
                     f"{name} is {value.dtype} {value.shape}, expected a floating type and {shape}; "
-                    "use the config that it was trained with"
+                    f"{_REMEDY}"
                 )
 
 

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
+from mesh_transformer.storage import reason
 from mesh_transformer.util import InputError
 
 PIECES = 16
@@ -79,7 +80,7 @@ def read_index(folder: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({_reason(error)}); copy it anew") from None
+        raise InputError(f"{path}: cannot be read ({reason(error)}); copy it anew") from None
     steps = index.get("checkpoints") if isinstance(index, dict) else None
     if not isinstance(steps, list) or not steps or not all(type(step) is int for step in steps):
         raise InputError(
@@ -107,13 +108,14 @@ def split(leaves: int) -> list[tuple[int, int]]:
 
 
 class Shard:
-    """One `shard_i` folder; its leaves are read from the disk one by one, when asked for.
+    """One `shard_i` folder of so many; its leaves are read from the disk when asked for.
 
     Raises InputError for a piece that is missing or no whole `.npz` archive.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, shards: int) -> None:
         self.folder = folder
+        self._shards = shards
         self._places: list[tuple[str, str]] = []  # of each leaf: its file, its name in there
         for piece in range(PIECES):
             path = os.path.join(folder, f"{piece}.npz")
@@ -144,7 +146,7 @@ class Shard:
             raise
         except _DAMAGED as error:
             raise InputError(
-                f"{self.where(index, name)} is damaged: {_reason(error)}; expected {shape}; {_COPY}"
+                f"{self.where(index, name)} is damaged: {reason(error)}; expected {shape}; {_COPY}"
             ) from None
         return values.view(_BFLOAT16) if dtype == np.dtype("V2") else values
 
@@ -158,8 +160,8 @@ class Shard:
             )
         if found != shape:
             raise InputError(
-                f"{self.where(index, name)} has shape {found}, expected {shape}; "
-                "use the config that it was trained with, and all of its shards"
+                f"{self.where(index, name)} has shape {found}, expected {shape} in each of "
+                f"{self._shards} shards; use the config that it was trained with, and all shards"
             )
 
 
@@ -174,7 +176,7 @@ def _members(path: str) -> list[str]:
         size = f", {os.path.getsize(path):,} bytes" if os.path.isfile(path) else ""
         raise InputError(
             f"{path}: expected a whole .npz archive, found something else or part of one "
-            f"({_reason(error)}{size}); {_COPY}"
+            f"({reason(error)}{size}); {_COPY}"
         ) from None
     wanted = [f"arr_{i}.npy" for i in range(len(found))]
     if sorted(found) != sorted(wanted):
@@ -194,11 +196,6 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
     else:
         shape, _, dtype = npy.read_array_header_2_0(stream)
     return shape, dtype
-
-
-def _reason(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split()) or type(error).__name__
 
 
 def write(folder: str, leaves: Sequence[Callable[[], np.ndarray]]) -> None:

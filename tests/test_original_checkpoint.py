@@ -1,0 +1,559 @@
+"""The original's checkpoints: its own files byte for byte, every shard count, every refusal."""
+
+import filecmp
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mesh_transformer import model
+from mesh_transformer.declaration import map_declared
+from mesh_transformer.original_checkpoint import read, write
+from mesh_transformer.original_files import split, step_folder
+from mesh_transformer.original_names import entries
+from mesh_transformer.parallel import named
+from mesh_transformer.step import state_specs
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.conftest import DATA, original_config, random_batch
+
+ORIGINAL = DATA / "original"
+STEPS = sorted(str(path.relative_to(ORIGINAL)) for path in ORIGINAL.glob("*/*/*step_*"))
+NORMS = [
+    "layernorm",
+    "layernorm-nobias",
+    "rmsnorm",
+    "rmsnorm-bias",
+    "scalenorm",
+    "scalenorm-bias",
+]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def random_state(config, *, seed=0, dtype=np.float32, full=True):
+    """A state whose leaves are all different; positive second moments."""
+    rng = np.random.default_rng(seed)
+    declared = model.declarations(config)
+
+    def tree(dtype):
+        return map_declared(
+            lambda d: np.asarray(rng.normal(size=d.shape), np.float32).astype(dtype), declared
+        )
+
+    state = {"params": tree(dtype), "step": np.int32(7)}
+    if full:
+        moments = {"mu": tree(np.float32), "nu": jax.tree.map(np.square, tree(np.float32))}
+        state["opt_state"] = {"count": np.int32(9), **moments}
+    return state
+
+
+def assert_same(found, expected):
+    """Equal structure, dtypes and bits."""
+    found, expected = (dict(jax.tree.leaves_with_path(t)) for t in (found, expected))
+    assert found.keys() == expected.keys()
+    for path, value in found.items():
+        name = jax.tree_util.keystr(path)
+        assert value.dtype == expected[path].dtype, name
+        assert value.shape == expected[path].shape, name
+        assert value.tobytes() == expected[path].tobytes(), name
+
+
+def assert_same_files(one, other):
+    names = [
+        {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+        for folder in (one, other)
+    ]
+    assert names[0] == names[1]
+    _, different, strange = filecmp.cmpfiles(one, other, names[0], shallow=False)
+    assert not different
+    assert not strange
+
+
+def network_of(state, config, *, devices=None):
+    """A network that holds a host state."""
+    network = CausalTransformer(config, init=False, devices=devices)
+    shardings = named(network.mesh, state_specs(config, network.mesh))
+    network.state = jax.tree.map(jax.device_put, state, shardings)
+    network.step = int(state["step"])
+    return network
+
+
+def tokens_of(golden):
+    return [{"obs": t[..., :-1], "target": t[..., 1:]} for t in golden]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_original_s_files_come_back_byte_for_byte(step, tmp_path):
+    config = original_config(os.path.dirname(step))
+    state = read(str(ORIGINAL / step), config)
+    assert ("opt_state" in state) == ("slim" not in step)
+    written = write(str(tmp_path / "model"), state, config)
+    assert os.path.basename(written) == os.path.basename(step).removeprefix("slim_")
+    assert_same_files(ORIGINAL / step, written)
+
+
+def test_evaluation_of_a_trained_checkpoint_is_the_original_s():
+    golden = np.load(ORIGINAL / "f32/mp4_ga1/golden.npz")
+    config = original_config("f32/mp4_ga1")
+    network = network_of(read(str(ORIGINAL / "f32/mp4_ga1"), config), config)
+    obs, target = golden["eval_tokens"][:, :-1], golden["eval_tokens"][:, 1:]
+    found = network.eval({"obs": obs, "target": target})
+    # 2e-5: twenty times the original's own run to run noise of 1e-6.
+    for name in ("loss", "last_loss", "all_loss"):
+        np.testing.assert_allclose(found[name], golden[f"eval_step10.{name}"], atol=2e-5, rtol=0)
+    np.testing.assert_array_equal(found["correct"], golden["eval_step10.correct"])
+    theirs = golden["eval_step10.logits"]
+    np.testing.assert_allclose(network.logits(obs), theirs, atol=2e-5, rtol=0)
+    prompts = golden["gen.ctx"], golden["gen.ctx_length"], golden["gen.tokens"].shape[1]
+    np.testing.assert_array_equal(network.generate(*prompts, {"temp": 0.0}), golden["gen.tokens"])
+
+
+def test_the_slim_copy_evaluates_as_the_original_s():
+    golden = np.load(ORIGINAL / "bf16/mp4_ga1/golden.npz")
+    config = original_config("bf16/mp4_ga1")
+    state = read(str(ORIGINAL / "bf16/mp4_ga1/slim_step_10"), config, dtype=np.float32)
+    network = network_of_weights(state, config)
+    obs, target = golden["eval_tokens"][:, :-1], golden["eval_tokens"][:, 1:]
+    found = network.eval({"obs": obs, "target": target})
+    # 2e-2, as its weights were rounded to bf16 and it computed from them in part in bf16.
+    np.testing.assert_allclose(found["loss"], golden["eval_step10.loss"], atol=2e-2, rtol=0)
+
+
+def network_of_weights(state, config):
+    network = CausalTransformer(config, init=False)
+    specs = state_specs(config, network.mesh)
+    shardings = named(network.mesh, {key: specs[key] for key in state})
+    network.state = jax.tree.map(jax.device_put, state, shardings)
+    return network
+
+
+@pytest.mark.slow
+def test_training_goes_on_as_the_original_s():
+    variant = ORIGINAL / "f32/mp4_ga1"
+    config = original_config("f32/mp4_ga1", original_bias_copies=4)
+    batches = tokens_of(np.load(variant / "golden.npz")["train_tokens"])
+    ours = network_of(read(str(variant / "step_0"), config), config)
+    for batch in batches:
+        ours.train(batch)
+    found, theirs = jax.device_get(ours.state), read(str(variant / "step_10"), config)
+    assert found["opt_state"]["count"] == theirs["opt_state"]["count"] == 10
+    assert found["step"] == theirs["step"] == 10
+
+    def compare(path, mine, their):
+        # 1e-4 of the leaf's largest entry: rounding grows over ten Adam steps.
+        allowed = 1e-4 * np.abs(their).max()
+        np.testing.assert_allclose(
+            mine, their, atol=allowed, rtol=0, err_msg=jax.tree_util.keystr(path)
+        )
+
+    jax.tree.map_with_path(compare, found, theirs)
+    from_theirs = network_of(theirs, config)
+    for seed in range(5):
+        batch = random_batch(config, 1, 2, seed=seed)
+        losses = [float(network.train(batch)["loss"]) for network in (ours, from_theirs)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_bf16_training_ends_near_the_original_s():
+    golden = np.load(ORIGINAL / "bf16/mp4_ga1/golden.npz")
+    changes = {"dtype": "bfloat16", "original_bias_copies": 4}
+    config = original_config("bf16/mp4_ga1", **changes)
+    # The two golden runs begin at the same f32 weights.
+    network = network_of(read(str(ORIGINAL / "f32/mp4_ga1/step_0"), config), config)
+    losses = [float(network.train(batch)["loss"]) for batch in tokens_of(golden["train_tokens"])]
+    # 2e-2: two runs of the original differ by 4e-4, and its activations are f32 where ours are
+    # bf16.
+    np.testing.assert_allclose(losses, golden["train.loss"], atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize(("variant", "n"), [("f32/mp4_ga1", 26), ("f32/t5_mp4", 17)])
+def test_names_and_order_are_those_of_the_original_s_list(variant, n):
+    lines = (ORIGINAL / variant / "leaves.txt").read_text().splitlines()
+    listed = re.findall(r"\['params'\]\['(.*)'\]\['(.*)'\]", "\n".join(lines))
+    config = original_config(variant)
+    found = entries(config, model.declarations(config))
+    assert [entry.name for entry in found] == [" ".join(names) for names in listed]
+    assert len(found) == n
+    places = [
+        (f"{piece}.npz/arr_{place}")
+        for piece, (first, end) in enumerate(split(len(lines)))
+        for place in range(end - first)
+    ]
+    assert [line.split()[1] for line in lines] == places
+
+
+@pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
+@pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
+def test_order_is_jax_s_of_nested_dicts(small, norm, pe):
+    config = small(layers=21, norm=norm, pe=pe)  # layer_10 stands between layer_1 and layer_2
+    names = [entry.name for entry in entries(config, model.declarations(config))]
+    assert len(set(names)) == len(names)
+    tree = {}
+    for name in reversed(names):
+        module, leaf = name.split(" ")
+        tree.setdefault(module, {})[leaf] = name
+    assert jax.tree.leaves(tree) == names
+
+
+@pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_any_number_of_shards_and_back(small, norm, pe, tmp_path):
+    config = small(layers=2, d_model=32, norm=norm, pe=pe)
+    state = random_state(config)
+    first = write(str(tmp_path / "first"), state, config, shards=8)
+    folder, merged = first, None
+    for number, shards in enumerate((1, 4, 8)):
+        merged = read(folder, config)
+        # Shares of a sum are multiplied and divided by powers of two alone: exact.
+        assert_same(merged, state | {"step": np.int32(7)})
+        folder = write(str(tmp_path / f"model_{number}"), merged, config, shards=shards)
+    assert_same_files(first, folder)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+def test_slim_copies_keep_their_dtype(small, dtype, tmp_path):
+    config = small(norm="layernorm-nobias", pe="t5")
+    state = random_state(config, dtype=dtype, full=False)
+    first = write(str(tmp_path / "first"), state, config, shards=8)
+    found = read(first, config)
+    assert_same(found, state)
+    if dtype is BF16:  # as numpy itself writes it: |V2, not <V2
+        for piece in Path(first).rglob("*.npz"):
+            edit(piece, lambda arrays: None)
+        assert_same(read(first, config), state)
+    assert_same(write_and_read(tmp_path / "second", found, config, shards=2), state)
+
+
+def write_and_read(folder, state, config, **options):
+    return read(write(str(folder), state, config, **options), config)
+
+
+def test_casts(small, tmp_path):
+    config = small()
+    state = random_state(config)
+    narrow = write(str(tmp_path / "narrow"), state, config, shards=4, dtype=BF16)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(BF16), state["params"])
+    expected = state | {"params": rounded}
+    assert_same(read(narrow, config), expected)  # the moments stay f32
+    wide = read(narrow, config, dtype="float32", optimizer=False)
+    assert_same(wide, {"params": jax.tree.map(np.float32, rounded), "step": state["step"]})
+    huge = jax.tree.map(lambda leaf: leaf * 1e5, state["params"])
+    with pytest.raises(InputError, match="but float16 ends at 65504; choose bfloat16 or float32"):
+        write(str(tmp_path / "huge"), state | {"params": huge}, config, dtype="float16")
+    assert not (tmp_path / "huge").exists()
+
+
+def test_bf16_moments_are_written_as_f32(small, tmp_path):
+    config = small(bf16_optimizer=True)
+    state = random_state(config)
+    for name in ("mu", "nu"):
+        state["opt_state"][name] = jax.tree.map(lambda x: x.astype(BF16), state["opt_state"][name])
+    found = write_and_read(tmp_path / "model", state, config)["opt_state"]
+    assert_same(found["mu"], jax.tree.map(np.float32, state["opt_state"]["mu"]))
+
+
+def leaf_of(folder, config, shard, group, name):
+    """One array of a full checkpoint, found by counting as FORMAT has it."""
+    names = [entry.name for entry in entries(config, model.declarations(config))]
+    n = len(names)
+    found = next(i for i, other in enumerate(names) if other.endswith(name))
+    index = found + {"mu": 1, "nu": n + 1, "params": 2 * n + 2}[group]
+    size, longer = divmod(3 * n + 3, 16)
+    for piece in range(16):
+        count = size + (piece < longer)
+        if index < count:
+            return np.load(f"{folder}/shard_{shard}/{piece}.npz")[f"arr_{index}"]
+        index -= count
+    raise AssertionError
+
+
+@pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
+def test_what_each_shard_holds(small, norm, tmp_path):
+    config = small(layers=11, norm=norm, pe="fixed", cores_per_replica=4)
+    state = random_state(config)
+    folder = write(str(tmp_path / "model"), state, config)
+    layers, heads = state["params"]["layers"], slice(16, 32)
+
+    def holds(name, expected, group="params", shard=1):
+        np.testing.assert_array_equal(leaf_of(folder, config, shard, group, name), expected)
+
+    holds("layer_10/~/linear w", layers["layer/q"]["w"][10][:, heads])
+    holds("layer_10/~/linear_1 w", layers["layer/v"]["w"][10][:, heads])
+    holds("layer_10/~/linear_2 w", layers["layer/k"]["w"][10][:, heads])
+    holds("layer_10/~/linear_3 w", layers["layer"]["o"][10][heads])
+    holds("layer_10/~/linear_5 b", layers["layer"]["b"][10] / 4)
+    holds("layer_10/~/linear_5 b", state["opt_state"]["nu"]["layers"]["layer"]["b"][10], "nu")
+    embedding = state["params"]["embed"]["embedding"]
+    holds("embedding_shard/~/linear w", embedding["w"][32:64])
+    holds("embedding_shard/~/linear b", embedding["b"] / 4)
+    holds("embedding_shard pos_embs", embedding["pos_embs"][:, heads])
+
+    there = {"layernorm-desync": "layer_norm"}.get(norm, "replicated_layer_norm")
+    there = there if norm.startswith("layernorm") else "rms_norm"
+    for group in ("params", "mu"):
+        ours = (state["params"] if group == "params" else state["opt_state"]["mu"])["proj"]
+        for leaf, value in ours["projection/norm"].items():
+            name, rest = f"projection_shard/~/{there} {leaf}", value
+            if norm.startswith("layernorm"):
+                initial = float(leaf == "scale" and group == "params")
+                rest = np.full_like(value, initial)
+            if norm == "layernorm-desync":
+                value, rest = value[0], value[1]
+            holds(name, value, group, shard=0)
+            holds(name, rest, group)
+    if norm == "layernorm-nobias":
+        holds(f"projection_shard/~/{there} offset", np.zeros(64), shard=0)
+
+
+def test_desync_needs_its_own_number_of_shards(small, tmp_path):
+    config = small(norm="layernorm-desync", cores_per_replica=4)
+    state = random_state(config)
+    assert_same(write_and_read(tmp_path / "model", state, config), state)
+    with pytest.raises(InputError, match=r"8 shards, but norm layernorm-desync .* 4; choose"):
+        write(str(tmp_path / "other"), state, config, shards=8)
+    other = config.replace(cores_per_replica=2)
+    with pytest.raises(InputError, match=r"4 shards, but norm layernorm-desync .* 2; copy all"):
+        read(str(tmp_path / "model"), other)
+
+
+def edit(path, change):
+    """Rewrites a piece: `change` gets its arrays by name."""
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    change(arrays)
+    np.savez(path, **arrays)
+
+
+def test_shares_that_disagree_add_up(small, tmp_path):
+    config = small(norm="rmsnorm")
+    state = random_state(config, full=False)
+    folder = write(str(tmp_path / "model"), state, config, shards=2)
+    # The first leaf is the embedding's bias.
+    edit(f"{folder}/shard_1/0.npz", lambda arrays: np.add(arrays["arr_0"], 1, arrays["arr_0"]))
+    found = read(folder, config)["params"]["embed"]["embedding"]["b"]
+    # 1e-6: the sum of two f32 shares rounds once.
+    expected = state["params"]["embed"]["embedding"]["b"] + 1
+    np.testing.assert_allclose(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_the_step_is_the_schedule_s(small, tmp_path):
+    config = small()
+    state = random_state(config)
+    folder = write(str(tmp_path / "model"), state, config, shards=2)
+    n = len(entries(config, model.declarations(config)))
+    piece = next(p for p, (first, end) in enumerate(split(3 * n + 3)) if first <= 2 * n + 1 < end)
+    place = f"arr_{2 * n + 1 - split(3 * n + 3)[piece][0]}"
+    edit(f"{folder}/shard_0/{piece}.npz", lambda arrays: arrays.update({place: np.int32(3)}))
+    found = read(folder, config)
+    assert (found["step"], found["opt_state"]["count"]) == (3, 9)
+    assert read(folder, config, optimizer=False)["step"] == 3
+
+
+def test_the_model_folder_is_an_index(small, tmp_path):
+    config, folder = small(), tmp_path / "model"
+    state = random_state(config, full=False)
+    for step in (20, 5):
+        write(str(folder), state | {"step": np.int32(step)}, config)
+    index = json.loads((folder / "meta.json").read_text())
+    assert index == {"step": 5, "checkpoints": [20, 5], "aux": {"20": {}, "5": {}}}
+    assert sorted(os.listdir(folder)) == ["meta.json", "step_20", "step_5"]
+    assert step_folder(str(folder)) == str(folder / "step_5")
+    assert read(str(folder), config)["step"] == 5
+    with pytest.raises(InputError, match="step_5: is there already"):
+        write(str(folder), state | {"step": np.int32(5)}, config)
+    (folder / "meta.json").unlink()
+    os.mkdir(folder / "step_100")  # an empty one is no checkpoint
+    assert read(str(folder), config)["step"] == 20
+    assert read(str(folder / "step_5"), config)["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", "meta.json: cannot be read"),
+        ('{"step": 1}', "meta.json: expected a mapping whose `checkpoints` is a list of steps"),
+        ('{"checkpoints": [8]}', "meta.json: names step 8, but .*step_8 holds no shard"),
+    ],
+)
+def test_a_bad_index_is_one_line(small, text, line, tmp_path):
+    write(str(tmp_path / "model"), random_state(small(), full=False), small())
+    (tmp_path / "model" / "meta.json").write_text(text)
+    with pytest.raises(InputError, match=line):
+        read(str(tmp_path / "model"), small())
+
+
+def truncate(path, share=0.5):
+    with open(path, "r+b") as file:
+        file.truncate(int(os.path.getsize(path) * share))
+
+
+def flip(path):
+    """One bit of the first array's values."""
+    with zipfile.ZipFile(path) as archive:
+        info = archive.infolist()[0]
+    content = bytearray(Path(path).read_bytes())
+    content[info.header_offset + 400] ^= 1
+    Path(path).write_bytes(content)
+
+
+def pickled(path):
+    edit(path, lambda arrays: arrays.update(arr_1=np.array([{"a": 1}], object)))
+
+
+def put(value):
+    return lambda path: edit(path, lambda arrays: arrays.update(arr_1=value(arrays["arr_1"])))
+
+
+# The piece holds the embedding's b, w of shard 1 of 2.
+DAMAGE = [
+    (truncate, r"shard_1/0\.npz: expected a whole \.npz archive, .* bytes\); copy"),
+    (os.remove, r"shard_1/0\.npz: is missing; a shard has 16 pieces"),
+    (lambda path: Path(path).write_bytes(pickle.dumps([1])), r"shard_1/0\.npz: expected a whole"),
+    (flip, r"0\.npz: arr_0 \(params: .*linear b\) is damaged: Bad CRC-32.*; expected \(64,\)"),
+    (pickled, r"0\.npz: arr_1 \(.*linear w\) is a pickled object.* refused as unsafe"),
+    (put(lambda w: w[:-1]), r"0\.npz: arr_1 \(.*\) has shape \(63, 64\), expected \(64, 64\)"),
+    (put(lambda w: w[:, :-1]), r"arr_1 \(.*\) has shape \(64, 63\), expected \(64, 64\) in each"),
+    (
+        put(np.int32),
+        r"arr_1 \(.*linear w\) is int32, expected one of float32, float16, bfloat16; use",
+    ),
+    (put(np.float16), r"arr_1 \(.*linear w\) is float16, expected float32 as in .*shard_0"),
+    (
+        lambda path: edit(path, lambda arrays: arrays.update(arr_9=np.zeros(1))),
+        r"0\.npz: expected the arrays arr_0, arr_1, \.\.\., found 3, of which arr_2 is missing",
+    ),
+    (
+        lambda path: edit(path, lambda arrays: arrays.update(arr_2=np.zeros(1))),
+        r"shard_1: found 28 leaves, expected the 27 of .*shard_0",
+    ),
+    (
+        lambda path: shutil.rmtree(os.path.dirname(path)),
+        r"arr_1 \(params: .*\) has shape \(64, 64\), expected \(128, 64\) in each of 1 shards; .*",
+    ),
+    (
+        lambda path: shutil.rmtree(os.path.dirname(path).replace("shard_1", "shard_0")),
+        r"step_7: shard_0 is missing, though shard_1 is there; copy it as well",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "line"), DAMAGE)
+def test_damage_is_one_line(small, damage, line, tmp_path):
+    config = small()
+    folder = write(str(tmp_path / "model"), random_state(config, full=False), config, shards=2)
+    damage(f"{folder}/shard_1/0.npz")
+    with pytest.raises(InputError, match=line) as caught:
+        read(folder, config)
+    assert "\n" not in str(caught.value)
+    assert "; " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"layers": 3},
+            r"shard_0: found 81 leaves \(2 layers, full\), expected 111 \(full\) or",
+        ),
+        ({"d_model": 128}, r"linear b\) has shape \(64,\), expected \(128,\) in each of 2"),
+        ({"n_vocab": 256}, r"linear w\) has shape \(64, 64\), expected \(128, 64\) in"),
+        ({"n_heads": 1}, r"step_7: 2 shards do not divide n_heads, 1; copy all of its shards, or"),
+        ({"pe": "t5"}, r"found 81 leaves, expected 84 "),
+        ({"norm": "rmsnorm"}, "found 81 leaves, expected 72 "),
+        ({"block": "geglu"}, "block is geglu, but the original's checkpoints hold gptj alone"),
+        ({"head_size": 16}, "head_size is 16, but the original's checkpoints have d_model /"),
+    ],
+)
+def test_another_config_is_one_line(small, changes, line, tmp_path):
+    write(str(tmp_path / "model"), random_state(small()), small(), shards=2)
+    with pytest.raises(InputError, match=line) as caught:
+        read(str(tmp_path / "model"), small(**changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["nothing", "."])
+def test_no_checkpoint_is_one_line(small, path, tmp_path):
+    with pytest.raises(InputError, match=r"no such folder|found no checkpoint of the original's"):
+        read(str(tmp_path / path), small())
+
+
+def test_a_state_that_does_not_fit_is_refused(small, tmp_path):
+    config, folder = small(), tmp_path / "model"
+    state = random_state(config)
+    with pytest.raises(InputError, match="3 shards do not divide n_heads, 8; choose another"):
+        write(str(folder), state, config, shards=3)
+    with pytest.raises(InputError, match="0 shards, expected at least 1"):
+        write(str(folder), state, config, shards=0)
+    with pytest.raises(InputError, match=r"params/layers/layer/q/w is float32 \(2, 64, 64\), exp"):
+        write(str(folder), state, small(layers=3, n_vocab=128))
+    del state["opt_state"]["nu"]["embed"]["embedding"]["w"]
+    with pytest.raises(InputError, match="opt_state/nu/embed/embedding/w is missing"):
+        write(str(folder), state, config)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_refused_write_leaves_nothing(small, there, tmp_path):
+    config, folder = small(), tmp_path / "model"
+    state = random_state(config, full=False)
+    if there:
+        write(str(folder), state, config)
+    before = sorted(tmp_path.rglob("*"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(InputError, match="cannot be written: File too large"):
+            write(str(folder), state | {"step": np.int32(8)}, config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_one_leaf_at_a_time_is_in_memory(small, shards, tmp_path):
+    config = small(layers=4, d_model=256)  # 14 MB, whose largest leaf of one layer has 1 MB
+    state = random_state(config, full=False)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    tracemalloc.start()
+    try:
+        folder = write(str(tmp_path / "model"), state, config, shards=shards)
+        _, peak = tracemalloc.get_traced_memory()
+        # A leaf's part, its copy, and 1 MB for everything else.
+        assert peak < 3e6 + 1e6
+        tracemalloc.reset_peak()
+        found = read(folder, config)
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak < weights + 3e6 + 1e6
+    finally:
+        tracemalloc.stop()
+    assert_same(found, state)
+
+
+def test_shards_native_and_back_on_every_mesh(small, tmp_path):
+    values = {"layers": 3, "cores_per_replica": 8, "tpu_size": 8}
+    config = small(**values)
+    first = write(str(tmp_path / "first"), random_state(config), config)
+    folder = first
+    meshes = [(8, None, 1), (4, None, 4), (1, jax.devices()[:1], 8)]
+    for cores, devices, shards in meshes:
+        here = config.replace(cores_per_replica=cores, tpu_size=None if devices else 8)
+        network = network_of(read(folder, config), here, devices=devices)
+        network.save(str(tmp_path / f"native_{cores}"))
+        network.close()
+        other = CausalTransformer(config, init=False)
+        other.restore(str(tmp_path / f"native_{cores}"))
+        other.close()
+        host = jax.device_get(other.state)
+        folder = write(str(tmp_path / f"shards_{cores}"), host, config, shards=shards)
+    assert_same_files(first, folder)
