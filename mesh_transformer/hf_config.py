@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import shutil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,9 +11,6 @@ from mesh_transformer.config import Config
 from mesh_transformer.tensor_files import read_json, write_json
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Their config's key -> ours.
 _SIZES = {
@@ -118,7 +115,7 @@ class Tokenizer(NamedTuple):
     """The tokenizer that goes with the weights; `fits` where the model's vocabulary holds it."""
 
     source: str
-    loaded: "PreTrainedTokenizerBase"
+    loaded: Any  # of a class of transformers, which tokenizer.py alone imports
     fits: bool
 
     @classmethod

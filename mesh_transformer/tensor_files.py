@@ -27,12 +27,15 @@ DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
-_MAPPED = 1 << 30  # bytes read from a .bin before it is mapped anew
+_MAPPED = 1 << 28  # bytes read from a .bin before it is mapped anew
 _COPY = "copy the folder anew"
 
 
 class Stored(NamedTuple):
-    """One tensor of a file; `read` gives its values.  `dtype` is a code of the format's."""
+    """One tensor of a file; `dtype` is a code of the format's.
+
+    `read` gives the values, perhaps as a view of the mapped file: copy them and let them go.
+    """
 
     path: str
     dtype: str
@@ -177,7 +180,7 @@ class _TorchFile:
         }
 
     def read(self, name: str) -> np.ndarray:
-        """A copy of one tensor's values."""
+        """One tensor's values, in the mapped file."""
         torch = self.torch
         if self._left <= 0:
             self._tensors = {}
@@ -185,8 +188,8 @@ class _TorchFile:
         tensor = self._tensors[name]
         self._left -= tensor.nbytes
         if tensor.dtype == torch.bfloat16:  # which torch does not hand to numpy
-            return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
-        return tensor.numpy().copy()
+            return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
 
     def _load(self) -> dict[str, Any]:
         torch = self.torch

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
+from mesh_transformer.storage import free_space, reason
 from mesh_transformer.util import InputError
 
 
@@ -30,7 +31,7 @@ def whole_folder(path: str) -> Iterator[str]:
         _sync(parent)
     except OSError as error:
         raise InputError(
-            f"{path}: cannot be written: {error.strerror or error}{_free(parent)}; nothing is left "
+            f"{path}: cannot be written: {reason(error)}{free_space(parent)}; nothing is left "
             "there; make room or choose another place"
         ) from error
     finally:
@@ -50,10 +51,3 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _free(folder: str) -> str:
-    try:
-        return f" ({shutil.disk_usage(folder).free:,} bytes free)"
-    except OSError:
-        return ""

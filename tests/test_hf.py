@@ -1,6 +1,8 @@
 """Hugging Face's GPT-J: our logits against torch's, round trips bit for bit, refusals."""
 
+import errno
 import json
+import os
 import tracemalloc
 
 import jax.numpy as jnp
@@ -324,6 +326,19 @@ def test_a_config_of_another_model_is_refused(tmp_path, changes, found):
     theirs().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=found):
         hf.read(str(tmp_path), config=small_config(**changes))
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def write_two(path, *arguments, write_file=tensor_files._write_file):
+        if "00003" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(path, *arguments)
+
+    monkeypatch.setattr(tensor_files, "_write_file", write_two)
+    config = small_config()
+    with pytest.raises(InputError, match="hf: cannot be written: No space left on device"):
+        hf.write(str(tmp_path / "hf"), ours(config), config, shard_bytes=20_000)
+    assert not list(tmp_path.iterdir())
 
 
 def edit(name, change):

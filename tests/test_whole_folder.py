@@ -56,7 +56,7 @@ def test_a_failing_flush_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     with (
-        pytest.raises(InputError, match=r"No space left on device \([\d,]+ bytes free\)"),
+        pytest.raises(InputError, match=r"No space left on device, [\d,]+ bytes free; nothing"),
         whole_folder(str(tmp_path / "model")) as temporary,
     ):
         fill(temporary)
