@@ -12,9 +12,10 @@ from mesh_transformer.util import InputError, run_script
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True, help="JSON or YAML file")
+    parser.add_argument("--config", help="JSON or YAML file (default: what --model-path tells)")
     parser.add_argument(
-        "--model-path", help="model folder or step_N (default: the config's bucket/model_dir)"
+        "--model-path",
+        help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
     )
     parser.add_argument(
         "--version", type=int, choices=(1, 2), help="of the model, as in device_train.py"
@@ -30,15 +31,16 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    config = Config.load(args.config, args.version)
-    path = args.model_path or config.model_folder()
+    if args.config is None and (args.model_path is None or args.version is not None):
+        raise InputError("--config is missing: it goes with --version, or in place of --model-path")
+    config = Config.load(args.config, args.version) if args.config else None
+    path = args.model_path or (config.model_folder() if config else "")
 
     from mesh_transformer.tokenizer import load_tokenizer
-    from mesh_transformer.transformer_shard import CausalTransformer
+    from mesh_transformer.transformer_shard import load
 
-    tokenizer = load_tokenizer(config.tokenizer)
-    network = CausalTransformer(config, init=False)
-    network.load(path, only_params=True)
+    network = load(path, config)
+    tokenizer = load_tokenizer(network.config.tokenizer)
 
     def answer(prompt: str) -> str:
         seed = secrets.randbits(32) if args.seed is None else args.seed

@@ -11,7 +11,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="JSON or YAML file")
     parser.add_argument(
-        "--tune-model-path", help="model folder or step_N whose weights a new run starts from"
+        "--tune-model-path",
+        help="what a new run starts from: model folder, step_N, or Hugging Face folder",
     )
     parser.add_argument(
         "--fresh-opt", action="store_true", help="do not take the optimizer of --tune-model-path"

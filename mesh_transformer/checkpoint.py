@@ -347,7 +347,7 @@ def _nothing_in(folder: epath.Path) -> InputError:
     found = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
     return InputError(
         f"checkpoint folder {folder} {found}; expected a model folder with step_<N> folders "
-        "in it, or one of these"
+        "in it, one of these, or a Hugging Face folder"
     )
 
 

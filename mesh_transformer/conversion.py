@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mesh_transformer import hf, model, native_checkpoint, original_checkpoint
-from mesh_transformer.checkpoint import find
+from mesh_transformer import hf, hf_config, model, native_checkpoint, original_checkpoint
+from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
 from mesh_transformer.parallel import Auto
 from mesh_transformer.util import InputError, to_f32
@@ -33,12 +33,16 @@ LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 def format_of(path: str) -> Format:
     """What is at `path`, a model folder or one of its step_N; InputError where nothing is."""
     local = os.path.abspath(os.path.expanduser(path))
-    if "://" not in path and os.path.isdir(local):
-        if os.path.isfile(os.path.join(local, "config.json")):
+    here = "://" not in path and os.path.isdir(local)
+    if here and _is_original(local):
+        return "original"
+    try:
+        find(path)
+    except InputError:
+        # Last, as any model folder may hold a config.json of its own.
+        if here and os.path.isfile(os.path.join(local, "config.json")):
             return "hf"
-        if _is_original(local):
-            return "original"
-    find(path)  # Says what was expected where there is no native checkpoint either.
+        raise
     return "native"
 
 
@@ -47,6 +51,26 @@ def _is_original(folder: str) -> bool:
     folders = [folder, *(os.path.join(folder, step) for step in steps)]
     shards = [name for each in folders for name in os.listdir(each) if name.startswith("shard_")]
     return bool(shards) or os.path.isfile(os.path.join(folder, "meta.json"))
+
+
+def config_of(path: str) -> Config:
+    """The config that the checkpoint at `path` tells; InputError where it tells none."""
+    kind = format_of(path)
+    if kind == "native":
+        folder, step = find(path)
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            values = checkpoints.aux(step)["config"]
+        return Config.from_dict(values, f"{path}: saved config")
+    if kind == "hf":
+        return hf_config.read_config(path)
+    raise _tells_none(path)
+
+
+def _tells_none(path: str) -> InputError:
+    return InputError(
+        f"{path}: a checkpoint of the original's does not tell its config; give the one that it "
+        "was trained with"
+    )
 
 
 def read(
@@ -73,10 +97,7 @@ def read(
     if kind == "hf":
         return hf.read(path, config=config, dtype=dtype)
     if config is None:
-        raise InputError(
-            f"{path}: a checkpoint of the original's does not tell its config; give the one that "
-            "it was trained with"
-        )
+        raise _tells_none(path)
     return config, original_checkpoint.read(path, config, dtype=dtype, optimizer=optimizer)
 
 
@@ -177,30 +198,33 @@ def compare(
     Both are the largest difference over the spread of the source's logits; what may be depends on
     the target's dtype.  They are read one after the other.
     """
-    after, dtype = _logits(target, target_kind, config, None)
-    before, _ = _logits(source, source_kind, config, after.shape[1])
-    before = before[:, : after.shape[1]]
-    spread = before.max() - np.median(before)  # whatever the logits of vocabulary that only pads
+    both: list[tuple[str, Format]] = [(source, source_kind), (target, target_kind)]
+    # Hugging Face's vocabulary may be without the padding that the config has.
+    sizes = [hf_config.read_config(path).n_vocab for path, kind in both if kind == "hf"]
+    tokens = min([config.n_vocab, *sizes])
+    (before, _), (after, dtype) = (
+        _logits(path, kind, None if kind == "hf" else config, tokens) for path, kind in both
+    )
+    spread = before.max() - np.median(before)  # the same, whatever is added to all
     return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
 
 
-def _logits(
-    path: str, kind: Format, config: Config | None, tokens: int | None
-) -> tuple[np.ndarray, str]:
-    """f32 logits [T, V] after each token of a fixed prompt, and the dtype of the weights.
+def _logits(path: str, kind: Format, config: Config | None, tokens: int) -> tuple[np.ndarray, str]:
+    """f32 logits [T, tokens] after each token of a fixed prompt, and the dtype of the weights.
 
-    Computed in f32 whatever the weights' dtype, on one device; of the layers' weights one layer's
-    are cast at a time.  The prompt is drawn from the first `tokens` of the vocabulary, or all.
+    Of the first `tokens` of the vocabulary alone.  Computed in f32 whatever the weights' dtype, on
+    one device; of the layers' weights one layer's are cast at a time.
     """
     config, state = read(path, kind, config, optimizer=False)
-    prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % (tokens or config.n_vocab)
+    prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
     params = _on_device(state)["params"]
     dtype = params["embed"]["embedding"]["w"].dtype.name
     # The first activation is f32, so that each layer's weights become f32 where they are used.
     outer = {part: to_f32(leaves) for part, leaves in params.items() if part != "layers"}
     function = functools.partial(model.logits, config=config.replace(dtype="float32"), par=Auto())
     with jax.default_matmul_precision("highest"):
-        return np.asarray(jax.jit(function)(params | outer, jnp.asarray(prompt)))[0], dtype
+        logits_BTV = jax.jit(function)(params | outer, jnp.asarray(prompt))
+    return np.asarray(logits_BTV[0, :, :tokens]), dtype
 
 
 def _on_device(tree: Any) -> Any:

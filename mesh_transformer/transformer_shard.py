@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
-from mesh_transformer import flops
+from mesh_transformer import conversion, flops
 from mesh_transformer import step as steps
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
@@ -101,6 +101,8 @@ class CausalTransformer:
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
         """One optimizer update; returns at once, before the devices are done.
 
+        Weights that were loaded alone get fresh moments first.
+
         Args:
           sample: token ids `obs` and `target` [A, B, T]; B divides by dp.
 
@@ -108,15 +110,16 @@ class CausalTransformer:
           Device scalars: `loss` (z-loss included), `last_loss`, `grad_norm` (before clipping),
           `grad_norm_micro`, `grad_square_micro` and `learning_rate`.
         """
-        if "opt_state" not in self._loaded():
-            raise InputError("train: the model was loaded without an optimizer; load it with one")
         batch = self._batch(sample, 3)
         if batch["obs"].shape[1] % self.dp:
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
                 f"expected a multiple of the {self.dp} replicas"
             )
-        self.state, metrics = self._train(self.state, self._place(batch, P(None, "dp")))
+        state = self._loaded()
+        if "opt_state" not in state:
+            state["opt_state"] = self._fresh_moments(state["params"])
+        self.state, metrics = self._train(state, self._place(batch, P(None, "dp")))
         self.step += 1
         return metrics
 
@@ -239,25 +242,46 @@ class CausalTransformer:
         return aux
 
     def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
-        """Takes the weights of `path`, a model folder or one of its step_N; the step becomes 0.
+        """Takes the weights of `path`, of any of the three formats; the step becomes 0.
 
-        Adam's moments come along too, unless `fresh_opt` makes them anew or `only_params` leaves
-        the optimizer out (for sampling; such a model cannot train).
+        `path` is a model folder (its newest step), one of its step_N, or a Hugging Face folder.
+        Adam's moments come along where there are any, else they are made anew, as `fresh_opt`
+        makes them in any case; `only_params` leaves them out until the model is trained.
+
+        Raises:
+          InputError: where it cannot be read, or is of another model than the config's.
         """
-        folder, number = find(path)
+        kind = conversion.format_of(path)
         wanted = self._template()
         del wanted["step"]
         if fresh_opt or only_params:
             del wanted["opt_state"]
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            loaded = checkpoints.restore(number, wanted)
-            saved = checkpoints.aux(number)["config"]
-        self.config.check_same_model(saved, f"{folder}/step_{number}")
-        if fresh_opt:
-            loaded["opt_state"] = steps.compile_opt_state(self.config, self.mesh)(loaded["params"])
+        if kind == "native":
+            loaded = self._load_native(path, wanted)
+        else:
+            dtype = jnp.bfloat16 if self.config.early_cast else jnp.float32
+            optimizer = "opt_state" in wanted
+            _, host = conversion.read(path, kind, self.config, dtype=dtype, optimizer=optimizer)
+            loaded = _placed(host, {key: leaf for key, leaf in wanted.items() if key in host})
+        if "opt_state" not in loaded and not only_params:
+            loaded["opt_state"] = self._fresh_moments(loaded["params"])
         self.step = 0
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
         self.state = loaded | {"step": zero}
+
+    def _load_native(self, path: str, wanted: steps.State) -> steps.State:
+        """What of `wanted` is there, every leaf read straight into its layout."""
+        folder, number = find(path)
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            self.config.check_same_model(
+                checkpoints.aux(number)["config"], f"{folder}/step_{number}"
+            )
+            there = {key[0] for key in checkpoints.leaves(number)}
+            only = [key for key in wanted if key in there or key == "params"]
+            return checkpoints.restore(number, wanted, only=only)
+
+    def _fresh_moments(self, params: Any) -> Any:
+        return steps.compile_opt_state(self.config, self.mesh)(params)
 
     def _template(self) -> steps.State:
         """Shapes and layouts of the state, with nothing in them."""
@@ -324,29 +348,49 @@ class CausalTransformer:
         return jax.tree.map(place, tree)
 
 
+def _placed(host: Any, template: Any) -> Any:
+    """A host tree's leaves in the template's layouts and dtypes; the host tree is emptied."""
+    if isinstance(template, dict):
+        return {key: _placed(host.pop(key), leaf) for key, leaf in template.items()}
+    return jax.make_array_from_callback(
+        template.shape,
+        template.sharding,
+        lambda index: host[index].astype(template.dtype, copy=False),
+    )
+
+
 def load(
-    path: str, config: Config | dict[str, Any] | str | os.PathLike[str] | None = None
+    path: str,
+    config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    optimizer: bool = False,
 ) -> CausalTransformer:
     """A model with the weights at `path`, ready to evaluate, generate or fine-tune.
 
     Args:
-      path: a model folder (its newest checkpoint) or one step_N of it.
+      path: a model folder (its newest checkpoint), one step_N of it, or a Hugging Face folder.
       config: a Config, a dict or a path; of a dict only the model's own keys are required.
-        Default: the checkpoint's own, spread over as many of this machine's devices as divide it.
+        Default: the checkpoint's own, on as many of this machine's devices as divide its mp.  The
+        original's checkpoints have none.
+      optimizer: take Adam's moments too; otherwise training makes fresh ones.
     """
-    if config is None:
-        folder, number = find(path)
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            saved = Config.from_dict(checkpoints.aux(number)["config"], f"{path}: saved config")
-        config = _fitted(saved)
-    network = CausalTransformer(config, init=False)
-    network.load(path)
+    given = None if config is None else Config.of(config)
+    fitted = _fitted(path) if given is None else given
+    assert fitted.tpu_size is not None
+    use_virtual_devices(fitted.tpu_size)
+    # Without this a config of one device would be copied to all of them.
+    devices = None if jax.process_count() > 1 else jax.devices()[: fitted.tpu_size]
+    network = CausalTransformer(fitted, devices=devices, init=False)
+    network.load(path, only_params=not optimizer)
     return network
 
 
-def _fitted(saved: Config) -> Config:
-    """`saved` for the devices here: the largest mp that divides both its own and their number."""
+def _fitted(path: str) -> Config:
+    """The config of `path` for the devices here: the largest mp that divides its own and theirs."""
+    saved = conversion.config_of(path)
     if saved.norm == "layernorm-desync":
         return saved  # its parameters are those of one mp
+    assert saved.tpu_size is not None
+    use_virtual_devices(saved.tpu_size)
     shards = math.gcd(saved.cores_per_replica, jax.device_count())
     return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)

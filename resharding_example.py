@@ -1,0 +1,61 @@
+"""Loads a checkpoint of the original's, whatever its number of shards, onto any number of devices.
+
+The original's example: GPT-J-6B's 8 shards on one device, and samples from them.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError, run_script
+
+PROMPT = (
+    "In a shocking finding, scientists discovered a herd of unicorns living in a remote valley "
+    "of the Andes. Even more surprising was that the unicorns"
+)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="configs/6B_roto_256.json", help="JSON or YAML file")
+    parser.add_argument(
+        "--model-path", default="step_383500", help="model folder or step_N, of any format"
+    )
+    parser.add_argument("--devices", type=int, default=1, help="to load onto (1)")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--length", type=int, default=128, help="tokens to generate (128)")
+    parser.add_argument("--samples", type=int, default=1, help="answers to the prompt (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first answer (0)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    for flag in ("devices", "length", "samples"):
+        if getattr(args, flag) < 1:
+            raise InputError(f"--{flag} is {getattr(args, flag)}, expected at least 1")
+    config = Config.load(args.config)
+    config = config.replace(cores_per_replica=args.devices, tpu_size=args.devices)
+
+    from mesh_transformer.tokenizer import load_tokenizer
+    from mesh_transformer.transformer_shard import load
+
+    tokenizer = load_tokenizer(config.tokenizer)
+    began = time.perf_counter()
+    network = load(args.model_path, config)
+    print(f"loaded onto {network.mesh.size} devices in {time.perf_counter() - began:.1f} s")
+
+    prompt = tokenizer(args.prompt)["input_ids"] or [tokenizer.eos_token_id]
+    tokens = np.tile(np.array(prompt), (args.samples, 1))
+    options = {"top_p": 0.9, "temp": 0.75, "seed": args.seed + np.arange(args.samples)}
+    began = time.perf_counter()
+    found = network.generate(tokens, np.full(args.samples, len(prompt)), args.length, options)
+    print(f"{found.size} tokens in {time.perf_counter() - began:.1f} s, compilation included")
+    for answer in found:
+        print(f"\n{args.prompt}{tokenizer.decode(answer)}")
+
+
+if __name__ == "__main__":
+    run_script(main)
