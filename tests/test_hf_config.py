@@ -1,0 +1,156 @@
+"""Hugging Face's config.json and tokenizer files: what they say of a model, what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Words
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, GenerationConfig, GPTJConfig, PreTrainedTokenizerFast
+
+from mesh_transformer.config import Config
+from mesh_transformer.hf_config import Tokenizer, read_config, write_configs
+from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.util import InputError
+
+# As an early release of transformers wrote it, with keys that are gone since.
+EARLY = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPTJForCausalLM"],
+    "attn_pdrop": 0.0,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "gradient_checkpointing": False,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gptj",
+    "n_embd": 4096,
+    "n_head": 16,
+    "n_layer": 28,
+    "n_positions": 2048,
+    "rotary": True,
+    "rotary_dim": 64,
+    "scale_attn_weights": True,
+    "summary_type": "cls_index",
+    "tie_word_embeddings": False,
+    "tokenizer_class": "GPT2Tokenizer",
+    "torch_dtype": "float16",
+    "transformers_version": "4.18.0.dev0",
+    "use_cache": True,
+    "vocab_size": 50400,
+}
+GPTJ = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50400, pe_rotary_dims=64)
+
+
+def config_file(folder, **changes):
+    values = EARLY | changes
+    values = {key: value for key, value in values.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def word_tokenizer(folder, size):
+    """A tokenizer of `size` words, as transformers saves it."""
+    words = Words(WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return str(folder)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_early_config_is_read(tmp_path):
+    assert read_config(config_file(tmp_path)) == GPTJ
+    # What transformers takes for a missing key.
+    folder = config_file(tmp_path, n_positions="absent", rotary_dim="absent", n_inner=16384)
+    assert read_config(folder) == GPTJ
+
+
+def test_what_transformers_writes_is_read_and_the_other_way(tmp_path):
+    rng = np.random.default_rng(0)
+    for trial in range(10):
+        heads = int(rng.integers(1, 9))
+        width, rotary = heads * 16, int(2 * rng.integers(1, 9))
+        layers, vocab, seq = (int(rng.integers(1, 200)) for _ in range(3))
+        config = Config(layers, width, heads, vocab, seq=seq, pe_rotary_dims=rotary)
+        theirs = GPTJConfig(
+            n_layer=layers,
+            n_embd=width,
+            n_head=heads,
+            vocab_size=vocab,
+            n_positions=seq,
+            rotary_dim=rotary,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        (tmp_path / f"ours{trial}").mkdir()
+        write_configs(str(tmp_path / f"ours{trial}"), config, vocab, np.dtype(np.float16))
+        found = GPTJConfig.from_pretrained(tmp_path / f"ours{trial}")
+        theirs.architectures, theirs.dtype = ["GPTJForCausalLM"], found.dtype
+        assert str(found.dtype).endswith("float16")
+        assert found.to_diff_dict() == theirs.to_diff_dict()
+        theirs.save_pretrained(tmp_path / f"theirs{trial}")
+        for folder in ("ours", "theirs"):
+            assert read_config(str(tmp_path / f"{folder}{trial}")) == config
+
+
+def test_the_end_of_text_is_named_where_there_is_one(tmp_path):
+    for rows, expected in ((50257, 50256), (50256, None)):
+        write_configs(str(tmp_path), GPTJ, rows, np.dtype(np.float32))
+        assert GPTJConfig.from_pretrained(tmp_path).eos_token_id == expected
+        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"model_type": "gpt_neo"}, "model_type is 'gpt_neo', expected 'gptj'"),
+        ({"model_type": "absent"}, "model_type is None"),
+        ({"activation_function": "relu"}, "activation_function is 'relu'; .* 'gelu_new' alone"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"rotary_dim": None}, "rotary_dim is None, expected a whole number"),
+        ({"n_inner": 8192}, "n_inner is 8192; this model has 4 . n_embd or null alone"),
+        ({"n_embd": "4096"}, "n_embd is '4096', expected a whole number"),
+        ({"n_layer": "absent"}, "n_layer is None"),
+        ({"n_head": True}, "n_head is True"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"n_head": 17}, "n_heads 17 does not divide"),
+        ({"rotary_dim": 512}, "pe_rotary_dims is 512, above the head size 256"),
+    ],
+)
+def test_what_this_model_is_not_is_refused(tmp_path, changes, found):
+    with pytest.raises(InputError, match=found) as caught:
+        read_config(config_file(tmp_path, **changes))
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_s_own_tokenizer_is_used_and_goes_along(tmp_path):
+    folder = tmp_path / "model"
+    word_tokenizer(folder, 50)
+    before = contents(folder)
+    config = read_config(config_file(folder))
+    assert config.tokenizer == str(folder)
+    (tmp_path / "copy").mkdir()
+    Tokenizer.of(None, config, must_fit=False).save(str(tmp_path / "copy"))
+    assert contents(tmp_path / "copy") == before
+
+
+def test_gpt2_s_is_the_default(tmp_path):
+    assert read_config(config_file(tmp_path)).tokenizer == "gpt2"
+    Tokenizer.of(None, GPTJ, must_fit=False).save(str(tmp_path / "new"))
+    text = "hello\n\nhello<|endoftext|> Ünïcode  spaces"
+    found = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert found(text).input_ids == load_tokenizer()(text).input_ids
+
+
+def test_a_tokenizer_of_more_tokens_is_left_out_or_refused(tmp_path):
+    small = GPTJ.replace(n_vocab=100)
+    Tokenizer.of(None, small, must_fit=False).save(str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(InputError, match="tokenizer gpt2: has 50257 tokens, more than n_vocab 100"):
+        Tokenizer.of(None, small, must_fit=True)
+    assert len(Tokenizer.of(word_tokenizer(tmp_path / "100", 100), small, True).loaded) == 100
+    with pytest.raises(InputError, match="101: has 101 tokens, more than n_vocab 100"):
+        Tokenizer.of(word_tokenizer(tmp_path / "101", 101), small, must_fit=False)
