@@ -225,7 +225,7 @@ def _cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = value.astype(dtype)
     if dtype == np.float16 and np.isinf(cast).sum() > np.isinf(value).sum():
-        largest = np.max(np.abs(value[np.isfinite(value)]))
+        largest = float(np.max(np.abs(value[np.isfinite(value)])))
         raise InputError(
             f"{where} holds {largest:g}, but float16 ends at 65504; choose bfloat16 or float32"
         )

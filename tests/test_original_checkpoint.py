@@ -11,7 +11,9 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -193,17 +195,67 @@ def test_names_and_order_are_those_of_the_original_s_list(variant, n):
     assert [line.split()[1] for line in lines] == places
 
 
+def haiku_names(config):
+    """The parameters that Haiku makes of modules nested as the original's, in JAX's order."""
+
+    class Norm(hk.Module):
+        def __init__(self):
+            kind = config.norm
+            names = {"layernorm-desync": "layer_norm", "layernorm": "replicated_layer_norm"}
+            super().__init__(names.get(kind.removesuffix("-nobias"), "rms_norm"))
+            self.leaves = ["scale"]
+            if kind.startswith("layernorm") or kind.endswith("-bias"):
+                self.leaves.append("offset")
+
+        def __call__(self):
+            for leaf in self.leaves:
+                hk.get_parameter(leaf, (), init=jnp.zeros)
+
+    class Layer(hk.Module):
+        def __init__(self, name, biases):
+            super().__init__(name)
+            self.parts = [hk.Linear(1, with_bias=bias) for bias in biases]
+            if name == "embedding_shard":
+                if config.pe == "fixed":
+                    hk.get_parameter("pos_embs", (), init=jnp.zeros)
+            else:
+                norm = Norm()
+                self.parts.append(lambda x: norm())
+
+        def __call__(self):
+            for part in self.parts:
+                part(jnp.zeros((1, 1)))
+
+    class CausalTransformerShard(hk.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [Layer("embedding_shard", [True]), Layer("projection_shard", [True])]
+            biases = [False, False, False, False, True, True]
+            self.parts += [Layer(f"layer_{i}", biases) for i in range(config.layers)]
+            if config.pe == "t5":
+                self.parts.append(RelativePositionEmbs())
+
+        def __call__(self):
+            for part in self.parts:
+                part()
+
+    class RelativePositionEmbs(hk.Module):
+        def __call__(self):
+            hk.get_parameter("rel_embedding", (), init=jnp.zeros)
+
+    params = jax.eval_shape(
+        hk.transform(lambda: CausalTransformerShard()()).init, jax.random.key(0)
+    )
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    return [f"{module.key} {leaf.key}" for module, leaf in paths]
+
+
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
-def test_order_is_jax_s_of_nested_dicts(small, norm, pe):
-    config = small(layers=21, norm=norm, pe=pe)  # layer_10 stands between layer_1 and layer_2
-    names = [entry.name for entry in entries(config, model.declarations(config))]
-    assert len(set(names)) == len(names)
-    tree = {}
-    for name in reversed(names):
-        module, leaf = name.split(" ")
-        tree.setdefault(module, {})[leaf] = name
-    assert jax.tree.leaves(tree) == names
+def test_names_and_order_are_haiku_s(small, norm, pe):
+    config = small(layers=11, norm=norm, pe=pe)  # layer_10 stands between layer_1 and layer_2
+    found = [entry.name for entry in entries(config, model.declarations(config))]
+    assert found == haiku_names(config)
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
@@ -249,8 +301,9 @@ def test_casts(small, tmp_path):
     wide = read(narrow, config, dtype="float32", optimizer=False)
     assert_same(wide, {"params": jax.tree.map(np.float32, rounded), "step": state["step"]})
     huge = jax.tree.map(lambda leaf: leaf * 1e5, state["params"])
-    with pytest.raises(InputError, match="but float16 ends at 65504; choose bfloat16 or float32"):
-        write(str(tmp_path / "huge"), state | {"params": huge}, config, dtype="float16")
+    for params in (huge, jax.tree.map(lambda leaf: leaf.astype(BF16), huge)):
+        with pytest.raises(InputError, match=r"holds \d+, but float16 ends at 65504; choose bf"):
+            write(str(tmp_path / "huge"), state | {"params": params}, config, dtype="float16")
     assert not (tmp_path / "huge").exists()
 
 
@@ -457,6 +510,39 @@ def test_damage_is_one_line(small, damage, line, tmp_path):
         read(folder, config)
     assert "\n" not in str(caught.value)
     assert "; " in str(caught.value)
+
+
+def mutated(content, rng):
+    """The bytes cut short, or with some changed: anywhere, near the headers, in the directory."""
+    content = bytearray(content)
+    kind = rng.integers(4)
+    if kind == 0:
+        return content[: rng.integers(len(content))]
+    first, end = [(0, None), (0, 200), (-400, None)][kind - 1]
+    places = range(len(content))[first:end]
+    for place in rng.choice(places, 2):
+        content[place] = rng.integers(256)
+    return content
+
+
+def test_any_damage_is_one_line_or_harmless(tmp_path):
+    config, folder = original_config("f32/t5_mp4"), str(tmp_path / "step_0")
+    shutil.copytree(ORIGINAL / "f32/t5_mp4/step_0", folder)
+    good, refused = read(folder, config), 0
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        path = Path(folder, f"shard_{rng.integers(4)}", f"{rng.integers(16)}.npz")
+        whole = path.read_bytes()
+        path.write_bytes(mutated(whole, rng))
+        line = None
+        try:
+            assert_same(read(folder, config), good)  # such as a changed date in the archive
+        except InputError as error:
+            line = str(error)
+            refused += 1
+        assert line is None or ("\n" not in line and str(path) in line)
+        path.write_bytes(whole)
+    assert refused > 30
 
 
 @pytest.mark.parametrize(
