@@ -34,28 +34,25 @@ class Declaration:
         assert self.stacked
         return Declaration(self.shape[1:], P(*tuple(self.spec)[1:]), self.decay, self.summed)
 
-    def zero_axis(self, dp: int, mp: int) -> int | None:
-        """Which axis ZeRO splits over dp: mp's where it divides further, else another.
+    def zero_axis(self, dp: int) -> int | None:
+        """Which axis ZeRO splits over dp: the longest that dp divides, beside mp's own.
 
-        None for what mp does not split, which is small, and where no axis divides.
+        None for what mp does not split or splits alone, which is small, and where none divides.
         """
         axes = tuple(self.spec)
         if "mp" not in axes:
             return None
-        split = axes.index("mp")
-        others = [axis for axis in range(self.stacked, len(axes)) if axis != split]
-        if self.shape[split] % (dp * mp) == 0:
-            return split
-        return next((axis for axis in others if self.shape[axis] % dp == 0), None)
+        free = [
+            axis
+            for axis in range(self.stacked, len(axes))
+            if axes[axis] is None and self.shape[axis] % dp == 0
+        ]
+        return max(free, key=lambda axis: self.shape[axis], default=None)
 
-    def at_rest(self, dp: int, mp: int) -> P:
+    def at_rest(self, dp: int) -> P:
         """The layout of the state under ZeRO."""
-        axis = self.zero_axis(dp, mp)
-        if axis is None:
-            return self.spec
-        axes: list[Any] = list(self.spec)
-        axes[axis] = ("mp", "dp") if axes[axis] == "mp" else "dp"
-        return P(*axes)
+        split = self.zero_axis(dp)
+        return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
 
 
 def is_declaration(node: Any) -> bool:

@@ -1,14 +1,16 @@
 """The mesh, and the few things a layer or a step may ask of it.
 
-`Manual` runs inside `shard_map`: arrays are this device's blocks, collectives are written out.
-`Auto` runs under `jit` (or on one device): arrays are global, the compiler adds the collectives.
-Both answer the same questions, so that no layer and no step knows which one it has.
+Programs run inside `shard_map`, and `Parallel` is what they see.  The replicas' side, dp, is
+written out once for all: f32 reductions, and ZeRO.  mp is the fork: `Manual` writes Megatron's
+collectives out, arrays are this device's blocks; `Auto` leaves mp to the compiler, arrays are
+global over it.  Both answer the same questions: no layer and no step knows which one it has.
 """
 
+import abc
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import haiku as hk
@@ -66,119 +68,6 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, P)
 
 
-class Auto:
-    """Global arrays under `jit` over a mesh, or on one device where `mesh` is None.
-
-    `mp` is how many parts a program sees (one: arrays are global), `replicas` how many gradients
-    of one microbatch.  `declared` is a tree of the parameters' declarations.
-    """
-
-    mp = 1
-    replicas = 1
-
-    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0):
-        self.mesh = mesh
-        self.zero_stage = zero_stage
-
-    def _constrain(self, tree: Any, specs: Any) -> Any:
-        if self.mesh is None:
-            return tree
-        return lax.with_sharding_constraint(tree, named(self.mesh, specs))
-
-    def _splits(self, declaration: Declaration) -> bool:
-        """Whether a parameter is split over dp where it is at rest."""
-        if self.mesh is None or not self.zero_stage:
-            return False
-        return declaration.zero_axis(self.mesh.shape["dp"], self.mesh.shape["mp"]) is not None
-
-    def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        """The shape of this program's part of a global array split along `axes`."""
-        return shape
-
-    def fan_out(self, x: Array) -> Array:
-        """Megatron's f: identity forward, a sum over mp backward."""
-        return x
-
-    def sum(self, x: Array) -> Array:
-        """Megatron's g: a sum over mp forward, identity backward."""
-        return x
-
-    def max(self, x: Array) -> Array:
-        """The maximum over mp; has no gradient."""
-        return x
-
-    def rank(self) -> Array | int:
-        """Which mp part this program holds."""
-        return 0
-
-    def gather(self, x: Array, axis: int = -1) -> Array:
-        """The parts of x along `axis`, joined over mp."""
-        return x
-
-    def shard(self, x: Array, *axes: str | None) -> Array:
-        """x, with a hint how the compiler should lay it out."""
-        return self._constrain(x, P(*axes))
-
-    def zeros(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Array:
-        """Zeros of this program's shape, that differ between the parts along `axes`."""
-        return self.shard(jnp.zeros(shape, dtype), *axes)
-
-    def at_rest(self, declared: Any) -> Any:
-        """The layouts of the state."""
-        if self.mesh is None or not self.zero_stage:
-            return map_declared(lambda d: d.spec, declared)
-        sizes = self.mesh.shape["dp"], self.mesh.shape["mp"]
-        return map_declared(lambda d: d.at_rest(*sizes), declared)
-
-    def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
-        """Once a step: the state's parameters as the forward pass takes them, in `dtype`.
-
-        ZeRO 3 leaves what it splits in f32, for `collect` to cast.
-        """
-
-        def copy(d: Declaration, x: Array) -> Array:
-            if self.zero_stage == 3 and self._splits(d):
-                return x.astype(jnp.float32)
-            return self._constrain(x.astype(dtype), d.spec)
-
-        return map_declared(copy, declared, params)
-
-    def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
-        """At the point of use: the parameters of one part, whole but for mp, in `dtype`."""
-
-        def whole(d: Declaration, x: Array) -> Array:
-            if self.zero_stage == 3 and self._splits(d):
-                return self._constrain(x.astype(dtype), d.spec)
-            return x
-
-        return map_declared(whole, declared, params)
-
-    def accumulator(self, params: Any, declared: Any) -> Any:
-        """Zeros in f32 for the sum of gradients over microbatches."""
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return self._constrain(zeros, self.at_rest(declared))
-
-    def mean(self, grads: Any, declared: Any) -> Any:
-        """Once a step: the mean of the gradients over dp, in the state's layout."""
-        return self._constrain(grads, self.at_rest(declared))
-
-    def total(self, squares: Any, declared: Any) -> Array:
-        """The sum of one number a leaf, leaves in the state's layout, over all their parts."""
-        return jnp.sum(jnp.stack(jax.tree.leaves(squares)))
-
-    def micro(self, grads: Any, declared: Any) -> Any:
-        """One microbatch's gradient as one of the `replicas` has it."""
-        return grads
-
-    def micro_total(self, squares: Any, declared: Any) -> Array:
-        """As `total`, of what was computed from `micro`."""
-        return self.total(squares, declared)
-
-    def mean_scalar(self, x: Array) -> Array:
-        """The mean over dp of what each replica measured."""
-        return x
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_cast(x: Array, axis: int, dtype: Any) -> Array:
     """f32 parts along `axis` joined over dp and cast; their gradient is summed in f32.
@@ -200,21 +89,226 @@ def _gather_cast_backward(axis: int, dtype: Any, _: None, g: Array) -> tuple[Arr
 _gather_cast.defvjp(_gather_cast_forward, _gather_cast_backward)
 
 
-class Manual:
-    """This device's blocks inside `shard_map` over a (dp, mp) mesh; answers as `Auto` does.
+class Parallel(abc.ABC):
+    """What a layer or a step may ask, inside `shard_map` over the mesh axes in `axes`.
 
-    Every value is typed with the axes along which it differs between devices (`check_vma`);
-    `pcast` to varying transposes to a psum, which makes Megatron's f of it.
+    Every value is typed with those of `axes` along which it differs between devices (`check_vma`).
+    `mp` is how many parts of a layer the program sees apart, `replicas` how many gradients of one
+    microbatch.  `declared` is a tree of the parameters' declarations.
     """
 
-    def __init__(self, mesh: Mesh, zero_stage: int = 0):
-        self.mp = mesh.shape["mp"]
-        self.dp = mesh.shape["dp"]
+    mp = 1
+    axes: tuple[str, ...] = ()
+
+    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0):
+        self.dp = 1 if mesh is None else mesh.shape["dp"]
         self.zero_stage = zero_stage
         self.replicas = self.dp if zero_stage < 3 else 1
 
+    @abc.abstractmethod
+    def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """The shape of this program's part of a global array split along `axes`."""
+
+    @abc.abstractmethod
+    def fan_out(self, x: Array) -> Array:
+        """Megatron's f: identity forward, a sum over mp backward."""
+
+    @abc.abstractmethod
+    def sum(self, x: Array) -> Array:
+        """Megatron's g: a sum over mp forward, identity backward."""
+
+    @abc.abstractmethod
+    def max(self, x: Array) -> Array:
+        """The maximum over mp; has no gradient."""
+
+    @abc.abstractmethod
+    def rank(self) -> Array | int:
+        """Which mp part this program holds."""
+
+    @abc.abstractmethod
+    def gather(self, x: Array, axis: int = -1) -> Array:
+        """The parts of x along `axis`, joined over mp."""
+
+    @abc.abstractmethod
+    def shard(self, x: Array, *axes: str | None) -> Array:
+        """x, with a hint how the compiler should lay it out."""
+
+    @abc.abstractmethod
+    def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
+        """`function`, which talks to the other replicas, on each mp part of an array."""
+
+    def within(self, specs: Any) -> Any:
+        """The layouts (a tree of PartitionSpecs) as `shard_map` takes them: `axes` alone."""
+
+        def visible(spec: P) -> P:
+            return P(*(axis if axis in self.axes else None for axis in spec))
+
+        return jax.tree.map(visible, specs, is_leaf=_is_spec)
+
+    def laid_out(self, tree: Any, specs: Any) -> Any:
+        """The arrays of `tree`, each with its PartitionSpec as a hint to the compiler."""
+        return jax.tree.map(lambda spec, x: self.shard(x, *spec), specs, tree, is_leaf=_is_spec)
+
+    def _differing(self, x: Array, *axes: str | None) -> Array:
+        """x, typed as one that differs along those of `axes` that the program sees."""
+        varying = tuple(axis for axis in self.axes if axis in axes)
+        return lax.pcast(x, varying, to="varying") if varying else x
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Array:
+        """Zeros of this program's shape, that differ between the parts along `axes`."""
+        return self.shard(self._differing(jnp.zeros(shape, dtype), *axes), *axes)
+
     def _zero_axis(self, declaration: Declaration) -> int | None:
-        return declaration.zero_axis(self.dp, self.mp) if self.zero_stage else None
+        return declaration.zero_axis(self.dp) if self.zero_stage else None
+
+    def at_rest(self, declared: Any) -> Any:
+        """The layouts of the state."""
+        if not self.zero_stage:
+            return map_declared(lambda d: d.spec, declared)
+        return map_declared(lambda d: d.at_rest(self.dp), declared)
+
+    def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
+        """Once a step: the state's parameters as the forward pass takes them, in `dtype`.
+
+        ZeRO 3 leaves what it splits in f32, for `collect` to cast.
+        """
+
+        def copy(d: Declaration, x: Array) -> Array:
+            axis = self._zero_axis(d)
+            if axis is None:
+                return self._differing(x.astype(dtype), "dp")
+            if self.zero_stage == 3:
+                return x.astype(jnp.float32)
+            return self._on_parts(lambda x: _gather_cast(x, axis, dtype), d.spec)(x)
+
+        return map_declared(copy, declared, params)
+
+    def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
+        """At the point of use: the parameters of one part, whole but for mp, in `dtype`."""
+
+        def whole(d: Declaration, x: Array) -> Array:
+            axis = self._zero_axis(d) if self.zero_stage == 3 else None
+            if axis is not None:
+                x = self._on_parts(lambda x: _gather_cast(x, axis, dtype), d.spec)(x)
+            return self.shard(x, *d.spec)  # a hint for the gradient too
+
+        return map_declared(whole, declared, params)
+
+    def accumulator(self, params: Any, declared: Any) -> Any:
+        """Zeros in f32 for the sum of gradients over microbatches."""
+
+        def zeros(d: Declaration, x: Array) -> Array:
+            started = jnp.zeros(x.shape, jnp.float32)
+            return self.shard(self._differing(started, "dp", *d.spec), *d.spec)
+
+        return map_declared(zeros, declared, params)
+
+    def mean(self, grads: Any, declared: Any) -> Any:
+        """Once a step: the mean of the gradients over dp, in the state's layout."""
+
+        def sum_over_replicas(d: Declaration, g: Array) -> Array:
+            axis = self._zero_axis(d)
+            if axis is not None and self.zero_stage == 3:
+                return g  # the transpose of `collect` has already summed and scattered
+            if axis is not None:
+                return lax.psum_scatter(g, "dp", scatter_dimension=axis, tiled=True)
+            return self._sum_over(g, ("dp",))
+
+        def mean(d: Declaration, g: Array) -> Array:
+            total = self._on_parts(functools.partial(sum_over_replicas, d), d.spec)(g)
+            return total / self.dp
+
+        return map_declared(mean, declared, grads)
+
+    def _sum_over(self, x: Array, axes: tuple[str, ...]) -> Array:
+        """The sum over those of `axes` that the program sees."""
+        seen = tuple(axis for axis in self.axes if axis in axes)
+        return lax.psum(x, seen) if seen else x
+
+    def _total(self, squares: Any, axes: Any) -> Array:
+        """The sum over leaves, each over the mesh axes that `axes` names for it."""
+        by_axes: dict[tuple[str, ...], list[Array]] = {}
+        jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
+        sums = [self._sum_over(sum(xs[1:], xs[0]), names) for names, xs in by_axes.items()]
+        return jnp.sum(jnp.stack(sums))
+
+    def total(self, squares: Any, declared: Any) -> Array:
+        """The sum of one number a leaf, leaves in the state's layout, over all their parts."""
+
+        def axes(d: Declaration) -> tuple[str, ...]:
+            mp = ("mp",) if "mp" in tuple(d.spec) else ()
+            return mp if self._zero_axis(d) is None else (*mp, "dp")
+
+        return self._total(squares, map_declared(axes, declared))
+
+    def micro(self, grads: Any, declared: Any) -> Any:
+        """One microbatch's gradient as one of the `replicas` has it."""
+        # ZeRO 3 has already summed most leaves over dp: all replicas make one.
+        return self.mean(grads, declared) if self.zero_stage == 3 else grads
+
+    def micro_total(self, squares: Any, declared: Any) -> Array:
+        """As `total`, of what was computed from `micro`."""
+        if self.zero_stage == 3:
+            return self.total(squares, declared)
+        mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
+        return self._total(squares, mp)
+
+    def mean_scalar(self, x: Array) -> Array:
+        """The mean over dp of what each replica measured."""
+        return self._sum_over(x, ("dp",)) / self.dp
+
+
+def _mp_alone(axes: Iterable[Any]) -> P:
+    return P(*(axis if axis == "mp" else None for axis in axes))
+
+
+class Auto(Parallel):
+    """dp written out, mp left to the compiler; without a mesh, one device and no collective."""
+
+    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0):
+        super().__init__(mesh, zero_stage)
+        self.axes = () if mesh is None else ("dp",)
+
+    def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        return shape
+
+    def fan_out(self, x: Array) -> Array:
+        return self.shard(x, *(None,) * x.ndim)
+
+    def sum(self, x: Array) -> Array:
+        return self.shard(x, *(None,) * x.ndim)
+
+    def max(self, x: Array) -> Array:
+        return x
+
+    def rank(self) -> Array | int:
+        return 0
+
+    def gather(self, x: Array, axis: int = -1) -> Array:
+        return x
+
+    def shard(self, x: Array, *axes: str | None) -> Array:
+        if not self.axes:
+            return x
+        return lax.with_sharding_constraint(x, _mp_alone(axes))
+
+    def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
+        # Left to itself, the compiler would join the parts before it lets the replicas talk.
+        split = _mp_alone(spec)
+        return jax.shard_map(function, in_specs=split, out_specs=split, axis_names={"mp"})
+
+
+class Manual(Parallel):
+    """dp and mp written out: arrays are this device's blocks.
+
+    `pcast` to varying transposes to a psum, which makes Megatron's f of it.
+    """
+
+    axes = ("dp", "mp")
+
+    def __init__(self, mesh: Mesh, zero_stage: int = 0):
+        super().__init__(mesh, zero_stage)
+        self.mp = mesh.shape["mp"]
 
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
         return tuple(
@@ -240,82 +334,8 @@ class Manual:
     def shard(self, x: Array, *axes: str | None) -> Array:
         return x
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Array:
-        varying = tuple(axis for axis in axes if axis is not None)
-        return lax.pcast(jnp.zeros(shape, dtype), varying, to="varying")
-
-    def at_rest(self, declared: Any) -> Any:
-        if not self.zero_stage:
-            return map_declared(lambda d: d.spec, declared)
-        return map_declared(lambda d: d.at_rest(self.dp, self.mp), declared)
-
-    def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
-        def copy(d: Declaration, x: Array) -> Array:
-            axis = self._zero_axis(d)
-            if axis is None:
-                return lax.pcast(x.astype(dtype), "dp", to="varying")
-            if self.zero_stage == 3:
-                return x.astype(jnp.float32)
-            return lax.all_gather(x.astype(dtype), "dp", axis=axis, tiled=True)
-
-        return map_declared(copy, declared, params)
-
-    def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
-        def whole(d: Declaration, x: Array) -> Array:
-            axis = self._zero_axis(d) if self.zero_stage == 3 else None
-            return x if axis is None else _gather_cast(x, axis, dtype)
-
-        return map_declared(whole, declared, params)
-
-    def accumulator(self, params: Any, declared: Any) -> Any:
-        def zeros(d: Declaration, x: Array) -> Array:
-            varying = ("dp", "mp") if "mp" in tuple(d.spec) else "dp"
-            return lax.pcast(jnp.zeros(x.shape, jnp.float32), varying, to="varying")
-
-        return map_declared(zeros, declared, params)
-
-    def mean(self, grads: Any, declared: Any) -> Any:
-        def mean(d: Declaration, g: Array) -> Array:
-            axis = self._zero_axis(d)
-            if axis is None:
-                return lax.pmean(g, "dp")
-            if self.zero_stage == 1:
-                g = lax.psum_scatter(g, "dp", scatter_dimension=axis, tiled=True)
-            # ZeRO 3: the transpose of `collect` has already summed and scattered.
-            return g / self.dp
-
-        return map_declared(mean, declared, grads)
-
-    def _total(self, squares: Any, axes: Any) -> Array:
-        """The sum over leaves, each over the mesh axes that `axes` names for it."""
-        by_axes: dict[tuple[str, ...], list[Array]] = {}
-        jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
-        sums = [lax.psum(sum(xs), names) if names else sum(xs) for names, xs in by_axes.items()]
-        return jnp.sum(jnp.stack(sums))
-
-    def total(self, squares: Any, declared: Any) -> Array:
-        def axes(d: Declaration) -> tuple[str, ...]:
-            mp = ("mp",) if "mp" in tuple(d.spec) else ()
-            return mp if self._zero_axis(d) is None else ("mp", "dp")
-
-        return self._total(squares, map_declared(axes, declared))
-
-    def micro(self, grads: Any, declared: Any) -> Any:
-        # ZeRO 3 has already summed most leaves over dp: all replicas make one.
-        return self.mean(grads, declared) if self.zero_stage == 3 else grads
-
-    def micro_total(self, squares: Any, declared: Any) -> Array:
-        if self.zero_stage == 3:
-            return self.total(squares, declared)
-        mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
-        return self._total(squares, mp)
-
-    def mean_scalar(self, x: Array) -> Array:
-        return lax.pmean(x, "dp")
-
-
-# What a layer or a step takes; it never asks which of the two it has.
-Parallel = Auto | Manual
+    def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
+        return function
 
 
 def param(

@@ -1,4 +1,4 @@
-"""One training and one evaluation step, and the only fork between shard_map and jit."""
+"""One training and one evaluation step, and the only place that chooses who splits over mp."""
 
 import contextlib
 import functools
@@ -49,24 +49,24 @@ def _compute_params(params: Any, config: Config, par: Parallel) -> Any:
     return par.compute_copy(params, model.declarations(config), config.dtype)
 
 
-def train_step(
-    state: State, batch: Batch, config: Config, par: Parallel
-) -> tuple[State, dict[str, Array]]:
-    """Gradients of A microbatches summed in f32, their mean over dp, one optimizer update.
+def gradients(
+    params: Any, batch: Batch, config: Config, par: Parallel
+) -> tuple[Any, dict[str, Array]]:
+    """Gradients of A microbatches summed in f32, their mean over dp, and what was measured.
 
     Args:
       batch: `obs` and `target` [A, B, T], of this program's sequences.
     """
     declared = model.declarations(config)
-    params = _compute_params(state["params"], config, par)
-    optimizer = Optimizer(config, declared)
+    params = _compute_params(params, config, par)
+    squares = Optimizer(config, declared).squares
     grad_fn = jax.value_and_grad(model.train_loss, has_aux=True)
 
     def microbatch(sums: Any, tokens: tuple[Array, Array]) -> Any:
         (loss, last_loss), grads = grad_fn(params, *tokens, config, par)
         grads = to_f32(grads)
         sums = jax.tree.map(jnp.add, sums, grads)
-        square = par.micro_total(optimizer.squares(par.micro(grads, declared)), declared)
+        square = par.micro_total(squares(par.micro(grads, declared)), declared)
         return sums, (loss, last_loss, square)
 
     accumulation = batch["obs"].shape[0]
@@ -74,24 +74,26 @@ def train_step(
         microbatch, par.accumulator(params, declared), (batch["obs"], batch["target"])
     )
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
-
-    norm = jnp.sqrt(par.total(optimizer.squares(grads), declared))
-    new_params, opt_state = optimizer.update(
-        grads, state["opt_state"], state["params"], state["step"], norm
-    )
     measured = jnp.stack(
         (loss.mean(), last_loss.mean(), jnp.sqrt(micro_square).mean(), micro_square.mean())
     )
     loss, last_loss, norm_micro, square_micro = par.mean_scalar(measured)
-    metrics = {
+    return grads, {
         "loss": loss,
         "last_loss": last_loss,
-        "grad_norm": norm,
+        "grad_norm": jnp.sqrt(par.total(squares(grads), declared)),
         "grad_norm_micro": norm_micro,
         "grad_square_micro": square_micro,
-        "learning_rate": optimizer.learning_rate(state["step"]),
     }
-    return {"params": new_params, "opt_state": opt_state, "step": state["step"] + 1}, metrics
+
+
+def update(state: State, grads: Any, norm: Array, config: Config) -> State:
+    """One optimizer step; leaf by leaf, in the layout at rest, with no word between devices."""
+    optimizer = Optimizer(config, model.declarations(config))
+    params, opt_state = optimizer.update(
+        grads, state["opt_state"], state["params"], state["step"], norm
+    )
+    return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
@@ -130,14 +132,14 @@ def check_zero(config: Config, mesh: Mesh) -> None:
     """Raises InputError where ZeRO can split a matrix along no axis."""
     if not config.zero:
         return
-    dp, mp = mesh.shape["dp"], mesh.shape["mp"]
+    dp = mesh.shape["dp"]
     declared = jax.tree_util.tree_leaves_with_path(
         model.declarations(config), is_leaf=is_declaration
     )
     for path, declaration in declared:
-        if declaration.decay and declaration.zero_axis(dp, mp) is None:
+        if declaration.decay and declaration.zero_axis(dp) is None:
             raise InputError(
-                f"config: zero is {config.zero}, but dp {dp} (times mp {mp}) divides no axis of "
+                f"config: zero is {config.zero}, but dp {dp} divides no free axis of "
                 f"{jax.tree_util.keystr(path)} {declaration.shape}; set zero to 0, or change the "
                 f"mesh"
             )
@@ -154,32 +156,38 @@ def gradient_replicas(config: Config, mesh: Mesh) -> int:
 
 
 def _partition(
-    function: Callable[..., Any],
-    config: Config,
-    mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
-    donate: tuple[int, ...] = (),
+    function: Callable[..., Any], config: Config, mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`function(*args, config=, par=)` over the mesh: the one place that knows both versions."""
+    """`function(*args, config=, par=)` on every part of the mesh, as one function of the whole."""
+    par = _parallel(config, mesh)
 
     def program(*args: Any) -> Any:
         # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
         exact = config.dtype == "float32"
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            return function(*args, config=config, par=_parallel(config, mesh))
+            found = function(*par.laid_out(args, in_specs), config=config, par=par)
+        return par.laid_out(found, out_specs)
 
-    if config.partitioning == "shard_map":
-        program = jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(
+    return jax.shard_map(
         program,
-        in_shardings=named(mesh, in_specs),
-        out_shardings=named(mesh, out_specs),
-        donate_argnums=donate,
+        mesh=mesh,
+        in_specs=par.within(in_specs),
+        out_specs=par.within(out_specs),
+        axis_names=set(par.axes),
     )
 
 
-METRICS = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
+def _compiled(
+    function: Callable[..., Any], config: Config, mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    return jax.jit(
+        _partition(function, config, mesh, in_specs, out_specs),
+        in_shardings=named(mesh, in_specs),
+        out_shardings=named(mesh, out_specs),
+    )
+
+
+MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
 
 
 def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
@@ -199,24 +207,37 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(state, batch) -> (state, metrics); the old state's memory is reused."""
-    batch = P(None, "dp")
-    metrics = dict.fromkeys((*METRICS, "learning_rate"), P())
+    batch = dict.fromkeys(("obs", "target"), P(None, "dp"))
+    measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
-    specs = (layout, {"obs": batch, "target": batch})
-    return _partition(train_step, config, mesh, specs, (layout, metrics), donate=(0,))
+    params = layout["params"]
+    optimizer = Optimizer(config, model.declarations(config))
+    measure = _partition(gradients, config, mesh, (params, batch), (params, measured))
+
+    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        grads, metrics = measure(state["params"], batch)
+        metrics["learning_rate"] = optimizer.learning_rate(state["step"])
+        return update(state, grads, metrics["grad_norm"], config), metrics
+
+    return jax.jit(
+        train_step,
+        in_shardings=named(mesh, (layout, batch)),
+        out_shardings=(named(mesh, layout), named(mesh, P())),
+        donate_argnums=0,
+    )
 
 
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(params, batch) -> losses a token."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
     specs = (state_specs(config, mesh)["params"], {"obs": P("dp"), "target": P("dp")})
-    return _partition(eval_step, config, mesh, specs, outputs)
+    return _compiled(eval_step, config, mesh, specs, outputs)
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(params, tokens) -> logits."""
     specs = (state_specs(config, mesh)["params"], P("dp"))
-    return _partition(logits_step, config, mesh, specs, P("dp"))
+    return _compiled(logits_step, config, mesh, specs, P("dp"))
 
 
 def compile_generate(config: Config, mesh: Mesh, steps: int) -> Callable[..., Any]:
@@ -224,4 +245,4 @@ def compile_generate(config: Config, mesh: Mesh, steps: int) -> Callable[..., An
     settings = model.SamplerSettings(*(P("dp"),) * 4)
     specs = (state_specs(config, mesh)["params"], P("dp"), P("dp"), settings)
     function = functools.partial(generate_step, steps=steps)
-    return _partition(function, config, mesh, specs, P("dp"))
+    return _compiled(function, config, mesh, specs, P("dp"))
