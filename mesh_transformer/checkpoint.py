@@ -53,21 +53,24 @@ class Checkpoints:
         keep_n: int = 3,
         keep_every: int | None = None,
         read_only: bool = False,
+        host: bool = False,
     ) -> None:
         """Open the folder; a writer makes it and clears what an interrupted save left.
 
-        Raises InputError where the folder cannot be made or a keep is below 1.
+        `host` is for saving numpy arrays, in one process.  Raises InputError where the folder
+        cannot be made or a keep is below 1.
         """
         for name, value in (("keep_n", keep_n), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}: it must be at least 1")
         self.folder = _absolute(folder)
         self._keep_n, self._keep_every, self._read_only = keep_n, keep_every, read_only
+        self._host = host
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, its commit
-        self._checkpointer = _new_checkpointer()
+        self._checkpointer = _new_checkpointer(self._host)
         if not read_only:
-            hush_failures(_is_no_orbax_error)
+            hush_failures(_is_news)
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_uncommitted()
@@ -167,13 +170,7 @@ class Checkpoints:
         for key in reversed(path):
             item, argument = {key: item}, {key: argument}
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=argument, partial_restore=True)
-        try:
-            restored = self._checkpointer.restore(
-                self._path(step), args=ocp.args.Composite(state=arguments)
-            )
-        except _STORAGE_ERRORS as error:
-            raise self._unreadable(step, error) from error
-        return leaves(restored["state"])[path]
+        return leaves(self._restored(step, arguments))[path]
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
         """The tree of `step` (None: the newest), every leaf read straight into its sharding.
@@ -188,8 +185,7 @@ class Checkpoints:
         step = self._existing(step)
         if only is not None:
             template = {key: template[key] for key in only}
-        path = self._path(step)
-        check_match(path, self.leaves(step), leaves(template))
+        check_match(self._path(step), self.leaves(step), leaves(template))
         arguments = ocp.args.PyTreeRestore(
             item=template,
             restore_args=jax.tree.map(
@@ -200,11 +196,15 @@ class Checkpoints:
             ),
             partial_restore=True,
         )
+        return self._restored(step, arguments)
+
+    def _restored(self, step: int, arguments: ocp.args.PyTreeRestore) -> Any:
+        """What Orbax reads of the state."""
+        wanted = ocp.args.Composite(state=arguments)
         try:
-            restored = self._checkpointer.restore(path, args=ocp.args.Composite(state=arguments))
-        except _STORAGE_ERRORS as error:
+            return self._checkpointer.restore(self._path(step), args=wanted)["state"]
+        except Exception as error:  # Orbax has no class of its own for a damaged array.
             raise self._unreadable(step, error) from error
-        return restored["state"]
 
     def _path(self, step: int) -> epath.Path:
         return self.folder / f"step_{step}"
@@ -258,7 +258,7 @@ class Checkpoints:
     def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
         """The one line for a failed save, after clearing away what it had written."""
         free = free_space(os.fspath(self.folder))
-        self._checkpointer = _new_checkpointer()
+        self._checkpointer = _new_checkpointer(self._host)
         self._clear_after_failure()
         newest = self.newest()
         good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
@@ -289,11 +289,12 @@ def find(path: str) -> tuple[str, int]:
     return str(folder), steps[-1]
 
 
-def _new_checkpointer() -> ocp.AsyncCheckpointer:
+def _new_checkpointer(host: bool) -> ocp.AsyncCheckpointer:
     handlers = ocp.type_handlers
-    # Weights hardly compress, and a second copy of host arrays may not fit.
+    # Weights hardly compress.  Of host arrays a second copy, or OCDBT's buffers, may not fit.
     state = ocp.PyTreeCheckpointHandler(
         use_compression=False,
+        use_ocdbt=not host,
         type_handler_registry=handlers.create_type_handler_registry(
             (jax.Array, handlers.get_type_handler(jax.Array)),
             (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
@@ -337,9 +338,9 @@ def _delete(path: epath.Path) -> None:
     path.rmtree()
 
 
-def _is_no_orbax_error(record: logging.LogRecord) -> bool:
+def _is_news(record: logging.LogRecord) -> bool:
     if record.levelno < logging.ERROR:
-        return True
+        return "Skipping merge of OCDBT" not in record.getMessage()  # of host arrays: as it should
     return "/orbax/checkpoint/" not in record.pathname and _TEMPORARY not in record.getMessage()
 
 

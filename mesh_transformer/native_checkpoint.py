@@ -63,7 +63,7 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
     Raises InputError where the step is there already, and for what the storage refuses.
     """
     step = int(state["step"])
-    with Checkpoints(folder, keep_n=sys.maxsize) as checkpoints:
+    with Checkpoints(folder, keep_n=sys.maxsize, host=True) as checkpoints:
         if step in checkpoints.steps():
             raise InputError(
                 f"{folder}/step_{step}: is there already; choose another folder or move it away"

@@ -15,13 +15,15 @@ _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 def reason(error: BaseException) -> str:
     """The cause of a storage error in a few words, on one line."""
     cause: BaseException | None = error
+    root = error
     while cause is not None:
+        root = cause
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         if match := _OS_ERROR.search(str(cause)):
             return os.strerror(int(match[1]))
         cause = cause.__cause__ or cause.__context__
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(root).split()) or type(root).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
