@@ -1,7 +1,9 @@
 """What a Hugging Face folder of GPT-J says beside its weights: its config and its tokenizer."""
 
+import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 from typing import Any, NamedTuple
 
@@ -38,13 +40,16 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
 )
 _END_OF_TEXT = 50256  # GPT-2's
+# The sha256 of GPT-2's words in the order of their numbers, a line each.
+_GPT2_WORDS = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
+_FILLER = re.compile(r"<\|extratoken_\d+\|>")
 
 
 def read_config(folder: str) -> Config:
     """The model that a folder's config.json describes; our other keys have their defaults.
 
-    `tokenizer` is the folder itself where it holds one.  Raises InputError for what is no GPT-J,
-    or computes otherwise than ours.
+    `tokenizer` is the folder itself where it holds one other than GPT-2's.  Raises InputError for
+    what is no GPT-J, or computes otherwise than ours.
     """
     path = os.path.join(folder, "config.json")
     values = read_json(path)
@@ -62,11 +67,34 @@ def read_config(folder: str) -> Config:
     inner = values.get("n_inner")
     if inner not in (None, 4 * ours["d_model"]):
         raise InputError(f"{path}: n_inner is {inner!r}; this model has 4 * n_embd or null alone")
-    if os.path.isfile(os.path.join(folder, "tokenizer.json")) or all(
-        os.path.isfile(os.path.join(folder, name)) for name in ("vocab.json", "merges.txt")
-    ):
-        ours["tokenizer"] = os.path.abspath(folder)
+    ours["tokenizer"] = _tokenizer_in(folder)
     return Config.from_dict(ours, path)
+
+
+def _tokenizer_in(folder: str) -> str:
+    """The folder where it holds a tokenizer of its own, else "gpt2", which needs no folder.
+
+    GPT-J's released one is GPT-2's with words added that only fill its vocabulary up.
+    """
+    whole, vocabulary, merges, more = (
+        os.path.join(folder, name)
+        for name in ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
+    )
+    if os.path.isfile(whole):
+        values = read_json(whole)
+        words = values.get("model", {}).get("vocab")
+        added = {entry["content"] for entry in values.get("added_tokens", [])}
+    elif os.path.isfile(vocabulary) and os.path.isfile(merges):
+        words = read_json(vocabulary)
+        added = set(read_json(more)) if os.path.isfile(more) else set()
+    else:
+        return "gpt2"
+    if isinstance(words, dict):
+        text = "\n".join(sorted(words, key=words.__getitem__))
+        fillers = all(word in words or _FILLER.fullmatch(word) for word in added)
+        if fillers and hashlib.sha256(text.encode()).hexdigest() == _GPT2_WORDS:
+            return "gpt2"
+    return os.path.abspath(folder)
 
 
 def check_expressible(config: Config) -> None:

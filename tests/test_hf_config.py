@@ -137,6 +137,31 @@ def test_a_folder_s_own_tokenizer_is_used_and_goes_along(tmp_path):
     assert contents(tmp_path / "copy") == before
 
 
+def test_gpt2_s_is_known_with_gpt_j_s_fillers_but_not_with_words_of_use(tmp_path):
+    tokenizer = load_tokenizer()
+    config_file(tmp_path)
+
+    def named(words):
+        tokenizer.add_tokens(words)
+        tokenizer.save_pretrained(tmp_path)
+        return read_config(str(tmp_path)).tokenizer
+
+    assert named([]) == "gpt2"
+    assert named([f"<|extratoken_{i}|>" for i in range(1, 144)]) == "gpt2"
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    assert named(["<|user|>"]) == str(tmp_path)
+    # The older files.
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").touch()
+    assert read_config(str(tmp_path)).tokenizer == "gpt2"
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|extratoken_1|>": 50257}))
+    assert read_config(str(tmp_path)).tokenizer == "gpt2"
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|user|>": 50257}))
+    assert read_config(str(tmp_path)).tokenizer == str(tmp_path)
+
+
 def test_gpt2_s_is_the_default(tmp_path):
     assert read_config(config_file(tmp_path)).tokenizer == "gpt2"
     Tokenizer.of(None, GPTJ, must_fit=False).save(str(tmp_path / "new"))
