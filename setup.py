@@ -15,6 +15,7 @@ setup(
         "dm-haiku>=0.0.17",
         "optax>=0.2.8",
         "numpy>=2.0",
+        "ml-dtypes>=0.5",
         "orbax-checkpoint>=0.12",
         "etils[epath-gcs]",
         "tensorflow-cpu>=2.21; platform_system == 'Linux' and platform_machine == 'x86_64'",
