@@ -1,0 +1,367 @@
+"""The converter as a user runs it, and that every format loads as the same model."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import device_sample
+import mesh_transformer
+import resharding_example
+from mesh_transformer import conversion, native_checkpoint, original_checkpoint
+from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError, StoppedError, run_script
+from scripts import convert_checkpoint
+from tests.conftest import DATA, original_config, random_batch
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = DATA / "original" / "f32" / "mp4_ga1"
+MESHES = {"1x8": (8, 8), "2x4": (4, 8), "one device": (1, 1)}  # cores_per_replica, tpu_size
+
+
+def files(folder: Path | str) -> dict[str, bytes]:
+    folder = Path(folder)
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    one, other = leaves(one), leaves(other)
+    assert one.keys() == other.keys()
+    for key, leaf in one.items():
+        assert (leaf.dtype, leaf.shape) == (other[key].dtype, other[key].shape), key
+        assert leaf.tobytes() == other[key].tobytes(), key
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> tuple[str, Config]:
+    """The golden model's config, as a file and as a Config."""
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    found = original_config("f32/mp4_ga1", tpu_size=8)
+    path.write_text(json.dumps(found.as_dict()))
+    return str(path), found
+
+
+@pytest.fixture(scope="module")
+def start(config, tmp_path_factory) -> Path:
+    """A full checkpoint of 8 shards; in the model folder `original`."""
+    folder = tmp_path_factory.mktemp("start")
+    state = original_checkpoint.read(str(GOLDEN / "step_10"), config[1])
+    original_checkpoint.write(str(folder / "original"), state, config[1], shards=8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def formats(start, config) -> dict[str, Path]:
+    """The same weights, with moments but for Hugging Face's, in all three formats."""
+    convert("original", start / "original", "native", start / "native", "--config", config[0])
+    convert("native", start / "native", "hf", start / "hf")
+    return {kind: start / kind for kind in conversion.FORMATS}
+
+
+def convert(source: str, src: object, target: str, dst: object, *flags: object) -> None:
+    """Runs the converter's main in this process; raises what it raises."""
+    arguments = ["--from", source, src, "--to", target, dst, *flags]
+    before = sys.argv
+    sys.argv = ["convert_checkpoint.py", *map(str, arguments)]
+    try:
+        convert_checkpoint.main()
+    finally:
+        sys.argv = before
+
+
+def refused(message: str, *arguments: object) -> None:
+    """The conversion is refused in one line, and there is nothing new at its DST."""
+    target = Path(str(arguments[3]))
+    before = files(target) if target.exists() else None
+    with pytest.raises(InputError, match=message) as caught:
+        convert(*arguments)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert (files(target) if target.exists() else None) == before
+    assert not [path.name for path in target.parent.glob(f".{target.name}*")]
+
+
+def test_shards_go_round_by_way_of_native_to_the_same_bytes(start, config, tmp_path):
+    """8 -> 1 -> 4 -> 8, native in between, optimizer included."""
+    source = start / "original"
+    for shards in (1, 4, 8):
+        native, target = tmp_path / f"native_{shards}", tmp_path / f"original_{shards}"
+        convert("original", source, "native", native, "--config", config[0])
+        convert("native", native, "original", target, "--shards", shards)
+        assert len(list((target / "step_10").iterdir())) == shards
+        source = target
+    assert files(source / "step_10") == files(start / "original" / "step_10")
+
+
+@pytest.mark.slow
+def test_meshes_in_between_leave_the_bytes(start, config, tmp_path):
+    """Loaded onto each mesh, saved from it and restored onto the next: the same 8 shards."""
+    source = begin = str(start / "original")
+    for name, (cores, size) in MESHES.items():
+        mesh = config[1].replace(cores_per_replica=cores, tpu_size=size)
+        network = CausalTransformer(mesh, devices=jax.devices()[:size], init=False)
+        network.load(source)
+        source = str(tmp_path / name)
+        network.save(source)
+        network.close()
+    native, saved = native_checkpoint.read(source)
+    before = original_checkpoint.read(begin, native)
+    saved["step"] = before["step"]  # a loaded model begins at 0
+    original_checkpoint.write(str(tmp_path / "end"), saved, native, shards=8)
+    assert files(tmp_path / "end" / "step_10") == files(start / "original" / "step_10")
+
+
+def folded(state: dict[str, Any]) -> dict[str, Any]:
+    """The weights as Hugging Face's format holds them: the embedding's bias in its rows."""
+    params = dict(state["params"])
+    embedding = params["embed"]["embedding"]
+    bias = embedding["b"]
+    params["embed"] = {
+        "embedding": embedding | {"w": embedding["w"] + bias, "b": np.zeros_like(bias)}
+    }
+    return {"params": params, "step": np.int32(0)}
+
+
+@pytest.mark.parametrize("source", conversion.FORMATS)
+def test_every_format_is_every_other_s_source(formats, config, tmp_path, source):
+    """The same bits everywhere, and the optimizer's where both formats have one."""
+    _, start = conversion.read(str(formats["native"]), "native")
+    for target in conversion.FORMATS:
+        end = tmp_path / target
+        convert(source, formats[source], target, end, "--config", config[0])
+        assert conversion.format_of(str(end)) == target
+        _, found = conversion.read(str(end), target, config[1])
+        assert_same_bits(found, folded(start) if "hf" in (source, target) else start)
+        if target != "hf":
+            step = 0 if source == "hf" else 10
+            assert conversion.format_of(str(end / f"step_{step}")) == target
+
+
+def test_dtypes_slim_and_steps(formats, config, tmp_path):
+    """Weights are cast as numpy casts them; moments stay as they are, or are left out."""
+    _, start = conversion.read(str(formats["native"]), "native")
+    for name, dtype in convert_checkpoint.DTYPES.items():
+        for source in ("original", "native"):
+            end = tmp_path / f"{source}_{name}" / "step_10"
+            flags = ("--dtype", name, "--step", 10, "--config", config[0])
+            convert(source, formats[source], "native", end, *flags)
+            _, found = conversion.read(str(end), "native")
+            cast = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), start["params"])
+            assert_same_bits(found, start | {"params": cast})
+    convert("native", formats["native"], "original", tmp_path / "without", "--slim")
+    _, found = conversion.read(str(tmp_path / "without"), "original", config[1])
+    assert_same_bits(found, {key: start[key] for key in ("params", "step")})
+
+
+def test_another_step_of_a_folder_joins_it(formats, config, tmp_path):
+    """DST may be the step_N of a model folder that is there."""
+    for kind in ("original", "native"):
+        folder = tmp_path / kind
+        convert("hf", formats["hf"], kind, folder / "step_3", "--config", config[0])
+        convert("native", formats["native"], kind, folder / "step_10")
+        _, newest = conversion.read(str(folder), kind, config[1])
+        _, first = conversion.read(str(folder / "step_3"), kind, config[1])
+        assert (int(first["step"]), int(newest["step"])) == (3, 10)
+        convert(kind, folder, "hf", tmp_path / f"hf_{kind}", "--step", 3, "--config", config[0])
+
+
+@pytest.mark.parametrize("kind", conversion.FORMATS)
+@pytest.mark.parametrize("step", [False, True])
+def test_load_takes_every_format(formats, config, kind, step):
+    """The same logits, with the moments where there are any; steps are folders of their own."""
+    if kind == "hf" and step:
+        pytest.skip("a Hugging Face folder has no steps")
+    path = str(formats[kind] / "step_10" if step else formats[kind])
+    tokens = random_batch(config[1], 4)["obs"]
+    expected = mesh_transformer.load(str(formats["native"])).logits(tokens)
+    model = {key: getattr(config[1], key) for key in ("layers", "d_model", "n_heads", "n_vocab")}
+    model |= {"pe_rotary_dims": 4, "dtype": "float32", "seq": 32}
+    loaded = {"a dict": mesh_transformer.load(path, model)}
+    for name, (cores, size) in MESHES.items():
+        mesh = config[1].replace(cores_per_replica=cores, tpu_size=size)
+        loaded[name] = mesh_transformer.load(path, mesh, optimizer=True)
+    if kind != "original":
+        loaded["its own"] = mesh_transformer.load(path)
+    for name, network in loaded.items():
+        # f32, summed in another order; Hugging Face's rows have the bias added in f32.
+        if not (kind == "hf" and name == "its own"):  # which computes in bf16
+            np.testing.assert_allclose(network.logits(tokens), expected, rtol=0, atol=2e-5)
+        assert network.step == 0
+        assert network.state is not None
+        assert ("opt_state" in network.state) == (name in MESHES)
+    assert loaded["a dict"].mesh.size == 1
+    if kind != "hf":
+        _, start = conversion.read(str(formats["native"]), "native")
+        state = loaded["2x4"].state
+        assert state is not None
+        assert_same_bits(state["opt_state"], start["opt_state"])
+        assert_same_bits(state["params"], start["params"])
+
+
+def test_a_model_loaded_alone_trains_with_fresh_moments(formats, config):
+    """As in a notebook: load, train, sample."""
+    whole = CausalTransformer(config[1], init=False)
+    whole.load(str(formats["hf"]), fresh_opt=True)
+    batch = random_batch(config[1], 1, 2)
+    expected = whole.train(batch)
+    alone = mesh_transformer.load(str(formats["hf"]), config[1])
+    found = alone.train(batch)
+    assert alone.step == 1
+    assert float(found["loss"]) == float(expected["loss"])
+    assert_same_bits(alone.state, whole.state)
+
+
+def test_a_step_without_moments_is_tuned_but_not_resumed(formats, config, tmp_path):
+    convert("native", formats["native"], "native", tmp_path / "slim", "--slim")
+    network = CausalTransformer(config[1], init=False)
+    network.load(str(tmp_path / "slim"))
+    assert network.state is not None
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(network.state["opt_state"]))
+    with pytest.raises(InputError, match="has no opt_state, weights alone"):
+        network.restore(str(tmp_path / "slim"))
+    network.close()
+    network.restore(str(formats["native"]))  # which has them, but no loader position
+    assert network.step == 10
+    network.close()
+
+
+def test_load_needs_a_config_where_none_is_told(formats):
+    with pytest.raises(InputError, match="original: a checkpoint of the original's does not tell"):
+        mesh_transformer.load(str(formats["original"]))
+
+
+def test_bad_input_is_one_line_and_nothing_is_left(formats, config, tmp_path):
+    original, native, hf = (formats[kind] for kind in ("original", "native", "hf"))
+    end, flags = tmp_path / "end", ("--config", config[0])
+    other = tmp_path / "other.json"
+
+    def with_values(**values: Any) -> tuple[str, str]:
+        other.write_text(json.dumps(config[1].as_dict() | values))
+        return "--config", str(other)
+
+    (tmp_path / "empty").mkdir()
+    for values, found in (
+        ({"d_model": 96}, ("expected", "its model has head_size 6", "d_model is 48")),
+        ({"layers": 3}, (r"\(2 layers, full\)", "mu/layers/layer/b has shape", "layers is 2")),
+        ({"n_heads": 4}, (None, "its model has n_heads 8", "its model has n_heads 8")),
+    ):
+        given = with_values(**values)
+        for source, path, said in zip(
+            conversion.FORMATS, (original, native, hf), found, strict=True
+        ):
+            if said is not None:  # nothing in the original's files tells the number of heads
+                refused(said, source, path, "native", end, *given)
+    refused("is there already", "native", native, "original", original)
+    refused("is there already", "native", native, "hf", hf)
+    refused("is there already", "original", original, "native", native / "step_10", *flags)
+    refused("does not exist", "native", tmp_path / "none", "hf", end)
+    refused("no such folder", "original", tmp_path / "none", "hf", end, *flags)
+    refused("none/config.json: cannot be read", "hf", tmp_path / "none", "native", end)
+    refused("holds no finished checkpoint", "native", tmp_path / "empty", "hf", end)
+    refused("does not tell its config", "original", original, "native", end)
+    refused("--from pickle: expected one of", "pickle", native, "native", end)
+    refused("--to pickle: expected one of", "native", native, "pickle", end)
+    refused("--shards goes with --to original", "native", native, "hf", end, "--shards", 4)
+    refused("--trim-vocab goes with --to hf", "native", native, "native", end, "--trim-vocab")
+    refused("--step 10: a Hugging Face folder", "hf", hf, "native", end, "--step", 10)
+    refused("has no step_3", "native", native, "hf", end, "--step", 3)
+    refused("is another", "native", native / "step_10", "hf", end, "--step", 3)
+    refused("the source is at step 10", "native", native, "original", tmp_path / "step_3")
+    refused("5", "native", native, "original", end, "--shards", 5)
+
+
+DAMAGE = {
+    "original": ("step_10/shard_1/3.npz", "shard_1/3.npz"),
+    "native": ("step_10/state/params.layers.layer/q.w/0.0.0", "step_10 cannot be read"),
+    "hf": ("model.safetensors", "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("source", conversion.FORMATS)
+@pytest.mark.parametrize("how", ["torn", "missing"])
+def test_a_damaged_source_is_named(formats, config, tmp_path, source, how):
+    path = tmp_path / "damaged"
+    shutil.copytree(formats[source], path)
+    name, said = DAMAGE[source]
+    damaged = path / name
+    if how == "torn":
+        damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    else:
+        damaged.unlink()
+        said = "found no weights" if source == "hf" else said
+    target = "original" if source == "hf" else "hf"
+    refused(said, source, path, target, tmp_path / "end", "--config", config[0])
+
+
+@pytest.mark.parametrize("target", conversion.FORMATS)
+def test_a_full_disk_leaves_nothing(formats, config, tmp_path, target):
+    small = tmp_path / "small"
+    small.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(small)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here (not root)")
+    try:
+        source = "hf" if target == "original" else "original"
+        flags = ("--config", config[0])
+        refused("No space left", source, formats[source], target, small / "end", *flags)
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
+    def figures() -> tuple[float, float]:
+        words = capsys.readouterr().out.split()
+        return float(words[3]), float(words[7])
+
+    flags = ("--config", config[0], "--verify")
+    convert("original", formats["original"], "native", tmp_path / "a", *flags)
+    assert figures() == (0, 1e-4)
+    convert("native", tmp_path / "a", "hf", tmp_path / "b", "--verify", "--dtype", "bf16")
+    difference, bound = figures()
+    assert 0 < difference < bound == 5e-2
+    convert("hf", tmp_path / "b", "original", tmp_path / "c", *flags)
+    assert figures()[0] <= 1e-6  # the bias is zero now, and nothing is rounded
+    # What the weights at DST are not is found: here every source reads as another model.
+    read = conversion.read
+
+    def wrong(path: str, kind: conversion.Format, *args: Any, **kwargs: Any) -> Any:
+        found, state = read(path, kind, *args, **kwargs)
+        if path.endswith("/d"):
+            state["params"]["layers"]["layer/q"]["w"][0] *= -1
+        return found, state
+
+    monkeypatch.setattr(conversion, "read", wrong)
+    with pytest.raises(StoppedError, match="its logits are not those of"):
+        convert("native", tmp_path / "a", "native", tmp_path / "d", "--verify")
+
+
+def test_scripts_end_with_status_2(config, tmp_path, monkeypatch, capsys):
+    for main, arguments in (
+        (convert_checkpoint.main, ("--from", "native", tmp_path, "--to", "hf", tmp_path / "end")),
+        (resharding_example.main, ("--config", config[0], "--model-path", tmp_path)),
+        (device_sample.main, ("--model-path", tmp_path)),
+        (device_sample.main, ()),
+    ):
+        monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            run_script(main)
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
