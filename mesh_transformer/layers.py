@@ -104,22 +104,34 @@ def _standardize(x_BTD: Array) -> Array:
 
 
 class Linear(hk.Module):
-    """A matmul whose columns mp splits; every column reads its own norm group."""
+    """A matmul whose columns mp splits; every column reads its own norm group.
 
-    def __init__(self, par: Parallel, columns: int, name: str, with_bias: bool = True):
+    `dtype` is the result's, rounded to once (default: the inputs').
+    """
+
+    def __init__(
+        self,
+        par: Parallel,
+        columns: int,
+        name: str,
+        with_bias: bool = True,
+        dtype: jax.typing.DTypeLike | None = None,
+    ):
         super().__init__(name=name)
         self.par = par
         self.columns = columns
         self.with_bias = with_bias
+        self.dtype = dtype
 
     def __call__(self, x_GBTD: Array) -> Array:
         groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
         shape = (width, self.columns)
         w_DN = param(self.par, "w", shape, (None, "mp"), fan_in_init(width), decay=True)
         if groups == 1:  # a plain matmul, which the remat policy "dots" knows to save
-            y_BTN = x_GBTD[0] @ w_DN
+            y_BTN = jnp.matmul(x_GBTD[0], w_DN, preferred_element_type=self.dtype)
         else:
-            y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DN.reshape(width, groups, -1))
+            w_DGN = w_DN.reshape(width, groups, -1)
+            y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=self.dtype)
             y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
@@ -338,7 +350,7 @@ class Projection(hk.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         x_GBTD = Norm(self.config, self.par)(x_BTD)
-        return Linear(self.par, self.config.n_vocab, "head")(x_GBTD).astype(jnp.float32)
+        return Linear(self.par, self.config.n_vocab, "head", dtype=jnp.float32)(x_GBTD)
 
 
 def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> tuple[Array, ...]:

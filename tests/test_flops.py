@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import jax
 import pytest
 
 from mesh_transformer import flops, model
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, Norm
 from mesh_transformer.declaration import is_declaration
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -39,19 +40,8 @@ def test_gptj_6b_needs_39_gigaflops_a_token():
     assert round(flops.palm_flops_per_token(GPTJ_6B) / 1e9, 2) == 39.12
 
 
-NORMS = [
-    "layernorm",
-    "layernorm-desync",
-    "layernorm-nobias",
-    "rmsnorm",
-    "rmsnorm-bias",
-    "scalenorm",
-    "scalenorm-bias",
-]
-
-
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", get_args(Norm))
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_parameters_equal_what_the_model_declares(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)

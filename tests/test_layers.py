@@ -16,6 +16,7 @@ from mesh_transformer.layers import (
     MASKED,
     Embedding,
     Norm,
+    Projection,
     RelativePosition,
     attend,
     causal_bias,
@@ -248,3 +249,20 @@ def test_a_frequent_token_s_gradient_is_summed_in_f32():
     # The sum is rounded to bf16 once, 2**-8 of it; summed in bf16 it would stand still at 4.
     np.testing.assert_allclose(np.asarray(gradient[1], np.float32), wanted, rtol=2**-8)
     assert not np.asarray(gradient[0], np.float32).any()
+
+
+def test_logits_are_not_rounded_to_the_compute_dtype():
+    config = Config(**(SMALL | {"dtype": "bfloat16"}))
+    part = hk.without_apply_rng(hk.transform(lambda x: Projection(config, Auto())(x)))
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (2, 4, config.d_model), jnp.bfloat16)
+    params = part.init(keys[1], x)
+    params["projection/head"]["w"] = jax.random.normal(keys[2], (config.d_model, config.n_vocab))
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    logits = part.apply(params, x)
+    assert logits.dtype == jnp.float32
+    normed = hk.without_apply_rng(hk.transform(lambda x: Norm(config, Auto())(x)))
+    inputs = normed.apply({"norm": params["projection/norm"]}, x)[0].astype(jnp.float32)
+    wanted = inputs @ params["projection/head"]["w"].astype(jnp.float32)
+    # 64 products of order 1, summed in f32; a bf16 logit of 8 would be off by up to 2e-2.
+    np.testing.assert_allclose(logits, wanted, atol=1e-4)

@@ -10,6 +10,7 @@ import shutil
 import tracemalloc
 import zipfile
 from pathlib import Path
+from typing import get_args
 
 import haiku as hk
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer import model
+from mesh_transformer.config import Norm
 from mesh_transformer.declaration import map_declared
 from mesh_transformer.original_checkpoint import read, write
 from mesh_transformer.original_files import split, step_folder
@@ -31,14 +33,7 @@ from tests.conftest import DATA, original_config, random_batch
 
 ORIGINAL = DATA / "original"
 STEPS = sorted(str(path.relative_to(ORIGINAL)) for path in ORIGINAL.glob("*/*/*step_*"))
-NORMS = [
-    "layernorm",
-    "layernorm-nobias",
-    "rmsnorm",
-    "rmsnorm-bias",
-    "scalenorm",
-    "scalenorm-bias",
-]
+NORMS = [norm for norm in get_args(Norm) if norm != "layernorm-desync"]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
