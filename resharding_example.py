@@ -37,7 +37,10 @@ def main() -> None:
         if getattr(args, flag) < 1:
             raise InputError(f"--{flag} is {getattr(args, flag)}, expected at least 1")
     config = Config.load(args.config)
-    config = config.replace(cores_per_replica=args.devices, tpu_size=args.devices)
+    # In bf16, as one device may not hold more; the original's example does so too.
+    early_cast = config.dtype == "bfloat16"
+    devices = args.devices
+    config = config.replace(cores_per_replica=devices, tpu_size=devices, early_cast=early_cast)
 
     from mesh_transformer.tokenizer import load_tokenizer
     from mesh_transformer.transformer_shard import load

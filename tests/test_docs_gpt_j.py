@@ -1,0 +1,67 @@
+"""The commands of docs/gpt-j.md, run on a tiny model under the names that they use."""
+
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer import hf, original_checkpoint
+from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ".venv/bin/python "
+# What the commands are not run with: records and answers as long as GPT-J's take a while.
+SHORTER = {"scripts/create_finetune_tfrecords.py": ["--seq", "32"]}
+SAMPLERS = ("device_sample.py", "resharding_example.py")
+TINY = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
+
+
+def commands() -> list[list[str]]:
+    """The Python commands of the document, in order."""
+    text = (ROOT / "docs" / "gpt-j.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line.removeprefix(PYTHON)) for line in lines if line.startswith(PYTHON)]
+
+
+@pytest.mark.slow
+def test_the_commands_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as where a script is started
+    Path("configs").mkdir()
+    for name in ("6B_roto_256.json", "example_config.json"):
+        values = json.loads((ROOT / "configs" / name).read_text()) | TINY
+        values |= {"total_steps": 2, "gradient_accumulation_steps": 1, "tpu_size": 8}
+        del values["wandb_project"]
+        Path("configs", name).write_text(json.dumps(values))
+    config = Config.load("configs/6B_roto_256.json")
+    state = jax.tree.map(np.asarray, CausalTransformer(config).state)
+    original_checkpoint.write("model", state, config)
+    Path("model/step_0").rename("step_383500")
+    hf.write("gpt-j-6b", state, config)
+    Path("my_text").mkdir()
+    Path("my_text/one.txt").write_text("a herd of unicorns " * 2000)
+
+    found = commands()
+    assert len(found) >= 8
+    for script, *flags in found:
+        shorter = ["--length", "4"] if script in SAMPLERS else SHORTER.get(script, [])
+        monkeypatch.setattr("sys.argv", [script, *flags, *shorter])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert not ended.value.code, (script, flags, capsys.readouterr())
+    printed = capsys.readouterr().out
+    assert printed.count("EleutherAI is") == 2
+    assert "logits differ by" in printed
+    assert {path.name for path in Path().iterdir()} > {
+        "exported",
+        "exported_slim",
+        "from_hf",
+        "runs",
+    }
