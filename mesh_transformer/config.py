@@ -295,6 +295,14 @@ def _expected(wanted: Any) -> str:
     return "null" if wanted is type(None) else wanted.__name__
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _typed(key: str, value: Any, wanted: Any) -> Any:
     if key == "val_set" and value is None:
         return {}
@@ -304,6 +312,8 @@ def _typed(key: str, value: Any, wanted: Any) -> Any:
             options = [a for a in _literals(wanted) if isinstance(a, str)]
             close = difflib.get_close_matches(value, options, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
+        elif isinstance(value, str) and _matches(0.5, wanted) and _is_number(value):
+            hint = "; to YAML a number with an exponent has a point: 1.0e-4"
         raise InputError(f"{key} is {_describe(value)}, expected {_expected(wanted)}{hint}")
     return float(value) if wanted is float else value
 

@@ -1,4 +1,4 @@
-"""The few helpers that belong to no other module: errors for users, casts, printing."""
+"""The few helpers that belong to no other module: errors for users, and casts."""
 
 import sys
 from collections.abc import Callable
@@ -50,9 +50,3 @@ def to_f32(tree: Tree) -> Tree:
 def to_bf16(tree: Tree) -> Tree:
     """The tree with its floating leaves in bfloat16; integers stay."""
     return _cast(tree, jnp.dtype(jnp.bfloat16))
-
-
-def head_print(*args: object, **kwargs: object) -> None:
-    """`print`, on the first process of a multi-host run alone."""
-    if jax.process_index() == 0:
-        print(*args, **kwargs)  # type: ignore[call-overload]

@@ -112,6 +112,11 @@ def test_training_needs_more_keys_than_a_model(key):
         ("a.json", json.dumps(SMALL | {"lr": "x"}), ["a.json", "lr is str 'x'"]),
         ("a.yaml", "a: [1", ["a.yaml", "not YAML"]),
         ("a.yaml", "", ["a.yaml", "found NoneType None", "expected one mapping"]),
+        (
+            "a.yaml",
+            json.dumps(SMALL)[:-1] + ', "lr": 1e-4}',
+            ["a.yaml", "lr is ", "1e-4", "has a point: 1.0e-4"],
+        ),
         ("a.yml", "layers: 2\nlayer: 2", ["a.yml", "unknown key 'layer'", "'layers'"]),
     ],
 )
