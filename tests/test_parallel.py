@@ -45,11 +45,19 @@ def over(axis: str) -> frozenset[frozenset[int]]:
 
 
 def groups_of(text: str) -> frozenset[frozenset[int]]:
-    """`replica_groups` in either of its two notations."""
+    """`replica_groups` in any of its three notations."""
     listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
     if listed:
         rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
         return frozenset(frozenset(row) for row in rows)
+    named = re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text)
+    if named:
+        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = [axis for axis in sizes if f"'{axis}'" in named[2]]
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        ids = np.moveaxis(ids, [list(sizes).index(axis) for axis in over], range(-len(over), 0))
+        rows = ids.reshape(-1, math.prod(sizes[axis] for axis in over))
+        return frozenset(frozenset(map(int, row)) for row in rows)
     found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
         return frozenset()
@@ -57,6 +65,18 @@ def groups_of(text: str) -> frozenset[frozenset[int]]:
     ids = np.arange(math.prod(source)).reshape(source)
     ids = (ids.transpose(order) if order else ids).reshape(shape)
     return frozenset(frozenset(map(int, row)) for row in ids)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replica_groups={{0,4},{1,5},{2,6},{3,7}}",
+        "replica_groups=[4,2]<=[2,4]T(1,0)",
+        "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
+    ],
+)
+def test_groups_are_read_in_every_notation(text):
+    assert groups_of(text) == over("dp")
 
 
 def collectives_of(line: str) -> list[Collective]:
