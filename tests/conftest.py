@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test; small models and batches to compare with."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from mesh_transformer.config import Config
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Most of a test's time is compilation, and most of that LLVM's; XLA's own passes stay as they are.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 DATA = Path(__file__).parent / "data"
 

@@ -209,7 +209,9 @@ def test_under_jit_too_a_step_reduces_its_gradients_once(zero):
 def test_replicas_sum_their_gradients_in_f32(partitioning, zero):
     # Read before compilation: the CPU's compiler would itself widen a bf16 sum.
     text = lowered_step(partitioning=partitioning, zero=zero, dtype="bfloat16").as_text()
-    groups = r"replica_groups = dense<\[\[0, 4\], \[1, 5\], \[2, 6\], \[3, 7\]\]>"
+    listed = r"dense<\[\[0, 4\], \[1, 5\], \[2, 6\], \[3, 7\]\]>"
+    named = r"[^\n]*axis_ref<name = \"dp\">\]>"
+    groups = rf"replica_groups = (?:{listed}|{named})"
     result = r"\) : \(tensor<(?:[\dx]*x)?(\w+)>\) -> "
     sums = re.findall(
         rf'"stablehlo.(?:all_reduce|reduce_scatter)"\([^\n]*{groups}.*?{result}', text, re.S
