@@ -18,15 +18,13 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from mesh_transformer.state_tree import Path, check_match, check_names, leaves
 from mesh_transformer.storage import free_space, hush_failures, reason
 from mesh_transformer.util import InputError
-
-Path = tuple[str, ...]  # a leaf's keys, outermost first
 
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
@@ -109,7 +107,7 @@ class Checkpoints:
         if step in self.steps():
             return
         json.dumps(aux)  # A TypeError belongs to the caller, not to the background thread.
-        _check_names(state)
+        check_names(state)
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         chunked = jax.tree.map(_save_args, state)
         arguments = ocp.args.Composite(
@@ -151,10 +149,7 @@ class Checkpoints:
         """What was saved beside the arrays of `step` (None: the newest)."""
         self.wait()
         step = self._existing(step)
-        try:
-            return json.loads((self._path(step) / "aux" / "metadata").read_text())
-        except _STORAGE_ERRORS as error:
-            raise self._unreadable(step, error) from error
+        return _aux(self._path(step))
 
     def leaves(self, step: int) -> dict[Path, Any]:
         """The saved leaves' paths and what has their shape and dtype; reads no array."""
@@ -268,10 +263,7 @@ class Checkpoints:
         )
 
     def _unreadable(self, step: int, error: Exception) -> InputError:
-        return InputError(
-            f"checkpoint {self._path(step)} cannot be read: {reason(error)}; "
-            "restore another step or copy this one anew"
-        )
+        return _unreadable(self._path(step), error)
 
 
 def find(path: str) -> tuple[str, int]:
@@ -287,6 +279,26 @@ def find(path: str) -> tuple[str, int]:
     if not steps:
         raise _nothing_in(folder)
     return str(folder), steps[-1]
+
+
+def find_aux(path: str) -> dict[str, Any]:
+    """The `aux` of what `find` finds; JAX is not started for it, as Orbax would."""
+    folder, step = find(path)
+    return _aux(_absolute(folder) / f"step_{step}")
+
+
+def _aux(path: epath.Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / "aux" / "metadata").read_text())
+    except _STORAGE_ERRORS as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: epath.Path, error: Exception) -> InputError:
+    return InputError(
+        f"checkpoint {path} cannot be read: {reason(error)}; "
+        "restore another step or copy this one anew"
+    )
 
 
 def _new_checkpointer(host: bool) -> ocp.AsyncCheckpointer:
@@ -350,51 +362,3 @@ def _nothing_in(folder: epath.Path) -> InputError:
         f"checkpoint folder {folder} {found}; expected a model folder with step_<N> folders "
         "in it, one of these, or a Hugging Face folder"
     )
-
-
-def leaves(tree: Any) -> dict[tuple[str, ...], Any]:
-    """Path to leaf of nested dicts; the leaves have a shape and a dtype."""
-    flat, _ = jax.tree.flatten_with_path(tree)
-    return {tuple(key.key for key in path): leaf for path, leaf in flat}
-
-
-def _check_names(state: Any) -> None:
-    """Orbax stores a leaf under its keys joined by dots: two leaves may not share that."""
-    names = [".".join(path) for path in leaves(state)]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two leaves of the state are both called {twice}")
-
-
-def check_match(path: object, saved: dict[Path, Any], wanted: dict[Path, Any]) -> None:
-    """InputError naming the first leaf in which the checkpoint at `path` and the wanted differ."""
-    tops = {key[0] for key in wanted}
-    if missing := tops - {key[0] for key in saved}:
-        raise InputError(
-            f"checkpoint {path}: has no {min(missing)}, weights alone: a run can begin with it "
-            "(--tune-model-path, another model folder), but not go on from it"
-        )
-    for key in sorted(wanted.keys() | {key for key in saved if key[0] in tops}):
-        if difference := _difference(saved.get(key), wanted.get(key)):
-            raise InputError(
-                f"checkpoint {path}: leaf {'/'.join(key)} {difference}: "
-                "use the config that it was trained with"
-            )
-
-
-def _difference(found: Any, expected: Any) -> str | None:
-    """What keeps the leaf found in the checkpoint from being read as the one expected."""
-    if found is None:
-        return f"is missing; the config expects shape {_shape(expected)}"
-    if expected is None:
-        return f"of shape {_shape(found)} has no place in this config"
-    if _shape(found) != _shape(expected):
-        return f"has shape {_shape(found)}, the config expects {_shape(expected)}"
-    floating = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (found, expected))
-    if not floating and found.dtype != expected.dtype:
-        return f"has dtype {found.dtype}, the config expects {expected.dtype}"
-    return None
-
-
-def _shape(leaf: Any) -> str:
-    return str(tuple(leaf.shape))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mesh_transformer import hf, hf_config, model, native_checkpoint, original_checkpoint
-from mesh_transformer.checkpoint import Checkpoints, find
+from mesh_transformer.checkpoint import find, find_aux
 from mesh_transformer.config import Config
 from mesh_transformer.parallel import Auto
 from mesh_transformer.util import InputError, to_f32
@@ -54,13 +54,13 @@ def _is_original(folder: str) -> bool:
 
 
 def config_of(path: str) -> Config:
-    """The config that the checkpoint at `path` tells; InputError where it tells none."""
+    """The config that the checkpoint at `path` tells; InputError where it tells none.
+
+    JAX is not started: its virtual devices can still be set.
+    """
     kind = format_of(path)
     if kind == "native":
-        folder, step = find(path)
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            values = checkpoints.aux(step)["config"]
-        return Config.from_dict(values, f"{path}: saved config")
+        return Config.from_dict(find_aux(path)["config"], f"{path}: saved config")
     if kind == "hf":
         return hf_config.read_config(path)
     raise _tells_none(path)

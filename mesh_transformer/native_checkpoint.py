@@ -10,9 +10,10 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer import model
-from mesh_transformer.checkpoint import Checkpoints, Path, check_match, find, leaves
+from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
+from mesh_transformer.state_tree import Path, check_match, leaves
 from mesh_transformer.util import InputError
 
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.checkpoint import Checkpoints, find
+from mesh_transformer.state_tree import leaves
 from mesh_transformer.util import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -285,6 +286,71 @@ def test_a_damaged_checkpoint_is_named(tmp_path, saved, what):
     ):
         checkpoints.restore(checkpoints.aux()["step"], template_of(mesh_of(2, 4)))
     assert "\n" not in str(caught.value)
+
+
+def host(state):
+    return jax.tree.map(np.asarray, state)
+
+
+def test_host_arrays_are_saved_as_they_are_and_restored_on_any_mesh(tmp_path):
+    state = random_state(3, mesh_of(2, 4))
+    with Checkpoints(str(tmp_path), host=True) as checkpoints:
+        checkpoints.save(1, host(state), AUX)
+        while checkpoints.is_saving(0.01):
+            assert checkpoints.steps() == []
+        assert checkpoints.steps() == [1]
+        for shape in ((2, 4), (1, 1)):
+            assert_same_bits(checkpoints.restore(1, template_of(mesh_of(*shape))), state)
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_a_leaf_is_read_alone(tmp_path, from_host):
+    """As a numpy array, cast as numpy casts it."""
+    state = random_state(5, mesh_of(4, 2))
+    state["params"]["layers"]["w"] = jnp.arange(480.0).reshape(3, 5, 32) / 7
+    with Checkpoints(str(tmp_path), host=from_host) as checkpoints:
+        checkpoints.save(1, host(state) if from_host else state, {})
+        checkpoints.wait()
+        found = checkpoints.leaves(1)
+        assert set(found) == set(leaves(state))
+        for path, leaf in leaves(state).items():
+            assert (found[path].shape, found[path].dtype) == (leaf.shape, leaf.dtype)
+            assert_same_bits(checkpoints.read_leaf(1, path, leaf.dtype), np.asarray(leaf))
+        path = ("params", "layers", "w")
+        for dtype in (jnp.bfloat16, np.float16):
+            cast = np.asarray(state["params"]["layers"]["w"]).astype(dtype)
+            assert_same_bits(checkpoints.read_leaf(1, path, dtype), cast)
+
+
+@pytest.mark.parametrize("what", ["half of state/step/0", "no state/rng/0"])
+def test_a_damaged_host_array_is_named(tmp_path, what):
+    state = random_state(6, mesh_of(1, 1))
+    with Checkpoints(str(tmp_path), host=True) as checkpoints:
+        checkpoints.save(7, host(state), {})
+        checkpoints.wait()
+        damaged = tmp_path / "step_7" / what.rpartition(" ")[2]
+        if what.startswith("half"):
+            damaged.write_bytes(damaged.read_bytes()[:2])
+        else:
+            damaged.unlink()
+        path = (damaged.parent.name,)
+        for read in (
+            lambda: checkpoints.restore(7, template_of(mesh_of(2, 4))),
+            lambda: checkpoints.read_leaf(7, path, state[path[0]].dtype),
+        ):
+            with pytest.raises(InputError, match="step_7 cannot be read: ") as caught:
+                read()
+            assert "\n" not in str(caught.value)
+
+
+def test_weights_alone_are_named_where_a_state_is_wanted(tmp_path):
+    state = random_state(8, mesh_of(2, 4))
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"params": state["params"], "step": state["step"]}, {})
+        template = template_of(mesh_of(2, 4))
+        del template["rng"]
+        with pytest.raises(InputError, match="has no opt_state, weights alone"):
+            checkpoints.restore(1, template)
 
 
 def test_bad_arguments(tmp_path):

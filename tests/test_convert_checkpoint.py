@@ -1,6 +1,7 @@
 """The converter as a user runs it, and that every format loads as the same model."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -238,6 +239,28 @@ def test_a_step_without_moments_is_tuned_but_not_resumed(formats, config, tmp_pa
     network.restore(str(formats["native"]))  # which has them, but no loader position
     assert network.step == 10
     network.close()
+
+
+ALONE = """
+import sys
+import jax, mesh_transformer
+from mesh_transformer.config import Config
+network = mesh_transformer.load(sys.argv[1])
+config = Config.load(sys.argv[2])
+print(len(jax.devices()), network.mesh.size)
+print(mesh_transformer.load(sys.argv[1], config).mesh.shape["dp"])
+"""
+
+
+@pytest.mark.slow
+def test_load_makes_the_devices_of_the_run_appear(formats, config):
+    """In a fresh process a model of one replica; another then still finds all devices."""
+    program = [sys.executable, "-c", ALONE, str(formats["native"]), config[0]]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    found = subprocess.run(
+        program, check=True, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert found.stdout.split() == ["8", "4", "2"]
 
 
 def test_load_needs_a_config_where_none_is_told(formats):
