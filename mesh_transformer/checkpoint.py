@@ -29,7 +29,7 @@ from mesh_transformer.util import InputError
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_CHUNK = 16 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
+_CHUNK = 8 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
 # What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
 _STORAGE_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
 
