@@ -67,8 +67,8 @@ class Checkpoints:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, its commit
         self._checkpointer = _new_checkpointer(self._host)
+        hush_failures(_is_news)
         if not read_only:
-            hush_failures(_is_news)
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_uncommitted()

@@ -11,6 +11,9 @@ from typing import Any
 # tensorstore writes "...: No space left on device [os_error_code='28']".
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
+# tensorstore's and Orbax's words for what ends after a save or restore has failed.
+_LATE = ("Event loop is closed", "Encountered error while reading array index")
+
 
 def reason(error: BaseException) -> str:
     """The cause of a storage error in a few words, on one line."""
@@ -36,21 +39,20 @@ def free_space(folder: str) -> str:
 
 
 def hush_failures(is_new: Callable[[logging.LogRecord], bool]) -> None:
-    """Keep Orbax from printing a failed save, which is raised as one line anyway.
+    """Keep Orbax from printing a failed save or restore, which is raised as one line anyway.
 
     Its threads log each error with a traceback, asyncio logs those that came after the first,
-    and tensorstore reports every write that ends after the first failure as "Event loop is
-    closed" to `sys.unraisablehook`.  Log lines that are not `is_new` are left out from now on:
-    some come up only when the failed save is garbage.
+    and what else ends after the first failure comes to `sys.unraisablehook`.  Log lines that are
+    not `is_new` are left out from now on: some come up only when the failed save is garbage.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_new)
     previous = sys.unraisablehook
-    if getattr(previous, "__name__", "") == "_without_closed_loops":
+    if getattr(previous, "__name__", "") == "_without_late_failures":
         return
 
-    def _without_closed_loops(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+    def _without_late_failures(unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(_LATE):
             previous(unraisable)
 
-    sys.unraisablehook = _without_closed_loops
+    sys.unraisablehook = _without_late_failures

@@ -331,6 +331,26 @@ def test_a_damaged_source_is_named(formats, config, tmp_path, source, how):
     refused(said, source, path, target, tmp_path / "end", "--config", config[0])
 
 
+@pytest.mark.slow
+def test_a_damaged_array_is_all_that_is_said(formats, tmp_path):
+    """Orbax goes on with other arrays meanwhile, and would tell of each."""
+    shutil.copytree(formats["native"], tmp_path / "damaged")
+    damaged = tmp_path / "damaged" / DAMAGE["native"][0]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    program = [
+        sys.executable,
+        "device_sample.py",
+        "--prompt",
+        "a",
+        "--model-path",
+        damaged.parents[3],
+    ]
+    found = subprocess.run(program, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: ")
+    assert found.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("target", conversion.FORMATS)
 def test_a_full_disk_leaves_nothing(formats, config, tmp_path, target):
     small = tmp_path / "small"
