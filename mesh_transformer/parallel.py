@@ -52,9 +52,14 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     mp = config.cores_per_replica
     if len(devices) % mp:
+        platform = devices[0].platform
+        remedy = "set cores_per_replica to a divisor of their number"
+        if platform == "cpu" and len(devices) < mp:  # JAX ran before it was asked for more
+            flag = f"--xla_force_host_platform_device_count={config.tpu_size}"
+            remedy += f", or start with XLA_FLAGS={flag}"
         raise InputError(
-            f"config: cores_per_replica is {mp}, but there are {len(devices)} "
-            f"{devices[0].platform} devices; set cores_per_replica to a divisor of their number"
+            f"config: cores_per_replica is {mp}, but there are {len(devices)} {platform} devices; "
+            f"{remedy}"
         )
     return Mesh(np.asarray(devices).reshape(-1, mp), ("dp", "mp"))
 

@@ -323,6 +323,8 @@ def test_a_mesh_that_the_devices_cannot_fill_is_refused():
     config = Config.from_dict(SMALL | {"cores_per_replica": 4})
     with pytest.raises(InputError, match=r"cores_per_replica is 4, but there are 6 cpu devices; "):
         make_mesh(config, jax.devices()[:6])
+    with pytest.raises(InputError, match=r"there are 2 cpu devices; .*device_count=8$"):
+        make_mesh(config.replace(tpu_size=8), jax.devices()[:2])
 
 
 @pytest.mark.parametrize(
