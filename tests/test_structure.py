@@ -47,6 +47,10 @@ LEVELS = {
     "conversion": 7,
     "transformer_shard": 8,
     "train_actor": 9,
+    "tpu_spec": 1,
+    "tpu_api": 2,
+    "tpu_ssh": 2,
+    "tpu_ray": 3,
     "tpu_vm": 9,
     "plan": 9,
     "tpu_cluster": 10,
@@ -68,6 +72,11 @@ HOMES = {
     "wandb": {"mesh_transformer/metrics.py"},
     "transformers": {"mesh_transformer/tokenizer.py"},
     "torch": {"mesh_transformer/tensor_files.py"},  # to read .bin files
+    "fabric": {"mesh_transformer/tpu_ssh.py"},
+    "paramiko": {"mesh_transformer/tpu_ssh.py"},
+    "google.api_core": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
+    "google.auth": {"mesh_transformer/tpu_api.py"},
+    "google.cloud.tpu_v2": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
     "ray": {
         "mesh_transformer/train_actor.py",
         "mesh_transformer/tpu_cluster.py",
@@ -154,7 +163,8 @@ def home_errors(path: str, source: str) -> list[str]:
     return [
         f"{path}:{line}: {package} is imported in {sorted(HOMES[package]) or 'tests'} alone"
         for line, name in imports(source)
-        if (package := name.split(".")[0]) in HOMES and path not in HOMES[package]
+        for package in HOMES
+        if f"{name}.".startswith(f"{package}.") and path not in HOMES[package]
     ]
 
 
@@ -343,6 +353,7 @@ def test_collective_rule_finds(source):
         (home_errors, "scripts/make.py", "def f():\n    import tensorflow as tf"),
         (home_errors, "mesh_transformer/hf.py", "from torch import nn"),
         (home_errors, "mesh_transformer/step.py", "import orbax.checkpoint as ocp"),
+        (home_errors, "mesh_transformer/step.py", "from google.cloud import tpu_v2"),
         (import_work_errors, "layers", "import jax.numpy as jnp\nONES = jnp.ones(3)"),
         (import_work_errors, "layers", "print('hello')"),
         (text_errors, "README.md", "see `.." + "/shared/DESIGN.md`"),

@@ -1,0 +1,280 @@
+"""The Cloud TPU API as TpuVm needs it: few calls, each with a time limit, errors in plain words."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mesh_transformer.tpu_spec import TpuSpec
+from mesh_transformer.util import InputError, StoppedError
+
+if TYPE_CHECKING:
+    from google.api_core.exceptions import GoogleAPICallError
+    from google.api_core.operation import Operation
+    from google.cloud import tpu_v2
+
+RPC_SECONDS = 30.0  # for one request; a host's life is waited for by polling
+RETRY_SECONDS = 120.0  # a reading request is sent again for so long
+
+
+class PreemptedError(StoppedError):
+    """The TPU was taken away: `TpuVm.make_again` makes a new one."""
+
+
+class CapacityError(StoppedError):
+    """The zone has no such TPU to give at present."""
+
+
+def new_client() -> "tpu_v2.TpuClient":
+    """The real client, with this machine's default credentials."""
+    try:
+        from google.auth.exceptions import DefaultCredentialsError
+        from google.cloud import tpu_v2
+    except ImportError as error:
+        raise InputError(
+            f"package {error.name!r} is missing, which TPUs need; pip install google-cloud-tpu"
+        ) from error
+    try:
+        return tpu_v2.TpuClient()
+    except DefaultCredentialsError as error:
+        raise InputError(
+            "no Google Cloud credentials were found; run `gcloud auth application-default login`, "
+            "or start on a VM with a service account"
+        ) from error
+
+
+def default_project() -> str:
+    """The project of this machine's credentials."""
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    with contextlib.suppress(DefaultCredentialsError):
+        project = google.auth.default()[1]
+        if project:
+            return project
+    raise InputError(
+        "no Google Cloud project is set; give one, or run `gcloud config set project PROJECT`"
+    )
+
+
+class TpuApi:
+    """Requests about one TPU, and its queued resource where `spec` asks for one.
+
+    Raises InputError where the request or its credentials are at fault, CapacityError,
+    PreemptedError or StoppedError where they are not.
+    """
+
+    def __init__(self, spec: TpuSpec, client: "tpu_v2.TpuClient | None" = None):
+        self._client = client or new_client()
+        project = spec.project or default_project()
+        self.spec = dataclasses.replace(spec, project=project)
+        self._parent = f"projects/{project}/locations/{spec.zone}"
+        self._node_name = f"{self._parent}/nodes/{spec.name}"
+        self._queued_name = f"{self._parent}/queuedResources/{spec.name}"
+
+    def node(self) -> "tpu_v2.Node | None":
+        return self._read(self._client.get_node, self._node_name)
+
+    def queued(self) -> "tpu_v2.QueuedResource | None":
+        if not self.spec.queued:
+            return None
+        return self._read(self._client.get_queued_resource, self._queued_name)
+
+    def _read(self, method: Any, name: str) -> Any:
+        from google.api_core import exceptions, retry
+
+        transient = (exceptions.ServiceUnavailable, exceptions.DeadlineExceeded)
+        again = retry.Retry(
+            predicate=retry.if_exception_type(*transient), maximum=10.0, timeout=RETRY_SECONDS
+        )
+        try:
+            with self._explained():
+                return method(name=name, retry=again, timeout=RPC_SECONDS)
+        except _MissingError:
+            return None
+
+    def create(
+        self, labels: Mapping[str, str], metadata: Mapping[str, str], queue_seconds: float
+    ) -> "Operation":
+        """Asks for the TPU; the operation ends when it is made, or when it is in the queue."""
+        from google.cloud import tpu_v2
+
+        node = self._described(labels, metadata)
+        with self._explained(creating=True):
+            if not self.spec.queued:
+                return self._client.create_node(
+                    parent=self._parent, node_id=self.spec.name, node=node, timeout=RPC_SECONDS
+                )
+            wanted = {"parent": self._parent, "node_id": self.spec.name, "node": node}
+            resource = tpu_v2.QueuedResource(
+                tpu={"node_spec": [wanted]},
+                # The request lapses by itself, even where this program was killed meanwhile.
+                queueing_policy={"valid_until_duration": {"seconds": int(queue_seconds)}},
+                spot=tpu_v2.QueuedResource.Spot() if self.spec.tier == "spot" else None,
+            )
+            return self._client.create_queued_resource(
+                parent=self._parent,
+                queued_resource_id=self.spec.name,
+                queued_resource=resource,
+                timeout=RPC_SECONDS,
+            )
+
+    def _described(self, labels: Mapping[str, str], metadata: Mapping[str, str]) -> "tpu_v2.Node":
+        from google.cloud import tpu_v2
+
+        spec = self.spec
+        # In the queue the tier belongs to the request, and the API refuses it here as well.
+        tier = None if spec.queued else spec.tier
+        return tpu_v2.Node(
+            accelerator_type=spec.accelerator_type,
+            runtime_version=spec.runtime,
+            network_config={
+                "network": spec.network or "",
+                "subnetwork": spec.subnetwork or "",
+                "enable_external_ips": spec.external_ips,
+            },
+            scheduling_config={"spot": tier == "spot", "preemptible": tier == "preemptible"},
+            labels=dict(labels),
+            metadata=dict(metadata),
+        )
+
+    def delete_node(self) -> None:
+        self._delete(lambda: self._client.delete_node(name=self._node_name, timeout=RPC_SECONDS))
+
+    def delete_queued(self) -> None:
+        request = {"name": self._queued_name, "force": True}  # its node with it
+        self._delete(
+            lambda: self._client.delete_queued_resource(request=request, timeout=RPC_SECONDS)
+        )
+
+    def _delete(self, request: Any) -> None:
+        """Sends a request to delete; one that another operation is in the way of is let be."""
+        from google.api_core import exceptions
+
+        passing = (exceptions.FailedPrecondition, exceptions.Aborted, exceptions.ServiceUnavailable)
+        with contextlib.suppress(_MissingError, *passing), self._explained(passing):
+            request()
+
+    def operation_done(self, operation: "Operation") -> bool:
+        """Whether it has ended; raises what it ended with, if that is an error."""
+        from google.api_core import exceptions
+
+        try:
+            if not operation.done():
+                return False
+        except exceptions.ServiceUnavailable:
+            return False  # the caller asks again, within its own limit
+        error = operation.exception(timeout=RPC_SECONDS)
+        if error is not None:
+            raise self.explain(error, creating=True) from error
+        return True
+
+    def queued_error(self, resource: "tpu_v2.QueuedResource") -> Exception:
+        """Why a queued resource failed."""
+        from google.api_core import exceptions
+
+        status = resource.state.failed_data.error
+        message = status.message or "the request could not be met in time"
+        return self.explain(exceptions.from_grpc_status(status.code, message), creating=True)
+
+    def host_keys(self, host: int) -> list[tuple[str, str]]:
+        """(type, base64) of the SSH host keys that a host has published, maybe none yet."""
+        from google.api_core import exceptions
+
+        request = {
+            "name": self._node_name,
+            "query_path": "hostkeys/",
+            "worker_ids": [str(host)],
+        }
+        try:
+            found = self._client.get_guest_attributes(request=request, timeout=RPC_SECONDS)
+        except exceptions.GoogleAPICallError:
+            return []
+        return [
+            (item.key, item.value)
+            for attributes in found.guest_attributes
+            for item in attributes.query_value.items
+        ]
+
+    @contextlib.contextmanager
+    def _explained(
+        self, passing: tuple[type[Exception], ...] = (), *, creating: bool = False
+    ) -> Iterator[None]:
+        from google.api_core import exceptions
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            yield
+        except passing:
+            raise
+        except exceptions.RetryError as error:
+            raise StoppedError(
+                f"the Cloud TPU API gave no answer for {RETRY_SECONDS:g} s; is it reachable?"
+            ) from error
+        except exceptions.NotFound as error:
+            if not creating:
+                raise _MissingError from error
+            raise self.explain(error, creating) from error
+        except exceptions.GoogleAPICallError as error:
+            raise self.explain(error, creating) from error
+        except GoogleAuthError as error:
+            raise InputError(
+                f"the Google Cloud credentials were not accepted ({_line(error)}); run "
+                "`gcloud auth application-default login`"
+            ) from error
+
+    def explain(self, error: "GoogleAPICallError", creating: bool = False) -> Exception:
+        """The API's error as one of ours: what was asked, what it said, what to do."""
+        from google.api_core import exceptions
+
+        spec, said = self.spec, _line(error.message)
+        asked = f"TPU {spec.name!r} ({spec.accelerator_type} in {spec.zone})"
+        if isinstance(error, exceptions.AlreadyExists):
+            return taken(spec)
+        if isinstance(error, exceptions.TooManyRequests):  # RESOURCE_EXHAUSTED says both
+            if "quota" in said.lower():
+                return InputError(f"{asked}: {said}; ask for more quota, or a smaller TPU")
+            return CapacityError(f"{asked}: {said}; try later, in another zone, or queue for it")
+        if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized):
+            return InputError(
+                f"{asked}: {said}; check the zone, that the API tpu.googleapis.com is enabled and "
+                f"that the account has the role roles/tpu.admin in project {spec.project!r}"
+            )
+        if creating and isinstance(error, exceptions.InvalidArgument | exceptions.NotFound):
+            return InputError(f"{asked}, {spec.runtime}: {said}; {self._on_offer()}")
+        return StoppedError(f"{asked}: {said}")
+
+    def _on_offer(self) -> str:
+        """What the zone has, to choose from; also the sign that the zone exists."""
+        from google.api_core import exceptions
+
+        try:
+            types = self._client.list_accelerator_types(parent=self._parent, timeout=RPC_SECONDS)
+            offered = sorted({each.type_ for each in types})
+            found = self._client.list_runtime_versions(parent=self._parent, timeout=RPC_SECONDS)
+            versions = {each.version for each in found}
+        except exceptions.GoogleAPICallError:
+            offered, versions = [], set()
+        generation = [each for each in offered if each.startswith(f"{self.spec.generation}-")]
+        if not offered:
+            return "check the zone: it lists no TPUs"
+        if self.spec.accelerator_type not in offered:
+            return f"the zone has {', '.join(generation or offered)}"
+        if versions and self.spec.runtime not in versions:
+            return f"its runtime versions are {', '.join(sorted(versions))}"
+        return "check the accelerator type, the runtime version and the network"
+
+
+class _MissingError(Exception):
+    """The resource does not exist."""
+
+
+def taken(spec: TpuSpec) -> InputError:
+    return InputError(
+        f"TPU {spec.name!r} exists already in {spec.zone}; take another name, or delete it: "
+        f"{spec.delete_command()}"
+    )
+
+
+def _line(words: object) -> str:
+    return " ".join(str(words).split()).rstrip(".")

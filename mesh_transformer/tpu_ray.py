@@ -1,0 +1,98 @@
+"""What the hosts of a TPU need to join the driver's Ray cluster: the package, the token, Ray."""
+
+import gzip
+import io
+import os
+import platform
+import shlex
+import stat
+import tarfile
+from pathlib import Path
+
+from mesh_transformer.tpu_ssh import Hosts
+from mesh_transformer.util import InputError
+
+FOLDER = ".mesh-transformer"  # in the home of the user on each host
+PACKAGE = f"{FOLDER}/package"
+TOKEN = f"{FOLDER}/ray_token"
+ROOT = Path(__file__).resolve().parent.parent
+
+# Named one by one, so that nothing else that lies about (a key, a .env) ever leaves this machine.
+NEEDED = ("setup.py", "pyproject.toml", "requirements.txt", "scripts/init_ray.sh")
+PACKAGE_SUFFIXES = {".py", ".json", ".html", ".css", ".js", ".svg"}
+
+
+def package_archive(root: Path = ROOT) -> bytes:
+    """A .tar.gz of what a host has to have; equal sources give equal bytes."""
+    missing = [name for name in NEEDED if not (root / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{root / missing[0]} is missing, which TPU hosts install from; run this from a "
+            "checkout of mesh-transformer"
+        )
+    package = sorted((root / "mesh_transformer").rglob("*"))
+    files = [root / name for name in NEEDED]
+    files += [path for path in package if path.suffix in PACKAGE_SUFFIXES and path.is_file()]
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w") as archive,
+    ):
+        for path in files:
+            entry = tarfile.TarInfo(path.relative_to(root).as_posix())
+            entry.size = path.stat().st_size
+            entry.mode = 0o755 if path.suffix == ".sh" else 0o644
+            archive.addfile(entry, io.BytesIO(path.read_bytes()))
+    return packed.getvalue()
+
+
+def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
+    """Puts the package on each host, in place of an older copy; whole, or not at all."""
+    hosts.put(package_archive(root), f"{FOLDER}/package.tgz")
+    steps = (
+        f"set -e; cd {FOLDER}; rm -rf package.new package.old; mkdir package.new; "
+        "tar -xzf package.tgz -C package.new; "
+        "if [ -e package ]; then mv -T package package.old; fi; "
+        "mv -T package.new package; rm -rf package.old package.tgz"
+    )
+    hosts.run(steps, seconds=120)
+
+
+def ray_token() -> str:
+    """The driver's Ray token, looked for where Ray looks: two variables, then the usual file."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if token:
+        return token
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
+    if not path.is_file():
+        raise InputError(
+            f"Ray's token is not in RAY_AUTH_TOKEN and {path} does not exist; make it with "
+            "`ray get-auth-token --generate > /dev/null`"
+        )
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise InputError(f"Ray's token {path} can be read by others; run `chmod 600 {path}`")
+    token = path.read_text("utf-8").strip()
+    if not token:
+        raise InputError(f"Ray's token {path} is empty; write it anew with `ray get-auth-token`")
+    return token
+
+
+def start_ray(
+    hosts: Hosts, address: str, token: str, *, seconds: float = 1800.0, show: bool = False
+) -> None:
+    """Copies the package, installs it and starts a Ray worker of `address` ("ip:port") everywhere.
+
+    The token goes into a file that only its owner can read, never into a command.  Hosts get the
+    driver's own Python version but for its last number, which pickles do not depend on.
+    """
+    copy_package(hosts)
+    hosts.put_secret(token, TOKEN)
+    script = ["bash", f"{PACKAGE}/scripts/init_ray.sh", "--address", address, "--restart"]
+    script += ["--python", ".".join(platform.python_version_tuple()[:2])]
+    hosts.run(f"RAY_AUTH_TOKEN_PATH={TOKEN} {shlex.join(script)}", seconds=seconds, show=show)
+
+
+def stop_ray(hosts: Hosts, *, seconds: float = 60.0) -> None:
+    """Ends Ray on every host, and forgets the token there."""
+    hosts.run(f"rm -f {TOKEN}; {FOLDER}/venv/bin/ray stop --force", seconds=seconds)

@@ -1,0 +1,119 @@
+"""Which TPU to make: its name, place, kind and price, checked before anything is asked for."""
+
+import dataclasses
+import re
+import shlex
+from typing import Literal, get_args
+
+from mesh_transformer.util import InputError
+
+Tier = Literal["on_demand", "spot", "preemptible"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What differs between generations of TPUs.
+
+    `units` is what the number in an accelerator type counts for one JAX device: a v3 type counts
+    cores, and each is a device; v4 and v5p count cores too, but a device has two.
+    """
+
+    runtime_version: str
+    units: int
+
+
+GENERATIONS = {
+    "v2": Generation("tpu-ubuntu2204-base", 1),
+    "v3": Generation("tpu-ubuntu2204-base", 1),
+    "v4": Generation("tpu-ubuntu2204-base", 2),
+    "v5litepod": Generation("v2-alpha-tpuv5-lite", 1),
+    "v5p": Generation("v2-alpha-tpuv5", 2),
+    "v6e": Generation("v2-alpha-tpuv6e", 1),
+}
+
+
+def accelerator_type(generation: str, devices: int) -> str:
+    """The API's name of a slice with that many JAX devices: ("v4", 8) is "v4-16"."""
+    generation = {"v5e": "v5litepod"}.get(generation, generation)
+    if generation not in GENERATIONS:
+        known = ", ".join(GENERATIONS)
+        raise InputError(f"TPU generation is {generation!r}, which is unknown; take one of {known}")
+    return f"{generation}-{devices * GENERATIONS[generation].units}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuSpec:
+    """A TPU to make, and how.
+
+    `zone` is what the original called a region ("europe-west4-a").  `runtime_version` and
+    `project` are the generation's and the credentials' own when None.  A queued request waits in
+    line for capacity; it takes "spot" or "on_demand", since the API's queue has no preemptible
+    tier.  `external_ips` gives hosts their own way to the internet, without which the network
+    needs a NAT to install packages.
+    """
+
+    name: str
+    zone: str
+    accelerator_type: str
+    runtime_version: str | None = None
+    project: str | None = None
+    tier: Tier = "on_demand"
+    queued: bool = False
+    network: str | None = None
+    subnetwork: str | None = None
+    external_ips: bool = True
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
+            raise InputError(
+                f"TPU name is {self.name!r}; take up to 63 lower-case letters, digits and hyphens, "
+                "a letter first and no hyphen last"
+            )
+        if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", self.zone):
+            raise InputError(
+                f"TPU zone is {self.zone!r}; give a zone with its letter, such as 'europe-west4-a'"
+            )
+        self._check_accelerator()
+        if self.tier not in get_args(Tier):
+            raise InputError(f"TPU tier is {self.tier!r}; take one of {', '.join(get_args(Tier))}")
+        if self.queued and self.tier == "preemptible":
+            raise InputError(
+                "TPU tier is 'preemptible', which cannot be queued; take 'spot', or do not queue"
+            )
+
+    def _check_accelerator(self) -> None:
+        found = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]*)", self.accelerator_type)
+        if found and found[1] in GENERATIONS:
+            if int(found[2]) % GENERATIONS[found[1]].units:
+                raise InputError(
+                    f"accelerator type is {self.accelerator_type!r}; a {found[1]} type counts "
+                    "cores, two a chip: give an even number"
+                )
+            return
+        if found and found[1] == "v5e":
+            advice = f"the API calls it 'v5litepod-{found[2]}'"
+        else:
+            advice = f"give a generation of {', '.join(GENERATIONS)} and a size, such as 'v4-8'"
+        raise InputError(f"accelerator type is {self.accelerator_type!r}; {advice}")
+
+    @property
+    def generation(self) -> str:
+        return self.accelerator_type.split("-")[0]
+
+    @property
+    def devices(self) -> int:
+        """JAX devices in the slice, over all its hosts."""
+        return int(self.accelerator_type.split("-")[1]) // GENERATIONS[self.generation].units
+
+    @property
+    def runtime(self) -> str:
+        return self.runtime_version or GENERATIONS[self.generation].runtime_version
+
+    def delete_command(self) -> str:
+        """What a person types to delete it, whatever became of this program."""
+        kind = ["queued-resources"] if self.queued else ["tpu-vm"]
+        place = ["--zone", self.zone, *(["--project", self.project] if self.project else [])]
+        force = ["--force"] if self.queued else []
+        return shlex.join(
+            ["gcloud", "compute", "tpus", *kind, "delete", self.name, *place, *force, "--quiet"]
+        )

@@ -1,0 +1,348 @@
+"""Commands and files on all hosts of a TPU at once, through SSH.
+
+Host keys: the ones that a TPU's hosts publish through the API (guest attributes) are the only
+ones accepted.  For a host that published none, the first key seen is held on to: its address
+belongs to a machine made a minute ago, which no earlier record could know.  `trust_first=False`
+refuses such a host instead.  The user's own known_hosts is neither read nor written, since
+addresses of TPUs are used again with other keys.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import getpass
+import logging
+import os
+import shlex
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from tqdm import tqdm
+
+from mesh_transformer.util import InputError, StoppedError
+
+if TYPE_CHECKING:
+    from fabric import Connection
+
+Found = TypeVar("Found")
+
+SHOWN_LINES = 40  # of a failing command's output
+KEEPALIVE_SECONDS = 15
+REMOTE_LIMIT = (124, 137)  # what `timeout` exits with
+
+
+@dataclasses.dataclass(frozen=True)
+class SshOptions:
+    """Whom to be on the hosts, and for how long to try; the key is the one gcloud makes."""
+
+    user: str = dataclasses.field(default_factory=getpass.getuser)
+    key_file: str = "~/.ssh/google_compute_engine"
+    port: int = 22
+    trust_first: bool = True
+    connect_seconds: float = 300.0
+
+    @property
+    def key_path(self) -> Path:
+        return Path(self.key_file).expanduser()
+
+    def public_key(self) -> str:
+        """The line of the public key, which a host has to know."""
+        path = self.key_path.with_name(self.key_path.name + ".pub")
+        if not (path.is_file() and self.key_path.is_file()):
+            raise InputError(
+                f"SSH key {self.key_path} or its .pub is missing; make it with `ssh-keygen "
+                f"-t ed25519 -N '' -f {self.key_path}`, or name another"
+            )
+        return path.read_text("utf-8").strip()
+
+
+class Hosts:
+    """SSH connections to hosts, opened when first used; one thread each.
+
+    `host_keys` are (type, base64) pairs by address.  Addresses are in the order of the hosts'
+    numbers in the TPU.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        options: SshOptions,
+        host_keys: Mapping[str, Sequence[tuple[str, str]]] | None = None,
+    ):
+        self.addresses = list(addresses)
+        self.options = options
+        self._keys = {address: list(keys) for address, keys in (host_keys or {}).items()}
+        self._connections: dict[int, Connection] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def run(self, command: str, *, seconds: float, show: bool = False) -> list[str]:
+        """A bash command's output on each host; `show` prints it line by line as it comes.
+
+        Raises StoppedError where it fails or takes longer, after printing that host's last lines.
+        The command is seen by others on the host: give secrets by `put_secret`.
+        """
+        return self._each(lambda host: self._run(host, command, seconds, show), command)
+
+    def _run(self, host: int, command: str, seconds: float, show: bool) -> str:
+        from invoke.exceptions import CommandTimedOut
+
+        output = _Output(self._label(host), show)
+        # The host ends it by itself; the limit here is for a host that does not answer.
+        limited = f"timeout --kill-after=10 {seconds:g} bash -c {shlex.quote(command)}"
+        try:
+            result = self._connected(host).run(
+                limited,
+                warn=True,
+                hide=True,
+                in_stream=False,
+                out_stream=output,
+                err_stream=output,
+                timeout=seconds + 20,
+            )
+        except CommandTimedOut as error:
+            raise self._failed(host, command, f"gave no answer for {seconds:g} s") from error
+        except _lost_errors() as error:
+            raise self._failed(host, command, f"was cut off ({_kind(error)})") from error
+        output.flush_rest()
+        if result.exited == 0:
+            return result.stdout
+        if not show:
+            output.print_last()
+        if result.exited in REMOTE_LIMIT:
+            raise self._failed(host, command, f"took more than {seconds:g} s")
+        if result.exited < 0:
+            raise self._failed(host, command, "was cut off (the connection closed)")
+        said = f": {output.last}" if output.last else ""
+        raise self._failed(host, command, f"exited with status {result.exited}{said}")
+
+    def _failed(self, host: int, command: str, how: str) -> StoppedError:
+        return StoppedError(f"host {self._label(host)}: {_short(command)!r} {how}")
+
+    def _label(self, host: int) -> str:
+        return f"{host} ({self.addresses[host]})"
+
+    def put(self, content: bytes, remote: str) -> None:
+        """Writes a file on each host; its name appears when it is whole."""
+        self._each(lambda host: self._put(host, content, remote, 0o644), f"copy {remote}")
+
+    def put_secret(self, text: str, remote: str) -> None:
+        """Writes a file that its owner alone can read, before it holds a byte as after."""
+        self._each(lambda host: self._put(host, text.encode(), remote, 0o600), f"copy {remote}")
+
+    def _put(self, host: int, content: bytes, remote: str, mode: int) -> None:
+        temporary = f"{remote}.{os.urandom(6).hex()}"
+        try:
+            sftp = self._connected(host).sftp()
+            with contextlib.suppress(OSError):  # it exists
+                sftp.mkdir(os.path.dirname(remote), 0o700)
+            with sftp.open(temporary, "wx") as file:
+                file.chmod(mode)
+                file.set_pipelined(True)
+                file.write(content)
+            sftp.posix_rename(temporary, remote)
+        except _lost_errors() as error:
+            raise self._failed(host, f"copy {remote}", f"failed ({_kind(error)})") from error
+
+    def _each(self, function: Callable[[int], Found], what: str) -> list[Found]:
+        """`function` of each host's number, all at once; the first error ends them all."""
+        count = len(self.addresses)
+        self._stopping.clear()
+        pool = ThreadPoolExecutor(max_workers=max(1, count))
+        bar = tqdm(total=count, desc=_short(what), unit="host", leave=False, disable=count < 2)
+        try:
+            futures = [pool.submit(function, host) for host in range(count)]
+            for future in futures:
+                future.add_done_callback(lambda _: bar.update())
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            return [future.result() for future in futures]
+        except BaseException:
+            self._stopping.set()
+            self.close()  # ends what the other threads wait for, on Ctrl-C too
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            bar.close()
+
+    def _connected(self, host: int) -> "Connection":
+        with self._lock:
+            found = self._connections.get(host)
+        if found is not None and found.is_connected:
+            return found
+        connection = self._open(host)
+        with self._lock:
+            self._connections[host] = connection
+        return connection
+
+    def _open(self, host: int) -> "Connection":
+        """Connects, again and again: a new host starts sshd and learns its keys in its own time."""
+        from paramiko.ssh_exception import (
+            AuthenticationException,
+            BadHostKeyException,
+            PasswordRequiredException,
+        )
+
+        options, label = self.options, self._label(host)
+        deadline = time.monotonic() + options.connect_seconds
+        while True:
+            connection = self._new_connection(host)
+            try:
+                connection.open()
+                assert connection.transport is not None
+                connection.transport.set_keepalive(KEEPALIVE_SECONDS)
+                return connection
+            except (BadHostKeyException, _UntrustedError) as error:
+                raise StoppedError(
+                    f"host {label}: its SSH key is not the one known for it, so that something "
+                    "else may be answering there; nothing was sent to it"
+                ) from error
+            except PasswordRequiredException as error:
+                raise InputError(
+                    f"SSH key {options.key_path} has a passphrase; name a key without one"
+                ) from error
+            except _lost_errors() as error:
+                connection.close()
+                if time.monotonic() < deadline:
+                    if self._stopping.wait(min(2.0, options.connect_seconds / 10)):
+                        raise StoppedError(
+                            f"host {label}: not connected, as others failed"
+                        ) from None
+                    continue
+                if isinstance(error, AuthenticationException):
+                    raise InputError(
+                        f"host {label}: user {options.user!r} with key {options.key_path} is not "
+                        "let in; is the key its own, and OS Login off for the project?"
+                    ) from error
+                raise StoppedError(
+                    f"host {label}: no SSH on port {options.port} for "
+                    f"{options.connect_seconds:g} s ({_kind(error)}); is this machine in the "
+                    "TPU's network, and does a firewall rule allow it?"
+                ) from error
+
+    def _new_connection(self, host: int) -> "Connection":
+        try:
+            from fabric import Config, Connection
+        except ImportError as error:
+            raise InputError(
+                f"package {error.name!r} is missing, which TPU hosts need; pip install fabric"
+            ) from error
+        # Without a handler, paramiko's tracebacks of connections that are tried again are printed.
+        logging.getLogger("paramiko").addHandler(logging.NullHandler())
+        address, options = self.addresses[host], self.options
+        connection = Connection(
+            address,
+            user=options.user,
+            port=options.port,
+            config=Config(overrides={"load_ssh_configs": False}, lazy=True),
+            connect_timeout=15,
+            connect_kwargs={
+                "key_filename": str(options.key_path),
+                "allow_agent": False,
+                "look_for_keys": False,
+                "banner_timeout": 30,
+                "auth_timeout": 30,
+            },
+        )
+        client: Any = connection.client
+        self._trust(client, address)
+        return connection
+
+    def _trust(self, client: Any, address: str) -> None:
+        """Tells a client which host keys to accept: those known, or the first one seen."""
+        from paramiko import MissingHostKeyPolicy, PKey
+
+        hosts, known, may_pin = self, self._keys.get(address, []), self.options.trust_first
+        name = address if self.options.port == 22 else f"[{address}]:{self.options.port}"
+        for kind, text in known:
+            with contextlib.suppress(Exception):  # a type that this paramiko does not know
+                key = PKey.from_type_string(kind, base64.b64decode(text))
+                client.get_host_keys().add(name, kind, key)
+
+        class Pin(MissingHostKeyPolicy):
+            def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
+                if known or not may_pin:
+                    raise _UntrustedError
+                hosts._keys[address] = [(key.get_name(), key.get_base64())]
+
+        client.set_missing_host_key_policy(Pin())
+
+    def close(self) -> None:
+        with self._lock:
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            with contextlib.suppress(*_lost_errors()):
+                connection.close()
+
+
+class _UntrustedError(Exception):
+    """A host showed a key although it has others, or none that was published."""
+
+
+def _lost_errors() -> tuple[type[Exception], ...]:
+    """What a connection that cannot be made, or breaks, raises."""
+    from invoke.exceptions import ThreadException
+    from paramiko.ssh_exception import NoValidConnectionsError, SSHException
+
+    return (SSHException, NoValidConnectionsError, ThreadException, OSError, EOFError)
+
+
+class _Output:
+    """Where fabric writes a host's output: its last lines are kept, and shown if wanted.
+
+    Both streams' threads write here; a line of one may be cut by the other's, as in a terminal.
+    """
+
+    def __init__(self, label: str, show: bool, to: TextIO | None = None):
+        self._label = label
+        self._show = show
+        self._to = to or sys.stderr
+        self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
+        self._rest = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> None:
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                self._add(line)
+
+    def flush(self) -> None:
+        """Lines are printed as they end."""
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line.rstrip())
+        if self._show:
+            tqdm.write(self._marked(line.rstrip()), file=self._to)
+
+    def flush_rest(self) -> None:
+        if self._rest:
+            self.write("\n")
+
+    def print_last(self) -> None:
+        tqdm.write("\n".join(map(self._marked, self._lines)), file=self._to)
+
+    def _marked(self, line: str) -> str:
+        return f"[host {self._label}] {line}"
+
+    @property
+    def last(self) -> str:
+        """The last line that says something."""
+        return next((line for line in reversed(self._lines) if line.strip()), "")
+
+
+def _short(command: str) -> str:
+    line = " ".join(command.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def _kind(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

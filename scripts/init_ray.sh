@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Makes this machine a worker of a Ray cluster: installs what the package needs, then starts Ray.
+#
+#   init_ray.sh --address HOST:PORT [--python 3.11] [--restart] [-- arguments of `ray start`]
+#
+# Ray's token comes by environment: RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH with a file that only
+# its owner can read; never as an argument, since every user of a machine sees those.
+# --restart ends whatever Ray runs here first.  --python is the driver's version, which has to be
+# the same here but for its last number.  The virtual environment is MESH_TRANSFORMER_VENV
+# (~/.mesh-transformer/venv).
+set -euo pipefail
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+address="" python="3" restart=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --address | --python) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
+        --address) address=$2; shift 2 ;;
+        --python) python=$2; shift 2 ;;
+        --restart) restart=yes; shift ;;
+        --) shift; break ;;
+        *) fail "unknown argument $1; see the head of init_ray.sh" ;;
+    esac
+done
+case "$address" in
+    *:*) ;;
+    *) fail "--address is '$address'; give the Ray head's HOST:PORT" ;;
+esac
+
+export RAY_AUTH_MODE=token RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor
+if [ -z "${RAY_AUTH_TOKEN:-}" ]; then
+    token_file=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
+    [ -s "$token_file" ] || fail "no Ray token: set RAY_AUTH_TOKEN, or put it into $token_file"
+    case "$(stat -c %a "$token_file")" in
+        ?00) ;;
+        *) fail "$token_file can be read by others; run: chmod 600 $token_file" ;;
+    esac
+    # Ray's processes change their folder, so the path has to be whole.
+    RAY_AUTH_TOKEN_PATH=$(realpath "$token_file")
+    export RAY_AUTH_TOKEN_PATH
+fi
+
+package=$(cd "$(dirname "$0")/.." && pwd)
+venv=${MESH_TRANSFORMER_VENV:-$HOME/.mesh-transformer/venv}
+stamp=$venv/installed
+wanted="$python $(cat "$package/requirements.txt" "$package/setup.py" | sha256sum)"
+
+make_venv() {
+    rm -rf "$venv"
+    mkdir -p "$(dirname "$venv")"
+    if command -v "python$python" > /dev/null && "python$python" -c 'import ensurepip'; then
+        "python$python" -m venv "$venv"
+    else
+        # A TPU's image has an older Python, and maybe no venv; uv brings the driver's version.
+        PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
+        python3 -m uv venv --quiet --seed --python "$python" "$venv"
+    fi
+}
+
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    make_venv
+    pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+    "${pip[@]}" -r "$package/requirements.txt"
+    "${pip[@]}" --no-deps --no-build-isolation -e "$package"
+    jax=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("jax"))')
+    "${pip[@]}" "jax[tpu]==$jax"
+    echo "$wanted" > "$stamp.new"
+    mv "$stamp.new" "$stamp"
+fi
+
+if [ -n "$restart" ]; then
+    "$venv/bin/ray" stop --force
+fi
+exec "$venv/bin/ray" start --address "$address" --resources '{"tpu": 1}' --disable-usage-stats "$@"

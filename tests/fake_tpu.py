@@ -1,0 +1,443 @@
+"""The Cloud TPU API and a TPU's SSH server, on loopback, as far as the tests ask them.
+
+The API is a gRPC server that speaks the real client's messages.  Time in it is counted in
+requests: a TPU that takes three polls to be ready takes three, however fast the machine.
+"""
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import paramiko
+from google.api_core.client_options import ClientOptions
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import tpu_v2
+from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
+from google.longrunning import operations_pb2
+from google.protobuf import any_pb2, empty_pb2
+from google.rpc import status_pb2
+
+Node = tpu_v2.Node
+Queue = tpu_v2.QueuedResourceState.State
+TYPES = ("v3-8", "v4-8", "v4-16", "v5litepod-8", "v6e-8")
+RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv6e")
+
+
+def client(address: str) -> tpu_v2.TpuClient:
+    """The real client on an insecure loopback channel, without credentials."""
+    transport = TpuGrpcTransport(
+        host=address,
+        channel=grpc.insecure_channel(address),
+        credentials=AnonymousCredentials(),  # type: ignore[no-untyped-call]
+    )
+    return tpu_v2.TpuClient(transport=transport, client_options=ClientOptions())
+
+
+class FakeTpuApi:
+    """One project's TPUs; the attributes are a test's levers.
+
+    `ready_after` polls a TPU is ready (None: never), `queue_after` polls a queued one is given.
+    `addresses` are a new TPU's hosts.  `create_errors` are given in turn to requests to create:
+    (code, message) at once, or, with a third element "later", by the operation.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.queue: dict[str, tpu_v2.QueuedResource] = {}
+        self.operations: dict[str, operations_pb2.Operation] = {}
+        self.ready_after: int | None = 2
+        self.queue_after: int | None = 2
+        self.gone_after = 1
+        self.create_errors: list[tuple[Any, ...]] = []
+        self.delete_errors: list[tuple[Any, ...]] = []
+        self.addresses = ["127.0.0.1"]
+        self.host_keys: list[list[tuple[str, str]]] = []  # by host
+        self.calls: list[str] = []
+        self.asked: list[Any] = []
+        self.polls: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        self._server.add_generic_rpc_handlers(self._handlers())
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> "FakeTpuApi":
+        self._server.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.stop(None).wait()
+
+    def client(self) -> tpu_v2.TpuClient:
+        return client(self.address)
+
+    def _handlers(self) -> list[grpc.GenericRpcHandler]:
+        operation = operations_pb2.Operation.SerializeToString
+        methods: dict[str, tuple[Callable[..., Any], Any, Callable[..., bytes]]] = {
+            "GetNode": (self._get_node, tpu_v2.GetNodeRequest, Node.serialize),
+            "CreateNode": (self._create_node, tpu_v2.CreateNodeRequest, operation),
+            "DeleteNode": (self._delete_node, tpu_v2.DeleteNodeRequest, operation),
+            "GetQueuedResource": (
+                self._get_queued,
+                tpu_v2.GetQueuedResourceRequest,
+                tpu_v2.QueuedResource.serialize,
+            ),
+            "CreateQueuedResource": (
+                self._create_queued,
+                tpu_v2.CreateQueuedResourceRequest,
+                operation,
+            ),
+            "DeleteQueuedResource": (
+                self._delete_queued,
+                tpu_v2.DeleteQueuedResourceRequest,
+                operation,
+            ),
+            "GetGuestAttributes": (
+                self._guest_attributes,
+                tpu_v2.GetGuestAttributesRequest,
+                tpu_v2.GetGuestAttributesResponse.serialize,
+            ),
+            "ListAcceleratorTypes": (
+                lambda request, context: tpu_v2.ListAcceleratorTypesResponse(
+                    accelerator_types=[{"type_": each} for each in TYPES]
+                ),
+                tpu_v2.ListAcceleratorTypesRequest,
+                tpu_v2.ListAcceleratorTypesResponse.serialize,
+            ),
+            "ListRuntimeVersions": (
+                lambda request, context: tpu_v2.ListRuntimeVersionsResponse(
+                    runtime_versions=[{"version": each} for each in RUNTIMES]
+                ),
+                tpu_v2.ListRuntimeVersionsRequest,
+                tpu_v2.ListRuntimeVersionsResponse.serialize,
+            ),
+        }
+        tpu = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._counted(name, function), request.deserialize, reply
+            )
+            for name, (function, request, reply) in methods.items()
+        }
+        get = grpc.unary_unary_rpc_method_handler(
+            lambda request, context: self.operations[request.name],
+            operations_pb2.GetOperationRequest.FromString,
+            operation,
+        )
+        return [
+            grpc.method_handlers_generic_handler("google.cloud.tpu.v2.Tpu", tpu),
+            grpc.method_handlers_generic_handler(
+                "google.longrunning.Operations", {"GetOperation": get}
+            ),
+        ]
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(request: Any, context: grpc.ServicerContext) -> Any:
+            with self._lock:
+                self.calls.append(name)
+                self.asked.append(request)
+                return function(request, context)
+
+        return call
+
+    def _operation(self, error: tuple[Any, ...] | None = None) -> operations_pb2.Operation:
+        """One that is under way; `_end` ends it."""
+        name = f"projects/p/operations/{next(self._numbers)}"
+        found = operations_pb2.Operation(name=name)
+        if error:
+            found.done = True
+            found.error.CopyFrom(status_pb2.Status(code=error[0].value[0], message=error[1]))
+        self.operations[name] = found
+        return found
+
+    def _end(self, name: str, result: Any) -> None:
+        packed = any_pb2.Any()
+        packed.Pack(result)
+        self.operations[name].response.CopyFrom(packed)
+        self.operations[name].done = True
+
+    def _polled(self, name: str) -> int:
+        self.polls[name] = self.polls.get(name, 0) + 1
+        return self.polls[name]
+
+    def _missing(self, name: str, context: grpc.ServicerContext) -> None:
+        context.abort(grpc.StatusCode.NOT_FOUND, f"Resource '{name}' was not found")
+
+    def _get_node(self, request: Any, context: grpc.ServicerContext) -> Any:
+        node = self.nodes.get(request.name)
+        if node is None:
+            return self._missing(request.name, context)
+        polls = self._polled(request.name)
+        if node.state == Node.State.DELETING and polls > self.gone_after:
+            del self.nodes[request.name]
+            return self._missing(request.name, context)
+        due = self.ready_after is not None and polls >= self.ready_after
+        if node.state == Node.State.CREATING and due:
+            node.state = Node.State.READY
+            self._end(node.description, Node.pb(node))
+        return node
+
+    def _new_node(self, name: str, node: Node, operation: str) -> None:
+        node.name, node.state = name, Node.State.CREATING
+        node.description = operation
+        node.network_endpoints = [{"ip_address": each} for each in self.addresses]
+        self.nodes[name] = node
+        self.polls[name] = 0
+
+    def _refused(self, context: grpc.ServicerContext) -> operations_pb2.Operation | None:
+        """The next error that a test has laid ready, if any."""
+        if not self.create_errors:
+            return None
+        error = self.create_errors.pop(0)
+        if error[2:] == ("later",):
+            return self._operation(error)
+        context.abort(error[0], error[1])
+        return None
+
+    def _create_node(self, request: Any, context: grpc.ServicerContext) -> Any:
+        name = f"{request.parent}/nodes/{request.node_id}"
+        if name in self.nodes:
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, f"{name} already exists")
+        refused = self._refused(context)
+        if refused is not None:
+            return refused
+        if request.node.accelerator_type not in TYPES:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f'Accelerator type "{request.node.accelerator_type}" not found.',
+            )
+        operation = self._operation()
+        self._new_node(name, request.node, operation.name)
+        return operation
+
+    def _delete_node(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if self.delete_errors:
+            context.abort(*self.delete_errors.pop(0))
+        if request.name not in self.nodes:
+            return self._missing(request.name, context)
+        self.nodes[request.name].state = Node.State.DELETING
+        self.polls[request.name] = 0
+        operation = self._operation()
+        self._end(operation.name, empty_pb2.Empty())
+        return operation
+
+    def _create_queued(self, request: Any, context: grpc.ServicerContext) -> Any:
+        name = f"{request.parent}/queuedResources/{request.queued_resource_id}"
+        refused = self._refused(context)
+        if refused is not None:
+            return refused
+        resource = request.queued_resource
+        resource.name, resource.state.state = name, Queue.WAITING_FOR_RESOURCES
+        self.queue[name] = resource
+        self.polls[name] = 0
+        operation = self._operation()
+        self._end(operation.name, tpu_v2.QueuedResource.pb(resource))
+        return operation
+
+    def _get_queued(self, request: Any, context: grpc.ServicerContext) -> Any:
+        resource = self.queue.get(request.name)
+        if resource is None:
+            return self._missing(request.name, context)
+        polls = self._polled(request.name)
+        state = resource.state.state
+        if state == Queue.DELETING and polls > self.gone_after:
+            del self.queue[request.name]
+            return self._missing(request.name, context)
+        due = self.queue_after is not None and polls >= self.queue_after
+        if state == Queue.WAITING_FOR_RESOURCES and due:
+            resource.state.state = Queue.ACTIVE
+            wanted = resource.tpu.node_spec[0]
+            node = Node.deserialize(Node.serialize(wanted.node))
+            name = f"{wanted.parent}/nodes/{wanted.node_id}"
+            self._new_node(name, node, self._operation().name)
+        return resource
+
+    def _delete_queued(self, request: Any, context: grpc.ServicerContext) -> Any:
+        resource = self.queue.get(request.name)
+        if resource is None:
+            return self._missing(request.name, context)
+        wanted = resource.tpu.node_spec[0]
+        node = f"{wanted.parent}/nodes/{wanted.node_id}"
+        if node in self.nodes and not request.force:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the queued resource has a node")
+        self.nodes.pop(node, None)
+        resource.state.state = Queue.DELETING
+        self.polls[request.name] = 0
+        operation = self._operation()
+        self._end(operation.name, empty_pb2.Empty())
+        return operation
+
+    def _guest_attributes(self, request: Any, context: grpc.ServicerContext) -> Any:
+        host = int(request.worker_ids[0])
+        keys = self.host_keys[host] if host < len(self.host_keys) else []
+        items = [{"namespace": "hostkeys", "key": kind, "value": text} for kind, text in keys]
+        return tpu_v2.GetGuestAttributesResponse(
+            guest_attributes=[{"query_value": {"items": items}}]
+        )
+
+    def preempt(self) -> None:
+        """Takes every TPU away, as the service does with spot ones."""
+        with self._lock:
+            for node in self.nodes.values():
+                node.state = Node.State.PREEMPTED
+            for resource in self.queue.values():
+                resource.state.state = Queue.SUSPENDED
+                self.nodes.clear()
+
+
+class FakeHost(paramiko.ServerInterface):
+    """An SSH server on loopback: real commands and files, in a folder that is its user's home."""
+
+    def __init__(
+        self,
+        home: Path,
+        user: str,
+        public_key: str,
+        address: str = "127.0.0.1",
+        port: int = 0,
+    ):
+        self.home, self.user, self.address = home, user, address
+        self._public = public_key.split()[1]
+        self.host_key = paramiko.ECDSAKey.generate()
+        self.commands: list[str] = []
+        self._socket = socket.create_server((address, port))
+        self.port = self._socket.getsockname()[1]
+        self._transports: list[paramiko.Transport] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "FakeHost":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.cut()
+        self._thread.join(5)
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+
+    def cut(self) -> None:
+        """Closes every connection, as a host that is taken away does."""
+        for transport in self._transports:
+            transport.close()
+
+    def published(self) -> list[tuple[str, str]]:
+        return [(self.host_key.get_name(), self.host_key.get_base64())]
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                transport = paramiko.Transport(connection)
+                transport.add_server_key(self.host_key)
+                transport.set_subsystem_handler("sftp", paramiko.SFTPServer, _Files, self.home)
+                self._transports.append(transport)
+                with contextlib.suppress(paramiko.SSHException, EOFError):
+                    transport.start_server(server=self)
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        known = username == self.user and key.get_base64() == self._public
+        return paramiko.AUTH_SUCCESSFUL if known else paramiko.AUTH_FAILED
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return paramiko.OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        self.commands.append(command.decode())
+        threading.Thread(target=self._execute, args=(channel, command), daemon=True).start()
+        return True
+
+    def _execute(self, channel: paramiko.Channel, command: bytes) -> None:
+        process = subprocess.Popen(
+            ["bash", "-c", command.decode()],
+            cwd=self.home,
+            env=os.environ | {"HOME": str(self.home)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        errors = threading.Thread(
+            target=_pump, args=(process.stderr, channel.sendall_stderr), daemon=True
+        )
+        errors.start()
+        _pump(process.stdout, channel.sendall)
+        errors.join()
+        with contextlib.suppress(OSError):
+            channel.send_exit_status(process.wait() % 256)
+            channel.close()
+
+
+def _pump(source: Any, send: Callable[[bytes], None]) -> None:
+    with contextlib.suppress(OSError):
+        for line in source:
+            send(line)
+
+
+class _Files(paramiko.SFTPServerInterface):
+    """SFTP in a home folder; only what the client uses."""
+
+    def __init__(self, server: FakeHost, home: Path):
+        super().__init__(server)
+        self._home = home
+
+    def _path(self, path: str) -> Path:
+        return self._home / path.lstrip("/")
+
+    def stat(self, path: str) -> Any:
+        return _answer(lambda: paramiko.SFTPAttributes.from_stat(self._path(path).stat()))
+
+    def mkdir(self, path: str, attr: paramiko.SFTPAttributes) -> Any:
+        return _answer(lambda: self._path(path).mkdir(mode=attr.st_mode or 0o777))
+
+    def posix_rename(self, oldpath: str, newpath: str) -> Any:
+        return _answer(lambda: self._path(oldpath).replace(self._path(newpath)))
+
+    def open(self, path: str, flags: int, attr: paramiko.SFTPAttributes) -> Any:
+        def opened() -> Any:
+            handle = paramiko.SFTPHandle(flags)
+            number = os.open(self._path(path), flags, 0o666)
+            file = os.fdopen(number, "wb", buffering=0)
+            handle.writefile = file  # type: ignore[attr-defined]
+            handle.chattr = lambda attr: _answer(  # type: ignore[method-assign]
+                lambda: os.fchmod(number, attr.st_mode)
+            )
+            handle.stat = lambda: paramiko.SFTPAttributes.from_stat(  # type: ignore[method-assign]
+                os.fstat(number)
+            )
+            return handle
+
+        return _answer(opened)
+
+
+def _answer(action: Callable[[], Any]) -> Any:
+    try:
+        result = action()
+    except OSError as error:
+        return paramiko.SFTPServer.convert_errno(error.errno or 0)
+    return paramiko.SFTP_OK if result is None or isinstance(result, Path) else result
+
+
+def key_pair(folder: Path) -> Path:
+    """A new SSH key without a passphrase; its .pub is beside it."""
+    path, key = folder / "key", paramiko.ECDSAKey.generate()
+    key.write_private_key_file(str(path))
+    path.with_suffix(".pub").write_text(f"{key.get_name()} {key.get_base64()} somebody\n")
+    return path

@@ -1,0 +1,400 @@
+"""TPUs made, waited for, lost and deleted: the real client against a server on loopback."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from google.cloud import tpu_v2
+
+from mesh_transformer.tpu_api import CapacityError, PreemptedError
+from mesh_transformer.tpu_spec import TpuSpec, accelerator_type
+from mesh_transformer.tpu_ssh import SshOptions
+from mesh_transformer.tpu_vm import OWNER, Limits, TpuVm
+from mesh_transformer.util import InputError, StoppedError
+from tests.fake_tpu import FakeTpuApi, Queue, key_pair
+
+ROOT = Path(__file__).parent.parent
+NAME = "projects/p/locations/europe-west4-a/nodes/pod"
+QUOTA = "Quota limit 'TPUV3sPreemptiblePerProjectPerZoneForTPUAPI' has been exceeded. Limit: 8."
+STOCKOUT = "There is no more capacity in the zone 'europe-west4-a'"
+# Short, and long enough for a loaded machine: what is waited for comes after a few polls.
+QUICK = Limits(
+    queue=20, ready=20, capacity=0, capacity_again=20, delete=20, host_keys=0.1, settle=0.1,
+    poll=0.01,
+)  # fmt: skip
+
+
+@pytest.fixture
+def api():
+    with FakeTpuApi() as server:
+        yield server
+
+
+@pytest.fixture
+def make(api, tmp_path):
+    """A TpuVm of the fake API, with changes to its spec and arguments."""
+    ssh = SshOptions(user="me", key_file=str(key_pair(tmp_path)))
+
+    def made(limits=QUICK, adopt=False, keep=False, **changes):
+        spec = TpuSpec(
+            **{"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
+            | {"project": "p"} | changes
+        )  # fmt: skip
+        return TpuVm(spec, client=api.client(), limits=limits, ssh=ssh, adopt=adopt, keep=keep)
+
+    return made
+
+
+def stays(**changes) -> Limits:
+    return dataclasses.replace(QUICK, **changes)
+
+
+def asked(api, kind):
+    return [request for request in api.asked if isinstance(request, kind)]
+
+
+@pytest.mark.parametrize("tier", ["on_demand", "spot", "preemptible"])
+def test_made_ready_and_deleted(api, make, capsys, tier):
+    with make(tier=tier, accelerator_type="v6e-8") as tpu:
+        assert tpu.state() == "READY"
+        assert tpu.hosts() == ["127.0.0.1"]
+        tpu.check()
+    assert not api.nodes
+    node = asked(api, tpu_v2.CreateNodeRequest)[0].node
+    assert node.accelerator_type == "v6e-8"
+    assert node.runtime_version == "v2-alpha-tpuv6e"
+    assert node.scheduling_config.spot == (tier == "spot")
+    assert node.scheduling_config.preemptible == (tier == "preemptible")
+    assert node.network_config.enable_external_ips
+    assert node.metadata["ssh-keys"].startswith("me:ecdsa-sha2-nistp256 ")
+    assert "PRIVATE" not in str(node)
+    command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
+    assert command in capsys.readouterr().err  # before it can be needed
+
+
+@pytest.mark.parametrize("tier", ["on_demand", "spot"])
+def test_queued_waits_then_is_ready_and_deleted(api, make, capsys, tier):
+    api.queue_after = 5
+    with make(queued=True, tier=tier) as tpu:
+        assert tpu.state() == "READY"
+        # 5 in the queue, one before it was asked for.
+        assert api.calls.count("GetQueuedResource") == 6
+    assert not api.queue
+    assert not api.nodes
+    request = asked(api, tpu_v2.CreateQueuedResourceRequest)[0]
+    assert ("spot" in request.queued_resource) == (tier == "spot")
+    assert request.queued_resource.queueing_policy.valid_until_duration.seconds == 20
+    assert asked(api, tpu_v2.DeleteQueuedResourceRequest)[0].force
+    assert "tpus queued-resources delete pod" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_preempted_while_running_and_made_again(api, make, queued):
+    with make(queued=queued, tier="spot") as tpu:
+        tpu.check()
+        api.addresses = ["127.0.0.9"]
+        api.preempt()
+        with pytest.raises(PreemptedError, match="'pod' was taken away"):
+            tpu.check()
+        # Capacity is seldom back at once.
+        api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT)] * 2
+        tpu.make_again()
+        tpu.check()
+        assert tpu.hosts() == ["127.0.0.9"]
+    assert not api.nodes
+    assert not api.queue
+
+
+def test_preempted_before_it_is_ready(api, make):
+    api.ready_after = None
+    tpu = make(tier="spot")
+    threading.Timer(0.3, api.preempt).start()
+    with pytest.raises(PreemptedError, match="before it was ready"), tpu:
+        pass
+    assert not api.nodes
+
+
+@pytest.mark.parametrize("when", [(), ("later",)])
+def test_quota_is_an_input_error_at_once(api, make, when):
+    api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, QUOTA, *when)]
+    with pytest.raises(InputError, match="Limit: 8; ask for more quota") as found, make():
+        pass
+    assert "\n" not in str(found.value)
+    assert "v3-8 in europe-west4-a" in str(found.value)
+    assert not api.nodes
+
+
+@pytest.mark.parametrize("when", [(), ("later",)])
+def test_no_capacity_is_asked_again_for_as_long_as_allowed(api, make, when):
+    api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT, *when)] * 3
+    with pytest.raises(CapacityError, match=r"no more capacity.*another zone"), make():
+        pass
+    with make(limits=stays(capacity=20)) as tpu:
+        assert tpu.state() == "READY"
+    assert not api.create_errors
+
+
+def test_a_queued_request_that_fails_says_why(api, make):
+    api.queue_after = None
+    tpu = make(queued=True)
+
+    def fail():
+        resource = next(iter(api.queue.values()))
+        resource.state.state = Queue.FAILED
+        resource.state.failed_data.error = {"code": 8, "message": QUOTA}
+
+    threading.Timer(0.3, fail).start()
+    with pytest.raises(InputError, match="more quota"), tpu:
+        pass
+    assert not api.queue
+
+
+def test_name_taken_leaves_the_other_alone(api, make):
+    other = make()
+    other.__enter__()
+    with pytest.raises(InputError, match=r"exists already.*tpu-vm delete pod --zone") as found:
+        make().__enter__()
+    assert "\n" not in str(found.value)
+    assert list(api.nodes) == [NAME]
+    other.__exit__(None, None, None)
+    assert not api.nodes
+
+
+def test_name_taken_between_look_and_request(api, make):
+    """Another's TPU that appears in that moment is not deleted either."""
+    tpu, other = make(), make()
+    real = api.client().get_node
+    tpu._api.node = lambda: None if not api.nodes else real(name=NAME)
+    other.__enter__()
+    tpu._api.node = lambda: None
+    with pytest.raises(InputError, match="exists already"):
+        tpu.__enter__()
+    assert list(api.nodes) == [NAME]
+    tpu._api.node = lambda: real(name=NAME)
+    tpu._may_exist = True  # as though the request had had no answer
+    tpu.delete()
+    assert list(api.nodes) == [NAME]
+    other.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_adopt_takes_over_what_a_killed_driver_left(api, make, preempted):
+    make().__enter__()
+    owner = api.nodes[NAME].labels[OWNER]
+    if preempted:
+        api.preempt()
+    with make(adopt=True) as tpu:
+        assert tpu.state() == "READY"
+        assert api.nodes[NAME].labels[OWNER] == owner
+    assert api.calls.count("CreateNode") == 1 + preempted
+    assert not api.nodes
+
+
+def test_adopt_takes_nothing_that_this_program_did_not_make(api, make):
+    make().__enter__()
+    with pytest.raises(InputError, match="exists as v3-8, not v4-8"):
+        make(adopt=True, accelerator_type="v4-8").__enter__()
+    api.nodes[NAME].labels.pop(OWNER)
+    with pytest.raises(InputError, match="exists already"):
+        make(adopt=True).__enter__()
+    assert list(api.nodes) == [NAME]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_time_limit_then_deleted(api, make, queued):
+    api.ready_after = api.queue_after = None
+    limits = stays(ready=0.2, queue=0.2)
+    with pytest.raises(StoppedError, match=r"more than 0\.2 s"), make(limits=limits, queued=queued):
+        pass
+    assert not api.nodes
+    assert not api.queue
+
+
+def test_unhealthy_is_waited_for(api, make):
+    def sicken():
+        while not api.nodes:
+            time.sleep(0.01)
+        api.nodes[NAME].health = tpu_v2.Node.Health.UNHEALTHY_MAINTENANCE
+        time.sleep(0.3)
+        states.append(tpu.state())
+        api.nodes[NAME].health = tpu_v2.Node.Health.HEALTHY
+
+    states, tpu = [], make()
+    thread = threading.Thread(target=sicken)
+    api.ready_after = 20
+    thread.start()
+    with tpu:
+        thread.join()
+        assert tpu.state() == "READY"
+    assert states == ["UNHEALTHY"]
+
+
+def test_unknown_accelerator_and_runtime_name_what_there_is(api, make):
+    with (
+        pytest.raises(InputError, match="the zone has v4-16, v4-8"),
+        make(accelerator_type="v4-32"),
+    ):
+        pass
+    api.create_errors = [(grpc.StatusCode.INVALID_ARGUMENT, "Runtime version not found")]
+    with (
+        pytest.raises(InputError, match=r"v3-8.*, v9: .*versions are tpu-ubuntu"),
+        make(runtime_version="v9"),
+    ):
+        pass
+
+
+def test_unknown_zone_or_no_rights(api, make):
+    api.create_errors = [(grpc.StatusCode.PERMISSION_DENIED, "Location x-y1-a\nis not found.")]
+    with pytest.raises(InputError, match=r"check the zone.*roles/tpu.admin") as found, make():
+        pass
+    assert "\n" not in str(found.value)
+
+
+def test_delete_that_is_in_the_way_of_another_operation_is_sent_again(api, make):
+    api.delete_errors = [(grpc.StatusCode.FAILED_PRECONDITION, "an operation is in progress")] * 2
+    with make():
+        pass
+    assert api.calls.count("DeleteNode") == 3
+    assert not api.nodes
+
+
+def test_delete_that_fails_prints_the_command(api, make, capsys):
+    command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
+    api.delete_errors = [(grpc.StatusCode.PERMISSION_DENIED, "no")] * 2
+    with pytest.raises(StoppedError, match=command), make():
+        capsys.readouterr()
+    assert command in capsys.readouterr().err
+    # An error of the block's own is not hidden by it.
+    capsys.readouterr()
+    with pytest.raises(KeyError), make(adopt=True):
+        raise KeyError
+    assert command in capsys.readouterr().err
+
+
+def test_delete_has_a_time_limit(api, make):
+    api.gone_after = 10**9
+    with pytest.raises(StoppedError, match="is not deleted"), make(limits=stays(delete=0.2)):
+        pass
+
+
+def test_keep_leaves_it_alive_and_says_how_to_delete(api, make, capsys):
+    with make(keep=True):
+        capsys.readouterr()
+    assert list(api.nodes) == [NAME]
+    assert "kept; delete it by: gcloud" in capsys.readouterr().err
+
+
+def test_error_in_the_block_deletes(api, make):
+    with pytest.raises(KeyError), make():
+        raise KeyError
+    assert not api.nodes
+
+
+DRIVER = """
+import sys
+from mesh_transformer.tpu_spec import TpuSpec
+from mesh_transformer.tpu_ssh import SshOptions
+from mesh_transformer.tpu_vm import Limits, TpuVm
+from mesh_transformer.util import run_script
+from tests.fake_tpu import client
+import time
+
+def main():
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
+    limits = Limits(poll=0.05, settle=1.0)
+    ssh = SshOptions(key_file=sys.argv[2])
+    with TpuVm(spec, client=client(sys.argv[1]), limits=limits, ssh=ssh):
+        print("in the block", flush=True)
+        time.sleep(60)
+
+run_script(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "moment", "status"),
+    [
+        (signal.SIGINT, "making", 130),
+        (signal.SIGINT, "running", 130),
+        (signal.SIGTERM, "running", 143),
+        (signal.SIGHUP, "making", 129),
+    ],
+)
+def test_signal_deletes(api, tmp_path, number, moment, status):
+    """A whole process: Ctrl-C and the rest while the TPU is being made, and while it is used."""
+    if moment == "making":
+        api.ready_after = None
+    command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(tmp_path))]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    try:
+        if moment == "running":
+            assert process.stdout is not None
+            assert process.stdout.readline() == "in the block\n"
+        deadline = time.monotonic() + 30
+        while not api.nodes and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert api.nodes
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert not api.nodes
+    assert process.returncode == status
+    assert "gcloud compute tpus tpu-vm delete pod" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"name": "Pod_1"}, "TPU name is 'Pod_1'"),
+        ({"name": "-pod"}, "a letter first"),
+        ({"zone": "europe-west4"}, "zone is 'europe-west4'.*with its letter"),
+        ({"accelerator_type": "v5e-8"}, "calls it 'v5litepod-8'"),
+        ({"accelerator_type": "v4-7"}, "even number"),
+        ({"accelerator_type": "a100-8"}, "give a generation of v2, v3"),
+        ({"accelerator_type": "v3-0"}, "'v3-0'"),
+        ({"tier": "cheap"}, "tier is 'cheap'"),
+        ({"tier": "preemptible", "queued": True}, "cannot be queued"),
+    ],
+)
+def test_spec_names_what_is_wrong(changes, found):
+    good = {"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
+    with pytest.raises(InputError, match=found):
+        TpuSpec(**good | changes)
+
+
+@pytest.mark.parametrize(
+    ("generation", "devices", "expected"),
+    [
+        ("v2", 8, "v2-8"),
+        ("v3", 256, "v3-256"),
+        ("v4", 128, "v4-256"),
+        ("v5e", 16, "v5litepod-16"),
+        ("v5p", 8, "v5p-16"),
+        ("v6e", 8, "v6e-8"),
+    ],
+)
+def test_accelerator_types_count_as_the_api_does(generation, devices, expected):
+    """The configs' 128 devices are a v4-256, the original's 256 a v3-256."""
+    assert accelerator_type(generation, devices) == expected
+    assert TpuSpec("pod", "europe-west4-a", expected).devices == devices
+
+
+def test_missing_ssh_key_is_said_before_anything_is_made(api, tmp_path):
+    ssh = SshOptions(key_file=str(tmp_path / "none"))
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
+    with pytest.raises(InputError, match="ssh-keygen"):
+        TpuVm(spec, client=api.client(), ssh=ssh)
+    assert api.calls == []
