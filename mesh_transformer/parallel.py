@@ -150,10 +150,6 @@ class Parallel(abc.ABC):
 
         return jax.tree.map(visible, specs, is_leaf=_is_spec)
 
-    def laid_out(self, tree: Any, specs: Any) -> Any:
-        """The arrays of `tree`, each with its PartitionSpec as a hint to the compiler."""
-        return jax.tree.map(lambda spec, x: self.shard(x, *spec), specs, tree, is_leaf=_is_spec)
-
     def _differing(self, x: Array, *axes: str | None) -> Array:
         """x, typed as one that differs along those of `axes` that the program sees."""
         varying = tuple(axis for axis in self.axes if axis in axes)
@@ -175,7 +171,7 @@ class Parallel(abc.ABC):
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
         """Once a step: the state's parameters as the forward pass takes them, in `dtype`.
 
-        ZeRO 3 leaves what it splits in f32, for `collect` to cast.
+        ZeRO 3 leaves what it splits in f32, for `collect` to cast: so its gradients are f32 too.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
@@ -195,7 +191,8 @@ class Parallel(abc.ABC):
             axis = self._zero_axis(d) if self.zero_stage == 3 else None
             if axis is not None:
                 x = self._on_parts(lambda x: _gather_cast(x, axis, dtype), d.spec)(x)
-            return self.shard(x, *d.spec)  # a hint for the gradient too
+            # And so for its gradient: else TPUs keep some in another layout, with all-to-alls.
+            return self.shard(x, *d.spec)
 
         return map_declared(whole, declared, params)
 
@@ -203,8 +200,7 @@ class Parallel(abc.ABC):
         """Zeros in f32 for the sum of gradients over microbatches."""
 
         def zeros(d: Declaration, x: Array) -> Array:
-            started = jnp.zeros(x.shape, jnp.float32)
-            return self.shard(self._differing(started, "dp", *d.spec), *d.spec)
+            return self._differing(jnp.zeros(x.shape, jnp.float32), "dp", *d.spec)
 
         return map_declared(zeros, declared, params)
 
@@ -278,10 +274,10 @@ class Auto(Parallel):
         return shape
 
     def fan_out(self, x: Array) -> Array:
-        return self.shard(x, *(None,) * x.ndim)
+        return x
 
     def sum(self, x: Array) -> Array:
-        return self.shard(x, *(None,) * x.ndim)
+        return x
 
     def max(self, x: Array) -> Array:
         return x
@@ -298,6 +294,8 @@ class Auto(Parallel):
         return lax.with_sharding_constraint(x, _mp_alone(axes))
 
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
+        if not self.axes:
+            return function
         # Left to itself, the compiler would join the parts before it lets the replicas talk.
         split = _mp_alone(spec)
         return jax.shard_map(function, in_specs=split, out_specs=split, axis_names={"mp"})

@@ -165,8 +165,7 @@ def _partition(
         # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
         exact = config.dtype == "float32"
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            found = function(*par.laid_out(args, in_specs), config=config, par=par)
-        return par.laid_out(found, out_specs)
+            return function(*args, config=config, par=par)
 
     return jax.shard_map(
         program,

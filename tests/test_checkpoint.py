@@ -297,7 +297,7 @@ def test_host_arrays_are_saved_as_they_are_and_restored_on_any_mesh(tmp_path):
     with Checkpoints(str(tmp_path), host=True) as checkpoints:
         checkpoints.save(1, host(state), AUX)
         while checkpoints.is_saving(0.01):
-            assert checkpoints.steps() == []
+            pass
         assert checkpoints.steps() == [1]
         for shape in ((2, 4), (1, 1)):
             assert_same_bits(checkpoints.restore(1, template_of(mesh_of(*shape))), state)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from mesh_transformer import model, step
 from mesh_transformer.config import Config
+from mesh_transformer.declaration import map_declared
 from mesh_transformer.parallel import Auto, named
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
@@ -243,41 +244,71 @@ def test_a_fresh_state_has_the_same_bits_on_every_mesh():
     jax.tree.map(np.testing.assert_array_equal, sharded, plain)
 
 
-def replica_gradients(config: Config, state: step.State, batch: Any) -> list[Any]:
-    """One gradient a sequence of `batch` [1, B, T], as one device computes it."""
+def replica_gradients(config: Config, state: step.State, batch: Any) -> list[list[Any]]:
+    """By microbatch and replica, of one sequence each: its gradient, as one device computes it."""
     grad = jax.jit(jax.grad(lambda p, x, y: model.train_loss(p, x, y, config, Auto())[0]))
-    return [
-        grad(state["params"], batch["obs"][0, row : row + 1], batch["target"][0, row : row + 1])
-        for row in range(batch["obs"].shape[1])
-    ]
+
+    def one(micro: int, row: int) -> Any:
+        tokens = (batch[key][micro, row : row + 1] for key in ("obs", "target"))
+        return jax.tree.map(lambda g: np.asarray(g, np.float64), grad(state["params"], *tokens))
+
+    micros, rows = batch["obs"].shape[:2]
+    return [[one(micro, row) for row in range(rows)] for micro in range(micros)]
+
+
+def mean_of(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
 
 
 @pytest.mark.parametrize(
     ("partitioning", "zero"),
-    [("shard_map", 1), ("jit", 0), pytest.param("shard_map", 0, marks=pytest.mark.slow)],
+    [
+        ("shard_map", 1),
+        ("jit", 0),
+        ("jit", 3),
+        pytest.param("shard_map", 0, marks=pytest.mark.slow),
+        pytest.param("shard_map", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_micro_norms_are_those_of_the_replicas_gradients(partitioning, zero):
-    config = on_mesh(small_config(layers=1), partitioning, 4, zero)
-    batch = random_batch(config, 1, 2)
+    config = on_mesh(small_config(layers=1, original_bias_copies=3), partitioning, 4, zero)
+    batch = random_batch(config, 2, 2)
     mesh = mesh_of(2, 4)
-    state = fresh_state(config.replace(zero=0, cores_per_replica=1))
+    state = fresh_state(config.replace(partitioning="jit", zero=0, cores_per_replica=1))
+    declared = model.declarations(config)
+
+    def square(grads: Any) -> float:
+        squares = map_declared(
+            lambda d, g: float(np.square(g).sum()) * (3 if d.summed else 1), declared, grads
+        )
+        return sum(jax.tree.leaves(squares))
+
     grads = replica_gradients(config, state, batch)
-    squares = [
-        sum(float(np.square(np.asarray(g, np.float64)).sum()) for g in jax.tree.leaves(grad))
-        for grad in grads
-    ]
-    mean = jax.tree.map(lambda a, b: (np.asarray(a, np.float64) + b) / 2, *grads)
+    # ZeRO 3 has summed over the replicas before there is a norm to take.
+    measured = [[mean_of(replicas)] if zero == 3 else replicas for replicas in grads]
+    squares = np.array([[square(grad) for grad in replicas] for replicas in measured])
     placed = jax.tree.map(jax.device_put, state, named(mesh, step.state_specs(config, mesh)))
     _, metrics = step.compile_train(config, mesh)(placed, batch)
-    assert step.gradient_replicas(config, mesh) == 2
+    assert step.gradient_replicas(config, mesh) == squares.shape[1]
     # 1e-5: f32 sums of some 100,000 squares.
     wanted = {
-        "grad_square_micro": np.mean(squares),
-        "grad_norm_micro": np.mean(np.sqrt(squares)),
-        "grad_norm": np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(mean))),
+        "grad_square_micro": squares.mean(),
+        "grad_norm_micro": np.sqrt(squares).mean(),
+        "grad_norm": np.sqrt(square(mean_of([mean_of(replicas) for replicas in grads]))),
     }
     for name, value in wanted.items():
         np.testing.assert_allclose(float(metrics[name]), value, rtol=1e-5, err_msg=name)
+
+
+def test_without_a_mesh_a_gradient_is_that_of_a_mesh_of_one():
+    config = small_config(layers=1)
+    params, batch = fresh_state(config)["params"], random_batch(config, 2, 2)
+    alone, _ = jax.jit(functools.partial(step.gradients, config=config, par=Auto()))(params, batch)
+    # Adam's first moment after one step is (1 - b1) times the gradient, clipped by its norm.
+    wanted = run(config.replace(clip_norm=1e9), batch=batch, steps=1).grads
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), alone, wanted
+    )
 
 
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
