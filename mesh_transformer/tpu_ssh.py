@@ -29,6 +29,7 @@ from mesh_transformer.util import InputError, StoppedError
 
 if TYPE_CHECKING:
     from fabric import Connection
+    from paramiko import PKey
 
 Found = TypeVar("Found")
 
@@ -51,15 +52,35 @@ class SshOptions:
     def key_path(self) -> Path:
         return Path(self.key_file).expanduser()
 
-    def public_key(self) -> str:
-        """The line of the public key, which a host has to know."""
-        path = self.key_path.with_name(self.key_path.name + ".pub")
-        if not (path.is_file() and self.key_path.is_file()):
+    def private_key(self) -> "PKey":
+        """The key; InputError where it is missing, has a passphrase, or is none."""
+        try:
+            from paramiko import PKey
+            from paramiko.pkey import UnknownKeyType
+        except ImportError as error:
             raise InputError(
-                f"SSH key {self.key_path} or its .pub is missing; make it with `ssh-keygen "
-                f"-t ed25519 -N '' -f {self.key_path}`, or name another"
+                f"package {error.name!r} is missing, which TPU hosts need; pip install fabric"
+            ) from error
+        path = self.key_path
+        if not path.is_file():
+            raise InputError(
+                f"SSH key {path} is missing; make it with `ssh-keygen -t ed25519 -N '' -f {path}`, "
+                "or name another"
             )
-        return path.read_text("utf-8").strip()
+        try:
+            return PKey.from_path(path)
+        except TypeError as error:  # cryptography's word for "a passphrase is needed"
+            raise InputError(f"SSH key {path} has a passphrase; name a key without one") from error
+        except (ValueError, OSError, UnknownKeyType) as error:
+            raise InputError(
+                f"SSH key {path} cannot be read as a private key ({type(error).__name__}); name "
+                "another"
+            ) from error
+
+    def public_key(self) -> str:
+        """What a host has to know, as authorized_keys has it."""
+        key = self.private_key()
+        return f"{key.get_name()} {key.get_base64()}"
 
 
 class Hosts:
@@ -78,6 +99,7 @@ class Hosts:
         self.addresses = list(addresses)
         self.options = options
         self._keys = {address: list(keys) for address, keys in (host_keys or {}).items()}
+        self._key = options.private_key()
         self._connections: dict[int, Connection] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -187,7 +209,6 @@ class Hosts:
         from paramiko.ssh_exception import (
             AuthenticationException,
             BadHostKeyException,
-            PasswordRequiredException,
         )
 
         options, label = self.options, self._label(host)
@@ -203,10 +224,6 @@ class Hosts:
                 raise StoppedError(
                     f"host {label}: its SSH key is not the one known for it, so that something "
                     "else may be answering there; nothing was sent to it"
-                ) from error
-            except PasswordRequiredException as error:
-                raise InputError(
-                    f"SSH key {options.key_path} has a passphrase; name a key without one"
                 ) from error
             except _lost_errors() as error:
                 connection.close()
@@ -228,12 +245,8 @@ class Hosts:
                 ) from error
 
     def _new_connection(self, host: int) -> "Connection":
-        try:
-            from fabric import Config, Connection
-        except ImportError as error:
-            raise InputError(
-                f"package {error.name!r} is missing, which TPU hosts need; pip install fabric"
-            ) from error
+        from fabric import Config, Connection
+
         # Without a handler, paramiko's tracebacks of connections that are tried again are printed.
         logging.getLogger("paramiko").addHandler(logging.NullHandler())
         address, options = self.addresses[host], self.options
@@ -244,7 +257,7 @@ class Hosts:
             config=Config(overrides={"load_ssh_configs": False}, lazy=True),
             connect_timeout=15,
             connect_kwargs={
-                "key_filename": str(options.key_path),
+                "pkey": self._key,
                 "allow_agent": False,
                 "look_for_keys": False,
                 "banner_timeout": 30,

@@ -80,7 +80,8 @@ class TpuVm:
         keep: bool = False,
     ):
         self._ssh = ssh or SshOptions()
-        self._ssh.public_key()  # says now, not when the TPU costs money, that it is missing
+        # Says now, not when the TPU costs money, that it is missing.
+        self._public_key = self._ssh.public_key()
         self._api = TpuApi(spec, client)
         self.spec = self._api.spec
         self.limits = limits or Limits()
@@ -162,7 +163,7 @@ class TpuVm:
         name, user = self.spec.name, self._ssh.user
         _say(f"making TPU {name!r}; deleted at the end, else by: {self.spec.delete_command()}")
         metadata = {
-            "ssh-keys": f"{user}:{self._ssh.public_key()}",
+            "ssh-keys": f"{user}:{self._public_key}",
             "enable-guest-attributes": "TRUE",  # where hosts publish their SSH keys
         }
         self._may_exist, self._answered = True, False

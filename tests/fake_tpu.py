@@ -8,8 +8,10 @@ import contextlib
 import itertools
 import os
 import socket
+import stat
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -74,7 +76,7 @@ class FakeTpuApi:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.stop(None).wait()
+        self._server.stop(0.5).wait()
 
     def client(self) -> tpu_v2.TpuClient:
         return client(self.address)
@@ -307,6 +309,8 @@ class FakeHost(paramiko.ServerInterface):
         self._public = public_key.split()[1]
         self.host_key = paramiko.ECDSAKey.generate()
         self.commands: list[str] = []
+        self.modes_at_first_write: list[int] = []
+        self._busy_until = 0.0
         self._socket = socket.create_server((address, port))
         self.port = self._socket.getsockname()[1]
         self._transports: list[paramiko.Transport] = []
@@ -332,6 +336,15 @@ class FakeHost(paramiko.ServerInterface):
         for transport in self._transports:
             transport.close()
 
+    def new_key(self) -> None:
+        """Becomes another machine at the same address."""
+        self.cut()
+        self.host_key = paramiko.ECDSAKey.generate()
+
+    def pause_for(self, seconds: float) -> None:
+        """Refuses connections for so long, as a host that is still starting does."""
+        self._busy_until = time.monotonic() + seconds
+
     def published(self) -> list[tuple[str, str]]:
         return [(self.host_key.get_name(), self.host_key.get_base64())]
 
@@ -339,9 +352,12 @@ class FakeHost(paramiko.ServerInterface):
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
+                if time.monotonic() < self._busy_until:
+                    connection.close()
+                    continue
                 transport = paramiko.Transport(connection)
                 transport.add_server_key(self.host_key)
-                transport.set_subsystem_handler("sftp", paramiko.SFTPServer, _Files, self.home)
+                transport.set_subsystem_handler("sftp", paramiko.SFTPServer, _Files, self)
                 self._transports.append(transport)
                 with contextlib.suppress(paramiko.SSHException, EOFError):
                     transport.start_server(server=self)
@@ -394,15 +410,12 @@ def _pump(source: Any, send: Callable[[bytes], None]) -> None:
 class _Files(paramiko.SFTPServerInterface):
     """SFTP in a home folder; only what the client uses."""
 
-    def __init__(self, server: FakeHost, home: Path):
+    def __init__(self, server: FakeHost, host: FakeHost):
         super().__init__(server)
-        self._home = home
+        self._host = host
 
     def _path(self, path: str) -> Path:
-        return self._home / path.lstrip("/")
-
-    def stat(self, path: str) -> Any:
-        return _answer(lambda: paramiko.SFTPAttributes.from_stat(self._path(path).stat()))
+        return self._host.home / path.lstrip("/")
 
     def mkdir(self, path: str, attr: paramiko.SFTPAttributes) -> Any:
         return _answer(lambda: self._path(path).mkdir(mode=attr.st_mode or 0o777))
@@ -411,20 +424,30 @@ class _Files(paramiko.SFTPServerInterface):
         return _answer(lambda: self._path(oldpath).replace(self._path(newpath)))
 
     def open(self, path: str, flags: int, attr: paramiko.SFTPAttributes) -> Any:
-        def opened() -> Any:
-            handle = paramiko.SFTPHandle(flags)
-            number = os.open(self._path(path), flags, 0o666)
-            file = os.fdopen(number, "wb", buffering=0)
-            handle.writefile = file  # type: ignore[attr-defined]
-            handle.chattr = lambda attr: _answer(  # type: ignore[method-assign]
-                lambda: os.fchmod(number, attr.st_mode)
-            )
-            handle.stat = lambda: paramiko.SFTPAttributes.from_stat(  # type: ignore[method-assign]
-                os.fstat(number)
-            )
-            return handle
+        return _answer(lambda: _OpenFile(self._path(path), flags, self._host))
 
-        return _answer(opened)
+
+class _OpenFile(paramiko.SFTPHandle):
+    """A file being written."""
+
+    def __init__(self, path: Path, flags: int, host: FakeHost):
+        super().__init__(flags)
+        self._file = os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
+        self._modes = host.modes_at_first_write
+
+    def write(self, offset: int, data: bytes) -> int:
+        if offset == 0:
+            self._modes.append(stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
+        return _answer(lambda: os.pwrite(self._file.fileno(), data, offset) and None)
+
+    def chattr(self, attr: paramiko.SFTPAttributes) -> int:
+        return _answer(lambda: os.fchmod(self._file.fileno(), attr.st_mode or 0))
+
+    def stat(self) -> Any:
+        return paramiko.SFTPAttributes.from_stat(os.fstat(self._file.fileno()))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _answer(action: Callable[[], Any]) -> Any:
