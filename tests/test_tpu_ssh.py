@@ -1,7 +1,11 @@
 """Commands and files on hosts: fabric against SSH servers on loopback, with real commands."""
 
+import contextlib
 import os
+import secrets
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -364,3 +368,88 @@ def test_ctrl_c_does_not_wait_for_the_command(host, key):
         process.wait()
     assert process.returncode == 130
     assert "Traceback" not in errors
+
+
+def environment_of(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # it has ended, or is another's
+        return b""
+
+
+def kill_marked(mark: str) -> None:
+    """Ends every process that was started with the mark in its environment."""
+    for _ in range(3):  # those that were being started meanwhile
+        for process in Path("/proc").glob("[0-9]*"):
+            if mark.encode() in environment_of(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_init_ray_joins_a_real_cluster_that_wants_the_token(tmp_path):
+    """The script itself with Ray itself: a head and this "host" on one machine."""
+    mark, package = secrets.token_hex(16), tmp_path / "package"
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    package.mkdir()
+    with tarfile.open(fileobj=BytesIO(tpu_ray.package_archive())) as archive:
+        archive.extractall(package, filter="data")
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    ray = Path(sys.executable).with_name("ray")
+    (venv / "bin" / "ray").symlink_to(ray)
+    # It is installed already, says the stamp.
+    script = "cat requirements.txt setup.py | sha256sum"
+    digest = subprocess.run(
+        ["bash", "-c", script], cwd=package, capture_output=True, text=True, check=True
+    )
+    (venv / "installed").write_text(f"3 {digest.stdout}")
+    environment = {name: value for name, value in os.environ.items() if "RAY" not in name} | {
+        "MARK": mark,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "MESH_TRANSFORMER_VENV": str(venv),
+    }
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        head = [str(ray), "start", "--head", "--port", str(port), "--node-ip-address", "127.0.0.1"]
+        head += ["--num-cpus", "0", "--include-dashboard", "false", "--disable-usage-stats"]
+        head += ["--object-store-memory", "80000000", "--temp-dir", f"/tmp/ray_{mark[:8]}"]
+        subprocess.run(head, env=environment, check=True, capture_output=True, timeout=120)
+        command = ["bash", str(package / "scripts/init_ray.sh"), "--address", f"127.0.0.1:{port}"]
+        command += ["--", "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
+        command += ["--object-store-memory", "80000000"]
+        joined = subprocess.run(
+            command, env=environment, text=True, capture_output=True, timeout=120, check=False
+        )
+        assert joined.returncode == 0, joined.stderr
+        assert TOKEN not in joined.stdout + joined.stderr
+        program = (
+            "import ray, time\n"
+            f"ray.init(address='127.0.0.1:{port}', log_to_driver=False)\n"
+            "deadline = time.monotonic() + 60\n"
+            "while ray.cluster_resources().get('tpu') != 1 and time.monotonic() < deadline:\n"
+            "    time.sleep(0.2)\n"
+            "@ray.remote(resources={'tpu': 1}, num_cpus=0)\n"
+            "def answer():\n"
+            "    return 42\n"
+            "print(ray.get(answer.remote(), timeout=60))\n"
+        )
+        answered = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment, text=True, capture_output=True, timeout=180, check=False,
+        )  # fmt: skip
+        assert answered.stdout == "42\n", answered.stderr
+        # And the token is what lets it in.
+        wrong = environment | {"RAY_AUTH_TOKEN": "another"}
+        refused = subprocess.run(
+            command, env=wrong, text=True, capture_output=True, timeout=120, check=False
+        )
+        assert refused.returncode != 0
+    finally:
+        kill_marked(mark)
+        shutil.rmtree(f"/tmp/ray_{mark[:8]}", ignore_errors=True)
