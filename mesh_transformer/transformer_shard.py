@@ -20,14 +20,17 @@ from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
 from mesh_transformer.model import SamplerSettings
 from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
+from mesh_transformer.rows import Rows
 from mesh_transformer.util import InputError
 
 SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
 
 
 class CausalTransformer:
-    """A GPT-J with its optimizer, sharded over a (dp, mp) mesh of this process's devices.
+    """A GPT-J with its optimizer, sharded over a (dp, mp) mesh of JAX's devices.
 
+    Where these belong to several processes, all of them make the same calls.  A call then takes
+    and returns the rows of this process's `replicas`, as numpy arrays; scalars are everyone's.
     Without an accelerator, `config.tpu_size` virtual CPU devices appear, unless the caller has
     already set JAX's devices up.
 
@@ -49,6 +52,7 @@ class CausalTransformer:
         use_virtual_devices(self.config.tpu_size)
         self.mesh = make_mesh(self.config, devices)
         steps.check_zero(self.config, self.mesh)
+        self._rows = Rows(self.mesh)
         self._generate: dict[int, Any] = {}
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # that of `_checkpoints`, as the caller named it
@@ -67,6 +71,11 @@ class CausalTransformer:
     def dp(self) -> int:
         """How many replicas the batch is split over."""
         return self.mesh.shape["dp"]
+
+    @property
+    def replicas(self) -> list[int]:
+        """Those of the dp replicas whose rows this process gives and gets, ascending."""
+        return self._rows.replicas
 
     @property
     def batch_size(self) -> int:
@@ -104,26 +113,26 @@ class CausalTransformer:
         Weights that were loaded alone get fresh moments first.
 
         Args:
-          sample: token ids `obs` and `target` [A, B, T]; B divides by dp.
+          sample: token ids `obs` and `target` [A, B, T]; B divides by the number of `replicas`.
 
         Returns:
           Device scalars: `loss` (z-loss included), `last_loss`, `grad_norm` (before clipping),
           `grad_norm_micro`, `grad_square_micro` and `learning_rate`.
         """
         batch = self._batch(sample, 3)
-        if batch["obs"].shape[1] % self.dp:
+        if batch["obs"].shape[1] % len(self.replicas):
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
-                f"expected a multiple of the {self.dp} replicas"
+                f"expected a multiple of the {len(self.replicas)} replicas"
             )
         state = self._loaded()
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state["params"])
-        self.state, metrics = self._train(state, self._place(batch, P(None, "dp")))
+        self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))
         self.step += 1
         return metrics
 
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """Losses of `target` after `obs`, both token ids [B, T], any B; no z-loss.
 
         Returns:
@@ -131,15 +140,15 @@ class CausalTransformer:
         """
         batch = self._batch(sample, 2)
         rows = len(batch["obs"])
-        batch = {key: self._pad(tokens) for key, tokens in batch.items()}
-        found = self._eval(self._params(), self._place(batch, P("dp")))
-        return found if rows == len(batch["obs"]) else {k: v[:rows] for k, v in found.items()}
+        batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
+        found = self._eval(self._params(), self._rows.place(batch, P("dp")))
+        return {name: self._rows.fetch(x, rows) for name, x in found.items()}
 
-    def logits(self, tokens: np.ndarray) -> Array:
+    def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Next-token logits [B, T, V] in f32 after each of `tokens` [B, T]."""
         tokens = self._tokens("tokens", tokens, 2)
-        padded = self._place(self._pad(tokens), P("dp"))
-        return self._logits(self._params(), padded)[: len(tokens)]
+        padded = self._rows.place(self._rows.pad(tokens), P("dp"))
+        return self._rows.fetch(self._logits(self._params(), padded), len(tokens))
 
     def generate(
         self,
@@ -152,6 +161,7 @@ class CausalTransformer:
 
         Args:
           ctx: token ids [B, T], right-aligned; of more than `config.window` the last are used.
+            Of several processes, all give the same T.
           ctx_length: how many of a row's T are its prompt, [B], at least 1.
           gen_length: tokens to add to each row; past the window the oldest are forgotten.
           sampler_options: `top_p` (0.9), `top_k` (0: off), `temp` (1; 0 is greedy) and `seed` (0),
@@ -164,8 +174,9 @@ class CausalTransformer:
         rows = len(tokens)
         if gen_length not in self._generate:
             self._generate[gen_length] = steps.compile_generate(self.config, self.mesh, gen_length)
-        placed = self._place((tokens, length, settings), P("dp"), pad=True)
-        return np.asarray(self._generate[gen_length](self._params(), *placed))[:rows]
+        padded = jax.tree.map(self._rows.pad, (tokens, length, settings))
+        found = self._generate[gen_length](self._params(), *self._rows.place(padded, P("dp")))
+        return np.asarray(self._rows.fetch(found, rows))
 
     def _prompts(
         self, ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int, options: dict[str, Any]
@@ -184,7 +195,8 @@ class CausalTransformer:
                 "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
             )
         length = np.minimum(length, window)
-        longest = int(length.max())
+        # The width decides what is compiled: several processes know it from their T alone.
+        longest = int(length.max()) if self._rows.alone else min(tokens.shape[1], window)
         if self.config.pe == "fixed" and longest + gen_length > self.config.seq:
             raise InputError(
                 f"generate: {longest} + {gen_length} tokens, but pe fixed has positions for "
@@ -332,20 +344,6 @@ class CausalTransformer:
                 f"of n_vocab {self.config.n_vocab}"
             )
         return tokens.astype(np.uint32)
-
-    def _pad(self, rows: np.ndarray) -> np.ndarray:
-        """The rows and copies of the first, so that dp divides their number."""
-        missing = -len(rows) % self.dp
-        return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
-
-    def _place(self, tree: Any, spec: P, pad: bool = False) -> Any:
-        """Host arrays on the mesh, each process giving its own part."""
-        sharding = NamedSharding(self.mesh, spec)
-
-        def place(x: np.ndarray) -> Array:
-            return jax.make_array_from_process_local_data(sharding, self._pad(x) if pad else x)
-
-        return jax.tree.map(place, tree)
 
 
 def _placed(host: Any, template: Any) -> Any:

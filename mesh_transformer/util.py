@@ -21,6 +21,10 @@ class StoppedError(RuntimeError):
     """A run cannot go on, though its input was good; scripts print it and exit with status 1."""
 
 
+class HostError(StoppedError):
+    """A host of several has failed: another attempt, from the newest checkpoint, may go well."""
+
+
 def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's `main` and exit: 2 with one line on stderr where the input is bad.
 

@@ -45,8 +45,10 @@ LEVELS = {
     "hf": 5,
     "native_checkpoint": 6,
     "conversion": 7,
+    "rows": 7,
     "transformer_shard": 8,
     "train_actor": 9,
+    "ray_head": 9,
     "tpu_spec": 1,
     "tpu_api": 2,
     "tpu_ssh": 2,
@@ -77,11 +79,7 @@ HOMES = {
     "google.api_core": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
     "google.auth": {"mesh_transformer/tpu_api.py"},
     "google.cloud.tpu_v2": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
-    "ray": {
-        "mesh_transformer/train_actor.py",
-        "mesh_transformer/tpu_cluster.py",
-        "mesh_transformer/build_model.py",
-    },
+    "ray": {"mesh_transformer/ray_head.py", "mesh_transformer/tpu_cluster.py"},
 }
 
 COLLECTIVES = {

@@ -1,0 +1,180 @@
+"""`NetworkRunner`: `CausalTransformer` on one host of several, for a driver elsewhere."""
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from mesh_transformer.parallel import use_virtual_devices
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import HostError, InputError, StoppedError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _on_host(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """What goes wrong in `method` reaches the driver as one line that names the host.
+
+    Bad input stays an InputError.  Everything else, which may not even survive pickling, becomes
+    a HostError, with its traceback in the host's log.
+    """
+
+    @functools.wraps(method)
+    def told(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return method(*args, **kwargs)
+        except (InputError, StoppedError):
+            raise
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            runner: Any = args[0]
+            text = " ".join(str(error).split())[:300]
+            raise HostError(f"host {runner.rank}: {type(error).__name__}: {text}") from None
+
+    return told
+
+
+class NetworkRunner:
+    """One process of a mesh: the network's methods on the rows of this process's replicas.
+
+    All processes of a mesh get the same calls in the same order.  `train` only dispatches; the
+    `metrics` of each step are fetched later, so that the device never waits for the driver.
+    """
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.network: CausalTransformer | None = None
+        self._unread: deque[tuple[int, dict[str, Any]]] = deque()
+        self._last = 0.0  # when the newest step whose metrics were read was done
+
+    def pid(self) -> int:
+        """This process's id, on its own machine."""
+        return os.getpid()
+
+    def free_port(self) -> int:
+        """A port that nothing listens on here, for a coordinator."""
+        with contextlib.closing(socket.socket()) as listener:
+            listener.bind(("", 0))
+            return listener.getsockname()[1]
+
+    @_on_host
+    def start(
+        self,
+        config: dict[str, Any],
+        *,
+        coordinator: str,
+        processes: int,
+        heartbeat: int,
+        devices: int | None = None,
+    ) -> dict[str, Any]:
+        """Joins the other processes and lays out the mesh; the weights come later.
+
+        Args:
+          coordinator: "host:port", where process 0 listens.
+          heartbeat: seconds of silence after which the others count a process as dead, and end.
+          devices: how many virtual CPU devices this process has; None for an accelerator's own.
+
+        Returns:
+          What the driver has to know: `replicas`, `dp`, `batch_size`, `noise_batches` and
+          `peak_flops`.
+        """
+        if devices is not None:
+            use_virtual_devices(devices)
+        if processes > 1:
+            jax.distributed.initialize(
+                coordinator,
+                num_processes=processes,
+                process_id=self.rank,
+                heartbeat_timeout_seconds=heartbeat,
+            )
+        self.network = CausalTransformer(config, init=False)
+        return {
+            "replicas": self.network.replicas,
+            "dp": self.network.dp,
+            "batch_size": self.network.batch_size,
+            "noise_batches": self.network.noise_batches,
+            "peak_flops": self.network.peak_flops,
+        }
+
+    @property
+    def _started(self) -> CausalTransformer:
+        if self.network is None:
+            raise InputError("the host has no model yet; call start first")
+        return self.network
+
+    @_on_host
+    def init(self) -> None:
+        """As `CausalTransformer.init`."""
+        self._started.init()
+
+    @_on_host
+    def train(self, sample: dict[str, np.ndarray]) -> None:
+        """Dispatches one step on this process's rows [A, B, T]."""
+        network = self._started
+        if not self._unread:
+            self._last = time.perf_counter()
+        metrics = network.train(sample)
+        self._unread.append((network.step, metrics))
+
+    @_on_host
+    def metrics(self) -> tuple[int, float, dict[str, float]]:
+        """The oldest unread step, the seconds that it took here, and what it measured."""
+        step, found = self._unread.popleft()
+        values = {name: float(value) for name, value in found.items()}
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return step, seconds, values
+
+    @_on_host
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As `CausalTransformer.eval`, of and for this process's rows."""
+        return {name: np.asarray(found) for name, found in self._started.eval(sample).items()}
+
+    @_on_host
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """As `CausalTransformer.logits`, of and for this process's rows."""
+        return np.asarray(self._started.logits(tokens))
+
+    @_on_host
+    def generate(
+        self, ctx: np.ndarray, ctx_length: np.ndarray, gen_length: int, options: dict[str, Any]
+    ) -> np.ndarray:
+        """As `CausalTransformer.generate`; all processes give prompts of the same width."""
+        return self._started.generate(ctx, ctx_length, gen_length, options)
+
+    @_on_host
+    def save(self, folder: str, aux: dict[str, Any] | None) -> None:
+        """As `CausalTransformer.save`: all processes write their parts of one checkpoint."""
+        self._started.save(folder, aux)
+
+    @_on_host
+    def wait(self) -> None:
+        """As `CausalTransformer.wait`."""
+        self._started.wait()
+
+    @_on_host
+    def restore(self, folder: str) -> tuple[int, dict[str, Any] | None]:
+        """As `CausalTransformer.restore`, with the step that it is at then."""
+        aux = self._started.restore(folder)
+        return self._started.step, aux
+
+    @_on_host
+    def load(self, path: str, fresh_opt: bool) -> None:
+        """As `CausalTransformer.load`."""
+        self._started.load(path, fresh_opt=fresh_opt)
+
+    @_on_host
+    def close(self) -> None:
+        """As `CausalTransformer.close`; the process itself is ended by the driver."""
+        if self.network is not None:
+            self.network.close()

@@ -1,0 +1,53 @@
+"""One host of several, as a plain process: does what `multihost.run` wrote down, writes results.
+
+Its argument is a file of JSON: `rank`, the arguments of `NetworkRunner.start`, the `batches`
+(an .npz of all rows), `calls` (names, with arguments) and where the results go.
+"""
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.rows import share
+from mesh_transformer.train_actor import NetworkRunner
+
+
+def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any) -> dict[str, Any]:
+    """One call's results, by name; rows are those of this process."""
+
+    def mine(key: str, axis: int = 0) -> np.ndarray:
+        return share(batches[key], facts["replicas"], facts["dp"], axis)
+
+    if name == "train":
+        runner.train({key: mine(f"train_{key}_{given}", axis=1) for key in ("obs", "target")})
+        step, _, metrics = runner.metrics()
+        return {"step": np.asarray(step)} | {k: np.asarray(v) for k, v in metrics.items()}
+    if name == "eval":
+        return runner.eval({key: mine(f"eval_{key}") for key in ("obs", "target")})
+    if name == "logits":
+        return {"logits": runner.logits(mine("eval_obs"))}
+    if name == "generate":
+        options = {"seed": mine("seed"), "top_p": mine("top_p")}
+        return {"tokens": runner.generate(mine("ctx"), mine("length"), given, options)}
+    found = getattr(runner, name)(*given)
+    return {"aux": np.asarray(json.dumps(found))} if name == "restore" else {}
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        spec = json.load(file)
+    runner = NetworkRunner(spec["rank"])
+    facts = runner.start(spec["config"], **spec["start"])
+    batches = np.load(spec["batches"])
+    results = {"replicas": np.asarray(facts["replicas"])}
+    for number, (name, given) in enumerate(spec["calls"]):
+        for key, value in call(runner, facts, batches, name, given).items():
+            results[f"{number}_{key}"] = value
+    runner.close()
+    np.savez(spec["results"], **results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Several processes as one mesh, without Ray: the same numbers as one process of all devices."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.rows import joined, share
+from mesh_transformer.transformer_shard import CausalTransformer
+from tests.small_run import SEQ, VALUES, VOCAB
+
+ROOT = Path(__file__).parent.parent
+# f32 rounds to 6e-8; gloo and the one process's own collectives add in different orders.
+OTHER_PROCESSES = 1e-5
+STEPS = 5
+GENERATED = 6
+SECONDS = 120.0
+
+RUNS = {
+    "2 hosts": (2, {}),
+    "4 hosts, replicas across two": (4, {}),
+    "2 hosts, a replica across both": (2, {"cores_per_replica": 8, "per_replica_batch": 4}),
+    "2 hosts, version 2": (2, {"block": "geglu", "partitioning": "jit", "zero": 1}),
+    "4 hosts, zero 3": (4, {"cores_per_replica": 2, "per_replica_batch": 1, "zero": 3}),
+    "2 hosts of 3, the middle replica across both": (
+        2,
+        {"tpu_size": 6, "cores_per_replica": 2, "n_vocab": 60, "per_replica_batch": 1},
+    ),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def random_batches(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """What `host_process` is fed: train batches, one to evaluate, prompts of unequal lengths."""
+    rng = np.random.default_rng(seed)
+    assert config.tpu_size is not None
+    rows = config.per_replica_batch * config.tpu_size // config.cores_per_replica
+    found: dict[str, np.ndarray] = {}
+    shapes = {f"_{step}": (2, rows) for step in range(STEPS)}
+    for name, shape in ({f"train{k}": v for k, v in shapes.items()} | {"eval": (12,)}).items():
+        tokens = rng.integers(0, min(VOCAB, config.n_vocab), (*shape, SEQ + 1)).astype(np.uint32)
+        kind, _, number = name.partition("_")
+        end = f"_{number}" if number else ""
+        found |= {f"{kind}_obs{end}": tokens[..., :-1], f"{kind}_target{end}": tokens[..., 1:]}
+    found["ctx"] = found["eval_obs"]
+    # One replica's rows are all short: alone, its process would compile for a narrower prompt.
+    found["length"] = np.concatenate((np.full(6, 2), np.full(6, SEQ))).astype(np.int32)
+    found["seed"] = np.arange(12, dtype=np.uint32)
+    found["top_p"] = np.linspace(0.3, 1, 12, dtype=np.float32)
+    return found
+
+
+def run(
+    folder: Path,
+    config: dict[str, Any],
+    hosts: int,
+    batches: dict[str, np.ndarray],
+    calls: list[tuple[str, Any]],
+) -> list[dict[str, np.ndarray]]:
+    """What each of `hosts` processes found; none of them outlives this."""
+    folder.mkdir()
+    np.savez(folder / "batches.npz", **batches)
+    start = {
+        "coordinator": f"127.0.0.1:{free_port()}",
+        "processes": hosts,
+        "heartbeat": 10,
+        "devices": config["tpu_size"] // hosts,
+    }
+    processes = []
+    try:
+        for rank in range(hosts):
+            spec = {
+                "rank": rank,
+                "config": config,
+                "start": start,
+                "calls": calls,
+                "batches": str(folder / "batches.npz"),
+                "results": str(folder / f"{rank}.npz"),
+            }
+            path = folder / f"{rank}.json"
+            path.write_text(json.dumps(spec))
+            command = [sys.executable, "-m", "tests.host_process", str(path)]
+            with (folder / f"{rank}.log").open("w") as log:
+                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+        for rank, process in enumerate(processes):
+            status = process.wait(SECONDS)
+            assert status == 0, (folder / f"{rank}.log").read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(hosts)]
+
+
+def one_process(config: dict[str, Any], batches: dict[str, np.ndarray]) -> CausalTransformer:
+    network = CausalTransformer(config, devices=jax.devices()[: config["tpu_size"]])
+    network.losses = []  # type: ignore[attr-defined]
+    for step in range(STEPS):
+        sample = {key: batches[f"train_{key}_{step}"] for key in ("obs", "target")}
+        found = network.train(sample)
+        network.losses.append({k: float(v) for k, v in found.items()})  # type: ignore[attr-defined]
+    return network
+
+
+@pytest.mark.parametrize(
+    "name", [next(iter(RUNS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[1:])]
+)
+def test_processes_together_are_one(tmp_path, name):
+    hosts, changes = RUNS[name]
+    config = VALUES | changes
+    batches = random_batches(Config(**config))
+    calls = [("init", []), *(("train", step) for step in range(STEPS))]
+    calls += [("eval", None), ("logits", None), ("generate", GENERATED)]
+    found = run(tmp_path / "run", config, hosts, batches, calls)
+    expected = one_process(config, batches)
+
+    replicas = [list(map(int, each["replicas"])) for each in found]
+    per_host = config["tpu_size"] // hosts
+    assert replicas == [
+        sorted({d // config["cores_per_replica"] for d in range(h * per_host, (h + 1) * per_host)})
+        for h in range(hosts)
+    ]
+    worst = 0.0
+    for step, values in enumerate(expected.losses):
+        for key, value in values.items():
+            theirs = [float(each[f"{step + 1}_{key}"]) for each in found]
+            assert len(set(theirs)) == 1, (step, key, theirs)
+            assert theirs[0] == pytest.approx(value, rel=OTHER_PROCESSES), (step, key)
+            worst = max(worst, abs(theirs[0] / value - 1) if value else 0)
+    print(f"{name}: largest relative difference {worst:.1e}")
+
+    def together(key: str) -> np.ndarray:
+        return joined([each[key] for each in found], replicas)
+
+    number = 1 + STEPS
+    evaluated = expected.eval({key: batches[f"eval_{key}"] for key in ("obs", "target")})
+    for key, value in evaluated.items():
+        np.testing.assert_allclose(together(f"{number}_{key}"), value, rtol=1e-5, atol=1e-6)
+    logits = np.asarray(expected.logits(batches["eval_obs"]))
+    np.testing.assert_allclose(together(f"{number + 1}_logits"), logits, rtol=0, atol=1e-5)
+    options = {key: batches[key] for key in ("seed", "top_p")}
+    tokens = expected.generate(batches["ctx"], batches["length"], GENERATED, options)
+    np.testing.assert_array_equal(together(f"{number + 2}_tokens"), tokens)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 6])
+def test_shares_join_again(dp):
+    rng = np.random.default_rng(dp)
+    rows = rng.normal(size=(12, 3))
+    for hosts in (1, 2, 4):
+        # Every replica somewhere, some in two places, in any number.
+        held = [
+            sorted({int(r) for r in rng.integers(0, dp, 2)} | set(range(h, dp, hosts)))
+            for h in range(hosts)
+        ]
+        np.testing.assert_array_equal(joined([share(rows, h, dp) for h in held], held), rows)
+        np.testing.assert_array_equal(
+            joined([share(rows.T, h, dp, axis=1).T for h in held], held), rows
+        )
