@@ -1,11 +1,19 @@
-"""Which TPU to make: its name, place, kind and price, checked before anything is asked for."""
+"""Which TPU to make (name, place, kind, price) and whom to be on its hosts.
+
+All of it is checked before anything that costs money is asked for.
+"""
 
 import dataclasses
+import getpass
 import re
 import shlex
-from typing import Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
 from mesh_transformer.util import InputError
+
+if TYPE_CHECKING:
+    from paramiko import PKey
 
 Tier = Literal["on_demand", "spot", "preemptible"]
 
@@ -117,3 +125,48 @@ class TpuSpec:
         return shlex.join(
             ["gcloud", "compute", "tpus", *kind, "delete", self.name, *place, *force, "--quiet"]
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class SshOptions:
+    """Whom to be on the hosts, and for how long to try; the key is the one gcloud makes."""
+
+    user: str = dataclasses.field(default_factory=getpass.getuser)
+    key_file: str = "~/.ssh/google_compute_engine"
+    port: int = 22
+    trust_first: bool = True
+    connect_seconds: float = 300.0
+
+    @property
+    def key_path(self) -> Path:
+        return Path(self.key_file).expanduser()
+
+    def private_key(self) -> "PKey":
+        """The key; InputError where it is missing, has a passphrase, or is none."""
+        try:
+            from paramiko import PKey
+            from paramiko.pkey import UnknownKeyType
+        except ImportError as error:
+            raise InputError(
+                f"package {error.name!r} is missing, which TPU hosts need; pip install fabric"
+            ) from error
+        path = self.key_path
+        if not path.is_file():
+            raise InputError(
+                f"SSH key {path} is missing; make it with `ssh-keygen -t ed25519 -N '' -f {path}`, "
+                "or name another"
+            )
+        try:
+            return PKey.from_path(path)
+        except TypeError as error:  # cryptography's word for "a passphrase is needed"
+            raise InputError(f"SSH key {path} has a passphrase; name a key without one") from error
+        except (ValueError, OSError, UnknownKeyType) as error:
+            raise InputError(
+                f"SSH key {path} cannot be read as a private key ({type(error).__name__}); name "
+                "another"
+            ) from error
+
+    def public_key(self) -> str:
+        """What a host has to know, as authorized_keys has it."""
+        key = self.private_key()
+        return f"{key.get_name()} {key.get_base64()}"

@@ -9,8 +9,6 @@ addresses of TPUs are used again with other keys.
 
 import base64
 import contextlib
-import dataclasses
-import getpass
 import logging
 import os
 import shlex
@@ -20,67 +18,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
+from mesh_transformer.tpu_spec import SshOptions
 from mesh_transformer.util import InputError, StoppedError
 
 if TYPE_CHECKING:
     from fabric import Connection
-    from paramiko import PKey
 
 Found = TypeVar("Found")
 
 SHOWN_LINES = 40  # of a failing command's output
 KEEPALIVE_SECONDS = 15
 REMOTE_LIMIT = (124, 137)  # what `timeout` exits with
-
-
-@dataclasses.dataclass(frozen=True)
-class SshOptions:
-    """Whom to be on the hosts, and for how long to try; the key is the one gcloud makes."""
-
-    user: str = dataclasses.field(default_factory=getpass.getuser)
-    key_file: str = "~/.ssh/google_compute_engine"
-    port: int = 22
-    trust_first: bool = True
-    connect_seconds: float = 300.0
-
-    @property
-    def key_path(self) -> Path:
-        return Path(self.key_file).expanduser()
-
-    def private_key(self) -> "PKey":
-        """The key; InputError where it is missing, has a passphrase, or is none."""
-        try:
-            from paramiko import PKey
-            from paramiko.pkey import UnknownKeyType
-        except ImportError as error:
-            raise InputError(
-                f"package {error.name!r} is missing, which TPU hosts need; pip install fabric"
-            ) from error
-        path = self.key_path
-        if not path.is_file():
-            raise InputError(
-                f"SSH key {path} is missing; make it with `ssh-keygen -t ed25519 -N '' -f {path}`, "
-                "or name another"
-            )
-        try:
-            return PKey.from_path(path)
-        except TypeError as error:  # cryptography's word for "a passphrase is needed"
-            raise InputError(f"SSH key {path} has a passphrase; name a key without one") from error
-        except (ValueError, OSError, UnknownKeyType) as error:
-            raise InputError(
-                f"SSH key {path} cannot be read as a private key ({type(error).__name__}); name "
-                "another"
-            ) from error
-
-    def public_key(self) -> str:
-        """What a host has to know, as authorized_keys has it."""
-        key = self.private_key()
-        return f"{key.get_name()} {key.get_base64()}"
 
 
 class Hosts:
@@ -115,7 +67,8 @@ class Hosts:
     def _run(self, host: int, command: str, seconds: float, show: bool) -> str:
         from invoke.exceptions import CommandTimedOut
 
-        output = _Output(self._label(host), show)
+        # Apart, since they arrive in no order: much of one would drive out the other's last lines.
+        streams = output, errors = [_Output(self._label(host), show) for _ in range(2)]
         # The host ends it by itself; the limit here is for a host that does not answer.
         limited = f"timeout --kill-after=10 {seconds:g} bash -c {shlex.quote(command)}"
         try:
@@ -125,23 +78,26 @@ class Hosts:
                 hide=True,
                 in_stream=False,
                 out_stream=output,
-                err_stream=output,
+                err_stream=errors,
                 timeout=seconds + 20,
             )
         except CommandTimedOut as error:
             raise self._failed(host, command, f"gave no answer for {seconds:g} s") from error
         except _lost_errors() as error:
             raise self._failed(host, command, f"was cut off ({_kind(error)})") from error
-        output.flush_rest()
+        for stream in streams:
+            stream.end()
         if result.exited == 0:
             return result.stdout
         if not show:
-            output.print_last()
+            for stream in streams:
+                stream.print_last()
         if result.exited in REMOTE_LIMIT:
             raise self._failed(host, command, f"took more than {seconds:g} s")
         if result.exited < 0:
             raise self._failed(host, command, "was cut off (the connection closed)")
-        said = f": {output.last}" if output.last else ""
+        last = errors.last or output.last
+        said = f": {last}" if last else ""
         raise self._failed(host, command, f"exited with status {result.exited}{said}")
 
     def _failed(self, host: int, command: str, how: str) -> StoppedError:
@@ -308,42 +264,34 @@ def _lost_errors() -> tuple[type[Exception], ...]:
 
 
 class _Output:
-    """Where fabric writes a host's output: its last lines are kept, and shown if wanted.
+    """Where fabric writes one stream of a host; keeps the last lines, shows all if wanted."""
 
-    Both streams' threads write here; a line of one may be cut by the other's, as in a terminal.
-    """
-
-    def __init__(self, label: str, show: bool, to: TextIO | None = None):
+    def __init__(self, label: str, show: bool):
         self._label = label
         self._show = show
-        self._to = to or sys.stderr
         self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
         self._rest = ""
-        self._lock = threading.Lock()
 
     def write(self, text: str) -> None:
-        with self._lock:
-            *lines, self._rest = (self._rest + text).split("\n")
-            for line in lines:
-                self._add(line)
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._lines.append(line.rstrip())
+            if self._show:
+                self._print(line.rstrip())
 
     def flush(self) -> None:
         """Lines are printed as they end."""
 
-    def _add(self, line: str) -> None:
-        self._lines.append(line.rstrip())
-        if self._show:
-            tqdm.write(self._marked(line.rstrip()), file=self._to)
-
-    def flush_rest(self) -> None:
+    def end(self) -> None:
         if self._rest:
             self.write("\n")
 
     def print_last(self) -> None:
-        tqdm.write("\n".join(map(self._marked, self._lines)), file=self._to)
+        for line in self._lines:
+            self._print(line)
 
-    def _marked(self, line: str) -> str:
-        return f"[host {self._label}] {line}"
+    def _print(self, line: str) -> None:
+        tqdm.write(f"[host {self._label}] {line}", file=sys.stderr)
 
     @property
     def last(self) -> str:

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from mesh_transformer import tpu_ray
 from mesh_transformer.tpu_api import CapacityError, PreemptedError, TpuApi, taken
-from mesh_transformer.tpu_spec import TpuSpec
-from mesh_transformer.tpu_ssh import Hosts, SshOptions
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec
+from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.util import InputError, StoppedError
 
 if TYPE_CHECKING:
@@ -271,13 +271,15 @@ class TpuVm:
         if not self._may_exist:
             return
         settled = time.monotonic() + (0.0 if self._answered else self.limits.settle)
-        advice = f"do it by: {self.spec.delete_command()}"
-        for bar in self._polls("being deleted", self.limits.delete, advice):
+        command = self.spec.delete_command()
+        for bar in self._polls("being deleted", self.limits.delete, f"do it by: {command}"):
             node, queued = self._api.node(), self._api.queued()
             if node is None and queued is None:
-                if time.monotonic() >= settled:
-                    break
-                continue
+                if time.monotonic() < settled:
+                    continue
+                if not self._answered:
+                    _say(f"TPU {self.spec.name!r} did not appear; should it: {command}")
+                break
             if not self._is_ours(node, queued):
                 _say(f"TPU {self.spec.name!r} is another's; it is left alone")
                 break
@@ -294,10 +296,12 @@ class TpuVm:
         self._may_exist, self._answered = False, True
 
     def _is_ours(self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
+        """A mark decides where there is one; without, an answer to our request to make it does."""
         labelled = [node] if node is not None else []
         if queued is not None:
             labelled += [wanted.node for wanted in queued.tpu.node_spec]
-        return all(each.labels.get(OWNER) == self._mark for each in labelled)
+        marks = {each.labels[OWNER] for each in labelled if OWNER in each.labels}
+        return marks == {self._mark} if marks else self._answered
 
     def hosts(self) -> list[str]:
         """The hosts' addresses in the TPU's network, in the order of their numbers."""

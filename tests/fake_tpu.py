@@ -47,7 +47,8 @@ class FakeTpuApi:
     """One project's TPUs; the attributes are a test's levers.
 
     `ready_after` polls a TPU is ready (None: never), `queue_after` polls a queued one is given.
-    `addresses` are a new TPU's hosts.  `create_errors` are given in turn to requests to create:
+    `addresses` are a new TPU's hosts.  A request to create is answered after `create_seconds`, and
+    has its effect half way.  `create_errors` are given in turn to requests to create:
     (code, message) at once, or, with a third element "later", by the operation.
     """
 
@@ -60,13 +61,13 @@ class FakeTpuApi:
         self.gone_after = 1
         self.create_errors: list[tuple[Any, ...]] = []
         self.delete_errors: list[tuple[Any, ...]] = []
+        self.create_seconds = 0.0
         self.addresses = ["127.0.0.1"]
         self.host_keys: list[list[tuple[str, str]]] = []  # by host
         self.calls: list[str] = []
         self.asked: list[Any] = []
         self.polls: dict[str, int] = {}
         self._numbers = itertools.count()
-        self._lock = threading.RLock()
         self._server = grpc.server(futures.ThreadPoolExecutor(4))
         self._server.add_generic_rpc_handlers(self._handlers())
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -142,10 +143,9 @@ class FakeTpuApi:
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(request: Any, context: grpc.ServicerContext) -> Any:
-            with self._lock:
-                self.calls.append(name)
-                self.asked.append(request)
-                return function(request, context)
+            self.calls.append(name)
+            self.asked.append(request)
+            return function(request, context)
 
         return call
 
@@ -216,7 +216,9 @@ class FakeTpuApi:
                 f'Accelerator type "{request.node.accelerator_type}" not found.',
             )
         operation = self._operation()
+        time.sleep(self.create_seconds / 2)
         self._new_node(name, request.node, operation.name)
+        time.sleep(self.create_seconds / 2)
         return operation
 
     def _delete_node(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -286,12 +288,11 @@ class FakeTpuApi:
 
     def preempt(self) -> None:
         """Takes every TPU away, as the service does with spot ones."""
-        with self._lock:
-            for node in self.nodes.values():
-                node.state = Node.State.PREEMPTED
-            for resource in self.queue.values():
-                resource.state.state = Queue.SUSPENDED
-                self.nodes.clear()
+        for node in self.nodes.values():
+            node.state = Node.State.PREEMPTED
+        for resource in self.queue.values():
+            resource.state.state = Queue.SUSPENDED
+            self.nodes.clear()
 
 
 class FakeHost(paramiko.ServerInterface):

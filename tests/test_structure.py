@@ -75,7 +75,7 @@ HOMES = {
     "transformers": {"mesh_transformer/tokenizer.py"},
     "torch": {"mesh_transformer/tensor_files.py"},  # to read .bin files
     "fabric": {"mesh_transformer/tpu_ssh.py"},
-    "paramiko": {"mesh_transformer/tpu_ssh.py"},
+    "paramiko": {"mesh_transformer/tpu_spec.py", "mesh_transformer/tpu_ssh.py"},
     "google.api_core": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
     "google.auth": {"mesh_transformer/tpu_api.py"},
     "google.cloud.tpu_v2": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},

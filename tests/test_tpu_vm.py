@@ -14,8 +14,7 @@ import pytest
 from google.cloud import tpu_v2
 
 from mesh_transformer.tpu_api import CapacityError, PreemptedError
-from mesh_transformer.tpu_spec import TpuSpec, accelerator_type
-from mesh_transformer.tpu_ssh import SshOptions
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec, accelerator_type
 from mesh_transformer.tpu_vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
 from tests.fake_tpu import FakeTpuApi, Queue, key_pair
@@ -184,6 +183,15 @@ def test_name_taken_between_look_and_request(api, make):
     other.__exit__(None, None, None)
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_ours_is_deleted_even_where_the_api_forgets_its_mark(api, make, queued):
+    with make(queued=queued):
+        for node in [*api.nodes.values(), *(q.tpu.node_spec[0].node for q in api.queue.values())]:
+            node.labels.clear()
+    assert not api.nodes
+    assert not api.queue
+
+
 @pytest.mark.parametrize("preempted", [False, True])
 def test_adopt_takes_over_what_a_killed_driver_left(api, make, preempted):
     make().__enter__()
@@ -299,8 +307,7 @@ def test_error_in_the_block_deletes(api, make):
 
 DRIVER = """
 import sys
-from mesh_transformer.tpu_spec import TpuSpec
-from mesh_transformer.tpu_ssh import SshOptions
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec
 from mesh_transformer.tpu_vm import Limits, TpuVm
 from mesh_transformer.util import run_script
 from tests.fake_tpu import client
@@ -321,6 +328,7 @@ run_script(main)
 @pytest.mark.parametrize(
     ("number", "moment", "status"),
     [
+        (signal.SIGINT, "asking", 130),
         (signal.SIGINT, "making", 130),
         (signal.SIGINT, "running", 130),
         (signal.SIGTERM, "running", 143),
@@ -328,9 +336,11 @@ run_script(main)
     ],
 )
 def test_signal_deletes(api, tmp_path, number, moment, status):
-    """A whole process: Ctrl-C and the rest while the TPU is being made, and while it is used."""
-    if moment == "making":
+    """Ctrl-C and the rest before the request is answered, while it is being made, and used."""
+    if moment != "running":
         api.ready_after = None
+    if moment == "asking":
+        api.create_seconds = 1.0
     command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(tmp_path))]
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -341,14 +351,15 @@ def test_signal_deletes(api, tmp_path, number, moment, status):
             assert process.stdout is not None
             assert process.stdout.readline() == "in the block\n"
         deadline = time.monotonic() + 30
-        while not api.nodes and time.monotonic() < deadline:
+        while "CreateNode" not in api.calls and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert api.nodes
+        assert bool(api.nodes) == (moment == "running") or moment == "making"
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
+    assert "DeleteNode" in api.calls
     assert not api.nodes
     assert process.returncode == status
     assert "gcloud compute tpus tpu-vm delete pod" in errors
