@@ -121,8 +121,7 @@ def main() -> None:
     )
     print(f"address: {context.address_info['gcs_address']}", flush=True)
     sys.stdin.read()
-    ray.shutdown()
-    # What shutdown leaves: agents that outlive it by a minute, and workers that are stopped.
+    # Ray's own way to shut down leaves agents for up to a minute, and workers that are stopped.
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
         with contextlib.suppress(ProcessLookupError):

@@ -21,7 +21,7 @@ from mesh_transformer import flops
 from mesh_transformer.config import Config
 from mesh_transformer.metrics import MetricsLog, NoiseScale
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 
@@ -107,7 +107,15 @@ def train(
             noise.restore(aux["noise"])
         log = MetricsLog(folder, config, network.step, aux.get("wandb"))
         with contextlib.closing(log):
-            _Run(network, folder, loader, val_sets, log, noise, total).run(received)
+            try:
+                _Run(network, folder, loader, val_sets, log, noise, total).run(received)
+            except HostError as error:
+                if not received:
+                    raise
+                raise StoppedError(
+                    f"{signal.Signals(received[0]).name}: stopped, but not saved: {error}; start "
+                    "again to go on from the newest checkpoint"
+                ) from None
 
 
 def start_weights(network: Network, path: str | None, fresh_opt: bool) -> None:
@@ -244,6 +252,7 @@ class _Run:
         row["train/tokens_per_sec"] = sequences * self.config.seq / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
+        row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}
         return row | self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
 
     def _log(self, rows: Iterable[dict[str, float]]) -> None:

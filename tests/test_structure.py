@@ -55,13 +55,15 @@ LEVELS = {
     "tpu_ray": 3,
     "tpu_vm": 9,
     "plan": 9,
-    "tpu_cluster": 10,
-    "build_model": 11,
-    "__init__": 12,
+    "ray_hosts": 10,
+    "tpu_cluster": 11,
+    "build_model": 12,
+    "__init__": 13,
 }
 # These drive a network that they know by its methods only (a Protocol), wherever it runs.
 DRIVERS = {
     "training": {"config", "util", "flops", "metrics", "tfrecord_loader"},
+    "runs": {"util", "metrics", "training"},
     "evaluation": {"config", "util", "flops", "tfrecord_loader", "training"},
     "serving": {"config", "util", "flops", "tfrecord_loader", "training", "serving"},
 }
@@ -79,7 +81,11 @@ HOMES = {
     "google.api_core": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
     "google.auth": {"mesh_transformer/tpu_api.py"},
     "google.cloud.tpu_v2": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
-    "ray": {"mesh_transformer/ray_head.py", "mesh_transformer/tpu_cluster.py"},
+    "ray": {
+        "mesh_transformer/ray_head.py",
+        "mesh_transformer/ray_hosts.py",
+        "mesh_transformer/tpu_cluster.py",
+    },
 }
 
 COLLECTIVES = {

@@ -1,0 +1,327 @@
+"""`TPUCluster`: a network over all hosts of a mesh, each of them a Ray actor.
+
+    driver                         host 0 (NetworkRunner)      host 1
+    train(step n+1)  -- rows -->   queued                      queued
+                                   device runs step n   <-->   device runs step n
+    float(loss n)    <-- numbers --
+
+The next batch is on its hosts while the last step runs.  Whatever fails on any host ends all of
+them and becomes one HostError: what is left is the newest checkpoint, from which a new cluster
+goes on (`runs.train`).
+"""
+
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import ArrayLike
+from ray import exceptions
+
+from mesh_transformer.config import Config
+from mesh_transformer.ray_hosts import Host, kill_processes, start_process
+from mesh_transformer.rows import joined, share
+from mesh_transformer.step import MEASURED
+from mesh_transformer.util import HostError, InputError, StoppedError
+
+SECONDS_TO_ANSWER = 2.0  # for a host to say that it lives, once something has failed
+SECONDS_TO_AGREE = 5.0  # for all hosts to find the same input bad
+METRICS = (*MEASURED, "learning_rate")
+
+
+class TPUCluster:
+    """`CausalTransformer` over all `hosts`: the same methods, for whole batches.
+
+    Args:
+      heartbeat: seconds of silence after which a host counts as dead.
+      patience: seconds that any one call may take, compilation included.
+
+    Raises:
+      HostError: from every method, when a host dies, hangs or fails; all hosts are ended then.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        hosts: Sequence[Host],
+        *,
+        heartbeat: int = 10,
+        patience: float = 3600.0,
+    ):
+        self.config = config
+        self.hosts = list(hosts)
+        self.heartbeat = heartbeat
+        self.patience = patience
+        self.step = 0
+        self._unread: deque[_Reading] = deque()
+        self._pids: list[int] = []
+        self._actors = [start_process(rank, host) for rank, host in enumerate(self.hosts)]
+        self._ended = False
+        try:
+            facts = self._start()
+        except BaseException:
+            self._end()
+            raise
+        self.replicas: list[list[int]] = [each["replicas"] for each in facts]
+        self.dp: int = facts[0]["dp"]
+        self.batch_size: int = facts[0]["batch_size"]
+        self.noise_batches: tuple[int, int] = facts[0]["noise_batches"]
+        self.peak_flops: float | None = facts[0]["peak_flops"]
+
+    def _start(self) -> list[dict[str, Any]]:
+        """Joins the hosts: on a port that is new each time, since an old peer may still call."""
+        self._pids = self._answers(self._ask("pid"))
+        port = self._answers([self._actors[0].free_port.remote()])[0]
+        refs = [
+            actor.start.remote(
+                self.config.as_dict(),
+                coordinator=f"{self.hosts[0].address}:{port}",
+                processes=len(self.hosts),
+                heartbeat=self.heartbeat,
+                devices=host.devices,
+            )
+            for actor, host in zip(self._actors, self.hosts, strict=True)
+        ]
+        return self._answers(refs)
+
+    def init(self) -> None:
+        """Fresh weights and optimizer; the step becomes 0."""
+        self._answers(self._ask("init"))
+        self.step = 0
+
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        """One update with token ids `obs` and `target` [A, B, T]; returns at once.
+
+        Returns:
+          What `CausalTransformer.train` measures, and `host_seconds/<rank>`, how long the step
+          took there: numbers that wait for the step when they are read (`float`).
+        """
+        if sample["obs"].shape[1] % self.dp:
+            raise InputError(
+                f"train: the batch has {sample['obs'].shape[1]} sequences, "
+                f"expected a multiple of the {self.dp} replicas"
+            )
+        self.step += 1
+        reading = _Reading(self.step, self._ask("train", *self._shares(sample, axis=1)))
+        self._unread.append(reading)
+        seconds = [f"host_seconds/{rank}" for rank in range(len(self.hosts))]
+        return {name: _Number(self, reading, name) for name in (*METRICS, *seconds)}
+
+    def read(self, reading: "_Reading") -> dict[str, float]:
+        """What a step measured, after those before it."""
+        while reading.values is None:
+            oldest = self._unread.popleft()
+            answers = self._answers([*oldest.dispatched, *self._ask("metrics")])
+            oldest.values = self._agreed(oldest.step, answers[len(self.hosts) :])
+        return reading.values
+
+    def _agreed(
+        self, step: int, answers: list[tuple[int, float, dict[str, float]]]
+    ) -> dict[str, float]:
+        """The one answer of all hosts, to the bit, with the seconds of each."""
+        said = [repr((at, values)) for at, _, values in answers]  # in which NaN equals NaN
+        if len(set(said)) > 1 or answers[0][0] != step:
+            told = ", ".join(
+                f"host {rank} is at step {at} with loss {values['loss']!r}"
+                for rank, (at, _, values) in enumerate(answers)
+            )
+            raise self._failed(f"the hosts disagree after step {step}: {told}")
+        seconds = {f"host_seconds/{rank}": each[1] for rank, each in enumerate(answers)}
+        return answers[0][2] | seconds
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As `CausalTransformer.eval`, in numpy arrays."""
+        count = len(sample["obs"])
+        padded = {name: self._padded(rows) for name, rows in sample.items()}
+        found = self._answers(self._ask("eval", *self._shares(padded)))
+        return {name: self._joined([each[name] for each in found], count) for name in found[0]}
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """As `CausalTransformer.logits`, in a numpy array."""
+        found = self._answers(self._ask("logits", *self._shares(self._padded(tokens))))
+        return self._joined(found, len(tokens))
+
+    def generate(
+        self,
+        ctx: ArrayLike,
+        ctx_length: ArrayLike,
+        gen_length: int,
+        sampler_options: dict[str, Any] | None = None,
+    ) -> np.ndarray:
+        """As `CausalTransformer.generate`."""
+        tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
+        if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
+            raise InputError(
+                f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
+            )
+        if length.min() < 1 or length.max() > tokens.shape[1]:
+            raise InputError(
+                "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
+            )
+        count = len(tokens)
+        given = {
+            name: np.broadcast_to(np.asarray(value), (count,))
+            for name, value in (sampler_options or {}).items()
+        }
+        # The hosts compile for the width that they are given: it is that of the longest prompt.
+        rows = {"ctx": tokens[:, -int(length.max()) :], "length": length, **given}
+        padded = {name: self._padded(each) for name, each in rows.items()}
+        arguments = [
+            (each.pop("ctx"), each.pop("length"), gen_length, each)
+            for (each,) in self._shares(padded)
+        ]
+        return self._joined(self._answers(self._ask("generate", *arguments)), count)
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        """As `CausalTransformer.save`: all hosts' parts are committed together or not at all."""
+        self._answers(self._ask("save", *[(_whole(folder), aux)] * len(self.hosts)))
+
+    def wait(self) -> None:
+        """As `CausalTransformer.wait`."""
+        self._answers(self._ask("wait"))
+
+    def restore(self, folder: str) -> dict[str, Any] | None:
+        """As `CausalTransformer.restore`."""
+        found = self._answers(self._ask("restore", *[(_whole(folder),)] * len(self.hosts)))
+        steps = [None if aux is None else step for step, aux in found]
+        if len(set(steps)) > 1:
+            self._end()
+            raise InputError(
+                f"{folder}: the hosts find different checkpoints in it (steps {steps}); give a "
+                "folder that all of them see, such as gs://bucket/model"
+            )
+        self.step, aux = found[0]
+        return aux
+
+    def load(self, path: str, *, fresh_opt: bool = False) -> None:
+        """As `CausalTransformer.load`."""
+        self._answers(self._ask("load", *[(_whole(path), fresh_opt)] * len(self.hosts)))
+        self.step = 0
+
+    def close(self) -> None:
+        """Waits for the last save, then ends all hosts; does nothing where they have ended."""
+        if self._ended:
+            return
+        try:
+            self._answers(self._ask("close"))
+        finally:
+            self._end()
+
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        missing = -len(rows) % self.dp
+        return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
+
+    def _shares(self, batch: Any, axis: int = 0) -> list[tuple[Any]]:
+        """Each host's rows of an array, or of each of a dict's, as its one argument."""
+
+        def of(replicas: list[int]) -> Any:
+            if not isinstance(batch, dict):
+                return share(batch, replicas, self.dp, axis)
+            return {name: share(rows, replicas, self.dp, axis) for name, rows in batch.items()}
+
+        return [(of(replicas),) for replicas in self.replicas]
+
+    def _joined(self, found: list[np.ndarray], count: int) -> np.ndarray:
+        return joined(found, self.replicas)[:count]
+
+    def _ask(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """Sends a call to every host, with arguments of its own; answers come by `_answers`."""
+        if self._ended:
+            raise HostError("the hosts have been ended; make a new cluster")
+        given = arguments or [()] * len(self._actors)
+        try:
+            return [
+                getattr(actor, method).remote(*each)
+                for actor, each in zip(self._actors, given, strict=True)
+            ]
+        except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
+            self._end()
+            raise StoppedError(
+                f"{method}: Ray's object store is full, and so is the disk that it spills to "
+                f"({_one_line(error)}); make room, and start again"
+            ) from None
+
+    def _answers(self, refs: list[Any]) -> list[Any]:
+        """What all calls return; the first failure of any host is the failure of all."""
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                return ray.get(refs, timeout=self.heartbeat)
+            except exceptions.GetTimeoutError:
+                if self._silent(self.heartbeat):
+                    raise self._failed("a call got no answer") from None
+                if time.monotonic() > deadline:
+                    raise self._failed(f"a call took more than {self.patience:.0f} s") from None
+            except exceptions.RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, InputError):
+                    # Of bad input all hosts say the same.  A host that does not may wait for one
+                    # that has given up: on a full disk, for example.
+                    if ray.wait(refs, num_returns=len(refs), timeout=SECONDS_TO_AGREE)[1]:
+                        self._end()
+                    raise InputError(str(cause)) from None
+                told = str(cause) if isinstance(cause, StoppedError) else _one_line(error)
+                raise self._failed(told) from None
+            except exceptions.RayError as error:
+                raise self._failed(type(error).__name__) from None
+
+    def _silent(self, seconds: float) -> list[str]:
+        """The hosts that cannot say within `seconds` that they live, and what is known of them."""
+        pings = [actor.pid.options(concurrency_group="health").remote() for actor in self._actors]
+        ray.wait(pings, num_returns=len(pings), timeout=seconds)
+        found = []
+        for rank, ping in enumerate(pings):
+            try:
+                ray.get(ping, timeout=0)
+            except exceptions.GetTimeoutError:
+                found.append(f"host {rank} does not answer")
+            except exceptions.RayError:
+                found.append(f"host {rank} died")
+        return found
+
+    def _failed(self, what: str) -> HostError:
+        """Ends all hosts; the error to raise, which names the hosts that are gone."""
+        gone = self._silent(SECONDS_TO_ANSWER)
+        self._end()
+        return HostError("; ".join([*gone, what]))
+
+    def _end(self) -> None:
+        """Kills every process of the mesh, stopped ones too."""
+        if self._ended:
+            return
+        self._ended = True
+        kill_processes(self._actors, self._pids, self.hosts)
+
+
+@dataclasses.dataclass
+class _Reading:
+    """A step on its way: the calls that dispatch it, then what it measured."""
+
+    step: int
+    dispatched: list[Any]
+    values: dict[str, float] | None = None
+
+
+class _Number:
+    """One of a step's measurements, waited for when read."""
+
+    def __init__(self, cluster: TPUCluster, reading: _Reading, name: str):
+        self._cluster, self._reading, self._name = cluster, reading, name
+
+    def __float__(self) -> float:
+        return self._cluster.read(self._reading)[self._name]
+
+
+def _whole(path: str) -> str:
+    """A local path as hosts with another working folder find it; a URI stays."""
+    return path if "://" in path else os.path.abspath(path)
+
+
+def _one_line(error: BaseException) -> str:
+    """What an exception of Ray's says last, which is the cause after a traceback."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()[:300]
