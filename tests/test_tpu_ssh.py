@@ -137,6 +137,10 @@ def test_published_key_is_held_to(tmp_path, key, host):
         keys = {host.address: other.published()}
         with pytest.raises(StoppedError, match="not the one known for it"):
             Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
+        # Published keys of kinds unknown here leave none to accept, not any.
+        keys = {host.address: [("ssh-new", "AAAA")]}
+        with pytest.raises(StoppedError, match="not the one known for it"):
+            Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
         assert host.commands == []
 
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from google.cloud import tpu_v2
 
-from mesh_transformer.tpu_api import CapacityError, PreemptedError
+from mesh_transformer.tpu_api import CapacityError, PreemptedError, default_project, new_client
 from mesh_transformer.tpu_spec import SshOptions, TpuSpec, accelerator_type
 from mesh_transformer.tpu_vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
@@ -409,3 +409,26 @@ def test_missing_ssh_key_is_said_before_anything_is_made(api, tmp_path):
     with pytest.raises(InputError, match="ssh-keygen"):
         TpuVm(spec, client=api.client(), ssh=ssh)
     assert api.calls == []
+
+
+def test_missing_packages_are_named(monkeypatch, tmp_path):
+    key = key_pair(tmp_path)
+    monkeypatch.setitem(sys.modules, "google.cloud.tpu_v2", None)
+    monkeypatch.delattr("google.cloud.tpu_v2")
+    with pytest.raises(InputError, match="pip install google-cloud-tpu"):
+        new_client()
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(InputError, match="pip install fabric"):
+        SshOptions(key_file=str(key)).public_key()
+
+
+def test_missing_credentials_are_named(monkeypatch, tmp_path):
+    for name in ("HOME", "CLOUDSDK_CONFIG"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "GCLOUD_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # this machine may be one of Google's
+    with pytest.raises(InputError, match="gcloud auth application-default login"):
+        new_client()
+    with pytest.raises(InputError, match="gcloud config set project"):
+        default_project()
