@@ -53,6 +53,7 @@ def main() -> None:
     elif args.tpu_region is None:
         raise InputError("--tpu needs --tpu-region, the zone to make it in (europe-west4-a)")
     else:
+        assert config.tpu_size is not None
         kind = accelerator_type(args.tpu_generation, config.tpu_size)
         tier = "preemptible" if args.preemptible else "on_demand"
         machines = tpu_machines(config, TpuSpec(args.tpu, args.tpu_region, kind, tier=tier))

@@ -267,7 +267,7 @@ class TPUCluster:
                 told = str(cause) if isinstance(cause, StoppedError) else _one_line(error)
                 raise self._failed(told) from None
             except exceptions.RayError as error:
-                raise self._failed(type(error).__name__) from None
+                raise self._failed(f"a call was lost ({type(error).__name__})") from None
 
     def _silent(self, seconds: float) -> list[str]:
         """The hosts that cannot say within `seconds` that they live, and what is known of them."""

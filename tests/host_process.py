@@ -1,4 +1,4 @@
-"""One host of several, as a plain process: does what `multihost.run` wrote down, writes results.
+"""One host of several, as a plain process: does what `multihost` wrote down, writes the results.
 
 Its argument is a file of JSON: `rank`, the arguments of `NetworkRunner.start`, the `batches`
 (an .npz of all rows), `calls` (names, with arguments) and where the results go.
@@ -12,6 +12,7 @@ import numpy as np
 
 from mesh_transformer.rows import share
 from mesh_transformer.train_actor import NetworkRunner
+from tests.multihost import STEPS
 
 
 def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any) -> dict[str, Any]:
@@ -31,6 +32,13 @@ def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
         return {"tokens": runner.generate(mine("ctx"), mine("length"), given, options)}
+    if name == "train_and_save":
+        folder, last = given
+        while (step := runner.network.step) < last:  # type: ignore[union-attr]
+            call(runner, facts, batches, "train", step % STEPS)
+            runner.save(folder, {"saved after": step + 1})
+        runner.wait()
+        return {}
     found = getattr(runner, name)(*given)
     return {"aux": np.asarray(json.dumps(found))} if name == "restore" else {}
 

@@ -1,10 +1,5 @@
 """Several processes as one mesh, without Ray: the same numbers as one process of all devices."""
 
-import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,14 +9,12 @@ import pytest
 from mesh_transformer.config import Config
 from mesh_transformer.rows import joined, share
 from mesh_transformer.transformer_shard import CausalTransformer
-from tests.small_run import SEQ, VALUES, VOCAB
+from tests.multihost import STEPS, random_batches, run
+from tests.small_run import VALUES
 
-ROOT = Path(__file__).parent.parent
 # f32 rounds to 6e-8; gloo and the one process's own collectives add in different orders.
 OTHER_PROCESSES = 1e-5
-STEPS = 5
 GENERATED = 6
-SECONDS = 120.0
 
 RUNS = {
     "2 hosts": (2, {}),
@@ -34,74 +27,6 @@ RUNS = {
         {"tpu_size": 6, "cores_per_replica": 2, "n_vocab": 60, "per_replica_batch": 1},
     ),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def random_batches(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """What `host_process` is fed: train batches, one to evaluate, prompts of unequal lengths."""
-    rng = np.random.default_rng(seed)
-    assert config.tpu_size is not None
-    rows = config.per_replica_batch * config.tpu_size // config.cores_per_replica
-    found: dict[str, np.ndarray] = {}
-    shapes = {f"_{step}": (2, rows) for step in range(STEPS)}
-    for name, shape in ({f"train{k}": v for k, v in shapes.items()} | {"eval": (12,)}).items():
-        tokens = rng.integers(0, min(VOCAB, config.n_vocab), (*shape, SEQ + 1)).astype(np.uint32)
-        kind, _, number = name.partition("_")
-        end = f"_{number}" if number else ""
-        found |= {f"{kind}_obs{end}": tokens[..., :-1], f"{kind}_target{end}": tokens[..., 1:]}
-    found["ctx"] = found["eval_obs"]
-    # One replica's rows are all short: alone, its process would compile for a narrower prompt.
-    found["length"] = np.concatenate((np.full(6, 2), np.full(6, SEQ))).astype(np.int32)
-    found["seed"] = np.arange(12, dtype=np.uint32)
-    found["top_p"] = np.linspace(0.3, 1, 12, dtype=np.float32)
-    return found
-
-
-def run(
-    folder: Path,
-    config: dict[str, Any],
-    hosts: int,
-    batches: dict[str, np.ndarray],
-    calls: list[tuple[str, Any]],
-) -> list[dict[str, np.ndarray]]:
-    """What each of `hosts` processes found; none of them outlives this."""
-    folder.mkdir()
-    np.savez(folder / "batches.npz", **batches)
-    start = {
-        "coordinator": f"127.0.0.1:{free_port()}",
-        "processes": hosts,
-        "heartbeat": 10,
-        "devices": config["tpu_size"] // hosts,
-    }
-    processes = []
-    try:
-        for rank in range(hosts):
-            spec = {
-                "rank": rank,
-                "config": config,
-                "start": start,
-                "calls": calls,
-                "batches": str(folder / "batches.npz"),
-                "results": str(folder / f"{rank}.npz"),
-            }
-            path = folder / f"{rank}.json"
-            path.write_text(json.dumps(spec))
-            command = [sys.executable, "-m", "tests.host_process", str(path)]
-            with (folder / f"{rank}.log").open("w") as log:
-                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
-        for rank, process in enumerate(processes):
-            status = process.wait(SECONDS)
-            assert status == 0, (folder / f"{rank}.log").read_text()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(hosts)]
 
 
 def one_process(config: dict[str, Any], batches: dict[str, np.ndarray]) -> CausalTransformer:

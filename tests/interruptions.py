@@ -1,0 +1,295 @@
+"""Trains over local hosts while they are killed, stopped or made to fail; checks what is left.
+
+`python -m tests.interruptions hosts 12` and `... saves 20` are the long runs; the suite has some of
+each.  Every run has to end by itself with the rows of one that nothing disturbed, to the bit.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer import runs
+from mesh_transformer.checkpoint import Checkpoints
+from mesh_transformer.config import Config
+from mesh_transformer.metrics import NAME
+from tests.multihost import random_batches, started
+from tests.multihost import run as run_hosts
+from tests.small_run import TIMES, VALUES, run_values, write_config
+
+ROOT = Path(__file__).parent.parent
+HEARTBEAT = 10
+SECONDS = 240.0  # for a whole run
+KINDS = ("SIGKILL", "SIGSTOP", "exception")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics that are whole, less what the clock decides."""
+    path = folder / NAME
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [
+        {k: v for k, v in row.items() if k not in TIMES and not k.startswith("host_seconds/")}
+        for row in rows
+    ]
+
+
+def last_step(folder: Path) -> int:
+    return max((row["step"] for row in rows_of(folder)), default=0)
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"{what}: not within {seconds:.0f} s")
+
+
+def members(session: int) -> dict[int, str]:
+    """Linux: the live processes of a session and their titles."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(path.name)) == session:
+                title = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
+                if title:  # a zombie has none
+                    found[int(path.name)] = title
+    return found
+
+
+class Training:
+    """A driver in a session of its own, and the Ray session that it starts."""
+
+    def __init__(self, folder: Path, *command: str):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "log.txt"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.ray: int | None = None
+
+    def hosts(self) -> list[int]:
+        """The host processes' ids, oldest first."""
+        if self.ray is None:
+            path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+            for child in map(int, path.read_text().split()):
+                if os.getsid(child) == child:
+                    self.ray = child
+        if self.ray is None:
+            return []
+        found = members(self.ray)
+        return sorted(p for p, title in found.items() if title.startswith("ray::NetworkRunner"))
+
+    def end(self) -> None:
+        """Kills whatever still runs."""
+        for session in filter(None, (self.process.pid, self.ray)):
+            for pid in members(session):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def assert_nothing_is_left(self, seconds: float = 10.0) -> None:
+        sessions = [s for s in (self.process.pid, self.ray) if s is not None]
+        wait_until(
+            lambda: not any(members(session) for session in sessions),
+            f"processes stay behind: {[members(session) for session in sessions]}",
+            seconds,
+        )
+
+
+@contextlib.contextmanager
+def training(folder: Path, *command: str) -> Iterator[Training]:
+    run = Training(folder, *command)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def command(config: str, folder: Path, *more: str, hosts: int = 2) -> list[str]:
+    run = ["train.py", "--config", config, "--local-hosts", str(hosts)]
+    return [*run, "--model-dir", str(folder), "--heartbeat", str(HEARTBEAT), *more]
+
+
+def uninterrupted(folder: Path, **changes: Any) -> tuple[str, Path]:
+    """A config and the folder of a whole run of it."""
+    config = write_config(folder / "config.json", run_values(folder, **changes))
+    with training(folder / "whole", *command(config, folder / "whole")) as run:
+        assert run.process.wait(SECONDS) == 0, run.log.read_text()
+        run.assert_nothing_is_left()
+    return config, folder / "whole"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What an interruption did: seconds until the run was further than before, and its words."""
+
+    seconds: float
+    said: str
+
+
+def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, host: int) -> Outcome:
+    """Disturbs one host (by age) of a run after `step`; checks that the run mends itself."""
+    drive = command(config, folder)
+    if kind == "exception":
+        drive = ["-m", "tests.interruptions", "raise", config, str(folder), str(step), str(host)]
+    with training(folder, *drive) as run:
+        wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
+        began = time.monotonic()
+        if kind == "exception":
+            wait_until(lambda: "KeyError" in run.log.read_text(), "the exception")
+        else:
+            hosts = run.hosts()
+            os.kill(hosts[host], getattr(signal, kind))
+        wait_until(lambda: "all hosts start again" in run.log.read_text(), "the failure is seen")
+        reached = last_step(folder)
+        wait_until(lambda: last_step(folder) > reached, "the run goes on")
+        seconds = time.monotonic() - began
+        assert run.process.wait(SECONDS) == 0, run.log.read_text()
+        run.assert_nothing_is_left()
+        text = run.log.read_text()
+    assert_same(folder, whole)
+    said = next(line for line in text.splitlines() if "host " in line and "error" not in line)
+    return Outcome(seconds, said.split("\r")[-1])
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    """All rows are those of the undisturbed run, to the bit: JSON keeps a float's every digit."""
+    found, expected = rows_of(folder), rows_of(whole)
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one == other
+
+
+def raise_on_host(config: str, folder: str, step: int, host: int) -> None:
+    """As train.py, but once one host gets a batch without `obs`: a KeyError there."""
+    from mesh_transformer.build_model import build_model, local_machines
+
+    loaded = Config.load(config)
+    done = []
+
+    def make(hosts: list[Any]) -> Any:
+        cluster = build_model(loaded, hosts, heartbeat=HEARTBEAT)
+        shares = cluster._shares
+
+        def spoiled(batch: Any, axis: int = 0) -> Any:
+            found = shares(batch, axis)
+            if cluster.step > step and axis == 1 and not done:
+                done.append(step)
+                found[host][0].pop("obs")
+            return found
+
+        cluster._shares = spoiled
+        return cluster
+
+    with local_machines(loaded, 2) as hosts:
+        runs.train(lambda: make(hosts()), folder)
+
+
+def many_hosts(count: int, seed: int) -> None:
+    """`count` interruptions of all kinds at random steps, each host in turn."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        config, whole = uninterrupted(Path(name))
+        for number in range(count):
+            kind, host = KINDS[number % 3], number // 3 % 2
+            step = rng.randint(1, 25)
+            folder = Path(name) / f"{number}"
+            outcome = interrupt(config, whole, folder, kind, step, host)
+            print(f"{kind} after step {step}: {outcome.seconds:.1f} s; {outcome.said}", flush=True)
+
+
+def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
+    """The arrays of a checkpoint, by path."""
+    with Checkpoints(str(folder), read_only=True) as checkpoints:
+        assert checkpoints.aux(step)["saved after"] == step
+        return [
+            ("/".join(path), checkpoints.read_leaf(step, path, leaf.dtype))
+            for path, leaf in sorted(checkpoints.leaves(step).items())
+        ]
+
+
+def interrupted_saves(folder: Path, count: int, seed: int = 0, last: int = 60) -> Iterator[str]:
+    """Kills one of two hosts in the midst of a save, `count` times; what became of each.
+
+    What can be restored then has to be, to the bit, what an undisturbed run saved at that step;
+    and the next hosts go on from it.
+    """
+    rng = random.Random(seed)
+    config = VALUES | {"keep_n": 1000}
+    batches = random_batches(Config(**config))
+    saving = ("train_and_save", [str(folder / "whole_model"), last])
+    run_hosts(folder / "whole", config, 2, batches, [("init", []), saving])
+    model = folder / "model"
+    saving = ("train_and_save", [str(model), 10**6])
+    newest = 0
+    for number in range(count):
+        begin = ("restore", [str(model)]) if newest else ("init", [])
+        with started(folder / f"{number}", config, 2, batches, [begin, saving]) as hosts:
+            # Far enough for a checkpoint, not beyond what there is to compare with.
+            wanted = newest + rng.randint(1, max(1, (last - newest) // (count - number)))
+            there = f"step_{wanted}"
+            wait_until(lambda: any(model.glob(f"{there}*")), f"{there} is begun")  # noqa: B023
+            time.sleep(rng.uniform(0, 0.03))
+            rank = rng.randrange(2)
+            hosts[rank].kill()
+            hosts[rank].wait()
+            files = sorted(path.name for path in model.glob(f"{there}*"))
+            time.sleep(rng.uniform(0, 0.5))  # what the other one may still write
+        with Checkpoints(str(model), read_only=True) as checkpoints:
+            newest = checkpoints.newest() or 0
+        assert newest >= wanted - 1
+        if newest:
+            pairs = zip(
+                state_of(model, newest),
+                state_of(folder / "whole_model", newest),
+                strict=True,
+            )
+            for (name, found), (other, expected) in pairs:
+                assert name == other
+                np.testing.assert_array_equal(found, expected)
+        yield f"host {rank} killed with {' and '.join(files)} there: step {newest} is whole"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("hosts", "saves", "raise"))
+    parser.add_argument("rest", nargs="*")
+    args = parser.parse_args()
+    if args.what == "raise":
+        config, folder, step, host = args.rest
+        raise_on_host(config, folder, int(step), int(host))
+    elif args.what == "hosts":
+        count, seed = (*map(int, args.rest), *(12, 0)[len(args.rest) :])
+        many_hosts(count, seed)
+    else:
+        count, seed = (*map(int, args.rest), *(20, 0)[len(args.rest) :])
+        with tempfile.TemporaryDirectory() as name:
+            for line in interrupted_saves(Path(name), count, seed):
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
