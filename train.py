@@ -47,6 +47,7 @@ def main() -> None:
     if args.fresh_opt and args.tune_model_path is None:
         raise InputError("--fresh-opt goes with --tune-model-path; give both or neither")
     config = Config.load(args.config, args.version)
+    config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
     folder = args.model_dir or config.model_folder()
     if args.tpu is None:
         machines = local_machines(config, args.local_hosts)

@@ -24,11 +24,15 @@ def build_model(config: Config, hosts: "list[Host]", **options: Any) -> "TPUClus
     return TPUCluster(config, hosts, **options)
 
 
-@contextlib.contextmanager
-def local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[Host]]]":
+def local_machines(
+    config: Config, count: int
+) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
     """What gives `count` processes of this machine, that stand in for hosts, at each attempt.
 
     They and Ray end with the `with` block, or with this process.
+
+    Raises:
+      InputError: at once, where the devices do not divide by `count`.
     """
     assert config.tpu_size is not None
     if count < 1 or config.tpu_size % count:
@@ -36,6 +40,11 @@ def local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[Ho
             f"--local-hosts is {count}, which does not divide the config's tpu_size "
             f"{config.tpu_size}; give a divisor of it"
         )
+    return _local_machines(config, count)
+
+
+@contextlib.contextmanager
+def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[Host]]]":
     with RayHead(_object_store(config)):
         from mesh_transformer.ray_hosts import local_hosts
 

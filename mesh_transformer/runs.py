@@ -14,7 +14,7 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 
 RETRIES = 8
 LONGEST_WAIT = 60.0
-_STEP = re.compile(r"step_\d+")
+_STEP = re.compile(r"step_\d+(\.orbax-checkpoint-tmp.*)?")
 
 
 def train(
@@ -89,7 +89,7 @@ def begin_anew(folder: str, *, yes: bool) -> None:
 
 
 def _is_of_a_run(name: str) -> bool:
-    return name == NAME or bool(_STEP.match(name))
+    return name == NAME or bool(_STEP.fullmatch(name))
 
 
 def _ask(folder: str, names: list[str]) -> None:

@@ -6,12 +6,14 @@ Its argument is a file of JSON: `rank`, the arguments of `NetworkRunner.start`, 
 
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
 
 from mesh_transformer.rows import share
 from mesh_transformer.train_actor import NetworkRunner
+from mesh_transformer.training import IN_FLIGHT
 from tests.multihost import STEPS
 
 
@@ -32,6 +34,16 @@ def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
         return {"tokens": runner.generate(mine("ctx"), mine("length"), given, options)}
+    if name == "time":
+        ends = []
+        for step in range(given):
+            runner.train(
+                {key: mine(f"train_{key}_{step % STEPS}", axis=1) for key in ("obs", "target")}
+            )
+            if step >= IN_FLIGHT:
+                runner.metrics()
+                ends.append(time.perf_counter())
+        return {"seconds": np.diff(ends[5:])}
     if name == "train_and_save":
         folder, last = given
         while (step := runner.network.step) < last:  # type: ignore[union-attr]

@@ -156,13 +156,14 @@ def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, host
     if kind == "exception":
         drive = ["-m", "tests.interruptions", "raise", config, str(folder), str(step), str(host)]
     with training(folder, *drive) as run:
-        wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
-        began = time.monotonic()
         if kind == "exception":
+            # The rows of the steps in flight before it are never written: the log tells of it.
             wait_until(lambda: "KeyError" in run.log.read_text(), "the exception")
+            began = time.monotonic()
         else:
-            hosts = run.hosts()
-            os.kill(hosts[host], getattr(signal, kind))
+            wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
+            began = time.monotonic()
+            os.kill(run.hosts()[host], getattr(signal, kind))
         wait_until(lambda: "all hosts start again" in run.log.read_text(), "the failure is seen")
         reached = last_step(folder)
         wait_until(lambda: last_step(folder) > reached, "the run goes on")

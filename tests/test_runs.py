@@ -1,0 +1,118 @@
+"""A run that is looked after: attempts, their limits, and beginning anew."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_transformer import runs, training
+from mesh_transformer.util import HostError, InputError, StoppedError
+
+
+class Attempt:
+    """A network that gets to a step and fails there, if it is to."""
+
+    def __init__(self, reaches: int, error: Exception | None):
+        self.reaches, self.error = reaches, error
+        self.step = 0
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """`run(plan)`: the attempts that `runs.train` makes of a plan, and the waits between them."""
+    waits: list[float] = []
+    monkeypatch.setattr(runs.time, "sleep", waits.append)
+
+    def attempt(network: Attempt, folder: str, **options: Any) -> None:
+        assert options == {"max_steps": 7, "tune_model_path": None, "fresh_opt": False}
+        network.step = network.reaches
+        if network.error is not None:
+            raise network.error
+
+    monkeypatch.setattr(training, "train", attempt)
+    made: list[Attempt] = []
+
+    def run(plan: list[tuple[int, Exception | None]], **options: Any) -> None:
+        pending = iter(plan)
+
+        def make() -> Any:
+            reaches, error = next(pending)
+            if reaches < 0:  # fails before there is a network
+                assert error is not None
+                raise error
+            assert all(network.closed for network in made)
+            made.append(Attempt(reaches, error))
+            return made[-1]
+
+        runs.train(make, "folder", max_steps=7, **options)
+        assert next(pending, None) is None
+
+    return run, made, waits
+
+
+def test_a_failed_host_is_tried_again_and_progress_begins_the_count_anew(attempts, capsys):
+    run, made, waits = attempts
+    failed = HostError("host 1 died")
+    run([(5, failed), (-1, failed), (5, failed), (6, failed), (6, failed), (7, None)], retries=3)
+    assert waits == [1, 2, 4, 1, 2]
+    assert len(made) == 5
+    said = capsys.readouterr().err
+    assert said.count("host 1 died\nall hosts start again in") == 5
+
+
+def test_it_gives_up_without_progress(attempts):
+    run, made, waits = attempts
+    failed = HostError("host 1 died")
+    with pytest.raises(StoppedError, match=r"^host 1 died; given up after 4 failures") as caught:
+        run([(5, failed), (4, failed), (5, failed), (-1, failed)], retries=3)
+    assert not isinstance(caught.value, HostError)
+    assert waits == [1, 2, 4]
+    assert all(network.closed for network in made)
+
+
+@pytest.mark.parametrize("error", [InputError("bad"), StoppedError("not finite"), KeyError("x")])
+def test_other_errors_are_not_tried_again(attempts, error):
+    run, made, waits = attempts
+    with pytest.raises(type(error)) as caught:
+        run([(5, error)])
+    assert caught.value is error
+    assert waits == []
+    assert made[0].closed
+
+
+def test_waits_are_bounded(attempts):
+    run, _, waits = attempts
+    with pytest.raises(StoppedError):
+        run([(0, HostError("x"))] * 11, retries=10)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+
+
+def a_run(folder: Path) -> None:
+    for name in ("step_1", "step_20", "step_30.orbax-checkpoint-tmp"):
+        (folder / name / "state").mkdir(parents=True)
+        (folder / name / "commit_success.txt").write_text("")
+    for name in ("metrics.jsonl", "notes.txt", "step_4.txt"):
+        (folder / name).write_text("")
+
+
+def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypatch):
+    a_run(tmp_path)
+    with pytest.raises(InputError, match=r"would delete metrics\.jsonl, step_1, step_20"):
+        runs.begin_anew(str(tmp_path), yes=False)  # nobody is at pytest's standard input
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    with pytest.raises(InputError, match="is as it was"):
+        runs.begin_anew(str(tmp_path), yes=False)
+    assert len(list(tmp_path.iterdir())) == 6
+    monkeypatch.setattr("builtins.input", lambda question: "Yes ")
+    runs.begin_anew(str(tmp_path), yes=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt"]
+    runs.begin_anew(str(tmp_path), yes=False)  # nothing to ask for any more
+    a_run(tmp_path)
+    runs.begin_anew(str(tmp_path), yes=True)
+    assert len(list(tmp_path.iterdir())) == 2
+    runs.begin_anew(str(tmp_path / "missing"), yes=False)

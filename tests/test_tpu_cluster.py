@@ -1,0 +1,163 @@
+"""A cluster of two hosts under Ray: the network's answers, in flight and gathered, and failures."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.build_model import build_model, local_machines
+from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import HostError, InputError
+from tests.conftest import random_batch
+from tests.interruptions import KINDS, interrupt, interrupted_saves, uninterrupted
+from tests.small_run import VALUES, VOCAB
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Config(**VALUES)
+# f32 rounds to 6e-8; over processes, sums are in another order.
+OTHER_PROCESSES = 1e-5
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    with local_machines(CONFIG, 2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def cluster(machines) -> Iterator[Any]:
+    with closing(build_model(CONFIG, machines())) as found:
+        found.init()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone() -> CausalTransformer:
+    return CausalTransformer(CONFIG, devices=jax.devices()[:8])
+
+
+def is_alive(pid: int) -> bool:
+    """Linux: a process that is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_it_answers_as_one_process(cluster, alone, tmp_path):
+    assert (cluster.batch_size, cluster.noise_batches) == (alone.batch_size, alone.noise_batches)
+    assert cluster.peak_flops > 0  # measured, on a CPU: never the same twice
+    assert cluster.replicas == [[0], [1]]
+    steps = [(cluster.train(random_batch(CONFIG, 2, 4, seed=s)), s) for s in range(4)]
+    # Read in another order than they were made: each is still its own step's.
+    for found, seed in [steps[1], steps[0], *steps[2:]]:
+        found["seed"] = seed
+    expected = [alone.train(random_batch(CONFIG, 2, 4, seed=s)) for s in range(4)]
+    for (found, _), other in zip(steps, expected, strict=True):
+        assert {f"host_seconds/{rank}" for rank in range(2)} | set(other) == set(found) - {"seed"}
+        for name, value in other.items():
+            assert float(found[name]) == pytest.approx(float(value), rel=OTHER_PROCESSES), name
+        assert all(0 < float(found[f"host_seconds/{rank}"]) < 60 for rank in range(2))
+    assert cluster.step == alone.step == 4
+
+    for rows in (1, 2, 5):
+        batch = random_batch(CONFIG, rows, seed=rows)
+        for name, value in alone.eval(batch).items():
+            np.testing.assert_allclose(cluster.eval(batch)[name], value, rtol=1e-5, atol=1e-6)
+        logits = cluster.logits(batch["obs"])
+        np.testing.assert_allclose(logits, alone.logits(batch["obs"]), rtol=0, atol=1e-5)
+    rng = np.random.default_rng(0)
+    prompts, length = rng.integers(0, VOCAB, (5, 40)), np.asarray([1, 3, 2, 12, 9])
+    options = {"seed": np.arange(5), "top_p": np.linspace(0.2, 1, 5), "temp": 0.8}
+    np.testing.assert_array_equal(
+        cluster.generate(prompts, length, 6, options), alone.generate(prompts, length, 6, options)
+    )
+
+    cluster.save(str(tmp_path), {"said": 1})
+    cluster.wait()
+    other = CausalTransformer(CONFIG, init=False)
+    aux = other.restore(str(tmp_path))
+    other.close()
+    assert aux is not None
+    assert aux["said"] == 1
+    assert other.step == 4
+    cluster.load(str(tmp_path))
+    assert cluster.step == 0
+    assert cluster.restore(str(tmp_path)) == aux
+    assert cluster.step == 4
+
+
+def test_bad_input_is_told_and_ends_nothing(cluster):
+    batch = random_batch(CONFIG, 2, 3)
+    with pytest.raises(InputError, match="the batch has 3 sequences, expected a multiple of the 2"):
+        cluster.train(batch)
+    with pytest.raises(InputError, match=r"^obs holds token id 64, outside the vocabulary") as told:
+        cluster.eval({name: np.full((2, 4), VOCAB) for name in ("obs", "target")})
+    assert "\n" not in str(told.value)
+    with pytest.raises(InputError, match="an empty prompt, or a length beyond ctx"):
+        cluster.generate(np.zeros((2, 4), int), [1, 5], 3)
+    with pytest.raises(InputError, match="unknown sampler option 'heat'"):
+        cluster.generate(np.zeros((2, 4), int), [1, 4], 3, {"heat": 1})
+    with pytest.raises(InputError, match="nowhere"):
+        cluster.load("nowhere/at_all")
+    assert len(cluster.logits(random_batch(CONFIG, 2)["obs"])) == 2
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_killed_host_ends_all_and_is_named(machines, host):
+    cluster = build_model(CONFIG, machines())
+    cluster.init()
+    pids = list(cluster._pids)
+    cluster.train(random_batch(CONFIG, 2, 4))
+    os.kill(pids[host], signal.SIGKILL)
+    # The step under way may be done or not; the next one cannot be.
+    later = cluster.train(random_batch(CONFIG, 2, 4))
+    with pytest.raises(HostError, match=f"host {host} died"):
+        float(later["loss"])
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(HostError, match="have been ended"):
+        cluster.wait()
+    cluster.close()
+
+
+def test_hosts_that_disagree_are_ended(machines):
+    cluster = build_model(CONFIG, machines())
+    cluster.init()
+    agreed = cluster._agreed
+    loss = {"loss": float("nan")}
+    assert agreed(1, [(1, 0.5, loss), (1, 0.25, dict(loss))])["host_seconds/1"] == 0.25
+    with pytest.raises(
+        HostError, match=r"disagree after step 1: host 0 is at step 1 with loss 0\.5, host 1 is"
+    ):
+        agreed(1, [(1, 0.5, {"loss": 0.5}), (1, 0.5, {"loss": 0.5000000000000001})])
+    assert cluster._ended
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[str, Path]:
+    return uninterrupted(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_by_itself(whole, tmp_path, kind):
+    step, host = {"SIGKILL": (3, 0), "SIGSTOP": (11, 1), "exception": (20, 0)}[kind]
+    outcome = interrupt(*whole, tmp_path, kind, step, host)
+    print(f"{kind} after step {step}: {outcome.seconds:.1f} s; {outcome.said}")
+    assert outcome.seconds < 60
+
+
+def test_a_save_cut_short_never_counts(tmp_path):
+    for line in interrupted_saves(tmp_path, count=3, last=12):
+        print(line)

@@ -1,0 +1,126 @@
+"""train.py as its users run it: over local hosts, interrupted, and what keeps it from beginning."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.interruptions import (
+    ROOT,
+    SECONDS,
+    assert_same,
+    command,
+    last_step,
+    rows_of,
+    training,
+    wait_until,
+)
+from tests.small_run import run_values, write_config
+
+# f32 rounds to 6e-8; on other processes sums are in another order, over 30 updates.
+OTHER_PROCESSES = 1e-5
+
+VERSIONS = {"1": {}, "2": {"zero": 1}}
+
+
+def run_to_end(folder: Path, *words: str) -> None:
+    with training(folder, *words) as run:
+        assert run.process.wait(SECONDS) == 0, run.log.read_text()[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_any_number_of_hosts_is_one_process(tmp_path, version):
+    config = write_config(tmp_path / "config.json", run_values(tmp_path, **VERSIONS[version]))
+    one, many = tmp_path / "one", tmp_path / "many"
+    alone = ["device_train.py", "--config", config, "--version", version]
+    run_to_end(one, *alone, "--model-dir", str(one))
+    # The run moves from 2 hosts to 4, to 1, to no cluster at all, by its checkpoints.
+    for hosts, steps in ((2, 20), (4, 24), (1, 27)):
+        more = ("--version", version, "--max-steps", str(steps))
+        run_to_end(many, *command(config, many, *more, hosts=hosts))
+    run_to_end(many, *alone, "--model-dir", str(many))
+
+    found, expected = rows_of(many), rows_of(one)
+    assert [row["step"] for row in found] == list(range(1, 31))
+    worst = 0.0
+    for row, other in zip(found, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name in ("train/loss", "train/last_loss", "train/grad_norm", "val/loss_held_out"):
+            if name in other:
+                assert row[name] == pytest.approx(other[name], rel=OTHER_PROCESSES), row["step"]
+                worst = max(worst, abs(row[name] / other[name] - 1))
+    print(f"version {version}: largest relative difference {worst:.1e}")
+    raw = [json.loads(line) for line in (many / "metrics.jsonl").read_text().splitlines()]
+    hosts_told = [sum(name.startswith("host_seconds/") for name in row) for row in raw]
+    assert hosts_told == [2] * 20 + [4] * 4 + [1] * 3 + [0] * 3
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[str, Path]:
+    """A config, and the folder of a run over two hosts that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(folder / "config.json", run_values(folder))
+    run_to_end(folder / "model", *command(config, folder / "model"))
+    return config, folder / "model"
+
+
+@pytest.mark.slow
+def test_stopped_and_killed_drivers_leave_nothing_and_the_next_goes_on(whole, tmp_path):
+    config, expected = whole
+    for step, number in ((3, signal.SIGINT), (9, signal.SIGKILL), (16, signal.SIGTERM)):
+        with training(tmp_path, *command(config, tmp_path)) as run:
+            wait_until(lambda: last_step(tmp_path) >= step, f"step {step}")  # noqa: B023
+            assert len(run.hosts()) == 2
+            if number == signal.SIGINT:
+                os.killpg(run.process.pid, number)  # as a terminal sends Ctrl-C
+            else:
+                run.process.send_signal(number)
+            status = run.process.wait(60)
+            run.assert_nothing_is_left()
+            if number != signal.SIGKILL:
+                assert status == 0
+                said = run.log.read_text()
+                saved = last_step(tmp_path)
+                assert f"{number.name}: stopped and saved at step {saved}" in said
+                assert (tmp_path / f"step_{saved}").is_dir()
+    run_to_end(tmp_path, *command(config, tmp_path))
+    assert_same(tmp_path, expected)
+
+
+def refused(*words: str) -> str:
+    """The one line with which train.py ends, with status 2."""
+    found = subprocess.run(
+        [sys.executable, "train.py", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert found.returncode == 2, found.stderr
+    lines = found.stderr.strip().splitlines()
+    return lines[-1]
+
+
+def test_what_keeps_it_from_beginning(tmp_path):
+    config = write_config(tmp_path / "config.json", run_values(tmp_path))
+    (tmp_path / "model" / "step_3").mkdir(parents=True)
+    base = ("--config", config, "--model-dir", str(tmp_path / "model"))
+    assert "--local-hosts is 3, which does not divide the config's tpu_size 8" in refused(
+        *base, "--local-hosts", "3"
+    )
+    assert "--tpu needs --tpu-region" in refused(*base, "--tpu", "pod")
+    assert "--fresh-opt goes with --tune-model-path" in refused(
+        *base, "--local-hosts", "2", "--fresh-opt"
+    )
+    assert "--new would delete step_3 in" in refused(*base, "--local-hosts", "2", "--new")
+    assert (tmp_path / "model" / "step_3").is_dir()
+    # argparse's own: one of them, not both.
+    assert "one of the arguments" in refused(*base)
+    assert "not allowed with" in refused(*base, "--local-hosts", "2", "--tpu", "pod")
