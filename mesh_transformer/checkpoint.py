@@ -2,9 +2,10 @@
 
 A step holds two items: `state`, the tree of arrays, and `aux`, JSON (loader position, config
 and the like), so that weights and data position can never disagree.  The folder itself is the
-index.  A step counts once Orbax has put its commit file in it, which it does last; everything
-else named `step_*` is the remains of an interrupted save or deletion, and the next writer
-clears it away.  One writer (which may span many processes) to a folder at a time.
+index.  A step counts once Orbax has put its commit file in it, which it does last.  What Orbax
+marked as its own and did not commit is the remains of an interrupted save or deletion, which the
+next writer clears away; whatever else is named `step_*` is not ours to touch.  One writer (which
+may span many processes) to a folder at a time.
 """
 
 import json
@@ -28,6 +29,7 @@ from mesh_transformer.util import InputError
 
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
+_MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `_delete` removes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
 # What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
@@ -66,6 +68,7 @@ class Checkpoints:
         self._host = host
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, its commit
+        self._known: int | None = None  # the step that was saved or restored last
         self._checkpointer = _new_checkpointer(self._host)
         hush_failures(_is_news)
         if not read_only:
@@ -97,15 +100,20 @@ class Checkpoints:
         """Start to save nested dicts of arrays and a JSON-able dict as `step`.
 
         Returns once jax Arrays are copied to the host (and an earlier save is done), so the
-        caller may donate them; numpy arrays must stay as they are until `wait`.  A step that is
-        already committed is left as it is.  Raises InputError where this save cannot start or
-        the one before it failed.
+        caller may donate them; numpy arrays must stay as they are until `wait`.  The step that
+        this object saved or restored last is left as it is.  Raises InputError where another's
+        step is in the way, this save cannot start or the one before it failed.
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only")
         self.wait()
-        if step in self.steps():
+        if step == self._known:
             return
+        if self._path(step).exists() and not _is_remains(self._path(step)):
+            raise InputError(
+                f"checkpoint folder {self.folder}: step_{step} is there already, not of this run; "
+                "choose another folder or move it away"
+            )
         json.dumps(aux)  # A TypeError belongs to the caller, not to the background thread.
         check_names(state)
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -118,7 +126,7 @@ class Checkpoints:
             self._checkpointer.save(self._path(step), args=arguments)
         except _STORAGE_ERRORS as error:
             raise self._failure(step, n_bytes, error) from error
-        self._pending = step, n_bytes, self._executor.submit(self._commit)
+        self._pending = step, n_bytes, self._executor.submit(self._commit, step)
 
     def is_saving(self, timeout: float) -> bool:
         """Whether a save is still under way after `timeout` seconds at most."""
@@ -131,6 +139,7 @@ class Checkpoints:
         step, n_bytes, commit = self._pending
         try:
             commit.result()
+            self._known = step
         except _STORAGE_ERRORS as error:
             raise self._failure(step, n_bytes, error) from error
         finally:
@@ -191,7 +200,9 @@ class Checkpoints:
             ),
             partial_restore=True,
         )
-        return self._restored(step, arguments)
+        restored = self._restored(step, arguments)
+        self._known = step
+        return restored
 
     def _restored(self, step: int, arguments: ocp.args.PyTreeRestore) -> Any:
         """What Orbax reads of the state."""
@@ -213,13 +224,13 @@ class Checkpoints:
             raise InputError(f"checkpoint folder {self.folder} has no step {step}; it has {found}")
         return steps[-1] if step is None else step
 
-    def _commit(self) -> None:
+    def _commit(self, saved: int) -> None:
         """Wait for Orbax to commit, then delete the steps that are no longer kept."""
         self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return
         for step in self.steps()[: -self._keep_n]:
-            if self._keep_every is None or step % self._keep_every:
+            if step != saved and (self._keep_every is None or step % self._keep_every):
                 try:
                     _delete(self._path(step))
                 except OSError as error:  # The save is good; the next one tries again.
@@ -229,7 +240,7 @@ class Checkpoints:
         """Delete the remains of interrupted saves and deletions; how many there were."""
         if jax.process_index() != 0 or not self.folder.is_dir():
             return 0
-        remains = [path for path in self.folder.iterdir() if _is_uncommitted(path)]
+        remains = [path for path in self.folder.iterdir() if _is_remains(path)]
         for path in remains:
             path.rmtree()
         return len(remains)
@@ -332,9 +343,12 @@ def _is_committed(path: epath.Path) -> bool:
     return bool(_STEP_NAME.fullmatch(path.name)) and (path / _COMMIT_FILE).exists()
 
 
-def _is_uncommitted(path: epath.Path) -> bool:
-    name, _, _ = path.name.partition(_TEMPORARY)
-    return bool(_STEP_NAME.fullmatch(name)) and path.is_dir() and not _is_committed(path)
+def _is_remains(path: epath.Path) -> bool:
+    """Whether Orbax or `_delete` was interrupted here; not what others call step_<N>."""
+    name, temporary, _ = path.name.partition(_TEMPORARY)
+    if not _STEP_NAME.fullmatch(name) or not path.is_dir() or _is_committed(path):
+        return False
+    return bool(temporary) or (path / _MARK).exists()
 
 
 def _committed_steps(folder: epath.Path) -> list[int]:
@@ -345,8 +359,11 @@ def _committed_steps(folder: epath.Path) -> list[int]:
 
 
 def _delete(path: epath.Path) -> None:
-    """Delete a committed step; its commit file first, so that no half of it ever counts."""
+    """Delete a committed step: its commit file first, so that no half of it ever counts."""
     (path / _COMMIT_FILE).unlink()
+    for item in path.iterdir():
+        if item.is_dir():
+            item.rmtree()
     path.rmtree()
 
 

@@ -1,5 +1,6 @@
 """Native checkpoints: what is restored is bit for bit what was saved, whatever happens between."""
 
+import contextlib
 import json
 import os
 import random
@@ -15,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer import checkpoint
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.state_tree import leaves
+from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,6 +185,72 @@ def test_a_committed_step_is_not_saved_again(tmp_path):
         checkpoints.save(1, {"x": jnp.int32(2)}, {"try": 2})
         assert checkpoints.aux(1) == {"try": 1}
         assert int(checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})["x"]) == 1
+
+
+def test_another_run_s_step_is_not_taken_for_this_one_s(tmp_path):
+    state = {"x": jnp.int32(1)}
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, {"try": 1})
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        with pytest.raises(InputError, match="step_1 is there already, not of this run; choose an"):
+            checkpoints.save(1, state, {"try": 2})
+        assert checkpoints.aux(1) == {"try": 1}
+        checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})
+        checkpoints.save(1, state, {"try": 3})  # what was restored is what is there
+        assert checkpoints.aux(1) == {"try": 1}
+
+
+def test_what_was_just_saved_is_kept_even_behind_newer_steps(tmp_path):
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        checkpoints.save(100, {"x": jnp.int32(1)}, {})
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        checkpoints.save(5, {"x": jnp.int32(2)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [5, 100]
+
+
+def test_what_others_call_a_step_is_not_touched(tmp_path):
+    """The original's checkpoints too are folders step_<N>."""
+    theirs = tmp_path / "step_10" / "shard_0" / "0.npz"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"weights")
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        for step in (9, 11):
+            checkpoints.save(step, {"x": jnp.int32(step)}, {})
+        with pytest.raises(InputError, match="step_10 is there already"):
+            checkpoints.save(10, {"x": jnp.int32(10)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [11]
+    assert theirs.read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("file", ["step_0/shard_0/0.npz", "model.safetensors"])
+def test_a_run_does_not_begin_where_another_format_is(tmp_path, small, file):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(b"weights")
+    network = CausalTransformer(small(), init=False)
+    assert network.restore(str(tmp_path / "new")) is None
+    (tmp_path / "config.json").write_text("{}")
+    with contextlib.closing(network), pytest.raises(InputError, match="--tune-model-path"):
+        network.restore(str(tmp_path))
+    (tmp_path / file).unlink()
+    if "step" not in file:
+        assert network.restore(str(tmp_path)) is None  # a config.json alone is the user's own
+
+
+def test_a_deletion_that_was_interrupted_goes_on(tmp_path, monkeypatch):
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.int32(1)}, {})
+        checkpoints.wait()
+        step = epath.Path(tmp_path / "step_1")
+        # Killed when all but the last folder-wide deletion was done.
+        with monkeypatch.context() as patch:
+            patch.setattr(type(step), "rmtree", lambda path, *_: shutil.rmtree(path / "none", True))
+            checkpoint._delete(step)
+        assert checkpoints.steps() == []
+        assert step.exists()
+        checkpoints.save(2, {"x": jnp.int32(2)}, {})
+    assert os.listdir(tmp_path) == ["step_2"]
 
 
 def test_remains_are_invisible_and_the_next_writer_clears_them(tmp_path, saved):

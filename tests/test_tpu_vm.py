@@ -230,7 +230,9 @@ def test_unhealthy_is_waited_for(api, make):
         while not api.nodes:
             time.sleep(0.01)
         api.nodes[NAME].health = tpu_v2.Node.Health.UNHEALTHY_MAINTENANCE
-        time.sleep(0.3)
+        end = time.monotonic() + 30
+        while tpu.state() == "CREATING" and time.monotonic() < end:
+            time.sleep(0.02)
         states.append(tpu.state())
         api.nodes[NAME].health = tpu_v2.Node.Health.HEALTHY
 
