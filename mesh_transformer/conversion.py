@@ -53,6 +53,21 @@ def _is_original(folder: str) -> bool:
     return bool(shards) or os.path.isfile(os.path.join(folder, "meta.json"))
 
 
+def check_vacant(folder: str) -> None:
+    """InputError where a folder without native checkpoints holds one of another format."""
+    try:
+        kind = format_of(folder)
+    except InputError:
+        return
+    names = os.listdir(os.path.expanduser(folder))
+    # A config.json alone may be anyone's.
+    if kind == "original" or any(name.endswith((".safetensors", ".bin")) for name in names):
+        raise InputError(
+            f"{folder}: holds a checkpoint in {kind} format, which a run does not go on from; give "
+            "it as --tune-model-path with another model folder, or convert it"
+        )
+
+
 def config_of(path: str) -> Config:
     """The config that the checkpoint at `path` tells; InputError where it tells none.
 

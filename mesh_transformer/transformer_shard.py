@@ -251,7 +251,7 @@ class CausalTransformer:
         checkpoints = self._writer(folder)
         newest = checkpoints.newest()
         if newest is None:
-            _check_vacant(folder)
+            conversion.check_vacant(folder)
             return None
         restored, aux = checkpoints.restore(newest, self._template()), checkpoints.aux(newest)
         self.config.check_same_model(aux["config"], f"{folder}/step_{newest}")
@@ -349,21 +349,6 @@ class CausalTransformer:
                 f"of n_vocab {self.config.n_vocab}"
             )
         return tokens.astype(np.uint32)
-
-
-def _check_vacant(folder: str) -> None:
-    """InputError where a folder without native checkpoints holds one of another format."""
-    try:
-        kind = conversion.format_of(folder)
-    except InputError:
-        return
-    names = os.listdir(os.path.expanduser(folder))
-    # A config.json alone may be anyone's.
-    if kind == "original" or any(name.endswith((".safetensors", ".bin")) for name in names):
-        raise InputError(
-            f"{folder}: holds a checkpoint in {kind} format, which a run does not go on from; give "
-            "it as --tune-model-path with another model folder, or convert it"
-        )
 
 
 def _placed(host: Any, template: Any) -> Any:
