@@ -170,6 +170,13 @@ class Config:
                     f"{where}: its model has {key} {getattr(there, key)!r}, the config "
                     f"{getattr(self, key)!r}; use the config that it was trained with"
                 )
+        # At its default a window is all of seq, which may change from run to run.
+        chosen = there.window != there.seq or self.window != self.seq
+        if chosen and there.window != self.window:
+            raise InputError(
+                f"{where}: its model has attention_window {there.window}, the config "
+                f"{self.window}; use the config that it was trained with"
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config") -> "Config":

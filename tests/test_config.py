@@ -245,5 +245,15 @@ def test_weights_of_another_model_are_refused_though_their_shapes_may_agree(key,
         config.check_same_model(config.replace(**{key: value}).as_dict(), "runs/step_3")
 
 
+def test_a_window_is_the_model_s_unless_it_is_all_of_seq():
+    config = Config(**SMALL)
+    config.check_same_model(config.replace(seq=8).as_dict(), "there")
+    narrow = config.replace(attention_window=4)
+    narrow.check_same_model(narrow.replace(seq=8).as_dict(), "there")
+    for one, other in ((config, narrow), (narrow, config)):
+        with pytest.raises(InputError, match=r"^there: its model has attention_window \d+, the "):
+            one.check_same_model(other.as_dict(), "there")
+
+
 def test_numbers_must_be_finite():
     assert "lr is nan, expected a finite number" in refusal({"lr": float("nan")})
