@@ -10,11 +10,13 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer import model
+from mesh_transformer.casts import cast
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
 from mesh_transformer.state_tree import Path, check_match, leaves
 from mesh_transformer.util import InputError
+from mesh_transformer.whole_folder import whole_folder
 
 
 def read(
@@ -52,8 +54,9 @@ def read(
         unit = " numbers"
         with tqdm(total=total, unit=unit, unit_scale=True, desc="reading", disable=None) as bar:
             for key, leaf in wanted.items():
-                cast = dtype if key[0] == "params" and dtype is not None else saved[key].dtype
-                _put(state, key, checkpoints.read_leaf(step, key, np.dtype(cast)))
+                own = np.dtype(saved[key].dtype)
+                target = own if dtype is None or key[0] != "params" else np.dtype(dtype)
+                _put(state, key, _read_leaf(checkpoints, step, key, own, target))
                 bar.update(math.prod(leaf.shape))
     return config, state
 
@@ -63,18 +66,27 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
 
     Raises InputError where the step is there already, and for what the storage refuses.
     """
+    if "://" in folder or os.path.isdir(folder):
+        _save(folder, state, config)
+    else:
+        with whole_folder(folder) as new:
+            try:
+                _save(new, state, config)
+            except InputError as error:
+                raise InputError(str(error).replace(new, folder)) from error
+
+
+def _save(folder: str, state: dict[str, Any], config: Config) -> None:
     step = int(state["step"])
-    with Checkpoints(folder, keep_n=sys.maxsize, host=True) as checkpoints:
-        if step in checkpoints.steps():
-            raise InputError(
-                f"{folder}/step_{step}: is there already; choose another folder or move it away"
-            )
-        total = sum(leaf.nbytes for leaf in leaves(state).values())
-        with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-            checkpoints.save(step, state, {"config": config.as_dict()})
-            while checkpoints.is_saving(0.2):
-                bar.update(min(_bytes_in(folder, step), total) - bar.n)
-            bar.update(total - bar.n)
+    total = sum(leaf.nbytes for leaf in leaves(state).values())
+    with (
+        Checkpoints(folder, keep_n=sys.maxsize, host=True) as checkpoints,
+        tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar,
+    ):
+        checkpoints.save(step, state, {"config": config.as_dict()})
+        while checkpoints.is_saving(0.2):
+            bar.update(min(_bytes_in(folder, step), total) - bar.n)
+        bar.update(total - bar.n)
 
 
 def _wanted(config: Config, optimizer: bool) -> dict[Path, Any]:
@@ -87,6 +99,23 @@ def _wanted(config: Config, optimizer: bool) -> dict[Path, Any]:
     if optimizer:
         state["opt_state"] = {"count": count, "mu": params, "nu": params}
     return leaves(state)
+
+
+def _read_leaf(
+    checkpoints: Checkpoints, step: int, key: Path, own: np.dtype, dtype: np.dtype
+) -> np.ndarray:
+    """One leaf, saved in its `own` dtype, in `dtype`; InputError where that is too small for it.
+
+    Orbax casts chunk by chunk, so that a narrow leaf needs no wide one beside it, but makes large
+    numbers infinite.  Only where there are infinities the leaf is read again, to tell whether they
+    were saved.
+    """
+    value = checkpoints.read_leaf(step, key, dtype)
+    if dtype == own or not any(np.isinf(row).any() for row in np.atleast_1d(value)):
+        return value
+    del value
+    where = f"checkpoint {checkpoints.folder}/step_{step}: leaf {'/'.join(key)}"
+    return cast(checkpoints.read_leaf(step, key, own), dtype, where)
 
 
 def _put(tree: dict[str, Any], path: Path, value: np.ndarray) -> None:

@@ -20,8 +20,9 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import checkpoint
+from mesh_transformer import checkpoint, model, native_checkpoint
 from mesh_transformer.checkpoint import Checkpoints, find
+from mesh_transformer.declaration import map_declared
 from mesh_transformer.state_tree import leaves
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -371,6 +372,28 @@ def test_host_arrays_are_saved_as_they_are_and_restored_on_any_mesh(tmp_path):
         assert checkpoints.steps() == [1]
         for shape in ((2, 4), (1, 1)):
             assert_same_bits(checkpoints.restore(1, template_of(mesh_of(*shape))), state)
+
+
+def test_a_new_model_folder_appears_whole(tmp_path, monkeypatch, small):
+    """Even by SIGKILL nothing is left under its name, so that a second try is not refused."""
+    config, folder = small(layers=1), tmp_path / "new"
+    params = map_declared(lambda d: np.ones(d.shape, np.float32), model.declarations(config))
+    state = {"params": params, "step": np.zeros((), np.int32)}
+    save = Checkpoints.save
+
+    def interrupted(checkpoints, *args):
+        save(checkpoints, *args)
+        checkpoints.wait()
+        assert not folder.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        native_checkpoint.write(str(folder), state, config)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    native_checkpoint.write(str(folder), state, config)
+    assert_same_bits(native_checkpoint.read(str(folder))[1], state)
 
 
 @pytest.mark.parametrize("from_host", [False, True])
