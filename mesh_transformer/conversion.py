@@ -7,7 +7,6 @@ nested dicts of numpy arrays in the native structure, global shapes.
 import contextlib
 import functools
 import os
-import re
 from typing import Any, Literal, get_args
 
 import jax
@@ -19,47 +18,47 @@ from mesh_transformer import hf, hf_config, model, native_checkpoint, original_c
 from mesh_transformer.checkpoint import find, find_aux
 from mesh_transformer.config import Config
 from mesh_transformer.parallel import Auto
+from mesh_transformer.storage import AnyPath, check_free, is_uri, local_path, step_number
 from mesh_transformer.util import InputError, to_f32
 
 Format = Literal["original", "native", "hf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_STEP_NAME = re.compile(r"step_(\d+)")
 _PROMPT_LENGTH = 64
 # What `compare` allows a target of each dtype.  In f32 only a bias that is folded or split is
 # rounded; the others round every weight (by 2^-11, 2^-8), and every layer adds to that.
 LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-def format_of(path: str) -> Format:
+def format_of(path: AnyPath) -> Format:
     """What is at `path`, a model folder or one of its step_N; InputError where nothing is."""
-    local = os.path.abspath(os.path.expanduser(path))
-    here = "://" not in path and os.path.isdir(local)
-    if here and _is_original(local):
+    path = local_path(path)
+    here = not is_uri(path) and os.path.isdir(path)
+    if here and _is_original(path):
         return "original"
     try:
         find(path)
     except InputError:
         # Last, as any model folder may hold a config.json of its own.
-        if here and os.path.isfile(os.path.join(local, "config.json")):
+        if here and os.path.isfile(os.path.join(path, "config.json")):
             return "hf"
         raise
     return "native"
 
 
 def _is_original(folder: str) -> bool:
-    steps = [name for name in os.listdir(folder) if _STEP_NAME.fullmatch(name)]
+    steps = [name for name in os.listdir(folder) if step_number(name) is not None]
     folders = [folder, *(os.path.join(folder, step) for step in steps)]
     shards = [name for each in folders for name in os.listdir(each) if name.startswith("shard_")]
     return bool(shards) or os.path.isfile(os.path.join(folder, "meta.json"))
 
 
-def check_vacant(folder: str) -> None:
+def check_vacant(folder: AnyPath) -> None:
     """InputError where a folder without native checkpoints holds one of another format."""
     try:
         kind = format_of(folder)
     except InputError:
         return
-    names = os.listdir(os.path.expanduser(folder))
+    names = os.listdir(local_path(folder))
     # A config.json alone may be anyone's.
     if kind == "original" or any(name.endswith((".safetensors", ".bin")) for name in names):
         raise InputError(
@@ -68,11 +67,12 @@ def check_vacant(folder: str) -> None:
         )
 
 
-def config_of(path: str) -> Config:
+def config_of(path: AnyPath) -> Config:
     """The config that the checkpoint at `path` tells; InputError where it tells none.
 
     JAX is not started: its virtual devices can still be set.
     """
+    path = local_path(path)
     kind = format_of(path)
     if kind == "native":
         return Config.from_dict(find_aux(path)["config"], f"{path}: saved config")
@@ -89,7 +89,7 @@ def _tells_none(path: str) -> InputError:
 
 
 def read(
-    path: str,
+    path: AnyPath,
     kind: Format,
     config: Config | None = None,
     *,
@@ -106,7 +106,7 @@ def read(
     Raises:
       InputError: where it cannot be read, does not fit the config, or needs one.
     """
-    path = path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    path = local_path(path)
     if kind == "native":
         return native_checkpoint.read(path, config=config, dtype=dtype, optimizer=optimizer)
     if kind == "hf":
@@ -117,9 +117,9 @@ def read(
 
 
 def convert(
-    source: str,
+    source: AnyPath,
     source_kind: Format,
-    target: str,
+    target: AnyPath,
     target_kind: Format,
     *,
     config: Config | None = None,
@@ -146,7 +146,8 @@ def convert(
     Raises:
       InputError: for what cannot be read or written; then nothing is at `target`.
     """
-    _check_free(target)
+    target = local_path(target)
+    check_free(target)
     path = step_of(source, source_kind, step)
     optimizer = not slim and target_kind != "hf"
     config, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer)
@@ -168,52 +169,50 @@ def convert(
     return config
 
 
-def step_of(path: str, kind: Format, step: int | None) -> str:
+def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
     """The folder of a model folder's `step`; `path` itself where `step` is None."""
+    path = local_path(path)
     if step is None:
         return path
     if kind == "hf":
         raise InputError(f"--step {step}: a Hugging Face folder has no steps; leave it out")
-    if match := _STEP_NAME.fullmatch(os.path.basename(os.path.normpath(path))):
-        if int(match[1]) != step:
+    if (own := step_number(path)) is not None:
+        if own != step:
             raise InputError(f"--step {step}: {path} is another; give its model folder, or no step")
         return path
     folder = os.path.join(path, f"step_{step}")
-    if "://" not in path and not os.path.isdir(folder):
+    if not is_uri(path) and not os.path.isdir(folder):
         raise InputError(f"--step {step}: {path} has no step_{step}; leave it out for the newest")
     return folder
 
 
-def _check_free(target: str) -> None:
-    if "://" not in target and os.path.lexists(target):
-        raise InputError(f"{target}: is there already; choose another name or move it away")
-
-
 def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> str:
     """The model folder that `target` means; `state` gets its step where the source had none."""
-    target = os.path.normpath(target) if "://" not in target else target.rstrip("/")
-    match = _STEP_NAME.fullmatch(os.path.basename(target))
-    if match is None:
+    named = step_number(target)
+    if named is None:
         return target
     step = int(state["step"])
     if source_kind == "hf":
-        state["step"] = np.asarray(int(match[1]), np.int32)
-    elif step != int(match[1]):
+        state["step"] = np.asarray(named, np.int32)
+    elif step != named:
         raise InputError(
             f"{target}: the source is at step {step}; name it step_{step}, or give a model folder"
         )
-    return os.path.dirname(target) or "."
+    return os.path.dirname(target)
 
 
 def compare(
-    source: str, source_kind: Format, target: str, target_kind: Format, config: Config
+    source: AnyPath, source_kind: Format, target: AnyPath, target_kind: Format, config: Config
 ) -> tuple[float, float]:
     """How far apart the logits of two checkpoints are on a fixed prompt, and how far they may be.
 
     Both are the largest difference over the spread of the source's logits; what may be depends on
     the target's dtype.  They are read one after the other.
     """
-    both: list[tuple[str, Format]] = [(source, source_kind), (target, target_kind)]
+    both: list[tuple[str, Format]] = [
+        (local_path(source), source_kind),
+        (local_path(target), target_kind),
+    ]
     # Hugging Face's vocabulary may be without the padding that the config has.
     sizes = [hf_config.read_config(path).n_vocab for path, kind in both if kind == "hf"]
     tokens = min([config.n_vocab, *sizes])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.config import Config
+from mesh_transformer.storage import local_path
 from mesh_transformer.tensor_files import read_json, write_json
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
@@ -94,7 +95,7 @@ def _tokenizer_in(folder: str) -> str:
         fillers = all(word in words or _FILLER.fullmatch(word) for word in added)
         if fillers and hashlib.sha256(text.encode()).hexdigest() == _GPT2_WORDS:
             return "gpt2"
-    return os.path.abspath(folder)
+    return local_path(folder)
 
 
 def check_expressible(config: Config) -> None:

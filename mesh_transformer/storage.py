@@ -1,4 +1,4 @@
-"""What storage says when it fails: the cause in a few words, the room left, and said once."""
+"""Where checkpoints are, and what storage says when it fails: in a few words, and said once."""
 
 import logging
 import os
@@ -8,11 +8,39 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from mesh_transformer.util import InputError
+
+AnyPath = str | os.PathLike[str]
+_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
+
 # tensorstore writes "...: No space left on device [os_error_code='28']".
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
 # tensorstore's and Orbax's words for what ends after a save or restore has failed.
 _LATE = ("Event loop is closed", "Encountered error while reading array index")
+
+
+def is_uri(path: str) -> bool:
+    """Whether `path` is an address, such as `gs://bucket/model`, and not on a local disk."""
+    return "://" in path
+
+
+def local_path(path: AnyPath) -> str:
+    """A local path absolute and with its `~` expanded; a URI less its closing slashes."""
+    path = os.fspath(path)
+    return path.rstrip("/") if is_uri(path) else os.path.abspath(os.path.expanduser(path))
+
+
+def step_number(path: str) -> int | None:
+    """The N of a path that ends in `step_N`, as every format writes it; None for others."""
+    match = _STEP_NAME.fullmatch(os.path.basename(path))
+    return None if match is None else int(match[1])
+
+
+def check_free(path: str) -> None:
+    """InputError where something is at a local `path` already."""
+    if not is_uri(path) and os.path.lexists(path):
+        raise InputError(f"{path}: is there already; choose another name or move it away")
 
 
 def reason(error: BaseException) -> str:

@@ -21,9 +21,11 @@ from mesh_transformer.config import Config
 from mesh_transformer.model import SamplerSettings
 from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
 from mesh_transformer.rows import Rows
+from mesh_transformer.storage import AnyPath, local_path
 from mesh_transformer.util import InputError
 
 SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
+SPARE_DEVICES = 8  # virtual CPU devices, at least, where a model's own number is not given
 
 
 class CausalTransformer:
@@ -258,7 +260,7 @@ class CausalTransformer:
         self.state, self.step = restored, newest
         return aux
 
-    def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
+    def load(self, path: AnyPath, *, fresh_opt: bool = False, only_params: bool = False) -> None:
         """Takes the weights of `path`, of any of the three formats; the step becomes 0.
 
         `path` is a model folder (its newest step), one of its step_N, or a Hugging Face folder.
@@ -268,6 +270,7 @@ class CausalTransformer:
         Raises:
           InputError: where it cannot be read, or is of another model than the config's.
         """
+        path = local_path(path)
         kind = conversion.format_of(path)
         wanted = self._template()
         del wanted["step"]
@@ -363,8 +366,8 @@ def _placed(host: Any, template: Any) -> Any:
 
 
 def load(
-    path: str,
-    config: Config | dict[str, Any] | str | os.PathLike[str] | None = None,
+    path: AnyPath,
+    config: Config | dict[str, Any] | AnyPath | None = None,
     *,
     optimizer: bool = False,
 ) -> CausalTransformer:
@@ -388,12 +391,13 @@ def load(
     return network
 
 
-def _fitted(path: str) -> Config:
+def _fitted(path: AnyPath) -> Config:
     """The config of `path` for the devices here: the largest mp that divides its own and theirs."""
     saved = conversion.config_of(path)
+    assert saved.tpu_size is not None
+    # Some to spare: their number cannot change once JAX runs, and another model may want more.
+    use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
     if saved.norm == "layernorm-desync":
         return saved  # its parameters are those of one mp
-    assert saved.tpu_size is not None
-    use_virtual_devices(saved.tpu_size)
     shards = math.gcd(saved.cores_per_replica, jax.device_count())
     return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)

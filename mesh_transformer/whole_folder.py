@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from mesh_transformer.storage import free_space, reason
+from mesh_transformer.storage import check_free, free_space, is_uri, local_path, reason
 from mesh_transformer.util import InputError
 
 
@@ -16,11 +16,10 @@ def whole_folder(path: str) -> Iterator[str]:
     Its files are flushed to the disk before.  Where anything fails, Ctrl-C included, nothing is
     left.  Raises InputError where `path` is there already, and for what the storage refuses.
     """
-    if "://" in path:
+    if is_uri(path):
         raise InputError(f"{path}: is an address; give a local folder")
-    path = os.path.abspath(os.path.expanduser(path))
-    if os.path.lexists(path):
-        raise InputError(f"{path}: is there already; choose another name or move it away")
+    path = local_path(path)
+    check_free(path)
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name}.{os.getpid()}.tmp")
     try:

@@ -192,12 +192,12 @@ def test_load_takes_every_format(formats, config, kind, step):
     expected = mesh_transformer.load(str(formats["native"])).logits(tokens)
     model = {key: getattr(config[1], key) for key in ("layers", "d_model", "n_heads", "n_vocab")}
     model |= {"pe_rotary_dims": 4, "dtype": "float32", "seq": 32}
-    loaded = {"a dict": mesh_transformer.load(path, model)}
+    loaded = {"a dict": mesh_transformer.load(Path(path), model)}
     for name, (cores, size) in MESHES.items():
         mesh = config[1].replace(cores_per_replica=cores, tpu_size=size)
         loaded[name] = mesh_transformer.load(path, mesh, optimizer=True)
     if kind != "original":
-        loaded["its own"] = mesh_transformer.load(path)
+        loaded["its own"] = mesh_transformer.load(Path(path))
     for name, network in loaded.items():
         # f32, summed in another order; Hugging Face's rows have the bias added in f32.
         if not (kind == "hf" and name == "its own"):  # which computes in bf16
@@ -249,18 +249,23 @@ network = mesh_transformer.load(sys.argv[1])
 config = Config.load(sys.argv[2])
 print(len(jax.devices()), network.mesh.size)
 print(mesh_transformer.load(sys.argv[1], config).mesh.shape["dp"])
+print(mesh_transformer.load(sys.argv[3]).mesh.size)
 """
 
 
 @pytest.mark.slow
-def test_load_makes_the_devices_of_the_run_appear(formats, config):
-    """In a fresh process a model of one replica; another then still finds all devices."""
-    program = [sys.executable, "-c", ALONE, str(formats["native"]), config[0]]
+@pytest.mark.parametrize(
+    ("first", "last", "sizes"), [("native", "hf", "8 4 2 1"), ("hf", "native", "8 1 2 4")]
+)
+def test_load_makes_the_devices_of_the_run_appear(formats, config, first, last, sizes):
+    """In a fresh process, whichever model is loaded first: a larger one still finds its devices."""
+    folders = {kind: str(formats[kind]) for kind in (first, last)}
+    program = [sys.executable, "-c", ALONE, folders[first], config[0], folders[last]]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     found = subprocess.run(
         program, check=True, capture_output=True, text=True, cwd=ROOT, env=environment
     )
-    assert found.stdout.split() == ["8", "4", "2"]
+    assert found.stdout.split() == sizes.split()
 
 
 def test_load_needs_a_config_where_none_is_told(formats):
@@ -306,6 +311,25 @@ def test_bad_input_is_one_line_and_nothing_is_left(formats, config, tmp_path):
     refused("is another", "native", native / "step_10", "hf", end, "--step", 3)
     refused("the source is at step 10", "native", native, "original", tmp_path / "step_3")
     refused("5", "native", native, "original", end, "--shards", 5)
+
+
+def test_a_home_folder_is_one_folder_everywhere(formats, config, tmp_path, monkeypatch):
+    """`~` means the same to every entry, and what is at such a DST is kept."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for kind in conversion.FORMATS:
+        (tmp_path / kind).symlink_to(formats[kind])
+        assert conversion.format_of(f"~/{kind}") == kind
+        if kind != "original":
+            assert conversion.config_of(f"~/{kind}").layers == 2
+    convert("native", "~/native", "hf", "~/new", "--step", 10, "--verify")
+    assert (tmp_path / "new" / "config.json").is_file()
+    (tmp_path / "mine").mkdir()
+    for kind in conversion.FORMATS:
+        with pytest.raises(InputError, match=f"{tmp_path}/mine: is there already"):
+            convert("hf", "~/new", kind, "~/mine", "--config", config[0])
+    assert not list((tmp_path / "mine").iterdir())
+    assert not (tmp_path / "~").exists()
 
 
 DAMAGE = {
