@@ -148,9 +148,13 @@ def convert(
     """
     target = local_path(target)
     check_free(target)
-    path = step_of(source, source_kind, step)
     optimizer = not slim and target_kind != "hf"
-    config, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer)
+    try:
+        path = step_of(source, source_kind, step)
+        config, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer)
+    except InputError:
+        _check_kind(source, source_kind)
+        raise
     if target_kind == "hf":
         hf.write(target, state, config, trim_vocab=trim_vocab)
         return config
@@ -167,6 +171,18 @@ def convert(
                 os.rmdir(folder)
         raise
     return config
+
+
+def _check_kind(path: AnyPath, kind: Format) -> None:
+    """InputError where something is at `path`, but in another format than `kind`."""
+    try:
+        found = format_of(path)
+    except InputError:
+        return
+    if found != kind:
+        raise InputError(
+            f"{local_path(path)}: is in {found} format, not {kind}; use --from {found}"
+        ) from None
 
 
 def step_of(path: AnyPath, kind: Format, step: int | None) -> str:

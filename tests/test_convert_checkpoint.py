@@ -332,6 +332,15 @@ def test_a_home_folder_is_one_folder_everywhere(formats, config, tmp_path, monke
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.parametrize("given", conversion.FORMATS)
+def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path, given):
+    for kind in conversion.FORMATS:
+        said = f"{kind}: is in {kind} format, not {given}; use --from {kind}$"
+        for flags in ((), ("--config", config[0]), ("--step", 3)):
+            if kind != given:
+                refused(said, given, formats[kind], "native", tmp_path / "end", *flags)
+
+
 DAMAGE = {
     "original": ("step_10/shard_1/3.npz", "shard_1/3.npz"),
     "native": ("step_10/state/params.layers.layer/q.w/0.0.0", "step_10 cannot be read"),
