@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer import model, tensor_files
+from mesh_transformer.casts import FLOATS, cast
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
 from mesh_transformer.hf_config import Tokenizer, check_expressible, read_config, write_configs
@@ -149,7 +150,7 @@ def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
     found = np.dtype(dtype)
-    if found not in DTYPES.values():
+    if found not in FLOATS.values():
         raise InputError(f"dtype is {found}, expected float32, float16 or bfloat16")
     return found
 
@@ -273,18 +274,11 @@ def _maker(
 def _copy(
     target: np.ndarray, source: np.ndarray, name: str, bias: np.ndarray | None = None
 ) -> None:
-    """`target[...] = source (+ bias, in f32)`, block by block, cast to the target's dtype.
-
-    Raises InputError for what float16 cannot hold.
-    """
+    """`target[...] = source (+ bias, in f32)`, block by block, cast to the target's dtype."""
     if source.ndim == 2 and not source.flags.c_contiguous:
         target, source = target.T, source.T
     for start in range(0, len(source), _BLOCK):
         block = source[start : start + _BLOCK]
         if bias is not None:
             block = block.astype(np.float32) + bias.astype(np.float32)
-        with np.errstate(over="ignore"):
-            target[start : start + _BLOCK] = block
-    narrowed = target.dtype == np.float16 and source.dtype != np.float16
-    if narrowed and np.isinf(target).any():
-        raise InputError(f"{name}: does not fit float16 (largest 65504); choose bf16 or f32")
+        target[start : start + _BLOCK] = cast(block, target.dtype, name)

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer import model, original_files
+from mesh_transformer.casts import FLOATS, cast
 from mesh_transformer.config import Config
 from mesh_transformer.original_files import Shard
 from mesh_transformer.original_names import Entry, Rule, check_shards, entries
 from mesh_transformer.util import InputError
 from mesh_transformer.whole_folder import whole_folder
 
-_FLOATS = [np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)]
 _MOMENTS = ("mu", "nu")
 _REMEDY = "use the config that it was trained with"
 Tree = dict[str, dict[str, dict[str, np.ndarray]]]
@@ -168,68 +167,63 @@ def _read_count(source: _Source, name: str) -> np.ndarray:
 def _read_group(source: _Source, group: str, dtype: np.dtype | None, bar: tqdm) -> Tree:
     """The parameters, or one of the two moments, in our structure."""
     tree: Tree = {}
-    firsts: dict[tuple[str, str], tuple[np.dtype, str]] = {}  # of a leaf in all layers and shards
+    firsts: dict[tuple[str, str], tuple[np.dtype, str]] = {}
     for place, entry in enumerate(source.entries):
         bar.update()
         leaves = tree.setdefault(entry.part, {}).setdefault(entry.module, {})
-        for where, block, value in _blocks(source, group, place):
-            first, there = firsts.setdefault((entry.module, entry.leaf), (value.dtype, where))
-            if value.dtype not in _FLOATS:
-                floats = ", ".join(map(str, _FLOATS))
-                raise InputError(f"{where} is {value.dtype}, expected one of {floats}; {_REMEDY}")
-            if value.dtype != first:
-                raise InputError(
-                    f"{where} is {value.dtype}, expected {first} as in {there}; copy both anew"
-                )
+        for where, block, value in _blocks(source, group, place, firsts):
             if entry.leaf not in leaves:
                 shape = entry.shape if entry.layer is None else (source.layers, *entry.shape)
-                leaves[entry.leaf] = np.empty(shape, dtype or value.dtype)
+                own, _ = firsts[entry.module, entry.leaf]
+                leaves[entry.leaf] = np.empty(shape, dtype or own)
             target = leaves[entry.leaf]
             one = target if entry.layer is None else target[entry.layer, ...]
-            one[block] = _cast(value, target.dtype, where)
+            one[block] = cast(value, target.dtype, where)
     return tree
 
 
-def _blocks(source: _Source, group: str, place: int) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """A leaf in parts: what error lines call it, where the part stands, its values."""
+def _blocks(
+    source: _Source, group: str, place: int, firsts: dict[tuple[str, str], tuple[np.dtype, str]]
+) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """A leaf in parts: what error lines call it, where the part stands, its values.
+
+    `firsts` has the dtype of each leaf, which its layers and shards share, and where it was found.
+    """
     entry, shards = source.entries[place], source.shards
     index, name = source.first[group] + place, f"{group}: {entry.name}"
     shape = entry.shard_shape(len(shards))
+
+    def part(shard: Shard) -> np.ndarray:
+        where, value = shard.where(index, name), shard.read(index, name, shape)
+        first, there = firsts.setdefault((entry.module, entry.leaf), (value.dtype, where))
+        if value.dtype not in FLOATS.values():
+            floats = ", ".join(map(str, FLOATS.values()))
+            raise InputError(f"{where} is {value.dtype}, expected one of {floats}; {_REMEDY}")
+        if value.dtype != first:
+            raise InputError(
+                f"{where} is {value.dtype}, expected {first} as in {there}; copy both anew"
+            )
+        return value
+
     if entry.rule in (Rule.SPLIT, Rule.STACKED):
         for number, shard in enumerate(shards):
-            block = entry.block(number, len(shards))
-            yield shard.where(index, name), block, shard.read(index, name, shape)
+            yield shard.where(index, name), entry.block(number, len(shards)), part(shard)
     elif entry.rule is Rule.FIRST:
-        yield shards[0].where(index, name), ..., shards[0].read(index, name, shape)
+        yield shards[0].where(index, name), ..., part(shards[0])
     elif entry.rule is not Rule.UNUSED:
-        parts = [shard.read(index, name, shape) for shard in shards]
         shared = entry.rule is Rule.SUMMED and group == "params"
-        yield shards[0].where(index, name), ..., _joined(parts, shared)
+        yield shards[0].where(index, name), ..., _joined([part(shard) for shard in shards], shared)
 
 
 def _joined(parts: list[np.ndarray], shared: bool) -> np.ndarray:
-    """The sum of the shards' parts where they are shares of one, else their mean.
+    """The sum of the shards' parts, in f32, where they are shares of one; else their mean.
 
-    Parts that agree, as the original's do, are not added up, which would round.
+    Parts that agree, as the original's do, are not added up, which would round more often.
     """
     if all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
-        return (parts[0] * len(parts)).astype(parts[0].dtype) if shared else parts[0]
+        return parts[0].astype(np.float32) * np.float32(len(parts)) if shared else parts[0]
     total = np.sum([part.astype(np.float32) for part in parts], axis=0)
-    return (total if shared else total / len(parts)).astype(parts[0].dtype)
-
-
-def _cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """`value` in `dtype`; InputError where float16 is too small for it."""
-    if value.dtype == dtype:
-        return value
-    with np.errstate(over="ignore"):
-        cast = value.astype(dtype)
-    if dtype == np.float16 and np.isinf(cast).sum() > np.isinf(value).sum():
-        largest = float(np.max(np.abs(value[np.isfinite(value)])))
-        raise InputError(
-            f"{where} holds {largest:g}, but float16 ends at 65504; choose bfloat16 or float32"
-        )
-    return cast
+    return total if shared else total / np.float32(len(parts))
 
 
 def _check_state(state: dict[str, Any], found: list[Entry], config: Config) -> None:
@@ -246,7 +240,7 @@ def _check_state(state: dict[str, Any], found: list[Entry], config: Config) -> N
             if value is None:
                 raise InputError(f"{name} is missing; {_REMEDY}")
             shape = entry.shape if entry.layer is None else (config.layers, *entry.shape)
-            if value.shape != shape or value.dtype not in _FLOATS:
+            if value.shape != shape or value.dtype not in FLOATS.values():
                 raise InputError(
                     f"{name} is {value.dtype} {value.shape}, expected a floating type and {shape}; "
                     f"{_REMEDY}"
@@ -292,7 +286,7 @@ def _part(
         value = np.full(entry.shape, initial, dtype)
     elif entry.rule is Rule.SUMMED and not moment:
         value = value.astype(np.float32) / np.float32(shards)
-    return _cast(value, dtype, entry.name)
+    return cast(value, dtype, entry.name)
 
 
 def _write_shards(folder: str, leaves: list[Callable[[int, int], np.ndarray]], shards: int) -> None:

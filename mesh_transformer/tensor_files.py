@@ -18,13 +18,10 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.casts import FLOATS
 from mesh_transformer.util import InputError
 
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by the format's codes
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _MAPPED = 1 << 28  # bytes read from a .bin before it is mapped anew

@@ -20,9 +20,10 @@ PACKAGE = ROOT / "mesh_transformer"
 # A module may import the package's modules of a lower level alone.
 LEVELS = {
     "util": 0,
+    "casts": 1,
     "config": 1,
     "declaration": 1,
-    "tensor_files": 1,
+    "tensor_files": 2,
     "parallel": 2,
     "sampling": 2,
     "tokenizer": 2,
