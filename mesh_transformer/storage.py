@@ -1,5 +1,6 @@
 """Where checkpoints are, and what storage says when it fails: in a few words, and said once."""
 
+import errno
 import logging
 import os
 import re
@@ -56,6 +57,11 @@ def reason(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     text = " ".join(str(root).split()) or type(root).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a storage error says that the disk, or the user's part of it, is full."""
+    return reason(error) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 def free_space(folder: str) -> str:

@@ -2,10 +2,19 @@
 
 import contextlib
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterator
 
-from mesh_transformer.storage import check_free, free_space, is_uri, local_path, reason
+from mesh_transformer.storage import (
+    check_free,
+    free_space,
+    is_full,
+    is_uri,
+    local_path,
+    reason,
+)
 from mesh_transformer.util import InputError
 
 
@@ -14,27 +23,55 @@ def whole_folder(path: str) -> Iterator[str]:
     """A folder to fill under a temporary name beside `path`; it takes that name at the end.
 
     Its files are flushed to the disk before.  Where anything fails, Ctrl-C included, nothing is
-    left.  Raises InputError where `path` is there already, and for what the storage refuses.
+    left; what a killed process of this host has left for `path` is cleared away first.  Raises
+    InputError where `path` is there already, and for what the storage refuses.
     """
     if is_uri(path):
         raise InputError(f"{path}: is an address; give a local folder")
     path = local_path(path)
     check_free(path)
     parent, name = os.path.split(path)
-    temporary = os.path.join(parent, f".{name}.{os.getpid()}.tmp")
+    temporary = os.path.join(parent, f".{name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
+        _clear_remains(parent, name)
         os.makedirs(temporary)
         yield temporary
         _flush(temporary)
         os.rename(temporary, path)
         _sync(parent)
     except OSError as error:
+        room, remedy = "", "choose another place"
+        if is_full(error):
+            room, remedy = free_space(parent), "make room or choose another place"
         raise InputError(
-            f"{path}: cannot be written: {reason(error)}{free_space(parent)}; nothing is left "
-            "there; make room or choose another place"
+            f"{path}: cannot be written: {reason(error)}{room}; nothing is left there; {remedy}"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear_remains(parent: str, name: str) -> None:
+    """Deletes what processes that run no more began to write as `name`.
+
+    Of this host alone: of another's, which may share the disk, it is not known whether they run.
+    """
+    host = re.escape(socket.gethostname())
+    pattern = re.compile(rf"\.{re.escape(name)}\.{host}\.(\d+)\.tmp")
+    for entry in os.listdir(parent) if os.path.isdir(parent) else []:
+        match = pattern.fullmatch(entry)
+        if match and not _runs(int(match[1])):
+            shutil.rmtree(os.path.join(parent, entry))
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of this number, other than this one, runs."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return process != os.getpid()
 
 
 def _flush(folder: str) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -46,8 +47,55 @@ def test_what_is_there_is_kept(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="model: cannot be written: Not a directory"):
+    said = "model: cannot be written: Not a directory; nothing is left there; choose another place$"
+    with pytest.raises(InputError, match=said):
         whole_folder(str(tmp_path / "file" / "model")).__enter__()
+
+
+def test_every_file_and_folder_is_flushed_before_it_appears(tmp_path, monkeypatch):
+    flushed, flush = set(), os.fsync
+
+    def record(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    rename = os.rename
+
+    def check(source, target):
+        inner = os.path.join(source, "inner")
+        assert {os.stat(each).st_ino for each in (source, inner, f"{inner}/file")} <= flushed
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", check)
+    with whole_folder(str(tmp_path / "model")) as temporary:
+        fill(temporary)
+    assert tmp_path.stat().st_ino in flushed
+
+
+KILLED = """
+import os, signal, sys
+from mesh_transformer.whole_folder import whole_folder
+with whole_folder(sys.argv[1]) as folder:
+    os.mkdir(os.path.join(folder, "inner"))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_cleared_away(tmp_path):
+    """What a running one, another host's or another folder's is, stays."""
+    path = str(tmp_path / "model")
+    assert subprocess.run([sys.executable, "-c", KILLED, path], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    dead = left.name.split(".")[-2]
+    running = left.name.replace(f".{dead}.", f".{os.getppid()}.")
+    own = left.name.replace(f".{dead}.", f".{os.getpid()}.")  # where process numbers begin anew
+    kept = {running, f".model.elsewhere.{dead}.tmp", left.name.replace("model", "models")}
+    for name in (own, *kept):
+        (tmp_path / name).mkdir()
+    with whole_folder(path) as temporary:
+        fill(temporary)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"model", *kept}
 
 
 def test_a_failing_flush_leaves_nothing(tmp_path, monkeypatch):
