@@ -297,7 +297,7 @@ def test_casts(small, tmp_path):
     assert_same(wide, {"params": jax.tree.map(np.float32, rounded), "step": state["step"]})
     huge = jax.tree.map(lambda leaf: leaf * 1e5, state["params"])
     for params in (huge, jax.tree.map(lambda leaf: leaf.astype(BF16), huge)):
-        with pytest.raises(InputError, match=r"holds \d+, but float16 ends at 65504; choose float32 or bf"):
+        with pytest.raises(InputError, match=r"holds \d+, but float16 ends at 65504; choose f"):
             write(str(tmp_path / "huge"), state | {"params": params}, config, dtype="float16")
     assert not (tmp_path / "huge").exists()
 
@@ -393,6 +393,52 @@ def test_shares_that_disagree_add_up(small, tmp_path):
     # 1e-6: the sum of two f32 shares rounds once.
     expected = state["params"]["embed"]["embedding"]["b"] + 1
     np.testing.assert_allclose(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.parametrize("shards", [3, 5, 6])
+@pytest.mark.parametrize("alike", [True, False])
+def test_shares_add_up_in_f32(small, dtype, shards, alike, tmp_path):
+    heads = {"d_model": 8 * shards, "n_heads": shards, "n_vocab": 8 * shards}
+    config = small(layers=1, norm="rmsnorm", **heads)
+    state = random_state(config, dtype=dtype, full=False)
+    folder = write(str(tmp_path / "model"), state, config, shards=shards)
+    places = [f"{folder}/shard_{number}/0.npz" for number in range(shards)]
+    if not alike:  # the first leaf is the embedding's bias, which numpy knows as |V2 in bf16
+        factor = np.asarray(0.7, dtype)
+        edit(places[1], lambda arrays: arrays.update(arr_0=arrays["arr_0"].view(dtype) * factor))
+    shares = [np.load(place)["arr_0"].view(dtype).astype(np.float32) for place in places]
+    total = shares[0] * shards if alike else np.sum(shares, axis=0)
+    for wanted in (None, np.float32):
+        found = read(folder, config, dtype=wanted)["params"]["embed"]["embedding"]["b"]
+        assert_same(found, total.astype(wanted or dtype))
+    assert not np.array_equal(total, total.astype(dtype))  # in its own dtype it is another
+
+
+def test_what_all_shards_hold_is_their_mean(small, tmp_path):
+    config = small(norm="rmsnorm")
+    state = random_state(config)
+    folder = write(str(tmp_path / "model"), state, config, shards=2)
+    names = [entry.name for entry in entries(config, model.declarations(config))]
+    places = split(3 * len(names) + 3)
+    changed = {  # where the list has them, from where on: the mean of the second is a moment's
+        "projection_shard/~/rms_norm scale": 2 * len(names) + 2,
+        "embedding_shard/~/linear b": 1,
+    }
+    for name, start in changed.items():
+        index = start + next(i for i, other in enumerate(names) if other.endswith(name))
+        piece = next(p for p, (first, end) in enumerate(places) if first <= index < end)
+        leaf = f"arr_{index - places[piece][0]}"
+        path = f"{folder}/shard_1/{piece}.npz"
+        edit(path, lambda arrays, leaf=leaf: np.add(arrays[leaf], 1, arrays[leaf]))
+    found = read(folder, config)
+    # 1e-6: the sum and the mean of f32 numbers round once each.
+    for tree, others, keys in (
+        (found["params"], state["params"], ("proj", "projection/norm", "scale")),
+        (found["opt_state"]["mu"], state["opt_state"]["mu"], ("embed", "embedding", "b")),
+    ):
+        one, other = (t[keys[0]][keys[1]][keys[2]] for t in (tree, others))
+        np.testing.assert_allclose(one, other + 0.5, atol=1e-6, rtol=1e-6)
 
 
 def test_the_step_is_the_schedule_s(small, tmp_path):
