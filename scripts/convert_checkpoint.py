@@ -4,6 +4,8 @@ convert_checkpoint.py --from original step_383500 --to hf gpt-j --config configs
 """
 
 import argparse
+import signal
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -65,7 +67,16 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse_args()
+    # As Ctrl-C: what has been written is cleared away on the way out.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        run(parse_args())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Converts, and compares where asked."""
     (source_kind, source), (target_kind, target) = args.source, args.target
     config = conversion.convert(
         source,
