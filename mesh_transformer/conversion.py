@@ -7,6 +7,7 @@ nested dicts of numpy arrays in the native structure, global shapes.
 import contextlib
 import functools
 import os
+import re
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mesh_transformer import hf, hf_config, model, native_checkpoint, original_checkpoint
+from mesh_transformer import (
+    hf,
+    hf_config,
+    model,
+    native_checkpoint,
+    original_checkpoint,
+    original_files,
+)
 from mesh_transformer.checkpoint import find, find_aux
 from mesh_transformer.config import Config
 from mesh_transformer.parallel import Auto
@@ -46,25 +54,37 @@ def format_of(path: AnyPath) -> Format:
 
 
 def _is_original(folder: str) -> bool:
+    """Whether shards are in it or in one of its steps, or its index tells of some."""
     steps = [name for name in os.listdir(folder) if step_number(name) is not None]
     folders = [folder, *(os.path.join(folder, step) for step in steps)]
-    shards = [name for each in folders for name in os.listdir(each) if name.startswith("shard_")]
-    return bool(shards) or os.path.isfile(os.path.join(folder, "meta.json"))
+    if any(original_files.numbered(each, "shard") for each in folders):
+        return True
+    try:
+        return bool(original_files.read_index(folder))
+    except InputError:  # meta.json is a common name
+        return False
 
 
 def check_vacant(folder: AnyPath) -> None:
     """InputError where a folder without native checkpoints holds one of another format."""
-    try:
-        kind = format_of(folder)
-    except InputError:
-        return
-    names = os.listdir(local_path(folder))
-    # A config.json alone may be anyone's.
-    if kind == "original" or any(name.endswith((".safetensors", ".bin")) for name in names):
+    if kind := _other_format(folder, "native"):
         raise InputError(
             f"{folder}: holds a checkpoint in {kind} format, which a run does not go on from; give "
             "it as --tune-model-path with another model folder, or convert it"
         )
+
+
+def _other_format(folder: AnyPath, own: Format) -> Format | None:
+    """The format of what is in a folder, where that is not its `own`; None where it is vacant."""
+    try:
+        kind = format_of(folder)
+    except InputError:
+        return None
+    if kind == "hf":
+        names = os.listdir(local_path(folder))
+        if not any(name.endswith((".safetensors", ".bin")) for name in names):
+            return None  # A config.json alone may be anyone's.
+    return None if kind == own else kind
 
 
 def config_of(path: AnyPath) -> Config:
@@ -147,7 +167,7 @@ def convert(
       InputError: for what cannot be read or written; then nothing is at `target`.
     """
     target = local_path(target)
-    check_free(target)
+    _check_target(target, target_kind)
     optimizer = not slim and target_kind != "hf"
     try:
         path = step_of(source, source_kind, step)
@@ -171,6 +191,22 @@ def convert(
                 os.rmdir(folder)
         raise
     return config
+
+
+def _check_target(target: str, kind: Format) -> None:
+    """InputError where `target` is there, is misnamed, or would join steps of another format."""
+    check_free(target)
+    if kind == "hf":
+        return
+    folder, name = os.path.split(target)
+    if step_number(target) is None:
+        if re.fullmatch(r"step_\d+", name):
+            raise InputError(f"{target}: write the step's number without zeros in front")
+        return
+    if found := _other_format(folder, kind):
+        raise InputError(
+            f"{target}: {folder} holds a checkpoint in {found} format; choose another model folder"
+        )
 
 
 def _check_kind(path: AnyPath, kind: Format) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,13 @@ import pytest
 import device_sample
 import mesh_transformer
 import resharding_example
-from mesh_transformer import conversion, native_checkpoint, original_checkpoint
+from mesh_transformer import (
+    conversion,
+    native_checkpoint,
+    original_checkpoint,
+    original_files,
+    tensor_files,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, run_script
@@ -332,6 +339,44 @@ def test_a_home_folder_is_one_folder_everywhere(formats, config, tmp_path, monke
     assert not (tmp_path / "~").exists()
 
 
+def test_a_step_joins_no_folder_of_another_format(formats, config, tmp_path):
+    for there in conversion.FORMATS:
+        folder = tmp_path / there
+        shutil.copytree(formats[there], folder)
+        for kind in {"original", "native"} - {there}:
+            said = f"{there} holds a checkpoint in {there} format; choose another model folder"
+            refused(said, "hf", formats["hf"], kind, folder / "step_3", "--config", config[0])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")  # of no format
+    convert("hf", formats["hf"], "native", tmp_path / "mine" / "step_3")
+    said = "step_010: write the step's number without zeros in front"
+    for kind in ("original", "native"):
+        refused(said, "native", formats["native"], kind, tmp_path / "step_010")
+
+
+def test_the_original_s_folders_are_known_by_shards_or_index(tmp_path):
+    def is_original() -> bool:
+        try:
+            return conversion.format_of(tmp_path) == "original"
+        except InputError:
+            return False
+
+    (tmp_path / "shard_notes").mkdir()
+    (tmp_path / "step_1" / "shards").mkdir(parents=True)
+    index = tmp_path / "meta.json"
+    for text in ("{}", "[]", "torn", '{"checkpoints": 3}'):
+        index.write_text(text)
+        assert not is_original()
+    index.write_text('{"step": 7, "checkpoints": [7], "aux": {"7": {}}}')
+    assert is_original()
+    index.unlink()
+    for shard in ("shard_0", "step_1/shard_0"):
+        (tmp_path / shard).mkdir()
+        assert is_original()
+        (tmp_path / shard).rmdir()
+    assert not is_original()
+
+
 @pytest.mark.parametrize("given", conversion.FORMATS)
 def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path, given):
     for kind in conversion.FORMATS:
@@ -339,6 +384,25 @@ def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path,
         for flags in ((), ("--config", config[0]), ("--step", 3)):
             if kind != given:
                 refused(said, given, formats[kind], "native", tmp_path / "end", *flags)
+
+
+@pytest.mark.parametrize("target", ["original", "hf"])
+def test_a_terminated_conversion_leaves_nothing(formats, config, tmp_path, monkeypatch, target):
+    """SIGTERM while the files are written."""
+    module = {"original": original_files, "hf": tensor_files}[target]
+
+    def terminated(folder: str, *_: Any) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "half").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(module, "write", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        convert("native", formats["native"], target, tmp_path / "end")
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not list(tmp_path.iterdir())
 
 
 DAMAGE = {
