@@ -5,6 +5,7 @@ import json
 import os
 import tracemalloc
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -170,6 +171,20 @@ def test_an_embedding_bias_is_folded_in(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("target", [None, np.float32])
+def test_an_embedding_bias_is_folded_in_f32(tmp_path, dtype, target):
+    config = small_config()
+    state = ours(config, dtype=dtype)
+    hf.write(str(tmp_path / "hf"), state, config, dtype=target)
+    values = state["params"]["embed"]["embedding"]
+    total = values["w"].astype(np.float32) + values["b"].astype(np.float32)
+    assert not np.array_equal(total, total.astype(dtype))  # its own dtype would round
+    found = hf.read(str(tmp_path / "hf"))[1]["params"]["embed"]["embedding"]["w"]
+    assert found.dtype == (target or dtype)
+    np.testing.assert_array_equal(found, total.astype(found.dtype))
+
+
 def test_dtypes_are_cast_where_asked(tmp_path):
     config = small_config()
     state = ours(config, bias=False)
@@ -260,6 +275,27 @@ def test_vocabulary_is_trimmed_and_padded(tmp_path):
     assert np.exp(found[..., 50257:] - found.max()).max() == 0
     hf.write(str(tmp_path / "again"), padded, config, trim_vocab=True)
     assert_same_tensors(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "hf"))
+
+
+def test_every_weight_is_written_by_a_read(tmp_path, monkeypatch):
+    """Padding rows, too, whatever was in the memory before."""
+    hf.write(str(tmp_path / "hf"), ours(small_config()), small_config())
+    empty = np.empty
+
+    def poisoned(*arguments, **options):
+        values = empty(*arguments, **options)
+        values.fill(7)
+        return values
+
+    monkeypatch.setattr(np, "empty", poisoned)
+    _, state = hf.read(str(tmp_path / "hf"), config=small_config(n_vocab=64))
+    head = state["params"]["proj"]["projection/head"]
+    assert not (state["params"]["embed"]["embedding"]["w"][50:]).any()
+    assert not state["params"]["embed"]["embedding"]["b"].any()
+    assert not head["w"][:, 50:].any()
+    assert (head["b"][50:] == hf.PADDING_BIAS).all()
+    for values in jax.tree.leaves(state):
+        assert not (values == 7).any()
 
 
 def test_memory_is_the_weights_and_one_tensor(tmp_path):
