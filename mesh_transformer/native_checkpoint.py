@@ -42,7 +42,7 @@ def read(
     folder, step = find(path)
     where = f"{folder}/step_{step}"
     with Checkpoints(folder, read_only=True) as checkpoints:
-        values = checkpoints.aux(step)["config"]
+        values = saved_config(checkpoints.aux(step), where)
         if config is None:
             config = Config.from_dict(values, f"{where}: saved config")
         config.check_same_model(values, where)
@@ -59,6 +59,17 @@ def read(
                 _put(state, key, _read_leaf(checkpoints, step, key, own, target))
                 bar.update(math.prod(leaf.shape))
     return config, state
+
+
+def saved_config(aux: Any, where: str) -> dict[str, Any]:
+    """The config's values in the `aux` of the step at `where`; InputError where it has none."""
+    values = aux.get("config") if isinstance(aux, dict) else None
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{where}: its aux is {str(aux)[:80]}, expected a mapping whose `config` is one too; "
+            "restore another step or copy this one anew"
+        )
+    return values
 
 
 def write(folder: str, state: dict[str, Any], config: Config) -> None:

@@ -446,6 +446,16 @@ def test_weights_alone_are_named_where_a_state_is_wanted(tmp_path):
             checkpoints.restore(1, template)
 
 
+@pytest.mark.parametrize("aux", [{}, [], 3, {"config": 3}, {"config": {}}, {"config": {"x": 1}}])
+def test_an_aux_without_a_config_is_one_line(small, aux, tmp_path):
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.zeros(3)}}, aux)
+    for config in (None, small()):
+        with pytest.raises(InputError, match=r"step_1: (its aux is|saved config: )") as caught:
+            native_checkpoint.read(str(tmp_path), config=config)
+        assert "\n" not in str(caught.value)
+
+
 def test_bad_arguments(tmp_path):
     with pytest.raises(InputError, match="keep_n is 0"):
         Checkpoints(str(tmp_path), keep_n=0)
