@@ -4,37 +4,27 @@ Every format reads and writes the same host state: {"params", "step"} and perhap
 nested dicts of numpy arrays in the native structure, global shapes.
 """
 
-import contextlib
-import functools
 import os
 import re
 from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mesh_transformer import (
     hf,
     hf_config,
-    model,
     native_checkpoint,
     original_checkpoint,
     original_files,
 )
 from mesh_transformer.checkpoint import find, find_aux
 from mesh_transformer.config import Config
-from mesh_transformer.parallel import Auto
 from mesh_transformer.storage import AnyPath, check_free, is_uri, local_path, step_number
-from mesh_transformer.util import InputError, to_f32
+from mesh_transformer.util import InputError
 
 Format = Literal["original", "native", "hf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_PROMPT_LENGTH = 64
-# What `compare` allows a target of each dtype.  In f32 only a bias that is folded or split is
-# rounded; the others round every weight (by 2^-11, 2^-8), and every layer adds to that.
-LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 def format_of(path: AnyPath) -> Format:
@@ -179,17 +169,10 @@ def convert(
         hf.write(target, state, config, trim_vocab=trim_vocab)
         return config
     folder = _model_folder(target, state, source_kind)
-    existed = os.path.isdir(folder)
-    try:
-        if target_kind == "native":
-            native_checkpoint.write(folder, state, config)
-        else:
-            original_checkpoint.write(folder, state, config, shards=shards)
-    except BaseException:
-        if not existed:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
-        raise
+    if target_kind == "native":
+        native_checkpoint.write(folder, state, config)
+    else:
+        original_checkpoint.write(folder, state, config, shards=shards)
     return config
 
 
@@ -251,50 +234,3 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
             f"{target}: the source is at step {step}; name it step_{step}, or give a model folder"
         )
     return os.path.dirname(target)
-
-
-def compare(
-    source: AnyPath, source_kind: Format, target: AnyPath, target_kind: Format, config: Config
-) -> tuple[float, float]:
-    """How far apart the logits of two checkpoints are on a fixed prompt, and how far they may be.
-
-    Both are the largest difference over the spread of the source's logits; what may be depends on
-    the target's dtype.  They are read one after the other.
-    """
-    both: list[tuple[str, Format]] = [
-        (local_path(source), source_kind),
-        (local_path(target), target_kind),
-    ]
-    # Hugging Face's vocabulary may be without the padding that the config has.
-    sizes = [hf_config.read_config(path).n_vocab for path, kind in both if kind == "hf"]
-    tokens = min([config.n_vocab, *sizes])
-    (before, _), (after, dtype) = (
-        _logits(path, kind, None if kind == "hf" else config, tokens) for path, kind in both
-    )
-    spread = before.max() - np.median(before)  # the same, whatever is added to all
-    return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
-
-
-def _logits(path: str, kind: Format, config: Config | None, tokens: int) -> tuple[np.ndarray, str]:
-    """f32 logits [T, tokens] after each token of a fixed prompt, and the dtype of the weights.
-
-    Of the first `tokens` of the vocabulary alone.  Computed in f32 whatever the weights' dtype, on
-    one device; of the layers' weights one layer's are cast at a time.
-    """
-    config, state = read(path, kind, config, optimizer=False)
-    prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
-    params = _on_device(state)["params"]
-    dtype = params["embed"]["embedding"]["w"].dtype.name
-    # The first activation is f32, so that each layer's weights become f32 where they are used.
-    outer = {part: to_f32(leaves) for part, leaves in params.items() if part != "layers"}
-    function = functools.partial(model.logits, config=config.replace(dtype="float32"), par=Auto())
-    with jax.default_matmul_precision("highest"):
-        logits_BTV = jax.jit(function)(params | outer, jnp.asarray(prompt))
-    return np.asarray(logits_BTV[0, :, :tokens]), dtype
-
-
-def _on_device(tree: Any) -> Any:
-    """A host tree's arrays as JAX's; the tree is emptied on the way."""
-    if isinstance(tree, dict):
-        return {key: _on_device(tree.pop(key)) for key in list(tree)}
-    return jnp.asarray(tree)

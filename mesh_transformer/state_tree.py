@@ -1,10 +1,12 @@
-"""The leaves of a state by their path, and whether those of a checkpoint are the ones wanted."""
+"""The leaves of a state by their path, which a model has, and whether those found are these."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+from mesh_transformer.casts import FLOATS
+from mesh_transformer.declaration import map_declared
 from mesh_transformer.util import InputError
 
 Path = tuple[str, ...]  # a leaf's keys, outermost first
@@ -14,6 +16,27 @@ def leaves(tree: Any) -> dict[Path, Any]:
     """Path to leaf of nested dicts; the leaves have a shape and a dtype."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
+
+
+def placed(host: Any, template: Any) -> Any:
+    """A host tree's leaves in the template's layouts and dtypes; the host tree is emptied."""
+    if isinstance(template, dict):
+        return {key: placed(host.pop(key), leaf) for key, leaf in template.items()}
+    return jax.make_array_from_callback(
+        template.shape,
+        template.sharding,
+        lambda index: host[index].astype(template.dtype, copy=False),
+    )
+
+
+def expected(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
+    """Every leaf that a state with these declared parameters has, with its shape and a dtype."""
+    params = map_declared(lambda d: np.broadcast_to(np.float32(0), d.shape), declared)
+    count = np.zeros((), np.int32)
+    state: dict[str, Any] = {"params": params, "step": count}
+    if optimizer:
+        state["opt_state"] = {"count": count, "mu": params, "nu": params}
+    return leaves(state)
 
 
 def check_names(state: Any) -> None:
@@ -32,23 +55,28 @@ def check_match(path: object, saved: dict[Path, Any], wanted: dict[Path, Any]) -
             f"checkpoint {path}: has no {min(missing)}, weights alone: a run can begin with it "
             "(--tune-model-path, another model folder), but not go on from it"
         )
-    for key in sorted(wanted.keys() | {key for key in saved if key[0] in tops}):
-        if difference := _difference(saved.get(key), wanted.get(key)):
+    check_leaves(f"checkpoint {path}", {k: v for k, v in saved.items() if k[0] in tops}, wanted)
+
+
+def check_leaves(where: str, found: dict[Path, Any], wanted: dict[Path, Any]) -> None:
+    """InputError naming the first leaf in which those found and the wanted differ."""
+    for key in sorted(wanted.keys() | found.keys()):
+        if difference := _difference(found.get(key), wanted.get(key)):
             raise InputError(
-                f"checkpoint {path}: leaf {'/'.join(key)} {difference}: "
+                f"{where}: leaf {'/'.join(key)} {difference}: "
                 "use the config that it was trained with"
             )
 
 
 def _difference(found: Any, expected: Any) -> str | None:
-    """What keeps the leaf found in the checkpoint from being read as the one expected."""
+    """What keeps the leaf found from being taken as the one expected; floats become one another."""
     if found is None:
         return f"is missing; the config expects shape {_shape(expected)}"
     if expected is None:
         return f"of shape {_shape(found)} has no place in this config"
     if _shape(found) != _shape(expected):
         return f"has shape {_shape(found)}, the config expects {_shape(expected)}"
-    floating = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (found, expected))
+    floating = all(leaf.dtype in FLOATS.values() for leaf in (found, expected))
     if not floating and found.dtype != expected.dtype:
         return f"has dtype {found.dtype}, the config expects {expected.dtype}"
     return None

@@ -21,6 +21,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.model import SamplerSettings
 from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
 from mesh_transformer.rows import Rows
+from mesh_transformer.state_tree import placed
 from mesh_transformer.storage import AnyPath, local_path
 from mesh_transformer.util import InputError
 
@@ -282,7 +283,7 @@ class CausalTransformer:
             dtype = jnp.bfloat16 if self.config.early_cast else jnp.float32
             optimizer = "opt_state" in wanted
             _, host = conversion.read(path, kind, self.config, dtype=dtype, optimizer=optimizer)
-            loaded = _placed(host, {key: leaf for key, leaf in wanted.items() if key in host})
+            loaded = placed(host, {key: leaf for key, leaf in wanted.items() if key in host})
         if "opt_state" not in loaded and not only_params:
             loaded["opt_state"] = self._fresh_moments(loaded["params"])
         self.step = 0
@@ -352,17 +353,6 @@ class CausalTransformer:
                 f"of n_vocab {self.config.n_vocab}"
             )
         return tokens.astype(np.uint32)
-
-
-def _placed(host: Any, template: Any) -> Any:
-    """A host tree's leaves in the template's layouts and dtypes; the host tree is emptied."""
-    if isinstance(template, dict):
-        return {key: _placed(host.pop(key), leaf) for key, leaf in template.items()}
-    return jax.make_array_from_callback(
-        template.shape,
-        template.sharding,
-        lambda index: host[index].astype(template.dtype, copy=False),
-    )
 
 
 def load(

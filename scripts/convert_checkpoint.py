@@ -10,7 +10,7 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from mesh_transformer import conversion
+from mesh_transformer import comparison, conversion
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError, run_script
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
-        found, bound = conversion.compare(source, source_kind, target, target_kind, config)
+        found, bound = comparison.compare(source, source_kind, target, target_kind, config)
         print(f"logits differ by {found:.1e} of their spread; {bound:.0e} is expected at most")
         if not found <= bound:
             raise StoppedError(f"{target}: its logits are not those of {source}; do not use it")

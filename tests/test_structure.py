@@ -46,6 +46,7 @@ LEVELS = {
     "hf": 5,
     "native_checkpoint": 6,
     "conversion": 7,
+    "comparison": 8,
     "rows": 7,
     "transformer_shard": 8,
     "train_actor": 9,
