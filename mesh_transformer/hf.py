@@ -18,6 +18,7 @@ from mesh_transformer.casts import FLOATS, cast
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
 from mesh_transformer.hf_config import Tokenizer, check_expressible, read_config, write_configs
+from mesh_transformer.state_tree import check_state
 from mesh_transformer.tensor_files import DTYPES, Stored, Tensor
 from mesh_transformer.util import InputError
 from mesh_transformer.whole_folder import whole_folder
@@ -134,7 +135,7 @@ def write(
         the storage refuses; nothing is left at `folder` then.
     """
     check_expressible(config)
-    _check_shapes(state["params"], config)
+    check_state(state, model.declarations(config))
     kept = Tokenizer.of(tokenizer, config, must_fit=trim_vocab)
     rows = len(kept.loaded) if trim_vocab else config.n_vocab
     tensors = list(_tensors(state["params"], config, rows, _dtype(dtype)))
@@ -232,19 +233,6 @@ def _leaf_dtypes(
                 "say in which dtype to read them"
             )
     return found
-
-
-def _check_shapes(params: model.Params, config: Config) -> None:
-    for part, modules in model.declarations(config).items():
-        for module, leaves in modules.items():
-            for leaf, declaration in leaves.items():
-                found = params.get(part, {}).get(module, {}).get(leaf)
-                shape = None if found is None else found.shape
-                if shape != declaration.shape:
-                    raise InputError(
-                        f"leaf {part}/{module}/{leaf} has shape {shape}, the config expects "
-                        f"{declaration.shape}; use the config that it was trained with"
-                    )
 
 
 def _tensors(

@@ -13,8 +13,7 @@ from mesh_transformer import model
 from mesh_transformer.casts import cast
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import map_declared
-from mesh_transformer.state_tree import Path, check_match, leaves
+from mesh_transformer.state_tree import Path, check_match, expected, leaves
 from mesh_transformer.util import InputError
 from mesh_transformer.whole_folder import whole_folder
 
@@ -47,7 +46,8 @@ def read(
             config = Config.from_dict(values, f"{where}: saved config")
         config.check_same_model(values, where)
         saved = checkpoints.leaves(step)
-        wanted = _wanted(config, optimizer and ("opt_state", "count") in saved)
+        full = optimizer and ("opt_state", "count") in saved
+        wanted = expected(model.declarations(config), optimizer=full)
         check_match(where, saved, wanted)
         state: dict[str, Any] = {}
         total = sum(math.prod(leaf.shape) for leaf in wanted.values())
@@ -98,18 +98,6 @@ def _save(folder: str, state: dict[str, Any], config: Config) -> None:
         while checkpoints.is_saving(0.2):
             bar.update(min(_bytes_in(folder, step), total) - bar.n)
         bar.update(total - bar.n)
-
-
-def _wanted(config: Config, optimizer: bool) -> dict[Path, Any]:
-    """Every leaf that a state of this model has, as something with its shape and dtype."""
-    params = map_declared(
-        lambda d: np.broadcast_to(np.float32(0), d.shape), model.declarations(config)
-    )
-    count = np.zeros((), np.int32)
-    state: dict[str, Any] = {"params": params, "step": count}
-    if optimizer:
-        state["opt_state"] = {"count": count, "mu": params, "nu": params}
-    return leaves(state)
 
 
 def _read_leaf(

@@ -19,6 +19,7 @@ from mesh_transformer.casts import FLOATS, cast
 from mesh_transformer.config import Config
 from mesh_transformer.original_files import Shard
 from mesh_transformer.original_names import Entry, Rule, check_shards, entries
+from mesh_transformer.state_tree import check_state
 from mesh_transformer.util import InputError
 from mesh_transformer.whole_folder import whole_folder
 
@@ -95,9 +96,10 @@ def write(
         step is there already, or the storage refuses.
     """
     count = config.cores_per_replica if shards is None else shards
-    found = entries(config, model.declarations(config))
+    declared = model.declarations(config)
+    found = entries(config, declared)
     check_shards(config, found, count, folder, "choose another number of shards")
-    _check_state(state, found, config)
+    check_state(state, declared)
     leaves = _leaves(state, found, None if dtype is None else np.dtype(dtype))
     step = int(state["step"])
     path = os.path.join(folder, f"step_{step}")
@@ -224,27 +226,6 @@ def _joined(parts: list[np.ndarray], shared: bool) -> np.ndarray:
         return parts[0].astype(np.float32) * np.float32(len(parts)) if shared else parts[0]
     total = np.sum([part.astype(np.float32) for part in parts], axis=0)
     return total if shared else total / np.float32(len(parts))
-
-
-def _check_state(state: dict[str, Any], found: list[Entry], config: Config) -> None:
-    """InputError naming the first leaf that is not as the config has it."""
-    trees = {"params": state["params"]}
-    if "opt_state" in state:
-        trees |= {f"opt_state/{name}": state["opt_state"][name] for name in _MOMENTS}
-    for group, tree in trees.items():
-        for entry in found:
-            if entry.rule is Rule.UNUSED:
-                continue
-            name = f"{group}/{entry.part}/{entry.module}/{entry.leaf}"
-            value = tree.get(entry.part, {}).get(entry.module, {}).get(entry.leaf)
-            if value is None:
-                raise InputError(f"{name} is missing; {_REMEDY}")
-            shape = entry.shape if entry.layer is None else (config.layers, *entry.shape)
-            if value.shape != shape or value.dtype not in FLOATS.values():
-                raise InputError(
-                    f"{name} is {value.dtype} {value.shape}, expected a floating type and {shape}; "
-                    f"{_REMEDY}"
-                )
 
 
 def _leaves(

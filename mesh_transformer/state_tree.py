@@ -55,10 +55,17 @@ def check_match(path: object, saved: dict[Path, Any], wanted: dict[Path, Any]) -
             f"checkpoint {path}: has no {min(missing)}, weights alone: a run can begin with it "
             "(--tune-model-path, another model folder), but not go on from it"
         )
-    check_leaves(f"checkpoint {path}", {k: v for k, v in saved.items() if k[0] in tops}, wanted)
+    _check_leaves(f"checkpoint {path}", {k: v for k, v in saved.items() if k[0] in tops}, wanted)
 
 
-def check_leaves(where: str, found: dict[Path, Any], wanted: dict[Path, Any]) -> None:
+def check_state(state: dict[str, Any], declared: Any) -> None:
+    """InputError naming the first leaf of a state, full or weights, that is not as declared."""
+    wanted = expected(declared, optimizer=True)
+    wanted = {key: leaf for key, leaf in wanted.items() if key[0] in state}
+    _check_leaves("the state", leaves(state), wanted)
+
+
+def _check_leaves(where: str, found: dict[Path, Any], wanted: dict[Path, Any]) -> None:
     """InputError naming the first leaf in which those found and the wanted differ."""
     for key in sorted(wanted.keys() | found.keys()):
         if difference := _difference(found.get(key), wanted.get(key)):

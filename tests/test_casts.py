@@ -5,6 +5,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike
 
 from mesh_transformer import conversion, hf, model, native_checkpoint, original_checkpoint
 from mesh_transformer.casts import FLOATS, cast
@@ -43,7 +44,7 @@ def test_what_is_too_large_is_refused(place, largest, source, target, line):
     np.testing.assert_array_equal(found.astype(np.float32), value.astype(np.float32))
 
 
-def weights(config, dtype=np.float32):
+def weights(config, dtype: DTypeLike = np.float32):
     """Random weights that every format holds: without a bias of the embedding."""
     rng = np.random.default_rng(0)
     params = map_declared(

@@ -622,8 +622,15 @@ def test_a_state_that_does_not_fit_is_refused(small, tmp_path):
         write(str(folder), state, config, shards=3)
     with pytest.raises(InputError, match="0 shards, expected at least 1"):
         write(str(folder), state, config, shards=0)
-    with pytest.raises(InputError, match=r"params/layers/layer/q/w is float32 \(2, 64, 64\), exp"):
+    with pytest.raises(
+        InputError, match=r"layer/\w+ has shape \(2, .*\), the config expects \(3, "
+    ):
         write(str(folder), state, small(layers=3, n_vocab=128))
+    for dtype in (np.float64, np.int32):
+        leaf = state["params"]["layers"]["layer/q"]["w"].astype(dtype)
+        others = state["params"]["layers"] | {"layer/q": {"w": leaf}}
+        with pytest.raises(InputError, match=r"params/layers/layer/q/w has dtype \w+, the config "):
+            write(str(folder), state | {"params": state["params"] | {"layers": others}}, config)
     del state["opt_state"]["nu"]["embed"]["embedding"]["w"]
     with pytest.raises(InputError, match="opt_state/nu/embed/embedding/w is missing"):
         write(str(folder), state, config)

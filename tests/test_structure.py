@@ -31,7 +31,7 @@ LEVELS = {
     "flops": 2,
     "prefetch": 1,
     "storage": 1,
-    "state_tree": 1,
+    "state_tree": 2,
     "whole_folder": 2,
     "metrics": 2,
     "optimizer": 3,
