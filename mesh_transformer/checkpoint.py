@@ -29,7 +29,7 @@ from mesh_transformer.util import InputError
 
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
-_MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `_delete` removes last
+_MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `delete_step` removes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
 # What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
@@ -232,7 +232,7 @@ class Checkpoints:
         for step in self.steps()[: -self._keep_n]:
             if step != saved and (self._keep_every is None or step % self._keep_every):
                 try:
-                    _delete(self._path(step))
+                    delete_step(self._path(step))
                 except OSError as error:  # The save is good; the next one tries again.
                     _log.warning("cannot delete %s: %s", self._path(step), reason(error))
 
@@ -292,6 +292,14 @@ def find(path: str) -> tuple[str, int]:
     return str(folder), steps[-1]
 
 
+def own_steps(folder: str) -> list[epath.Path]:
+    """All that this program has written as steps of a model folder, finished or not."""
+    root = _absolute(folder)
+    if not root.is_dir():
+        return []
+    return [path for path in root.iterdir() if _is_committed(path) or _is_remains(path)]
+
+
 def find_aux(path: str) -> dict[str, Any]:
     """The `aux` of what `find` finds; JAX is not started for it, as Orbax would."""
     folder, step = find(path)
@@ -344,7 +352,7 @@ def _is_committed(path: epath.Path) -> bool:
 
 
 def _is_remains(path: epath.Path) -> bool:
-    """Whether Orbax or `_delete` was interrupted here; not what others call step_<N>."""
+    """Whether Orbax or `delete_step` was interrupted here; not what others call step_<N>."""
     name, temporary, _ = path.name.partition(_TEMPORARY)
     if not _STEP_NAME.fullmatch(name) or not path.is_dir() or _is_committed(path):
         return False
@@ -358,9 +366,9 @@ def _committed_steps(folder: epath.Path) -> list[int]:
     return sorted(int(name.removeprefix("step_")) for name in names)
 
 
-def _delete(path: epath.Path) -> None:
-    """Delete a committed step: its commit file first, so that no half of it ever counts."""
-    (path / _COMMIT_FILE).unlink()
+def delete_step(path: epath.Path) -> None:
+    """Delete a step: its commit file first, so that no half of it ever counts; its mark last."""
+    (path / _COMMIT_FILE).unlink(missing_ok=True)
     for item in path.iterdir():
         if item.is_dir():
             item.rmtree()

@@ -1,7 +1,6 @@
 """A run that a driver looks after: begun anew where asked, gone on with where a host failed."""
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -9,12 +8,12 @@ from collections.abc import Callable
 from etils import epath
 
 from mesh_transformer import training
+from mesh_transformer.checkpoint import delete_step, own_steps
 from mesh_transformer.metrics import NAME
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 RETRIES = 8
 LONGEST_WAIT = 60.0
-_STEP = re.compile(r"step_\d+(\.orbax-checkpoint-tmp.*)?")
 
 
 def train(
@@ -75,21 +74,18 @@ def begin_anew(folder: str, *, yes: bool) -> None:
     Raises:
       InputError: where the answer is no, nobody is there to answer, or it cannot be deleted.
     """
-    root = epath.Path(folder)
-    found = [] if not root.is_dir() else [p for p in root.iterdir() if _is_of_a_run(p.name)]
-    if not found:
+    steps, metrics = own_steps(folder), epath.Path(folder) / NAME
+    names = sorted(path.name for path in (*steps, metrics) if path.exists())
+    if not names:
         return
     if not yes:
-        _ask(folder, sorted(path.name for path in found))
+        _ask(folder, names)
     try:
-        for path in found:
-            _delete(path)
+        for path in steps:
+            delete_step(path)
+        metrics.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"--new: {error.filename} cannot be deleted: {error.strerror}") from None
-
-
-def _is_of_a_run(name: str) -> bool:
-    return name == NAME or bool(_STEP.fullmatch(name))
 
 
 def _ask(folder: str, names: list[str]) -> None:
@@ -101,14 +97,3 @@ def _ask(folder: str, names: list[str]) -> None:
     answer = input(f"--new deletes {', '.join(names)} in {folder}. Delete them? [y/N] ")
     if answer.strip().lower() not in ("y", "yes"):
         raise InputError(f"{folder} is as it was; leave --new out to go on with its run")
-
-
-def _delete(path: epath.Path) -> None:
-    """Deletes a step folder, the files that say it is whole first, or a file."""
-    if not path.is_dir():
-        path.unlink()
-        return
-    for child in path.iterdir():
-        if not child.is_dir():
-            child.unlink()
-    path.rmtree()

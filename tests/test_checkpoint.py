@@ -247,7 +247,7 @@ def test_a_deletion_that_was_interrupted_goes_on(tmp_path, monkeypatch):
         # Killed when all but the last folder-wide deletion was done.
         with monkeypatch.context() as patch:
             patch.setattr(type(step), "rmtree", lambda path, *_: shutil.rmtree(path / "none", True))
-            checkpoint._delete(step)
+            checkpoint.delete_step(step)
         assert checkpoints.steps() == []
         assert step.exists()
         checkpoints.save(2, {"x": jnp.int32(2)}, {})

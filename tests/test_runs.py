@@ -95,6 +95,7 @@ def a_run(folder: Path) -> None:
     for name in ("step_1", "step_20", "step_30.orbax-checkpoint-tmp"):
         (folder / name / "state").mkdir(parents=True)
         (folder / name / "commit_success.txt").write_text("")
+    (folder / "step_5" / "shard_0").mkdir(parents=True, exist_ok=True)  # the original's
     for name in ("metrics.jsonl", "notes.txt", "step_4.txt"):
         (folder / name).write_text("")
 
@@ -107,12 +108,12 @@ def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypa
     monkeypatch.setattr("builtins.input", lambda question: "n")
     with pytest.raises(InputError, match="is as it was"):
         runs.begin_anew(str(tmp_path), yes=False)
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 7
     monkeypatch.setattr("builtins.input", lambda question: "Yes ")
     runs.begin_anew(str(tmp_path), yes=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt", "step_5"]
     runs.begin_anew(str(tmp_path), yes=False)  # nothing to ask for any more
     a_run(tmp_path)
     runs.begin_anew(str(tmp_path), yes=True)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
     runs.begin_anew(str(tmp_path / "missing"), yes=False)

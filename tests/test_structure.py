@@ -65,7 +65,7 @@ LEVELS = {
 # These drive a network that they know by its methods only (a Protocol), wherever it runs.
 DRIVERS = {
     "training": {"config", "util", "flops", "metrics", "tfrecord_loader"},
-    "runs": {"util", "metrics", "training"},
+    "runs": {"util", "metrics", "training", "checkpoint"},
     "evaluation": {"config", "util", "flops", "tfrecord_loader", "training"},
     "serving": {"config", "util", "flops", "tfrecord_loader", "training", "serving"},
 }
