@@ -18,6 +18,7 @@ from mesh_transformer.train_actor import NetworkRunner
 from mesh_transformer.util import HostError
 
 RESOURCE = "tpu"  # what scripts/init_ray.sh says that a host has
+SECONDS_TO_END = 1.5
 SECONDS_TO_KILL = 10.0
 
 
@@ -86,25 +87,43 @@ def start_process(rank: int, host: Host) -> Any:
 def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[Host]) -> None:
     """Ends the processes; by SIGKILL too, since Ray alone does not end one that is stopped.
 
-    `pids` may be empty, where they are not known yet.
+    `pids` may be empty, where they are not known yet.  When this returns, none of them on a
+    machine that can be reached writes or calls any more.
     """
     for actor in actors:
         ray.kill(actor)
     here = ray.get_runtime_context().get_node_id()
     remote: Any = ray.remote
-    elsewhere = []
-    for pid, host in zip(pids, hosts, strict=False):
-        if host.node == here:
-            _kill(pid)
-        else:
-            elsewhere.append(remote(num_cpus=0, max_retries=0, **_on(host))(_kill).remote(pid))
+    elsewhere = [
+        remote(num_cpus=0, max_retries=0, **_on(host))(_make_sure).remote([pid])
+        for pid, host in zip(pids, hosts, strict=False)
+        if host.node != here
+    ]
+    _make_sure([pid for pid, host in zip(pids, hosts, strict=False) if host.node == here])
     if elsewhere:
         ray.wait(elsewhere, num_returns=len(elsewhere), timeout=SECONDS_TO_KILL)
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def _make_sure(pids: list[int]) -> None:
+    """Kills what of this machine's processes Ray has not ended within `SECONDS_TO_END`.
+
+    Ray tells the user of every process that goes without its word, so it comes first.
+    """
+    deadline = time.monotonic() + SECONDS_TO_END
+    while pids and time.monotonic() < deadline:
+        time.sleep(0.02)
+        pids = [pid for pid in pids if _exists(pid)]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _on(host: Host) -> dict[str, Any]:

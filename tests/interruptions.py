@@ -232,16 +232,19 @@ def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
         ]
 
 
-def interrupted_saves(folder: Path, count: int, seed: int = 0, last: int = 60) -> Iterator[str]:
+def interrupted_saves(
+    folder: Path, count: int, seed: int = 0, last: int = 60, longest: float = 0.4
+) -> Iterator[str]:
     """Kills one of two hosts in the midst of a save, `count` times; what became of each.
 
     What can be restored then has to be, to the bit, what an undisturbed run saved at that step;
-    and the next hosts go on from it.
+    and the next hosts go on from it.  The moment is up to `longest` seconds after a save begins,
+    which is about twice as long as one takes.
     """
     rng = random.Random(seed)
     config = VALUES | {"keep_n": 1000}
     batches = random_batches(Config(**config))
-    saving = ("train_and_save", [str(folder / "whole_model"), last])
+    saving = ("train_and_save", [str(folder / "whole_model"), last + 10])
     run_hosts(folder / "whole", config, 2, batches, [("init", []), saving])
     model = folder / "model"
     saving = ("train_and_save", [str(model), 10**6])
@@ -253,7 +256,7 @@ def interrupted_saves(folder: Path, count: int, seed: int = 0, last: int = 60) -
             wanted = newest + rng.randint(1, max(1, (last - newest) // (count - number)))
             there = f"step_{wanted}"
             wait_until(lambda: any(model.glob(f"{there}*")), f"{there} is begun")  # noqa: B023
-            time.sleep(rng.uniform(0, 0.03))
+            time.sleep(rng.uniform(0, longest))
             rank = rng.randrange(2)
             hosts[rank].kill()
             hosts[rank].wait()
