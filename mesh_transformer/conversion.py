@@ -6,7 +6,7 @@ nested dicts of numpy arrays in the native structure, global shapes.
 
 import os
 import re
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -25,6 +25,16 @@ from mesh_transformer.util import InputError
 
 Format = Literal["original", "native", "hf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # GPT-J's vocabulary is GPT-2's, filled up
+
+
+class Written(NamedTuple):
+    """What a conversion has made: the folder, the model's config, what is in it."""
+
+    path: str
+    config: Config
+    dtype: str  # of the embedding, if not of all weights
+    optimizer: bool
 
 
 def format_of(path: AnyPath) -> Format:
@@ -82,8 +92,10 @@ def config_of(path: AnyPath) -> Config:
 
     JAX is not started: its virtual devices can still be set.
     """
-    path = local_path(path)
-    kind = format_of(path)
+    return _told(local_path(path), format_of(path))
+
+
+def _told(path: str, kind: Format) -> Config:
     if kind == "native":
         return Config.from_dict(find_aux(path)["config"], f"{path}: saved config")
     if kind == "hf":
@@ -138,7 +150,8 @@ def convert(
     slim: bool = False,
     step: int | None = None,
     trim_vocab: bool = False,
-) -> Config:
+    tokenizer: str | None = None,
+) -> Written:
     """Writes the checkpoint `source` anew as `target`: another format, dtype or number of shards.
 
     In memory are the source's weights in the target's dtype, with Adam's moments where both
@@ -147,33 +160,54 @@ def convert(
     Args:
       source: a model folder (newest step, or `step`) or one step_N.
       target: a model folder, or the step_N of one, that is not there yet.
+      config: None: what the source tells.
       shards: of the original's format; default: the config's cores_per_replica.
       trim_vocab: cut the padding off Hugging Face's vocabulary.
-
-    Returns:
-      The model's config, given or told by the source.
+      tokenizer: takes the place of the config's.
 
     Raises:
       InputError: for what cannot be read or written; then nothing is at `target`.
     """
     target = local_path(target)
     _check_target(target, target_kind)
-    optimizer = not slim and target_kind != "hf"
     try:
         path = step_of(source, source_kind, step)
-        config, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer)
+        config = config or _told(path, source_kind)
+        if source_kind == "hf" and target_kind == "original":
+            _check_rows(target, config, shards)
+        # Now, as reading takes long: is it there, and is it this model's?
+        if tokenizer is not None:
+            config = config.replace(tokenizer=tokenizer)
+            hf_config.Tokenizer.of(tokenizer, config, must_fit=True)
+        optimizer = not slim and target_kind != "hf"
+        _, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer)
     except InputError:
         _check_kind(source, source_kind)
         raise
+    written = target
     if target_kind == "hf":
-        hf.write(target, state, config, trim_vocab=trim_vocab)
-        return config
-    folder = _model_folder(target, state, source_kind)
-    if target_kind == "native":
-        native_checkpoint.write(folder, state, config)
+        hf.write(target, state, config, trim_vocab=trim_vocab, tokenizer=tokenizer)
     else:
-        original_checkpoint.write(folder, state, config, shards=shards)
-    return config
+        folder = _model_folder(target, state, source_kind)
+        written = os.path.join(folder, f"step_{int(state['step'])}")
+        if target_kind == "native":
+            native_checkpoint.write(folder, state, config)
+        else:
+            original_checkpoint.write(folder, state, config, shards=shards)
+    held = state["params"]["embed"]["embedding"]["w"].dtype.name
+    return Written(written, config, held, "opt_state" in state)
+
+
+def _check_rows(target: str, config: Config, shards: int | None) -> None:
+    """InputError where a vocabulary that was cut does not divide into the shards."""
+    rows, count = config.n_vocab, shards or config.cores_per_replica
+    if rows % count:
+        released = rows == GPT2_ROWS and not GPTJ_ROWS % count
+        filled = GPTJ_ROWS if released else rows + -rows % count
+        raise InputError(
+            f"{target}: {count} shards do not divide the vocabulary, {rows}; give a --config with "
+            f"n_vocab {filled}, which fills it up with tokens that are never predicted"
+        )
 
 
 def _check_target(target: str, kind: Format) -> None:

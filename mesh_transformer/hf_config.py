@@ -151,7 +151,15 @@ class Tokenizer(NamedTuple):
     def of(cls, given: str | None, config: Config, must_fit: bool) -> "Tokenizer":
         """The given one, which must fit, or the config's."""
         source = given or config.tokenizer
-        loaded = load_tokenizer(source)
+        try:
+            loaded = load_tokenizer(source)
+        except InputError as error:
+            if given:
+                raise
+            raise InputError(
+                f"{error}; where the model's own has gone, name another: --tokenizer, or the "
+                "config's key"
+            ) from None
         fits = len(loaded) <= config.n_vocab
         if not fits and (given or must_fit):
             raise InputError(
@@ -163,6 +171,10 @@ class Tokenizer(NamedTuple):
     def save(self, folder: str) -> None:
         """Copies its files, or writes them where it is no Hugging Face folder; none if too big."""
         if not self.fits:
+            print(
+                f"tokenizer {self.source}: left out, as its {len(self.loaded)} tokens are more "
+                "than the model has; give the model's own (--tokenizer)"
+            )
             return
         paths = [os.path.join(self.source, name) for name in _TOKENIZER_FILES]
         found = [path for path in paths if self.source != "gpt2" and os.path.isfile(path)]

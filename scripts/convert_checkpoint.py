@@ -4,6 +4,7 @@ convert_checkpoint.py --from original step_383500 --to hf gpt-j --config configs
 """
 
 import argparse
+import os
 import signal
 import sys
 
@@ -51,6 +52,10 @@ def parse_args() -> argparse.Namespace:
         "--trim-vocab", action="store_true", help="--to hf: cut the vocabulary to the tokenizer's"
     )
     parser.add_argument(
+        "--tokenizer",
+        help="a folder, hub name or gpt2, of --to hf or native (default: the config's)",
+    )
+    parser.add_argument(
         "--verify", action="store_true", help="read both again and compare their logits"
     )
     args = parser.parse_args()
@@ -60,8 +65,9 @@ def parse_args() -> argparse.Namespace:
     for flag, given, kind in (
         ("--shards", args.shards is not None, "original"),
         ("--trim-vocab", args.trim_vocab, "hf"),
+        ("--tokenizer", args.tokenizer is not None, "hf or native"),
     ):
-        if given and args.target[0] != kind:
+        if given and args.target[0] not in kind.split():
             raise InputError(f"{flag} goes with --to {kind}; leave it out")
     return args
 
@@ -78,7 +84,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     """Converts, and compares where asked."""
     (source_kind, source), (target_kind, target) = args.source, args.target
-    config = conversion.convert(
+    written = conversion.convert(
         source,
         source_kind,
         target,
@@ -89,10 +95,16 @@ def run(args: argparse.Namespace) -> None:
         slim=args.slim,
         step=args.step,
         trim_vocab=args.trim_vocab,
+        tokenizer=args.tokenizer,
     )
+    optimizer = ", with the optimizer" if written.optimizer else ""
+    print(f"wrote {written.path}: {target_kind} format, weights in {written.dtype}{optimizer}")
+    tokenizer = written.config.tokenizer
+    if target_kind == "native" and os.path.isabs(tokenizer):
+        print(f"its tokenizer is {tokenizer}, which must stay there; --tokenizer names another")
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
-        found, bound = comparison.compare(source, source_kind, target, target_kind, config)
+        found, bound = comparison.compare(source, source_kind, target, target_kind, written.config)
         print(f"logits differ by {found:.1e} of their spread; {bound:.0e} is expected at most")
         if not found <= bound:
             raise StoppedError(f"{target}: its logits are not those of {source}; do not use it")

@@ -28,6 +28,7 @@ from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, run_script
 from scripts import convert_checkpoint
 from tests.conftest import DATA, original_config, random_batch
+from tests.test_hf_config import word_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = DATA / "original" / "f32" / "mp4_ga1"
@@ -377,6 +378,66 @@ def test_the_original_s_folders_are_known_by_shards_or_index(tmp_path):
     assert not is_original()
 
 
+def test_what_was_written_is_told(formats, config, tmp_path, capsys):
+    def said(*arguments: object) -> list[str]:
+        convert(*arguments)  # type: ignore[arg-type]
+        return capsys.readouterr().out.splitlines()
+
+    original, native, hf = (tmp_path / kind for kind in conversion.FORMATS)
+    source = formats["original"]
+    assert said("original", source, "native", native, "--config", config[0]) == [
+        f"wrote {native}/step_10: native format, weights in float32, with the optimizer"
+    ]
+    assert said("native", native, "original", original, "--slim", "--dtype", "bf16") == [
+        f"wrote {original}/step_10: original format, weights in bfloat16"
+    ]
+    assert said("native", native, "hf", hf, "--dtype", "f16") == [
+        "tokenizer gpt2: left out, as its 50257 tokens are more than the model has; give the "
+        "model's own (--tokenizer)",
+        f"wrote {hf}: hf format, weights in float16",
+    ]
+
+
+def test_a_cut_vocabulary_is_filled_up_for_the_shards(formats, config, tmp_path):
+    def rows(count: int) -> tuple[str, str]:
+        path = tmp_path / f"{count}.json"
+        values = {"n_vocab": count, "cores_per_replica": 4, "tpu_size": 4}
+        path.write_text(json.dumps(config[1].as_dict() | values))
+        return "--config", str(path)
+
+    cut, shards = tmp_path / "cut", ("--shards", 8)
+    convert("hf", formats["hf"], "hf", cut, *rows(100))
+    said = "8 shards do not divide the vocabulary, 100; give a --config with n_vocab 104"
+    refused(said, "hf", cut, "original", tmp_path / "end", *shards)
+    convert("hf", cut, "original", tmp_path / "end", *shards, *rows(104), "--verify")
+    gpt2 = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50257, cores_per_replica=1)
+    for count, filled in ((8, 50400), (64, 50304)):  # 64 does not divide 50400
+        with pytest.raises(InputError, match=f"--config with n_vocab {filled},"):
+            conversion._check_rows("end", gpt2, count)
+
+
+def test_a_tokenizer_can_be_named(formats, config, tmp_path, capsys):
+    """A folder's own is named in the native config; where it has gone, another may be given."""
+    own, native, again = tmp_path / "own", tmp_path / "native", tmp_path / "again"
+    shutil.copytree(formats["hf"], own)
+    word_tokenizer(own, 96)
+    convert("hf", own, "native", native)
+    assert f"its tokenizer is {own}, which must stay there" in capsys.readouterr().out
+    assert conversion.config_of(native).tokenizer == str(own)
+    shutil.move(own, tmp_path / "moved")
+    said = f"tokenizer {own}: not a folder; .* where the model's own has gone, name another: --tok"
+    refused(said, "native", native, "hf", tmp_path / "end")
+    convert("native", native, "hf", tmp_path / "end", "--tokenizer", tmp_path / "moved")
+    words = (tmp_path / "moved" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "end" / "tokenizer.json").read_bytes() == words
+    convert("native", native, "native", again, "--tokenizer", tmp_path / "moved")
+    assert conversion.config_of(again).tokenizer == str(tmp_path / "moved")
+    large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"
+    refused(large, "native", native, "native", tmp_path / "no", "--tokenizer", "gpt2")
+    flags = ("--tokenizer", "gpt2")
+    refused("--tokenizer goes", "native", native, "original", tmp_path / "no", *flags)
+
+
 @pytest.mark.parametrize("given", conversion.FORMATS)
 def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path, given):
     for kind in conversion.FORMATS:
@@ -466,7 +527,7 @@ def test_a_full_disk_leaves_nothing(formats, config, tmp_path, target):
 
 def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
     def figures() -> tuple[float, float]:
-        words = capsys.readouterr().out.split()
+        words = capsys.readouterr().out.splitlines()[-1].split()
         return float(words[3]), float(words[7])
 
     flags = ("--config", config[0], "--verify")
@@ -486,7 +547,7 @@ def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
             state["params"]["layers"]["layer/q"]["w"][0] *= -1
         return found, state
 
-    monkeypatch.setattr(conversion, "read", wrong)
+    monkeypatch.setattr(conversion, "read", wrong)  # by its module, as `comparison` calls it
     with pytest.raises(StoppedError, match="its logits are not those of"):
         convert("native", tmp_path / "a", "native", tmp_path / "d", "--verify")
 
