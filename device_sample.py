@@ -36,11 +36,13 @@ def main() -> None:
     config = Config.load(args.config, args.version) if args.config else None
     path = args.model_path or (config.model_folder() if config else "")
 
-    from mesh_transformer.tokenizer import load_tokenizer
+    from mesh_transformer.conversion import config_of
+    from mesh_transformer.hf_config import Tokenizer
     from mesh_transformer.transformer_shard import load
 
+    # First, as loading takes long.
+    tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
     network = load(path, config)
-    tokenizer = load_tokenizer(network.config.tokenizer)
 
     def answer(prompt: str) -> str:
         seed = secrets.randbits(32) if args.seed is None else args.seed

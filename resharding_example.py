@@ -42,10 +42,10 @@ def main() -> None:
     devices = args.devices
     config = config.replace(cores_per_replica=devices, tpu_size=devices, early_cast=early_cast)
 
-    from mesh_transformer.tokenizer import load_tokenizer
+    from mesh_transformer.hf_config import Tokenizer
     from mesh_transformer.transformer_shard import load
 
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
     began = time.perf_counter()
     network = load(args.model_path, config)
     print(f"loaded onto {network.mesh.size} devices in {time.perf_counter() - began:.1f} s")

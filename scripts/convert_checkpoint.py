@@ -8,14 +8,10 @@ import os
 import signal
 import sys
 
-import ml_dtypes
-import numpy as np
-
 from mesh_transformer import comparison, conversion
+from mesh_transformer.casts import FLOATS
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError, run_script
-
-DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 
 
 def parse_args() -> argparse.Namespace:
@@ -45,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--shards", type=int, help="of --to original (default: the config's cores_per_replica)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    parser.add_argument("--dtype", choices=FLOATS, help="of the weights (default: as they are)")
     parser.add_argument("--slim", action="store_true", help="leave the optimizer out")
     parser.add_argument("--step", type=int, help="which step of SRC (default: the newest)")
     parser.add_argument(
@@ -91,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         target_kind,
         config=Config.load(args.config) if args.config else None,
         shards=args.shards,
-        dtype=DTYPES.get(args.dtype),
+        dtype=FLOATS.get(args.dtype),
         slim=args.slim,
         step=args.step,
         trim_vocab=args.trim_vocab,
