@@ -97,7 +97,9 @@ def config_of(path: AnyPath) -> Config:
 
 def _told(path: str, kind: Format) -> Config:
     if kind == "native":
-        return Config.from_dict(find_aux(path)["config"], f"{path}: saved config")
+        return Config.from_dict(
+            native_checkpoint.saved_config(find_aux(path), path), f"{path}: saved config"
+        )
     if kind == "hf":
         return hf_config.read_config(path)
     raise _tells_none(path)

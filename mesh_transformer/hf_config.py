@@ -82,20 +82,31 @@ def _tokenizer_in(folder: str) -> str:
         for name in ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
     )
     if os.path.isfile(whole):
-        values = read_json(whole)
-        words = values.get("model", {}).get("vocab")
-        added = {entry["content"] for entry in values.get("added_tokens", [])}
+        words, added = _words_in(whole)
     elif os.path.isfile(vocabulary) and os.path.isfile(merges):
         words = read_json(vocabulary)
         added = set(read_json(more)) if os.path.isfile(more) else set()
     else:
         return "gpt2"
-    if isinstance(words, dict):
+    if isinstance(words, dict) and all(type(number) is int for number in words.values()):
         text = "\n".join(sorted(words, key=words.__getitem__))
         fillers = all(word in words or _FILLER.fullmatch(word) for word in added)
-        if fillers and hashlib.sha256(text.encode()).hexdigest() == _GPT2_WORDS:
+        if fillers and hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() == _GPT2_WORDS:
             return "gpt2"
     return local_path(folder)
+
+
+def _words_in(path: str) -> tuple[Any, set[str]]:
+    """The vocabulary of a tokenizer.json, which only some kinds have as a dict; what is added."""
+    values = read_json(path)
+    try:
+        added = {str(entry["content"]) for entry in values.get("added_tokens", [])}
+        return values["model"].get("vocab"), added
+    except (AttributeError, KeyError, TypeError):
+        raise InputError(
+            f"{path}: no tokenizer as Hugging Face has them, with a mapping `model` and a list "
+            "`added_tokens`; copy the folder anew"
+        ) from None
 
 
 def check_expressible(config: Config) -> None:

@@ -19,6 +19,7 @@ from mesh_transformer import step as steps
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
 from mesh_transformer.model import SamplerSettings
+from mesh_transformer.native_checkpoint import saved_config
 from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
 from mesh_transformer.rows import Rows
 from mesh_transformer.state_tree import placed
@@ -257,7 +258,8 @@ class CausalTransformer:
             conversion.check_vacant(folder)
             return None
         restored, aux = checkpoints.restore(newest, self._template()), checkpoints.aux(newest)
-        self.config.check_same_model(aux["config"], f"{folder}/step_{newest}")
+        where = f"{folder}/step_{newest}"
+        self.config.check_same_model(saved_config(aux, where), where)
         self.state, self.step = restored, newest
         return aux
 
@@ -294,9 +296,8 @@ class CausalTransformer:
         """What of `wanted` is there, every leaf read straight into its layout."""
         folder, number = find(path)
         with Checkpoints(folder, read_only=True) as checkpoints:
-            self.config.check_same_model(
-                checkpoints.aux(number)["config"], f"{folder}/step_{number}"
-            )
+            where = f"{folder}/step_{number}"
+            self.config.check_same_model(saved_config(checkpoints.aux(number), where), where)
             there = {key[0] for key in checkpoints.leaves(number)}
             only = [key for key in wanted if key in there or key == "params"]
             return checkpoints.restore(number, wanted, only=only)

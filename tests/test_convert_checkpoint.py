@@ -278,6 +278,47 @@ def test_load_makes_the_devices_of_the_run_appear(formats, config, first, last, 
     assert found.stdout.split() == sizes.split()
 
 
+@pytest.mark.parametrize("aux", [{}, [], {"config": 3}])
+def test_an_aux_without_a_config_is_one_line(formats, config, tmp_path, aux):
+    """To every reader of a native checkpoint."""
+    shutil.copytree(formats["native"], tmp_path / "odd")
+    (tmp_path / "odd" / "step_10" / "aux" / "metadata").write_text(json.dumps(aux))
+    network = CausalTransformer(config[1], init=False)
+    for reader in (mesh_transformer.load, network.load, network.restore):
+        with pytest.raises(InputError, match=r"odd.*: its aux is [^\n]*, expected a mapping"):
+            reader(str(tmp_path / "odd"))
+    network.close()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_weights_are_read_in_the_dtype_that_they_are_held_in(formats, config, monkeypatch, early):
+    """With early_cast a host needs no room for them in f32."""
+    asked, read = [], conversion.read
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        asked.append(np.dtype(kwargs["dtype"]).name)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(conversion, "read", record)
+    held = "bfloat16" if early else "float32"
+    given = config[1].replace(dtype="bfloat16", early_cast=early)
+    for kind in conversion.FORMATS:
+        state = mesh_transformer.load(formats[kind], given).state
+        assert state is not None
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {held}
+    assert asked == [held] * 2  # a native one is read straight onto the devices
+
+
+def test_one_replica_has_nothing_to_split_its_state_over(formats, config, tmp_path):
+    """A model without a config of the caller's is on as many devices as its mp, so ZeRO is off."""
+    _, state = conversion.read(formats["native"], "native")
+    pod = config[1].replace(partitioning="jit", zero=3)
+    native_checkpoint.write(str(tmp_path / "model"), state, pod)
+    network = mesh_transformer.load(tmp_path / "model")
+    assert dict(network.mesh.shape) == {"dp": 1, "mp": 4}
+    assert (network.config.zero, network.config.partitioning) == (0, "jit")
+
+
 def test_load_needs_a_config_where_none_is_told(formats):
     with pytest.raises(InputError, match="original: a checkpoint of the original's does not tell"):
         mesh_transformer.load(str(formats["original"]))

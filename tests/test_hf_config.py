@@ -162,6 +162,29 @@ def test_gpt2_s_is_known_with_gpt_j_s_fillers_but_not_with_words_of_use(tmp_path
     assert read_config(str(tmp_path)).tokenizer == str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"model": []},
+        {"model": {}, "added_tokens": [{}]},
+        {"model": {}, "added_tokens": ["a"]},
+        {"model": {}, "added_tokens": None},
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path, odd):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(odd))
+    with pytest.raises(InputError, match=r"tokenizer.json: no tokenizer as [^\n]* copy the folder"):
+        read_config(config_file(tmp_path))
+
+
+def test_a_vocabulary_of_any_kind_is_a_tokenizer_of_its_own(tmp_path):
+    for words in ([["a", -1.5]], {"a": 0, "b": "c"}, {"a": [1]}, {"\ud800": 0}, None):
+        values = {"model": {"vocab": words}, "added_tokens": [{"content": 3}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+        assert read_config(config_file(tmp_path)).tokenizer == str(tmp_path)
+
+
 def test_gpt2_s_is_the_default(tmp_path):
     assert read_config(config_file(tmp_path)).tokenizer == "gpt2"
     Tokenizer.of(None, GPTJ, must_fit=False).save(str(tmp_path / "new"))
