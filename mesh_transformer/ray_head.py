@@ -119,9 +119,18 @@ def main() -> None:
         logging_level=logging.ERROR,
         object_store_memory=int(sys.argv[1]),
     )
-    print(f"address: {context.address_info['gcs_address']}", flush=True)
-    sys.stdin.read()
-    # Ray's own way to shut down leaves agents for up to a minute, and workers that are stopped.
+    try:
+        print(f"address: {context.address_info['gcs_address']}", flush=True)
+        sys.stdin.read()
+    finally:  # of a driver that has not even waited for the address, too
+        _end_session()
+
+
+def _end_session() -> None:
+    """Kills every process of this session, this one last.
+
+    Ray's own way to shut down leaves agents for up to a minute, and workers that are stopped.
+    """
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
         with contextlib.suppress(ProcessLookupError):
