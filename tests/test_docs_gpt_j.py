@@ -45,11 +45,16 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     original_checkpoint.write("model", state, config)
     Path("model/step_0").rename("step_383500")
     hf.write("gpt-j-6b", state, config)
+    hf.write("cut", state, config, trim_vocab=True)
     Path("my_text").mkdir()
     Path("my_text/one.txt").write_text("a herd of unicorns " * 2000)
 
     found = commands()
     assert len(found) >= 8
+    # What the document says of the last of them: with a vocabulary that was cut.
+    (to_shards,) = (each for each in found if "from_hf" in each)
+    cut = " ".join(to_shards).replace("gpt-j-6b", "cut").replace("from_hf", "from_cut").split()
+    found.append([*cut, "--config", "configs/6B_roto_256.json"])
     for script, *flags in found:
         shorter = ["--length", "4"] if script in SAMPLERS else SHORTER.get(script, [])
         monkeypatch.setattr("sys.argv", [script, *flags, *shorter])
@@ -63,5 +68,6 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
         "exported",
         "exported_slim",
         "from_hf",
+        "from_cut",
         "runs",
     }
