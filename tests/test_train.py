@@ -110,7 +110,8 @@ def refused(*words: str) -> str:
 
 def test_what_keeps_it_from_beginning(tmp_path):
     config = write_config(tmp_path / "config.json", run_values(tmp_path))
-    (tmp_path / "model" / "step_3").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "metrics.jsonl").write_text("")
     base = ("--config", config, "--model-dir", str(tmp_path / "model"))
     assert "--local-hosts is 3, which does not divide the config's tpu_size 8" in refused(
         *base, "--local-hosts", "3"
@@ -119,8 +120,8 @@ def test_what_keeps_it_from_beginning(tmp_path):
     assert "--fresh-opt goes with --tune-model-path" in refused(
         *base, "--local-hosts", "2", "--fresh-opt"
     )
-    assert "--new would delete step_3 in" in refused(*base, "--local-hosts", "2", "--new")
-    assert (tmp_path / "model" / "step_3").is_dir()
+    assert "--new would delete metrics.jsonl in" in refused(*base, "--local-hosts", "2", "--new")
+    assert (tmp_path / "model" / "metrics.jsonl").is_file()
     # argparse's own: one of them, not both.
     assert "one of the arguments" in refused(*base)
     assert "not allowed with" in refused(*base, "--local-hosts", "2", "--tpu", "pod")
