@@ -11,7 +11,6 @@ may span many processes) to a folder at a time.
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,10 +23,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from mesh_transformer.state_tree import Path, check_match, check_names, leaves
-from mesh_transformer.storage import free_space, hush_failures, reason
+from mesh_transformer.storage import (
+    free_space,
+    hush_failures,
+    local_path,
+    reason,
+    step_number,
+)
 from mesh_transformer.util import InputError
 
-_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _COMMIT_FILE = "commit_success.txt"
 _MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `delete_step` removes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
@@ -283,9 +287,9 @@ def find(path: str) -> tuple[str, int]:
     Raises InputError where the path is missing or holds no checkpoint.
     """
     folder = _absolute(path)
-    match = _STEP_NAME.fullmatch(folder.name)
-    if match and _is_committed(folder):
-        return str(folder.parent), int(match[1])
+    step = step_number(folder.name)
+    if step is not None and _is_committed(folder):
+        return str(folder.parent), step
     steps = _committed_steps(folder)
     if not steps:
         raise _nothing_in(folder)
@@ -339,7 +343,7 @@ def _new_checkpointer(host: bool) -> ocp.AsyncCheckpointer:
 
 def _absolute(path: str) -> epath.Path:
     """Orbax takes absolute paths alone; a URI is one already."""
-    return epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
+    return epath.Path(local_path(path))
 
 
 def _save_args(leaf: Any) -> ocp.SaveArgs:
@@ -348,13 +352,13 @@ def _save_args(leaf: Any) -> ocp.SaveArgs:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    return bool(_STEP_NAME.fullmatch(path.name)) and (path / _COMMIT_FILE).exists()
+    return step_number(path.name) is not None and (path / _COMMIT_FILE).exists()
 
 
 def _is_remains(path: epath.Path) -> bool:
     """Whether Orbax or `delete_step` was interrupted here; not what others call step_<N>."""
     name, temporary, _ = path.name.partition(_TEMPORARY)
-    if not _STEP_NAME.fullmatch(name) or not path.is_dir() or _is_committed(path):
+    if step_number(name) is None or not path.is_dir() or _is_committed(path):
         return False
     return bool(temporary) or (path / _MARK).exists()
 
