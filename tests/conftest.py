@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,21 @@ def original_config(variant: str, **changes: Any) -> Config:
     return Config(
         **{k: v for k, v in values.items() if k[0] != "_"} | {"dtype": "float32"} | changes
     )
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
+    """A function that gives a folder on a file system of some size, or that another size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def resize(size: str) -> Path:
+        options = f"size={size}" + (",remount" if os.path.ismount(folder) else "")
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a small file system cannot be mounted here (not root)")
+        return folder
+
+    yield resize
+    if os.path.ismount(folder):
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -554,19 +554,12 @@ def test_a_damaged_array_is_all_that_is_said(formats, tmp_path):
 
 
 @pytest.mark.parametrize("target", conversion.FORMATS)
-def test_a_full_disk_leaves_nothing(formats, config, tmp_path, target):
-    small = tmp_path / "small"
-    small.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(small)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system cannot be mounted here (not root)")
-    try:
-        source = "hf" if target == "original" else "original"
-        flags = ("--config", config[0])
-        refused("No space left", source, formats[source], target, small / "end", *flags)
-        assert list(small.iterdir()) == []
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+def test_a_full_disk_leaves_nothing(formats, config, small_disk, target):
+    small = small_disk("128k")
+    source = "hf" if target == "original" else "original"
+    flags = ("--config", config[0])
+    refused("No space left", source, formats[source], target, small / "end", *flags)
+    assert list(small.iterdir()) == []
 
 
 def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):

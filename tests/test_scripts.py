@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -196,24 +196,6 @@ def test_stopped_at_any_moment_the_losses_are_the_uninterrupted_runs(
     for version in stops:
         assert_same_rows(rows_of(tmp_path / f"version_{version}"), expected[version])
         assert len(expected[version]) == STEPS
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
-    """A function that gives a folder on a file system of some size, or that another size."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def resize(size: str) -> Path:
-        options = f"size={size}" + (",remount" if os.path.ismount(folder) else "")
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("a small file system cannot be mounted here (not root)")
-        return folder
-
-    yield resize
-    if os.path.ismount(folder):
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.slow
