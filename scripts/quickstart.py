@@ -1,7 +1,8 @@
 """From nothing to a trained, resharded, sampled GPT-J in minutes, each step a command of its own.
 
-Real text -> TFRecords -> training on a 2x4 mesh -> the same run continued on a 1x8 mesh ->
-a loss curve -> a sample.  All of it goes to build/quickstart.
+Real text -> TFRecords -> training on a 2x4 mesh over two hosts (processes of this machine) -> the
+same run continued by one process on a 1x8 mesh -> a loss curve -> a sample.  All of it goes to
+build/quickstart.
 """
 
 import json
@@ -55,8 +56,9 @@ def main() -> int:
     # dp 2 x mp 4, then dp 1 x mp 8 with twice the batch a replica: the same 16 sequences a step.
     first = write_config("tiny_2x4", **data)
     second = write_config("tiny_1x8", **data, cores_per_replica=8, per_replica_batch=16)
-    for config, steps in ((first, RESHARD_AT), (second, END)):
-        call("device_train.py", "--config", config, "--model-dir", model, "--max-steps", steps)
+    until = ("--model-dir", model, "--max-steps")
+    call("train.py", "--config", first, "--local-hosts", 2, *until, RESHARD_AT)
+    call("device_train.py", "--config", second, *until, END)
 
     curve = FOLDER / "loss.png"
     call("scripts/plot_loss.py", model / "metrics.jsonl", curve)
