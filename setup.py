@@ -17,6 +17,7 @@ setup(
         "numpy>=2.0",
         "ml-dtypes>=0.5",
         "orbax-checkpoint>=0.12",
+        "tensorstore>=0.1.70",
         "ray[default]>=2.60",
         "google-cloud-tpu>=1.28",
         "fabric>=3.2",

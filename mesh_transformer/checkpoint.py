@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
@@ -20,8 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
 
+from mesh_transformer.lazy_leaf import LazyLeaf
 from mesh_transformer.state_tree import Path, check_match, check_names, leaves
 from mesh_transformer.storage import (
     free_space,
@@ -161,24 +163,39 @@ class Checkpoints:
     def aux(self, step: int | None = None) -> dict[str, Any]:
         """What was saved beside the arrays of `step` (None: the newest)."""
         self.wait()
-        step = self._existing(step)
-        return _aux(self._path(step))
+        return _aux(self._path(self._existing(step)))
 
     def leaves(self, step: int) -> dict[Path, Any]:
         """The saved leaves' paths and what has their shape and dtype; reads no array."""
         try:
             return leaves(ocp.PyTreeCheckpointHandler().metadata(self._path(step) / "state").tree)
         except _STORAGE_ERRORS as error:
-            raise self._unreadable(step, error) from error
+            raise _unreadable(self._path(step), error) from error
 
-    def read_leaf(self, step: int, path: Path, dtype: Any) -> np.ndarray:
-        """One leaf as a numpy array, cast to `dtype` as it is read."""
-        item: Any = 0
-        argument: Any = ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-        for key in reversed(path):
-            item, argument = {key: item}, {key: argument}
-        arguments = ocp.args.PyTreeRestore(item=item, restore_args=argument, partial_restore=True)
-        return leaves(self._restored(step, arguments))[path]
+    def open_leaf(self, step: int, path: Path) -> LazyLeaf:
+        """One leaf, read when it is asked for: then too it raises InputError where it is damaged.
+
+        It may outlive this object.
+        """
+        folder, handlers = self._path(step) / "state", ocp.type_handlers
+        ocdbt = handlers.is_ocdbt_checkpoint(folder)
+        context = handlers.get_ts_context(use_ocdbt=ocdbt)
+        info = handlers.ParamInfo(name=".".join(path), parent_dir=folder, ts_context=context)
+        spec = handlers.get_json_tspec_read(info, use_ocdbt=ocdbt)
+
+        def attempt(act: Callable[[], Any]) -> Any:
+            try:
+                return act().result()
+            except _STORAGE_ERRORS as error:
+                raise _unreadable(folder.parent, error) from error
+
+        stored = attempt(lambda: tensorstore.open(spec, open=True, context=context))
+        return LazyLeaf(
+            stored.shape,
+            stored.dtype.numpy_dtype,
+            lambda layer: attempt((stored if layer is None else stored[layer]).read),
+            layers="layers" in path,
+        )
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
         """The tree of `step` (None: the newest), every leaf read straight into its sharding.
@@ -191,8 +208,7 @@ class Checkpoints:
         """
         self.wait()
         step = self._existing(step)
-        if only is not None:
-            template = {key: template[key] for key in only}
+        template = template if only is None else {key: template[key] for key in only}
         check_match(self._path(step), self.leaves(step), leaves(template))
         arguments = ocp.args.PyTreeRestore(
             item=template,
@@ -204,17 +220,13 @@ class Checkpoints:
             ),
             partial_restore=True,
         )
-        restored = self._restored(step, arguments)
-        self._known = step
-        return restored
-
-    def _restored(self, step: int, arguments: ocp.args.PyTreeRestore) -> Any:
-        """What Orbax reads of the state."""
         wanted = ocp.args.Composite(state=arguments)
         try:
-            return self._checkpointer.restore(self._path(step), args=wanted)["state"]
+            restored = self._checkpointer.restore(self._path(step), args=wanted)["state"]
         except Exception as error:  # Orbax has no class of its own for a damaged array.
-            raise self._unreadable(step, error) from error
+            raise _unreadable(self._path(step), error) from error
+        self._known = step
+        return restored
 
     def _path(self, step: int) -> epath.Path:
         return self.folder / f"step_{step}"
@@ -277,9 +289,6 @@ class Checkpoints:
             f"({n_bytes:,} bytes to save{free}); {good}; make room or choose another folder"
         )
 
-    def _unreadable(self, step: int, error: Exception) -> InputError:
-        return _unreadable(self._path(step), error)
-
 
 def find(path: str) -> tuple[str, int]:
     """(folder, step) of a model folder, its newest step, or of one `step_<N>` folder in it.
@@ -287,8 +296,7 @@ def find(path: str) -> tuple[str, int]:
     Raises InputError where the path is missing or holds no checkpoint.
     """
     folder = _absolute(path)
-    step = step_number(folder.name)
-    if step is not None and _is_committed(folder):
+    if (step := step_number(folder.name)) is not None and _is_committed(folder):
         return str(folder.parent), step
     steps = _committed_steps(folder)
     if not steps:
@@ -299,9 +307,8 @@ def find(path: str) -> tuple[str, int]:
 def own_steps(folder: str) -> list[epath.Path]:
     """All that this program has written as steps of a model folder, finished or not."""
     root = _absolute(folder)
-    if not root.is_dir():
-        return []
-    return [path for path in root.iterdir() if _is_committed(path) or _is_remains(path)]
+    found = root.iterdir() if root.is_dir() else []
+    return [path for path in found if _is_committed(path) or _is_remains(path)]
 
 
 def find_aux(path: str) -> dict[str, Any]:

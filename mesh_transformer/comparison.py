@@ -48,7 +48,7 @@ def _logits(path: str, kind: Format, config: Config | None, tokens: int) -> tupl
     Of the first `tokens` of the vocabulary alone.  Computed in f32 whatever the weights' dtype, on
     one device; of the layers' weights one layer's are cast at a time.
     """
-    config, state = conversion.read(path, kind, config, optimizer=False)
+    config, state = conversion.read(path, kind, config, optimizer=False, lazy=True)
     prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
     params = _on_device(state)["params"]
     dtype = params["embed"]["embedding"]["w"].dtype.name
@@ -64,4 +64,4 @@ def _on_device(tree: Any) -> Any:
     """A host tree's arrays as JAX's; the tree is emptied on the way."""
     if isinstance(tree, dict):
         return {key: _on_device(tree.pop(key)) for key in list(tree)}
-    return jnp.asarray(tree)
+    return jnp.asarray(np.asarray(tree))

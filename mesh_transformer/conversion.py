@@ -119,6 +119,7 @@ def read(
     *,
     dtype: DTypeLike | None = None,
     optimizer: bool = True,
+    lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """The checkpoint at `path` (a model folder, newest step, or one step_N) and its config.
 
@@ -126,18 +127,20 @@ def read(
       config: may be None where the checkpoint tells its own; else it must be of the same model.
       dtype: parameters are cast to it as they are read; None: they keep their own.
       optimizer: take Adam's moments where there are any.
+      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
 
     Raises:
       InputError: where it cannot be read, does not fit the config, or needs one.
     """
     path = local_path(path)
-    if kind == "native":
-        return native_checkpoint.read(path, config=config, dtype=dtype, optimizer=optimizer)
     if kind == "hf":
-        return hf.read(path, config=config, dtype=dtype)
+        return hf.read(path, config=config, dtype=dtype, lazy=lazy)
+    wanted: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": lazy}
+    if kind == "native":
+        return native_checkpoint.read(path, config=config, **wanted)
     if config is None:
         raise _tells_none(path)
-    return config, original_checkpoint.read(path, config, dtype=dtype, optimizer=optimizer)
+    return config, original_checkpoint.read(path, config, **wanted)
 
 
 def convert(
@@ -156,8 +159,9 @@ def convert(
 ) -> Written:
     """Writes the checkpoint `source` anew as `target`: another format, dtype or number of shards.
 
-    In memory are the source's weights in the target's dtype, with Adam's moments where both
-    formats have them and it is not to be `slim`, and little beside.
+    In memory is one layer's part of one leaf at a time, for a native target all of its weights in
+    the target's dtype, with Adam's moments where both formats have them and it is not to be
+    `slim`.
 
     Args:
       source: a model folder (newest step, or `step`) or one step_N.
@@ -182,7 +186,7 @@ def convert(
             config = config.replace(tokenizer=tokenizer)
             hf_config.Tokenizer.of(tokenizer, config, must_fit=True)
         optimizer = not slim and target_kind != "hf"
-        _, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer)
+        _, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer, lazy=True)
     except InputError:
         _check_kind(source, source_kind)
         raise

@@ -4,9 +4,9 @@ Their Linear weights are [out, in], ours [in, out]; their layers lie side by sid
 The rotary convention is the same (interleaved pairs).  No torch, except to read `.bin` files.
 """
 
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,9 @@ from tqdm import tqdm
 from mesh_transformer import model, tensor_files
 from mesh_transformer.casts import FLOATS, cast
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import map_declared
+from mesh_transformer.declaration import Declaration, map_declared
 from mesh_transformer.hf_config import Tokenizer, check_expressible, read_config, write_configs
+from mesh_transformer.lazy_leaf import LazyLeaf, in_memory
 from mesh_transformer.state_tree import check_state
 from mesh_transformer.tensor_files import DTYPES, Stored, Tensor
 from mesh_transformer.util import InputError
@@ -63,22 +64,35 @@ class _Place(NamedTuple):
     layer: int | None
     transposed: bool
 
-    def view(self, params: model.Params) -> np.ndarray:
-        """It in their orientation, as a view of ours."""
-        values = params[self.part][self.module][self.leaf]
-        if self.layer is not None:
-            values = values[self.layer]
+    def find(self, params: model.Params) -> Any:
+        """Our leaf that it is, or is a layer of."""
+        return params[self.part][self.module][self.leaf]
+
+    def shape(self, params: model.Params) -> tuple[int, ...]:
+        """Its shape in their orientation."""
+        shape = self.find(params).shape[self.layer is not None :]
+        return shape[::-1] if self.transposed else shape
+
+    def values(self, params: model.Params) -> np.ndarray:
+        """It in their orientation."""
+        found = self.find(params)
+        values = np.asarray(found if self.layer is None else found[self.layer])
         return values.T if self.transposed else values
 
 
 def read(
-    folder: str, *, config: Config | None = None, dtype: DTypeLike | None = None
+    folder: str,
+    *,
+    config: Config | None = None,
+    dtype: DTypeLike | None = None,
+    lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """A folder's config, or `config` where that fits it, and its weights as a host state.
 
     The embedding's bias, which they have not, is zero.  A larger `config.n_vocab` is filled up:
     embedding rows and head columns with zeros, the head's bias with `PADDING_BIAS`, so that the
     added tokens have no probability and no part in the loss.  `dtype` None keeps the file's.
+    The leaves of a `lazy` state are read (and found to be damaged) when they are asked for.
 
     Raises:
       InputError: for a folder that is no GPT-J, damaged, or contradicts `config` or itself.
@@ -95,22 +109,15 @@ def read(
     params = {
         part: {
             module: {
-                leaf: np.empty(declaration.shape, dtypes[part, module, leaf])
+                leaf: _lazy((part, module, leaf), declaration, dtypes, stored, places)
                 for leaf, declaration in leaves.items()
             }
             for module, leaves in modules.items()
         }
         for part, modules in model.declarations(config).items()
     }
-    params["embed"]["embedding"]["b"][...] = 0
-    total = sum(math.prod(tensor.shape) for tensor in stored.values())
-    with tqdm(total=total, unit=" weights", unit_scale=True, desc="reading", disable=None) as bar:
-        for name, tensor in stored.items():
-            view = places[name].view(params)
-            _copy(view[: tensor.shape[0]], tensor.read(), f"{tensor.path}: tensor {name}")
-            view[tensor.shape[0] :] = PADDING_BIAS if name == _HEAD_BIAS else 0
-            bar.update(math.prod(tensor.shape))
-    return config, {"params": params, "step": np.zeros((), np.int32)}
+    state = {"params": params, "step": np.zeros((), np.int32)}
+    return config, state if lazy else in_memory(state)
 
 
 def write(
@@ -206,7 +213,7 @@ def _check_stored(
 ) -> None:
     """InputError naming the first tensor of another shape than `expected`, or no float."""
     for name, tensor in stored.items():
-        shape = places[name].view(expected).shape
+        shape = places[name].shape(expected)
         if tensor.shape != shape:
             raise InputError(
                 f"{tensor.path}: tensor {name} has shape {tensor.shape}, expected {shape}; "
@@ -235,28 +242,57 @@ def _leaf_dtypes(
     return found
 
 
+def _lazy(
+    key: tuple[str, str, str],
+    declaration: Declaration,
+    dtypes: dict[tuple[str, str, str], np.dtype],
+    stored: dict[str, Stored],
+    places: dict[str, _Place],
+) -> Any:
+    """One of our leaves, made of their tensors layer by layer; the bias they have not is zero."""
+    dtype = dtypes[key]
+    names = [name for name, place in places.items() if place[:3] == key]
+    if not names:
+        return np.zeros(declaration.shape, dtype)
+    shape = declaration.shape[declaration.stacked :]
+
+    def read(layer: int | None) -> np.ndarray:
+        name = names[layer or 0]
+        tensor = stored[name]
+        values, rows = np.empty(shape, dtype), tensor.shape[0]
+        theirs = values.T if places[name].transposed else values
+        _copy(theirs[:rows], tensor.read(), f"{tensor.path}: tensor {name}")
+        theirs[rows:] = PADDING_BIAS if name == _HEAD_BIAS else 0
+        return values
+
+    return LazyLeaf(declaration.shape, dtype, read, layers=declaration.stacked)
+
+
 def _tensors(
     params: model.Params, config: Config, rows: int, dtype: np.dtype | None
 ) -> Iterator[Tensor]:
     """What is written, in their names; each is made when its turn comes."""
+    bias = np.asarray(params["embed"]["embedding"]["b"])
     for name, place in _places(config).items():
-        view = place.view(params)
+        shape = place.shape(params)
         if name in _BY_VOCABULARY:
-            view = view[:rows]
-        bias = params["embed"]["embedding"]["b"] if name == _EMBEDDING else None
-        kept = dtype or view.dtype
-        yield Tensor(name, kept, view.shape, _maker(name, view, bias, kept))
+            shape = (rows, *shape[1:])
+        added = bias if name == _EMBEDDING and bias.any() else None
+        kept = dtype or place.find(params).dtype
+        yield Tensor(name, kept, shape, partial(_made, name, place, params, shape, kept, added))
 
 
-def _maker(
-    name: str, view: np.ndarray, bias: np.ndarray | None, dtype: np.dtype
-) -> Callable[[], np.ndarray]:
-    def make() -> np.ndarray:
-        values = np.empty(view.shape, dtype)
-        _copy(values, view, f"tensor {name}", bias if bias is not None and bias.any() else None)
-        return values
-
-    return make
+def _made(
+    name: str,
+    place: _Place,
+    params: model.Params,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    bias: np.ndarray | None,
+) -> np.ndarray:
+    values = np.empty(shape, dtype)
+    _copy(values, place.values(params)[: shape[0]], f"tensor {name}", bias)
+    return values
 
 
 def _copy(

@@ -1,6 +1,5 @@
 """Native checkpoints from and to numpy arrays, without a mesh; see `checkpoint` for the rest."""
 
-import math
 import os
 import sys
 from typing import Any
@@ -10,9 +9,9 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer import model
-from mesh_transformer.casts import cast
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
+from mesh_transformer.lazy_leaf import in_memory
 from mesh_transformer.state_tree import Path, check_match, expected, leaves
 from mesh_transformer.util import InputError
 from mesh_transformer.whole_folder import whole_folder
@@ -24,19 +23,21 @@ def read(
     config: Config | None = None,
     dtype: DTypeLike | None = None,
     optimizer: bool = True,
+    lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """The state at `path` (a model folder, newest step, or one step_N) and its config.
 
-    Args:
-      config: takes the place of the saved one, whose model it must be.
-      dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
-      optimizer: take Adam's moments where there are any.
+      Args:
+        config: takes the place of the saved one, whose model it must be.
+        dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
+        optimizer: take Adam's moments where there are any.
+      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
 
-    Returns:
-      The config, and {"params", "step"} and perhaps {"opt_state"}, of numpy arrays.
+      Returns:
+    The config, and {"params", "step"} and perhaps {"opt_state"}, of numpy arrays.
 
-    Raises:
-      InputError: where there is no checkpoint, it is damaged, or it does not fit the config.
+      Raises:
+        InputError: where there is no checkpoint, it is damaged, or it does not fit the config.
     """
     folder, step = find(path)
     where = f"{folder}/step_{step}"
@@ -50,15 +51,12 @@ def read(
         wanted = expected(model.declarations(config), optimizer=full)
         check_match(where, saved, wanted)
         state: dict[str, Any] = {}
-        total = sum(math.prod(leaf.shape) for leaf in wanted.values())
-        unit = " numbers"
-        with tqdm(total=total, unit=unit, unit_scale=True, desc="reading", disable=None) as bar:
-            for key, leaf in wanted.items():
-                own = np.dtype(saved[key].dtype)
-                target = own if dtype is None or key[0] != "params" else np.dtype(dtype)
-                _put(state, key, _read_leaf(checkpoints, step, key, own, target))
-                bar.update(math.prod(leaf.shape))
-    return config, state
+        for key in wanted:
+            leaf = checkpoints.open_leaf(step, key)
+            if dtype is not None and key[0] == "params":
+                leaf = leaf.astype(np.dtype(dtype), f"checkpoint {where}: leaf {'/'.join(key)}")
+            _put(state, key, leaf if leaf.ndim else np.asarray(leaf))
+    return config, state if lazy else in_memory(state)
 
 
 def saved_config(aux: Any, where: str) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
 
 
 def _save(folder: str, state: dict[str, Any], config: Config) -> None:
-    step = int(state["step"])
+    step, state = int(state["step"]), in_memory(state)
     total = sum(leaf.nbytes for leaf in leaves(state).values())
     with (
         Checkpoints(folder, keep_n=sys.maxsize, host=True) as checkpoints,
@@ -100,24 +98,7 @@ def _save(folder: str, state: dict[str, Any], config: Config) -> None:
         bar.update(total - bar.n)
 
 
-def _read_leaf(
-    checkpoints: Checkpoints, step: int, key: Path, own: np.dtype, dtype: np.dtype
-) -> np.ndarray:
-    """One leaf, saved in its `own` dtype, in `dtype`; InputError where that is too small for it.
-
-    Orbax casts chunk by chunk, so that a narrow leaf needs no wide one beside it, but makes large
-    numbers infinite.  Only where there are infinities the leaf is read again, to tell whether they
-    were saved.
-    """
-    value = checkpoints.read_leaf(step, key, dtype)
-    if dtype == own or not any(np.isinf(row).any() for row in np.atleast_1d(value)):
-        return value
-    del value
-    where = f"checkpoint {checkpoints.folder}/step_{step}: leaf {'/'.join(key)}"
-    return cast(checkpoints.read_leaf(step, key, own), dtype, where)
-
-
-def _put(tree: dict[str, Any], path: Path, value: np.ndarray) -> None:
+def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
     *outer, last = path
     for key in outer:
         tree = tree.setdefault(key, {})

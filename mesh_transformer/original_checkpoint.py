@@ -6,7 +6,7 @@ the parameters and the step.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from mesh_transformer import model, original_files
 from mesh_transformer.casts import FLOATS, cast
 from mesh_transformer.config import Config
+from mesh_transformer.lazy_leaf import LazyLeaf, in_memory
 from mesh_transformer.original_files import Shard
 from mesh_transformer.original_names import Entry, Rule, check_shards, entries
 from mesh_transformer.state_tree import check_state
@@ -25,7 +26,7 @@ from mesh_transformer.whole_folder import whole_folder
 
 _MOMENTS = ("mu", "nu")
 _REMEDY = "use the config that it was trained with"
-Tree = dict[str, dict[str, dict[str, np.ndarray]]]
+Tree = dict[str, dict[str, dict[str, Any]]]  # leaves are arrays or `LazyLeaf`s
 
 
 class _Source(NamedTuple):
@@ -38,16 +39,21 @@ class _Source(NamedTuple):
 
 
 def read(
-    folder: str, config: Config, *, dtype: DTypeLike | None = None, optimizer: bool = True
+    folder: str,
+    config: Config,
+    *,
+    dtype: DTypeLike | None = None,
+    optimizer: bool = True,
+    lazy: bool = False,
 ) -> dict[str, Any]:
     """The state in `folder` (a model's, newest step, or one step_N): nested numpy arrays.
 
     Any number of shards that divides the model is merged, whatever `config.cores_per_replica`.
-    One shard's part of one leaf is in memory beside the result.
 
     Args:
       dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
       optimizer: take Adam's moments where there are any.
+      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
 
     Returns:
       {"params", "step"} and perhaps {"opt_state": {"count", "mu", "nu"}}.  The step is the
@@ -62,15 +68,15 @@ def read(
     full = "mu" in source.first
     groups = ("params", *_MOMENTS) if full and optimizer else ("params",)
     target = None if dtype is None else np.dtype(dtype)
-    total = len(groups) * len(source.entries)
-    with tqdm(total=total, desc=f"reading {path}", unit="leaf", disable=None) as bar:
-        trees = {
-            group: _read_group(source, group, target if group == "params" else None, bar)
-            for group in groups
-        }
+    trees = {g: _group(source, g, target if g == "params" else None) for g in groups}
     params = trees.pop("params")
-    state = {"params": params, "step": _read_count(source, "schedule" if full else "step")}
-    return state | ({"opt_state": {"count": _read_count(source, "adam"), **trees}} if trees else {})
+    state: dict[str, Any] = {
+        "params": params,
+        "step": _read_count(source, "schedule" if full else "step"),
+    }
+    if trees:
+        state["opt_state"] = {"count": _read_count(source, "adam"), **trees}
+    return state if lazy else in_memory(state)
 
 
 def write(
@@ -83,8 +89,8 @@ def write(
 ) -> str:
     """Writes a state into the model folder `folder`, as the original does; returns its step_N.
 
-    It appears there whole or not at all.  One shard's part of one leaf is in memory beside the
-    state.  Norm layernorm-nobias gets zeros for the offset that the original stores unread.
+    It appears there whole or not at all.  One layer's part of a leaf is in memory beside the state.
+    Norm layernorm-nobias gets zeros for the offset that the original stores unread.
 
     Args:
       state: as `read` returns it; without "opt_state" the checkpoint is slim.
@@ -100,7 +106,7 @@ def write(
     found = entries(config, declared)
     check_shards(config, found, count, folder, "choose another number of shards")
     check_state(state, declared)
-    leaves = _leaves(state, found, None if dtype is None else np.dtype(dtype))
+    leaves = _leaves(state, found, None if dtype is None else np.dtype(dtype), count)
     step = int(state["step"])
     path = os.path.join(folder, f"step_{step}")
     if not os.path.lexists(folder):
@@ -166,44 +172,57 @@ def _read_count(source: _Source, name: str) -> np.ndarray:
     return value.astype(np.int32)
 
 
-def _read_group(source: _Source, group: str, dtype: np.dtype | None, bar: tqdm) -> Tree:
+def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
     """The parameters, or one of the two moments, in our structure."""
+    numbers: dict[tuple[str, str, str], list[int]] = {}
+    for number, entry in enumerate(source.entries):
+        if entry.rule is not Rule.UNUSED:
+            numbers.setdefault((entry.part, entry.module, entry.leaf), []).append(number)
     tree: Tree = {}
-    firsts: dict[tuple[str, str], tuple[np.dtype, str]] = {}
-    for place, entry in enumerate(source.entries):
-        bar.update()
-        leaves = tree.setdefault(entry.part, {}).setdefault(entry.module, {})
-        for where, block, value in _blocks(source, group, place, firsts):
-            if entry.leaf not in leaves:
-                shape = entry.shape if entry.layer is None else (source.layers, *entry.shape)
-                own, _ = firsts[entry.module, entry.leaf]
-                leaves[entry.leaf] = np.empty(shape, dtype or own)
-            target = leaves[entry.leaf]
-            one = target if entry.layer is None else target[entry.layer, ...]
-            one[block] = cast(value, target.dtype, where)
+    for (part, module, leaf), found in numbers.items():
+        found.sort(key=lambda number: source.entries[number].layer or 0)  # layer_10 before layer_2
+        tree.setdefault(part, {}).setdefault(module, {})[leaf] = _lazy(source, group, found, dtype)
     return tree
 
 
-def _blocks(
-    source: _Source, group: str, place: int, firsts: dict[tuple[str, str], tuple[np.dtype, str]]
-) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """A leaf in parts: what error lines call it, where the part stands, its values.
+def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
+    """One of our leaves from its entries, one a layer; all are of the first one's dtype."""
+    entry, first = source.entries[numbers[0]], source.shards[0]
+    index, name = source.first[group] + numbers[0], f"{group}: {entry.name}"
+    own = first.dtype(index, name, entry.shard_shape(len(source.shards)))
+    there = first.where(index, name)
+    if own not in FLOATS.values():
+        floats = ", ".join(map(str, FLOATS.values()))
+        raise InputError(f"{there} is {own}, expected one of {floats}; {_REMEDY}")
 
-    `firsts` has the dtype of each leaf, which its layers and shards share, and where it was found.
+    def read(layer: int | None) -> np.ndarray:
+        values = np.empty(entry.shape, dtype or own)
+        for where, block, value in _blocks(source, group, numbers[layer or 0], own, there):
+            values[block] = cast(value, values.dtype, where)
+        return values
+
+    layers = entry.layer is not None
+    shape = (len(numbers), *entry.shape) if layers else entry.shape
+    return LazyLeaf(shape, dtype or own, read, layers=layers)
+
+
+def _blocks(
+    source: _Source, group: str, number: int, own: np.dtype, there: str
+) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """An entry in parts: what error lines call it, where the part stands, its values.
+
+    They must be of the dtype `own`, as what is `there` is.
     """
-    entry, shards = source.entries[place], source.shards
-    index, name = source.first[group] + place, f"{group}: {entry.name}"
+    entry, shards = source.entries[number], source.shards
+    index, name = source.first[group] + number, f"{group}: {entry.name}"
     shape = entry.shard_shape(len(shards))
 
     def part(shard: Shard) -> np.ndarray:
-        where, value = shard.where(index, name), shard.read(index, name, shape)
-        first, there = firsts.setdefault((entry.module, entry.leaf), (value.dtype, where))
-        if value.dtype not in FLOATS.values():
-            floats = ", ".join(map(str, FLOATS.values()))
-            raise InputError(f"{where} is {value.dtype}, expected one of {floats}; {_REMEDY}")
-        if value.dtype != first:
+        value = shard.read(index, name, shape)
+        if value.dtype != own:
             raise InputError(
-                f"{where} is {value.dtype}, expected {first} as in {there}; copy both anew"
+                f"{shard.where(index, name)} is {value.dtype}, expected {own} as in {there}; "
+                "copy both anew"
             )
         return value
 
@@ -212,7 +231,7 @@ def _blocks(
             yield shard.where(index, name), entry.block(number, len(shards)), part(shard)
     elif entry.rule is Rule.FIRST:
         yield shards[0].where(index, name), ..., part(shards[0])
-    elif entry.rule is not Rule.UNUSED:
+    else:
         shared = entry.rule is Rule.SUMMED and group == "params"
         yield shards[0].where(index, name), ..., _joined([part(shard) for shard in shards], shared)
 
@@ -229,15 +248,15 @@ def _joined(parts: list[np.ndarray], shared: bool) -> np.ndarray:
 
 
 def _leaves(
-    state: dict[str, Any], found: list[Entry], dtype: np.dtype | None
-) -> list[Callable[[int, int], np.ndarray]]:
-    """What makes each leaf of a shard, in the original's order, from (its number, of how many)."""
+    state: dict[str, Any], found: list[Entry], dtype: np.dtype | None, shards: int
+) -> list[Callable[[], Iterable[np.ndarray]]]:
+    """What gives each leaf's parts, one a shard, in the original's order."""
 
-    def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., np.ndarray]]:
-        return [partial(_part, tree, entry, dtype, moment) for entry in found]
+    def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:
+        return [partial(_parts, tree, entry, dtype, moment, shards) for entry in found]
 
-    def count(value: Any) -> Callable[[int, int], np.ndarray]:
-        return lambda number, shards: np.asarray(value, np.int32)
+    def count(value: Any) -> Callable[[], Iterable[np.ndarray]]:
+        return lambda: [np.asarray(value, np.int32)] * shards
 
     leaves = [*group(state["params"], dtype, False), count(state["step"])]
     if "opt_state" not in state:
@@ -250,36 +269,39 @@ def _leaves(
     return [count(state["opt_state"]["count"]), *moments, count(state["step"]), *leaves]
 
 
-def _part(
-    tree: Tree, entry: Entry, dtype: np.dtype | None, moment: bool, number: int, shards: int
-) -> np.ndarray:
-    """What shard `number` of so many holds of one leaf."""
+def _parts(
+    tree: Tree, entry: Entry, dtype: np.dtype | None, moment: bool, shards: int
+) -> Iterator[np.ndarray]:
+    """What each of so many shards holds of one entry."""
     leaves = tree[entry.part][entry.module]
     if entry.rule is Rule.UNUSED:
-        return np.zeros(entry.shape, dtype or leaves["scale"].dtype)
-    value = leaves[entry.leaf]
-    value = value if entry.layer is None else value[entry.layer, ...]
-    dtype = dtype or value.dtype
-    if entry.rule in (Rule.SPLIT, Rule.STACKED):
-        value = value[entry.block(number, shards)]
-    elif entry.rule is Rule.FIRST and number > 0:
-        initial = 1 if entry.leaf == "scale" and not moment else 0
-        value = np.full(entry.shape, initial, dtype)
-    elif entry.rule is Rule.SUMMED and not moment:
+        yield from [np.zeros(entry.shape, dtype or leaves["scale"].dtype)] * shards
+        return
+    leaf = leaves[entry.leaf]
+    kept: np.dtype = dtype or leaf.dtype
+    value = np.asarray(leaf if entry.layer is None else leaf[entry.layer])
+    if entry.rule is Rule.SUMMED and not moment:
         value = value.astype(np.float32) / np.float32(shards)
-    return cast(value, dtype, entry.name)
+    for number in range(shards):
+        part = value
+        if entry.rule in (Rule.SPLIT, Rule.STACKED):
+            part = value[entry.block(number, shards)]
+        elif entry.rule is Rule.FIRST and number > 0:
+            initial = 1 if entry.leaf == "scale" and not moment else 0
+            part = np.full(entry.shape, initial, kept)
+        yield cast(part, kept, entry.name)
 
 
-def _write_shards(folder: str, leaves: list[Callable[[int, int], np.ndarray]], shards: int) -> None:
-    total = shards * len(leaves)
-    with tqdm(total=total, desc=f"writing {shards} shards", unit="leaf", disable=None) as bar:
-        for number in range(shards):
-            made = [partial(_counted, leaf, number, shards, bar) for leaf in leaves]
-            original_files.write(os.path.join(folder, f"shard_{number}"), made)
+def _write_shards(
+    folder: str, leaves: list[Callable[[], Iterable[np.ndarray]]], shards: int
+) -> None:
+    """All shards of a step, with a progress bar."""
+    folders = [os.path.join(folder, f"shard_{number}") for number in range(shards)]
+    title = f"writing {shards} shards"
+    with tqdm(total=len(leaves), desc=title, unit="leaf", disable=None) as bar:
+        original_files.write(folders, [partial(_counted, leaf, bar) for leaf in leaves])
 
 
-def _counted(
-    leaf: Callable[[int, int], np.ndarray], number: int, shards: int, bar: tqdm
-) -> np.ndarray:
+def _counted(leaf: Callable[[], Iterable[np.ndarray]], bar: tqdm) -> Iterable[np.ndarray]:
     bar.update()
-    return leaf(number, shards)
+    return leaf()

@@ -1,12 +1,13 @@
 """The files of the original's checkpoints: the model folder's index, the shards' 16 pieces each."""
 
+import contextlib
 import itertools
 import json
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -129,11 +130,24 @@ class Shard:
         path, member = self._places[index]
         return f"{path}: {member.removesuffix('.npy')} ({name})"
 
+    def dtype(self, index: int, name: str, shape: tuple[int, ...]) -> np.dtype:
+        """What the values of a leaf are, by its header; errors as of `read`."""
+        with self._opened(index, name, shape) as (_, dtype):
+            return dtype
+
     def read(self, index: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """The values of a leaf that must have this shape; 2-byte voids are bfloat16.
 
         Raises InputError, before its values are read where its header already tells.
         """
+        with self._opened(index, name, shape) as (stream, dtype):
+            return npy.read_array(stream, allow_pickle=False).view(dtype)
+
+    @contextlib.contextmanager
+    def _opened(
+        self, index: int, name: str, shape: tuple[int, ...]
+    ) -> Iterator[tuple[Any, np.dtype]]:
+        """A leaf's stream and dtype, once its header has been checked."""
         path, member = self._places[index]
         try:
             with zipfile.ZipFile(path) as archive:
@@ -141,14 +155,13 @@ class Shard:
                     found, dtype = _header(stream)
                 self._check(index, name, shape, found, dtype)
                 with archive.open(member) as stream:
-                    values = npy.read_array(stream, allow_pickle=False)
+                    yield stream, _BFLOAT16 if dtype == np.dtype("V2") else dtype
         except InputError:
             raise
         except _DAMAGED as error:
             raise InputError(
                 f"{self.where(index, name)} is damaged: {reason(error)}; expected {shape}; {_COPY}"
             ) from None
-        return values.view(_BFLOAT16) if dtype == np.dtype("V2") else values
 
     def _check(
         self, index: int, name: str, shape: tuple[int, ...], found: tuple[int, ...], dtype: np.dtype
@@ -198,20 +211,24 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def write(folder: str, leaves: Sequence[Callable[[], np.ndarray]]) -> None:
-    """Makes the folder and writes its 16 pieces; of the leaves one at a time is in memory.
+def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndarray]]]) -> None:
+    """Makes the shards' folders and writes the 16 pieces of each, leaf by leaf.
 
-    The files are those of `np.savez`, byte for byte.
+    Each leaf gives one array a shard.  The files are those of `np.savez`, byte for byte.
     """
-    os.makedirs(folder)
+    for folder in folders:
+        os.makedirs(folder)
     for piece, (first, end) in enumerate(split(len(leaves))):
-        path = os.path.join(folder, f"{piece}.npz")
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with contextlib.ExitStack() as stack:
+            archives = [
+                stack.enter_context(zipfile.ZipFile(os.path.join(folder, f"{piece}.npz"), "w"))
+                for folder in folders
+            ]
             for place, leaf in enumerate(leaves[first:end]):
-                values = leaf()
-                # Zip64 from the start, as the size is not known then.
-                with archive.open(f"arr_{place}.npy", "w", force_zip64=True) as stream:
-                    _write_array(stream, values)
+                for archive, values in zip(archives, leaf(), strict=True):
+                    # Zip64 from the start, as the size is not known then.
+                    with archive.open(f"arr_{place}.npy", "w", force_zip64=True) as stream:
+                        _write_array(stream, values)
 
 
 def _write_array(stream: Any, values: np.ndarray) -> None:

@@ -19,14 +19,14 @@ def leaves(tree: Any) -> dict[Path, Any]:
 
 
 def placed(host: Any, template: Any) -> Any:
-    """A host tree's leaves in the template's layouts and dtypes; the host tree is emptied."""
+    """A host tree's leaves in the template's layouts and dtypes; the host tree is emptied.
+
+    Of its `LazyLeaf`s one at a time is in memory.
+    """
     if isinstance(template, dict):
         return {key: placed(host.pop(key), leaf) for key, leaf in template.items()}
-    return jax.make_array_from_callback(
-        template.shape,
-        template.sharding,
-        lambda index: host[index].astype(template.dtype, copy=False),
-    )
+    values = np.asarray(host).astype(template.dtype, copy=False)
+    return jax.make_array_from_callback(template.shape, template.sharding, values.__getitem__)
 
 
 def expected(declared: Any, *, optimizer: bool) -> dict[Path, Any]:

@@ -227,8 +227,8 @@ def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
     with Checkpoints(str(folder), read_only=True) as checkpoints:
         assert checkpoints.aux(step)["saved after"] == step
         return [
-            ("/".join(path), checkpoints.read_leaf(step, path, leaf.dtype))
-            for path, leaf in sorted(checkpoints.leaves(step).items())
+            ("/".join(path), np.asarray(checkpoints.open_leaf(step, path)))
+            for path in sorted(checkpoints.leaves(step))
         ]
 
 

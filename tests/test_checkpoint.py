@@ -398,7 +398,7 @@ def test_a_new_model_folder_appears_whole(tmp_path, monkeypatch, small):
 
 @pytest.mark.parametrize("from_host", [False, True])
 def test_a_leaf_is_read_alone(tmp_path, from_host):
-    """As a numpy array, cast as numpy casts it."""
+    """Whole or layer by layer, after the checkpoints are closed too; cast as numpy casts it."""
     state = random_state(5, mesh_of(4, 2))
     state["params"]["layers"]["w"] = jnp.arange(480.0).reshape(3, 5, 32) / 7
     with Checkpoints(str(tmp_path), host=from_host) as checkpoints:
@@ -408,11 +408,15 @@ def test_a_leaf_is_read_alone(tmp_path, from_host):
         assert set(found) == set(leaves(state))
         for path, leaf in leaves(state).items():
             assert (found[path].shape, found[path].dtype) == (leaf.shape, leaf.dtype)
-            assert_same_bits(checkpoints.read_leaf(1, path, leaf.dtype), np.asarray(leaf))
-        path = ("params", "layers", "w")
-        for dtype in (jnp.bfloat16, np.float16):
-            cast = np.asarray(state["params"]["layers"]["w"]).astype(dtype)
-            assert_same_bits(checkpoints.read_leaf(1, path, dtype), cast)
+            lazy = checkpoints.open_leaf(1, path)
+            assert (lazy.shape, lazy.dtype) == (leaf.shape, leaf.dtype)
+            assert_same_bits(np.asarray(lazy), np.asarray(leaf))
+        lazy = checkpoints.open_leaf(1, ("params", "layers", "w"))
+    whole = np.asarray(state["params"]["layers"]["w"])
+    for layer in (0, 2, -1):
+        assert_same_bits(lazy[layer], whole[layer])
+    for dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
+        assert_same_bits(np.asarray(lazy.astype(dtype, "w")), whole.astype(dtype))
 
 
 @pytest.mark.parametrize("what", ["half of state/step/0", "no state/rng/0"])
@@ -429,7 +433,7 @@ def test_a_damaged_host_array_is_named(tmp_path, what):
         path = (damaged.parent.name,)
         for read in (
             lambda: checkpoints.restore(7, template_of(mesh_of(2, 4))),
-            lambda: checkpoints.read_leaf(7, path, state[path[0]].dtype),
+            lambda: np.asarray(checkpoints.open_leaf(7, path)),
         ):
             with pytest.raises(InputError, match="step_7 cannot be read: ") as caught:
                 read()

@@ -519,9 +519,10 @@ DAMAGE = [
     (put(lambda w: w[:-1]), r"0\.npz: arr_1 \(.*\) has shape \(63, 64\), expected \(64, 64\)"),
     (put(lambda w: w[:, :-1]), r"arr_1 \(.*\) has shape \(64, 63\), expected \(64, 64\) in each"),
     (
-        put(np.int32),
+        lambda path: put(np.int32)(path.replace("shard_1", "shard_0")),
         r"arr_1 \(.*linear w\) is int32, expected one of float32, float16, bfloat16; use",
     ),
+    (put(np.int32), r"arr_1 \(.*linear w\) is int32, expected float32 as in .*shard_0"),
     (put(np.float16), r"arr_1 \(.*linear w\) is float16, expected float32 as in .*shard_0"),
     (
         lambda path: edit(path, lambda arrays: arrays.update(arr_9=np.zeros(1))),
