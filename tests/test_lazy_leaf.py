@@ -1,8 +1,14 @@
 """Leaves on the disk: what is read of them, and when."""
 
+import tracemalloc
+
+import jax
 import numpy as np
 import pytest
 
+from mesh_transformer import conversion, model, original_checkpoint
+from mesh_transformer.config import Config
+from mesh_transformer.declaration import map_declared
 from mesh_transformer.lazy_leaf import LazyLeaf, in_memory
 from mesh_transformer.util import InputError
 
@@ -73,3 +79,34 @@ def test_a_state_is_read_into_memory():
     assert found["step"] is step
     assert asked == [0, 1]
     assert in_memory(found) is found
+
+
+def test_a_conversion_holds_a_layer_at_a_time(tmp_path):
+    """original -> hf -> original, of a model whose layers are 20 times what either may hold."""
+    sizes = {"layers": 24, "d_model": 256, "n_heads": 4, "n_vocab": 256}
+    config = Config.from_dict(sizes | {"cores_per_replica": 4, "pe_rotary_dims": 32})
+    params = map_declared(
+        lambda d: rng.standard_normal(d.shape, np.float32), model.declarations(config)
+    )
+    params["embed"]["embedding"]["b"][...] = 0  # which is folded in: the way back is exact
+    start = original_checkpoint.write(
+        str(tmp_path / "start"), {"params": params, "step": np.zeros((), np.int32)}, config
+    )
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    del params
+    options = {"config": config}
+    conversion.convert(start, "original", tmp_path / "warm", "hf", **options)  # and its imports
+    tracemalloc.start()
+    try:
+        conversion.convert(start, "original", tmp_path / "hf", "hf", **options)
+        conversion.convert(tmp_path / "hf", "hf", tmp_path / "end", "original", **options)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    largest = 4 * 256 * 1024
+    # Of the largest leaf of a layer what is read, made of it and written; 1 MB for all else.
+    assert peak < 4 * largest + 1e6 < weights / 10
+    for path in (tmp_path / "start").rglob("*.npz"):
+        assert (tmp_path / "end" / path.relative_to(tmp_path / "start")).read_bytes() == (
+            path.read_bytes()
+        )
