@@ -1,15 +1,16 @@
 """A Ray head that lives as long as its driver, and takes every process of it along when it ends.
 
 `python -m mesh_transformer.ray_head BYTES` prints `address: HOST:PORT` and ends once its standard
-input is closed, which even a SIGKILL of the driver does.  `RayHead` starts it in a session of its
-own: Ctrl-C in the terminal reaches the driver alone, and `ray.init` in the driver itself would
-take the driver out of the terminal's process group.
+input is closed, which even a SIGKILL of the driver does, or once one of Ray's own servers has
+died.  `RayHead` starts it in a session of its own: Ctrl-C in the terminal reaches the driver alone,
+and `ray.init` in the driver itself would take the driver out of the terminal's process group.
 """
 
 import contextlib
 import logging
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,15 @@ from mesh_transformer.util import StoppedError
 OBJECT_STORE = 256 << 20  # bytes; a few batches of token ids are all that is ever in it
 SECONDS_TO_START = 120.0
 SECONDS_TO_END = 20.0
+SERVERS = ("gcs_server", "raylet")  # those of Ray's processes that nothing goes on without
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    # With it a raylet's death makes its agents print a page of its log in the driver.
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
+}
+# Ray would end the driver itself, without a word, this long after it has lost the head.
+SECONDS_WITHOUT_HEAD = "3600"
 
 
 class RayHead:
@@ -37,7 +47,11 @@ class RayHead:
 
     def __init__(self, object_store: int = OBJECT_STORE):
         _require_token()
-        command = [sys.executable, "-m", "mesh_transformer.ray_head", str(object_store)]
+        self._object_store = object_store
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "mesh_transformer.ray_head", str(self._object_store)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
@@ -46,8 +60,9 @@ class RayHead:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
+            env=os.environ | ENVIRONMENT,
         )
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", SECONDS_WITHOUT_HEAD)
         try:
             import ray
 
@@ -68,15 +83,28 @@ class RayHead:
                     return line.removeprefix("address: ").strip()
         finally:
             timer.cancel()
+        said = self._last_words() or f"nothing in {SECONDS_TO_START:.0f} s"
+        raise StoppedError(f"Ray cannot start on this machine: {said}")
+
+    def _last_words(self) -> str:
         self._log.seek(0)
-        said = self._log.read().strip().splitlines() or [f"nothing in {SECONDS_TO_START:.0f} s"]
-        raise StoppedError(f"Ray cannot start on this machine: {said[-1]}")
+        lines = self._log.read().strip().splitlines()
+        return lines[-1] if lines else ""
 
     def __enter__(self) -> "RayHead":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def revive(self) -> None:
+        """Starts a new head, with an `address` of its own, where this one has died."""
+        if self._process.poll() is None:
+            return
+        died = self._last_words() or f"its process ended with {self._process.returncode}"
+        print(f"Ray's head has died ({died}); a new one starts", file=sys.stderr, flush=True)
+        self.close()
+        self._start()
 
     def close(self) -> None:
         """Ends Ray and every process that it started."""
@@ -86,11 +114,10 @@ class RayHead:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        _kill_session(self._process.pid)  # what is left where the head did not do it
+        self._process.wait()
         self._process.stdout.close()
         self._log.close()
 
@@ -106,7 +133,7 @@ def _require_token() -> None:
 
 
 def main() -> None:
-    """Runs the head until standard input ends, then kills its whole session."""
+    """Runs the head until standard input ends or a server dies, then kills its whole session."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when it is over
     import ray
@@ -121,22 +148,49 @@ def main() -> None:
     )
     try:
         print(f"address: {context.address_info['gcs_address']}", flush=True)
-        sys.stdin.read()
+        _watch(_servers())
     finally:  # of a driver that has not even waited for the address, too
-        _end_session()
+        _kill_session(os.getsid(0))
 
 
-def _end_session() -> None:
-    """Kills every process of this session, this one last.
+def _servers() -> dict[int, str]:
+    """Ray's servers in this session, by process id."""
+    found = {}
+    for pid in _members(os.getsid(0)):
+        with contextlib.suppress(FileNotFoundError):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name in SERVERS:
+                found[pid] = name
+    return found
+
+
+def _watch(servers: dict[int, str]) -> None:
+    """Waits for the end of standard input, or for a server to die, which it tells of."""
+    watched = {os.pidfd_open(pid): name for pid, name in servers.items()}
+    ready, _, _ = select.select([sys.stdin.fileno(), *watched], [], [])
+    if ready[0] in watched:
+        print(f"{watched[ready[0]]} died", file=sys.stderr, flush=True)
+
+
+def _members(session: int) -> list[int]:
+    """Linux: the processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(path.name)) == session:
+                found.append(int(path.name))
+    return found
+
+
+def _kill_session(session: int) -> None:
+    """Kills every process of a session, this process last.
 
     Ray's own way to shut down leaves agents for up to a minute, and workers that are stopped.
     """
-    for path in Path("/proc").glob("[0-9]*"):
-        pid = int(path.name)
+    members = sorted(_members(session), key=lambda pid: pid == os.getpid())
+    for pid in members:
         with contextlib.suppress(ProcessLookupError):
-            if pid != os.getpid() and os.getsid(pid) == os.getsid(0):
-                os.kill(pid, signal.SIGKILL)
-    os.killpg(0, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
