@@ -6,7 +6,7 @@ of a projection, V vocabulary this program sees, L layers, G norm groups (1, or 
 layernorm-desync the shards that this program holds).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -23,10 +23,10 @@ T5_MAX_DISTANCE = 128
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values; with a leading L, those of all layers."""
+    """One layer's keys and values (or their layout); those of a head lie side by side."""
 
-    k_BSHK: Array
-    v_BSHK: Array
+    k_BHSK: Any
+    v_BHSK: Any
 
 
 class Context(NamedTuple):
@@ -34,7 +34,7 @@ class Context(NamedTuple):
 
     positions_BT: Array
     bias_BHTS: Array
-    slot: Array | int  # where the cache takes this call's keys
+    slot_B: Array | None = None  # where each row's cache takes its one new key
 
 
 def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
@@ -160,16 +160,16 @@ def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Ar
     return jnp.where(seen_BTS, 0.0, MASKED)[:, None].astype(jnp.float32)
 
 
-def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, bias_BHTS: Array) -> Array:
+def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Array:
     """Softmax attention of T queries over S keys; heads are those this program holds.
 
     `bias` already holds the masks and any relative position term.  The logits and the softmax
     are f32, the matmuls' inputs in the compute dtype.
     """
     scale = q_BTHK.shape[-1] ** -0.5
-    logits_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
-    weights_BHTS = jax.nn.softmax(logits_BHTS * scale + bias_BHTS).astype(v_BSHK.dtype)
-    return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK)
+    logits_BHTS = jnp.einsum("BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32)
+    weights_BHTS = jax.nn.softmax(logits_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
+    return jnp.einsum("BHTS,BHSK->BTHK", weights_BHTS, v_BHSK)
 
 
 def t5_bucket(distance: Array) -> Array:
@@ -249,7 +249,9 @@ class Embedding(hk.Module):
 class TransformerLayer(hk.Module):
     """Attention and feed-forward side by side on one norm; one sum over mp for both.
 
-    Returns what the layer adds to the residual stream, and its cache.
+    With a cache there is one new token a row; it is written at `context.slot_B` and sees the rest.
+    Without, the tokens see each other.  Returns what the layer adds to the residual stream, and
+    the cache, or the tokens' own keys and values.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -260,7 +262,7 @@ class TransformerLayer(hk.Module):
 
     def __call__(
         self, x_BTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache | None]:
+    ) -> tuple[Array, LayerCache]:
         x_GBTD = Norm(self.config, self.par)(x_BTD)
         block = self._geglu if self.config.block == "geglu" else self._gptj
         y_BTD, cache = block(x_GBTD, context, cache)
@@ -272,7 +274,7 @@ class TransformerLayer(hk.Module):
     @hk.transparent
     def _gptj(
         self, x_GBTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache | None]:
+    ) -> tuple[Array, LayerCache]:
         c, par = self.config, self.par
         width = c.n_heads * c.d_head
 
@@ -290,7 +292,7 @@ class TransformerLayer(hk.Module):
     @hk.transparent
     def _geglu(
         self, x_GBTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache | None]:
+    ) -> tuple[Array, LayerCache]:
         """One matmul in, one out; stored by head group, so that no mesh changes their order."""
         c, par = self.config, self.par
         hidden = c.d_ff // c.n_heads
@@ -322,7 +324,7 @@ class TransformerLayer(hk.Module):
         v_BTHK: Array,
         context: Context,
         cache: LayerCache | None,
-    ) -> tuple[Array, LayerCache | None]:
+    ) -> tuple[Array, LayerCache]:
         c, par = self.config, self.par
         q_BTHK, k_BTHK, v_BTHK = (
             par.shard(x, "dp", None, "mp", None) for x in (q_BTHK, k_BTHK, v_BTHK)
@@ -331,13 +333,13 @@ class TransformerLayer(hk.Module):
             q_BTHK = rotate(q_BTHK, context.positions_BT, c.d_rotary)
             k_BTHK = rotate(k_BTHK, context.positions_BT, c.d_rotary)
         if cache is None:
-            return attend(q_BTHK, k_BTHK, v_BTHK, context.bias_BHTS), None
-        write = jax.lax.dynamic_update_slice_in_dim
-        cache = LayerCache(
-            write(cache.k_BSHK, k_BTHK, context.slot, axis=1),
-            write(cache.v_BSHK, v_BTHK, context.slot, axis=1),
-        )
-        return attend(q_BTHK, cache.k_BSHK, cache.v_BSHK, context.bias_BHTS), cache
+            cache = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
+        else:
+            here = (jnp.arange(len(k_BTHK)), slice(None), context.slot_B)
+            cache = LayerCache(
+                cache.k_BHSK.at[here].set(k_BTHK[:, 0]), cache.v_BHSK.at[here].set(v_BTHK[:, 0])
+            )
+        return attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, context.bias_BHTS), cache
 
 
 class Projection(hk.Module):

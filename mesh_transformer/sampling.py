@@ -5,6 +5,8 @@ Glossary: B batch (rows that know nothing of each other), V vocabulary.
 Settings are scalars or [B], and may be traced: one compilation serves every request.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -12,6 +14,19 @@ from jax.typing import ArrayLike
 
 REMOVED = -1e10  # the logit of a removed token; finite, so that no row can turn into NaN
 GREEDY_BELOW = 1e-6  # temperatures under this take the likeliest token
+
+
+class SamplerSettings(NamedTuple):
+    """One value a row (or, for a compiled function, their layout); see `nucleus_sample`.
+
+    `penalty` is the repetition penalty of `penalize`; 1 is none.
+    """
+
+    top_p_B: Any
+    top_k_B: Any
+    temp_B: Any
+    penalty_B: Any
+    seed_B: Any
 
 
 def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
@@ -81,3 +96,43 @@ def nucleus_sample(
     Original: `nucleaus_sample`.
     """
     return softmax_sample(key, nucleus_filter(logits_BV, top_p, top_k), temp)
+
+
+def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
+    """Makes the tokens that a row has seen less likely (Keskar 2019): both signs move down.
+
+    As in Hugging Face's `generate`, the prompt's tokens count too.
+    """
+    penalty_B1 = _per_row(penalty, logits_BV)
+    lowered_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    return jnp.where(seen_BV, lowered_BV, logits_BV)
+
+
+def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: Array) -> Array:
+    """Each row's next token, uint32 [B]: penalty, nucleus, top k, then temperature.
+
+    The `made_B`-th token of a row is drawn with `fold_in(key(seed), made)`.  What no row asks for
+    is not computed: the sort, which takes longer than a small model's layers, or the draw.
+    """
+    logits_BV = jax.lax.cond(
+        jnp.any(settings.penalty_B != 1),
+        lambda: penalize(logits_BV, seen_BV, settings.penalty_B),
+        lambda: logits_BV,
+    )
+
+    def drawn() -> Array:
+        keys_B = jax.vmap(lambda seed, made: jax.random.fold_in(jax.random.key(seed), made))(
+            settings.seed_B, made_B
+        )
+        filtered_BV = jax.lax.cond(
+            jnp.any((settings.top_p_B < 1) | (settings.top_k_B > 0)),
+            lambda: nucleus_filter(logits_BV, settings.top_p_B, settings.top_k_B),
+            lambda: logits_BV,
+        )
+        return softmax_sample(keys_B, filtered_BV, settings.temp_B)
+
+    return jax.lax.cond(
+        jnp.any(settings.temp_B >= GREEDY_BELOW),
+        drawn,
+        lambda: jnp.argmax(logits_BV, axis=-1).astype(jnp.uint32),
+    )

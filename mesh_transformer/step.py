@@ -11,11 +11,13 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import model
+from mesh_transformer import generation, model
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import is_declaration
+from mesh_transformer.declaration import is_declaration, map_declared
+from mesh_transformer.layers import LayerCache
 from mesh_transformer.optimizer import Optimizer
 from mesh_transformer.parallel import Auto, Manual, Parallel, named
+from mesh_transformer.sampling import SamplerSettings
 from mesh_transformer.util import InputError, to_bf16, to_f32
 
 State = dict[str, Any]
@@ -114,20 +116,6 @@ def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Ar
     return par.gather(model.logits(params, tokens, config, par))
 
 
-def generate_step(
-    params: Any,
-    tokens: Array,
-    length: Array,
-    settings: model.SamplerSettings,
-    steps: int,
-    config: Config,
-    par: Parallel,
-) -> Array:
-    """`steps` new tokens [B, steps] for right-aligned prompts [B, T]."""
-    params = _compute_params(params, config, par)
-    return model.generate(params, tokens, length, settings, steps, config, par)
-
-
 def check_zero(config: Config, mesh: Mesh) -> None:
     """Raises InputError where ZeRO can split a matrix along no axis."""
     if not config.zero:
@@ -177,12 +165,18 @@ def _partition(
 
 
 def _compiled(
-    function: Callable[..., Any], config: Config, mesh: Mesh, in_specs: Any, out_specs: Any
+    function: Callable[..., Any],
+    config: Config,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    donate_argnums: int | None = None,
 ) -> Callable[..., Any]:
     return jax.jit(
         _partition(function, config, mesh, in_specs, out_specs),
         in_shardings=named(mesh, in_specs),
         out_shardings=named(mesh, out_specs),
+        donate_argnums=donate_argnums,
     )
 
 
@@ -239,9 +233,55 @@ def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     return _compiled(logits_step, config, mesh, specs, P("dp"))
 
 
-def compile_generate(config: Config, mesh: Mesh, steps: int) -> Callable[..., Any]:
-    """(params, tokens, length, settings) -> `steps` new tokens a row."""
-    settings = model.SamplerSettings(*(P("dp"),) * 4)
-    specs = (state_specs(config, mesh)["params"], P("dp"), P("dp"), settings)
-    function = functools.partial(generate_step, steps=steps)
-    return _compiled(function, config, mesh, specs, P("dp"))
+def _decode_specs(config: Config) -> generation.DecodeState:
+    """The layout of a running batch: rows over dp, heads over mp."""
+    rows, cache = P("dp"), P("dp", "mp")
+    settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
+    caches = (LayerCache(cache, cache),) * config.layers
+    return generation.DecodeState(caches, rows, rows, rows, rows, rows, settings)
+
+
+def _weight_specs(config: Config) -> Any:
+    return map_declared(lambda d: d.spec, generation.weight_declarations(config))
+
+
+def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
+    """A function from params, in any layout, to the weights of the functions below."""
+    return jax.jit(
+        functools.partial(generation.weights_of, config=config),
+        out_shardings=named(mesh, _weight_specs(config)),
+    )
+
+
+def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], generation.DecodeState]:
+    """(rows, slots) -> a batch of idle rows."""
+    return jax.jit(
+        functools.partial(generation.empty, config),
+        static_argnums=(0, 1),
+        out_shardings=named(mesh, _decode_specs(config)),
+    )
+
+
+def compile_grow(config: Config, mesh: Mesh) -> Callable[..., generation.DecodeState]:
+    """(batch, slots) -> the same batch with more slots."""
+    layout = named(mesh, _decode_specs(config))
+    return jax.jit(generation.grow, static_argnums=1, out_shardings=layout)
+
+
+def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
+    """(weights, batch, prompts) -> (batch, what was chosen); the old batch's memory is reused."""
+    rows, state = P("dp"), _decode_specs(config)
+    prompts = generation.Prompts(rows, rows, rows, rows, state.settings)
+    function = functools.partial(generation.prefill, alternatives=alternatives)
+    specs = (_weight_specs(config), state, prompts)
+    return _compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
+
+
+def compile_decode(
+    config: Config, mesh: Mesh, alternatives: int | None, most: int
+) -> Callable[..., Any]:
+    """(weights, batch, steps) -> (batch, what was chosen); the old batch's memory is reused."""
+    state = _decode_specs(config)
+    function = functools.partial(generation.decode, alternatives=alternatives, most=most)
+    specs = (_weight_specs(config), state, P())
+    return _compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)

@@ -18,7 +18,7 @@ from mesh_transformer import conversion, flops
 from mesh_transformer import step as steps
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
-from mesh_transformer.model import SamplerSettings
+from mesh_transformer.generator import Batch, Generator
 from mesh_transformer.native_checkpoint import saved_config
 from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
 from mesh_transformer.rows import Rows
@@ -26,7 +26,6 @@ from mesh_transformer.state_tree import placed
 from mesh_transformer.storage import AnyPath, local_path
 from mesh_transformer.util import InputError
 
-SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
 SPARE_DEVICES = 8  # virtual CPU devices, at least, where a model's own number is not given
 
 
@@ -57,7 +56,7 @@ class CausalTransformer:
         self.mesh = make_mesh(self.config, devices)
         steps.check_zero(self.config, self.mesh)
         self._rows = Rows(self.mesh)
-        self._generate: dict[int, Any] = {}
+        self._generator = Generator(self.config, self.mesh, self._rows)
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # that of `_checkpoints`, as the caller named it
         self.step = 0  # updates done, known without waiting for the device
@@ -168,66 +167,19 @@ class CausalTransformer:
             Of several processes, all give the same T.
           ctx_length: how many of a row's T are its prompt, [B], at least 1.
           gen_length: tokens to add to each row; past the window the oldest are forgotten.
-          sampler_options: `top_p` (0.9), `top_k` (0: off), `temp` (1; 0 is greedy) and `seed` (0),
-            each one number or one a row.
+          sampler_options: `top_p` (0.9), `top_k` (0: off), `temp` (1; 0 is greedy),
+            `repetition_penalty` (1: off) and `seed` (0), each one number or one a row.
 
         Returns:
           Token ids [B, gen_length], uint32.
         """
-        tokens, length, settings = self._prompts(ctx, ctx_length, gen_length, sampler_options or {})
-        rows = len(tokens)
-        if gen_length not in self._generate:
-            self._generate[gen_length] = steps.compile_generate(self.config, self.mesh, gen_length)
-        padded = jax.tree.map(self._rows.pad, (tokens, length, settings))
-        found = self._generate[gen_length](self._params(), *self._rows.place(padded, P("dp")))
-        return np.asarray(self._rows.fetch(found, rows))
+        return self._generator.generate(
+            self._params(), ctx, ctx_length, gen_length, sampler_options or {}
+        )
 
-    def _prompts(
-        self, ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int, options: dict[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray, SamplerSettings]:
-        """Checked prompts at a bucketed width, their lengths, one sampler setting a row."""
-        window = self.config.window
-        tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
-        if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
-            raise InputError(
-                f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
-            )
-        if gen_length < 1:
-            raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
-        if length.min() < 1 or length.max() > tokens.shape[1]:
-            raise InputError(
-                "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
-            )
-        length = np.minimum(length, window)
-        # The width decides what is compiled: several processes know it from their T alone.
-        longest = int(length.max()) if self._rows.alone else min(tokens.shape[1], window)
-        if self.config.pe == "fixed" and longest + gen_length > self.config.seq:
-            raise InputError(
-                f"generate: {longest} + {gen_length} tokens, but pe fixed has positions for "
-                f"seq {self.config.seq}; shorten the prompt or the answer"
-            )
-        bucket = SMALLEST_PROMPT * 2 ** math.ceil(math.log2(max(longest / SMALLEST_PROMPT, 1)))
-        width = min(bucket, window)
-        tokens = np.pad(tokens, ((0, 0), (max(width - tokens.shape[1], 0), 0)))[:, -width:]
-        # What stands before a prompt is padding; its value is never seen, but must be a token.
-        tokens = np.where(np.arange(width) < width - length[:, None], 0, tokens)
-        defaults = {"top_p": 0.9, "top_k": 0, "temp": 1.0, "seed": 0}
-        unknown = set(options) - set(defaults)
-        if unknown:
-            raise InputError(
-                f"generate: unknown sampler option {min(unknown)!r}; use {', '.join(defaults)}"
-            )
-        types = {"top_p": np.float32, "top_k": np.int32, "temp": np.float32, "seed": np.uint32}
-        for key, value in options.items():
-            exact = np.issubdtype(types[key], np.integer)
-            most = np.iinfo(types[key]).max if exact else np.inf
-            if not np.all((np.asarray(value) >= 0) & (np.asarray(value) <= most)):
-                raise InputError(f"generate: {key} is {value}, expected 0 to {most}")
-        rows = {
-            f"{key}_B": np.broadcast_to(np.asarray(value, types[key]), (len(tokens),))
-            for key, value in (defaults | options).items()
-        }
-        return self._tokens("ctx", tokens, 2), length, SamplerSettings(**rows)
+    def batch(self, rows: int) -> Batch:
+        """A running batch of `rows` rows on these weights; prompts come and go (see `Batch`)."""
+        return self._generator.batch(self._params(), rows)
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on."""

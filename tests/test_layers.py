@@ -105,7 +105,8 @@ def test_attention_is_the_textbook_s(window):
     extra = normal(3, 1, 3, 6, 6)
     positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
     bias = causal_bias(positions, positions, window) + extra
-    found = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), bias)
+    by_head = (jnp.moveaxis(jnp.asarray(x), 1, 2) for x in (k, v))
+    found = attend(jnp.asarray(q), *by_head, bias)
     for row in range(2):
         for head in range(3):
             for at in range(6):
@@ -118,9 +119,9 @@ def test_attention_is_the_textbook_s(window):
 
 def test_a_row_that_sees_nothing_stays_finite():
     bias = jnp.full((1, 1, 1, 4), MASKED)
-    k, v = (jnp.asarray(normal(seed, 1, 4, 1, 2)) for seed in (0, 1))
+    k, v = (jnp.asarray(normal(seed, 1, 1, 4, 2)) for seed in (0, 1))
     found = attend(jnp.ones((1, 1, 1, 2)), k, v, bias)
-    np.testing.assert_allclose(found[0, 0, 0], v[0, :, 0].mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(found[0, 0, 0], v[0, 0].mean(axis=0), rtol=1e-6)
 
 
 def test_the_mask_hides_padding_the_future_and_what_is_out_of_the_window():

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from mesh_transformer import model, step
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration, map_declared
-from mesh_transformer.model import SamplerSettings
 from mesh_transformer.parallel import Auto, named
 from mesh_transformer.sampling import nucleus_sample
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -21,7 +19,7 @@ from tests.conftest import DATA, SMALL
 from tests.test_parity import network_at_step_0
 
 PLACES = [("jit", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4)]
-GREEDY = {"top_p": 1.0, "top_k": 0, "temp": 0.0, "seed": 0}
+GREEDY = {"top_p": 1.0, "temp": 0.0}
 
 
 def small_config(**changes: Any) -> Config:
@@ -48,30 +46,22 @@ def weights(config: Config) -> Any:
     return jax.tree_util.tree_map_with_path(draw, declared, is_leaf=is_declaration)
 
 
-def settings_of(rows: int, **changes: Any) -> SamplerSettings:
-    types = {"top_p": np.float32, "top_k": np.int32, "temp": np.float32, "seed": np.uint32}
-    values = GREEDY | changes
-    return SamplerSettings(
-        *(np.broadcast_to(np.asarray(values[k], types[k]), (rows,)) for k in types)
-    )
-
-
 def generate(
     config: Config,
     place: tuple[str, int, int],
     prompts: Any,
     lengths: Any,
     steps: int,
-    settings: SamplerSettings,
+    options: dict[str, Any],
 ) -> np.ndarray:
     """`steps` tokens after right-aligned prompts, on a dp x mp mesh."""
     partitioning, dp, mp = place
     config = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
-    mesh = Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
-    layout = named(mesh, step.state_specs(config, mesh)["params"])
-    placed = jax.tree.map(jax.device_put, weights(base_of(config)), layout)
-    run = step.compile_generate(config, mesh, steps)
-    return np.asarray(run(placed, np.asarray(prompts, np.uint32), np.asarray(lengths), settings))
+    network = CausalTransformer(config, devices=jax.devices()[: dp * mp], init=False)
+    layout = named(network.mesh, step.state_specs(config, network.mesh)["params"])
+    params = jax.tree.map(jax.device_put, weights(base_of(config)), layout)
+    network.state = {"params": params}
+    return network.generate(prompts, lengths, steps, options)
 
 
 def base_of(config: Config) -> Config:
@@ -133,7 +123,7 @@ KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotar
 def test_cached_generation_is_repeated_full_passes(block, pe, place):
     config = small_config(block=block, pe=pe)
     prompts = prompts_of(config, [7, 3], 7)
-    found = generate(config, place, prompts, [7, 3], 9, settings_of(2))
+    found = generate(config, place, prompts, [7, 3], 9, GREEDY)
     assert found.tolist() == expected(config)
     assert len(set(found.ravel().tolist())) > 3  # no fixed point that any bug would share
 
@@ -151,7 +141,7 @@ def test_cached_generation_is_repeated_full_passes(block, pe, place):
 def test_past_the_window_the_cache_slides_as_a_banded_full_pass(pe, place, window):
     config = small_config(pe=pe, attention_window=window)
     prompts = prompts_of(config, [9, 4], 9)
-    found = generate(config, place, prompts, [9, 4], 20, settings_of(2))
+    found = generate(config, place, prompts, [9, 4], 20, GREEDY)
     assert found.tolist() == expected(base_of(config), window)
 
 
@@ -186,24 +176,24 @@ def test_greedy_tokens_are_the_original_s(variant, partitioning):
 def test_a_row_knows_nothing_of_the_others():
     config = small_config()
     prompts = prompts_of(config, [7, 5, 2, 7], 7)
-    settings = settings_of(
-        4,
-        top_p=[0.9, 0.5, 1.0, 0.9],
-        top_k=[0, 3, 0, 10],
-        temp=[1.0, 0.7, 0.0, 2.0],
-        seed=[1, 2, 3, 2**32 - 1],
-    )
+    options = {
+        "top_p": [0.9, 0.5, 1.0, 0.9],
+        "top_k": [0, 3, 0, 10],
+        "temp": [1.0, 0.7, 0.0, 2.0],
+        "repetition_penalty": [1.0, 1.3, 1.0, 0.8],
+        "seed": [1, 2, 3, 2**32 - 1],
+    }
     place = ("shard_map", 2, 4)
-    found = generate(config, place, prompts, [7, 5, 2, 7], 6, settings)
+    found = generate(config, place, prompts, [7, 5, 2, 7], 6, options)
     order = [2, 0, 3, 1]
-    shuffled = SamplerSettings(*(np.asarray(leaf)[order] for leaf in settings))
+    shuffled = {name: np.asarray(values)[order] for name, values in options.items()}
     again = generate(config, place, prompts[order], [2, 7, 7, 5], 6, shuffled)
     np.testing.assert_array_equal(again, found[order])
     # Beside copies of itself, with other noise before it, on one device.
     row = 1
     alone = np.repeat(prompts[row : row + 1], 2, axis=0)
     alone[1, :2] = 99
-    own = SamplerSettings(*(np.asarray(leaf)[[row, row]] for leaf in settings))
+    own = {name: values[row] for name, values in options.items()}
     found_alone = generate(config, PLACES[0], alone, [5, 5], 6, own)
     np.testing.assert_array_equal(found_alone, found[[row, row]])
 
@@ -212,8 +202,8 @@ def test_sampled_tokens_are_draws_from_the_full_pass_s_logits():
     """Row by row the sampler's own key, `fold_in(key(seed), step)`, on uncached logits."""
     config = small_config()
     prompts = prompts_of(config, [6, 6], 6)
-    settings = settings_of(2, top_p=0.9, temp=1.0, seed=[11, 12])
-    found = generate(config, PLACES[0], prompts, [6, 6], 5, settings)
+    options = {"top_p": 0.9, "temp": 1.0, "seed": [11, 12]}
+    found = generate(config, PLACES[0], prompts, [6, 6], 5, options)
     run, text = full_pass(config, base_of(config)), np.zeros((2, 16), np.uint32)
     text[:, :6] = prompts
     for at in range(5):

@@ -1,0 +1,270 @@
+"""Cached generation as pure functions: rows of a running batch, each at its own position.
+
+A row's keys and values stand in a ring of S slots, position p in slot p mod S; so past the window
+the oldest gives way.  A new row comes in by `prefill`, while the others stand still; `decode` lets
+all rows advance.  Layers are unrolled here, each with its own arrays: what a loop over stacked
+arrays slices out, it copies.
+
+Array names end in their shape: B rows of the batch, P rows that come in, T prompt, S slots,
+D model, H heads, K head size, V vocabulary, M tokens of one call, N alternatives.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mesh_transformer import model
+from mesh_transformer.config import Config
+from mesh_transformer.declaration import map_declared
+from mesh_transformer.layers import Context, LayerCache, causal_bias
+from mesh_transformer.parallel import Parallel
+from mesh_transformer.sampling import SamplerSettings, choose
+
+Weights = dict[str, Any]
+
+
+class Prompts(NamedTuple):
+    """What comes into a batch; left-aligned, what stands behind a prompt is never seen."""
+
+    tokens_PT: Any
+    length_P: Any
+    row_P: Any  # where each goes, among this program's rows; beyond them: nowhere
+    left_P: Any  # how many tokens it may have
+    settings: SamplerSettings
+
+
+class Chosen(NamedTuple):
+    """Chosen tokens, and where asked for what the model thought of them (not of the settings)."""
+
+    token: Any  # [B], or [B, M]
+    logprob: Any = None  # of that token, in nats
+    top_token: Any = None  # the likeliest tokens, [..., N]
+    top_logprob: Any = None
+
+
+class DecodeState(NamedTuple):
+    """A batch of rows in the midst of generation.  A row with no tokens left stands still."""
+
+    caches: tuple[LayerCache, ...]  # one a layer
+    length_B: Any  # tokens in the cache: the position of the pending one
+    token_B: Any  # chosen, but not yet in the cache
+    made_B: Any  # tokens chosen so far
+    left_B: Any  # tokens that may still be chosen
+    seen_BV: Any  # which tokens the row's text has, prompt included
+    settings: SamplerSettings
+
+    @property
+    def slots(self) -> int:
+        """S: how many positions a row has room for."""
+        return self.caches[0].k_BHSK.shape[2]
+
+
+def weights_of(params: model.Params, config: Config) -> Weights:
+    """The parameters in the dtype and the arrays that generation reads."""
+    cast = jax.tree.map(lambda x: x.astype(config.dtype), params)
+
+    def one(layer: int) -> Any:
+        return jax.tree.map(lambda x: x[layer], cast["layers"])
+
+    return cast | {"layers": tuple(one(layer) for layer in range(config.layers))}
+
+
+def weight_declarations(config: Config) -> Weights:
+    """What each array of `weights_of` declares."""
+    declared = model.declarations(config)
+    one = map_declared(lambda d: d.unstack(), declared["layers"])
+    return declared | {"layers": (one,) * config.layers}
+
+
+def empty(config: Config, rows: int, slots: int) -> DecodeState:
+    """A batch of `rows` idle rows; all of it global: jit it with the layout you want."""
+    shape = (rows, config.n_heads, slots, config.d_head)
+
+    def zeros(dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((rows,), dtype)
+
+    return DecodeState(
+        tuple(
+            LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+            for _ in range(config.layers)
+        ),
+        length_B=zeros(),
+        token_B=zeros(jnp.uint32),
+        made_B=zeros(),
+        left_B=zeros(),
+        seen_BV=jnp.zeros((rows, config.n_vocab), bool),
+        settings=SamplerSettings(
+            zeros(jnp.float32),
+            zeros(),
+            zeros(jnp.float32),
+            zeros(jnp.float32) + 1,
+            zeros(jnp.uint32),
+        ),
+    )
+
+
+def grow(state: DecodeState, slots: int) -> DecodeState:
+    """The same rows with room for `slots` positions; no row may have passed the old end."""
+
+    def widened(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, slots - state.slots), (0, 0)))
+
+    return state._replace(caches=jax.tree.map(widened, state.caches))
+
+
+def _forward(
+    weights: Weights,
+    tokens_BT: Array,
+    context: Context,
+    caches: tuple[LayerCache, ...] | None,
+    config: Config,
+    par: Parallel,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """The residual stream x_BTD before the last norm, and each layer's cache (see the layer)."""
+    parts = model.transforms(config, par)
+    x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
+    filled = []
+    for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
+        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context, cache)
+        x_BTD += y_BTD
+        filled.append(cache)
+    return x_BTD, tuple(filled)
+
+
+def _context(
+    weights: Weights,
+    positions_BT: Array,
+    key_positions_BS: Array,
+    slot_B: Array | None,
+    config: Config,
+    par: Parallel,
+) -> Context:
+    bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
+    if config.pe == "t5":
+        relative = model.transforms(config, par)["relative"]
+        bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
+    return Context(positions_BT, bias_BHTS, slot_B)
+
+
+def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
+    """Of the only position of x, over the whole vocabulary, on every device."""
+    logits_BTV = model.transforms(config, par)["proj"].apply(weights["proj"], x_BTD)
+    return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
+
+
+def _say(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
+    if alternatives is None:
+        return Chosen(token_B)
+    logprob_BV = jax.nn.log_softmax(logits_BV)
+    top_logprob_BN, top_token_BN = jax.lax.top_k(logprob_BV, alternatives)
+    own_B1 = jnp.take_along_axis(logprob_BV, token_B[:, None].astype(jnp.int32), axis=1)
+    return Chosen(token_B, own_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)
+
+
+def prefill(
+    weights: Weights,
+    state: DecodeState,
+    prompts: Prompts,
+    alternatives: int | None,
+    config: Config,
+    par: Parallel,
+) -> tuple[DecodeState, Chosen]:
+    """Puts prompts into rows of the batch, in place of what was there, and chooses a token each.
+
+    Args:
+      alternatives: how many of the likeliest tokens to tell, with logprobs; None for no logprobs.
+    """
+    tokens_PT, length_P, row_P, left_P, settings = prompts
+    count, width = tokens_PT.shape
+    positions_PT = jnp.arange(width)[None]
+    context = _context(weights, positions_PT, positions_PT, None, config, par)
+    x_PTD, new = _forward(weights, tokens_PT, context, None, config, par)
+
+    def put(rows: Array, values: Array, *at: Any) -> Array:
+        return rows.at[(row_P, *at)].set(values, mode="drop")
+
+    within = (slice(None), slice(width))
+    caches = jax.tree.map(lambda cache, x: put(cache, x, *within), state.caches, new)
+    last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1)[:, None, None], axis=1)
+    logits_PV = _logits(weights, last_PTD, config, par)
+
+    prompt_rows = jnp.arange(count)[:, None]
+    in_prompt_PT = positions_PT < length_P[:, None]
+    seen_PV = jnp.zeros((count, config.n_vocab), bool)
+    seen_PV = seen_PV.at[prompt_rows, tokens_PT.astype(jnp.int32)].max(in_prompt_PT)
+    made_P = jnp.zeros_like(length_P)
+    token_P = choose(logits_PV, settings, made_P, seen_PV)
+    seen_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
+    state = DecodeState(
+        caches,
+        put(state.length_B, length_P),
+        put(state.token_B, token_P),
+        put(state.made_B, made_P + 1),
+        put(state.left_B, left_P - 1),
+        put(state.seen_BV, seen_PV),
+        jax.tree.map(put, state.settings, settings),
+    )
+    return state, _say(logits_PV, token_P, alternatives)
+
+
+def _step(
+    weights: Weights,
+    state: DecodeState,
+    alternatives: int | None,
+    config: Config,
+    par: Parallel,
+) -> tuple[DecodeState, Chosen]:
+    """The pending tokens into the cache, and one more chosen in each row that has some left."""
+    last_B1 = state.length_B[:, None]
+    slots_1S = jnp.arange(state.slots)[None]
+    # The newest position in each slot that is not past the pending token's; negative: none.
+    key_positions_BS = last_B1 - (last_B1 - slots_1S) % state.slots
+    slot_B = state.length_B % state.slots
+    context = _context(weights, last_B1, key_positions_BS, slot_B, config, par)
+    x_BTD, caches = _forward(weights, state.token_B[:, None], context, state.caches, config, par)
+    logits_BV = _logits(weights, x_BTD, config, par)
+    token_B = choose(logits_BV, state.settings, state.made_B, state.seen_BV)
+    goes_B = state.left_B > 0
+    token_B = jnp.where(goes_B, token_B, state.token_B)
+    one_B = goes_B.astype(jnp.int32)
+    state = DecodeState(
+        caches,
+        state.length_B + one_B,
+        token_B,
+        state.made_B + one_B,
+        state.left_B - one_B,
+        state.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
+        state.settings,
+    )
+    return state, _say(logits_BV, token_B, alternatives)
+
+
+def decode(
+    weights: Weights,
+    state: DecodeState,
+    steps: Array,
+    alternatives: int | None,
+    most: int,
+    config: Config,
+    par: Parallel,
+) -> tuple[DecodeState, Chosen]:
+    """`steps` more tokens (at most `most`) in every row that has so many left.
+
+    Returns:
+      The new state and the tokens [B, most]; only the first `steps` of a row, and of them as many
+      as it had left, mean anything.
+    """
+    shapes = jax.eval_shape(lambda s: _step(weights, s, alternatives, config, par)[1], state)
+    chosen = jax.tree.map(
+        lambda x: par.zeros((x.shape[0], most, *x.shape[1:]), x.dtype, "dp", *(None,) * x.ndim),
+        shapes,
+    )
+
+    def body(at: Array, carry: tuple[DecodeState, Chosen]) -> tuple[DecodeState, Chosen]:
+        state, chosen = carry
+        state, new = _step(weights, state, alternatives, config, par)
+        return state, jax.tree.map(lambda all_, one: all_.at[:, at].set(one), chosen, new)
+
+    return jax.lax.fori_loop(0, steps, body, (state, chosen))
