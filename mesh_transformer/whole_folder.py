@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from mesh_transformer.storage import (
     check_free,
@@ -16,6 +18,8 @@ from mesh_transformer.storage import (
     reason,
 )
 from mesh_transformer.util import InputError
+
+_PAUSE = 0.5  # seconds between looks for what to flush
 
 
 @contextlib.contextmanager
@@ -35,7 +39,8 @@ def whole_folder(path: str) -> Iterator[str]:
     try:
         _clear_remains(parent, name)
         os.makedirs(temporary)
-        yield temporary
+        with _flushed_meanwhile(temporary):
+            yield temporary
         _flush(temporary)
         os.rename(temporary, path)
         _sync(parent)
@@ -72,6 +77,33 @@ def _runs(process: int) -> bool:
     except PermissionError:  # another user's
         return True
     return process != os.getpid()
+
+
+@contextlib.contextmanager
+def _flushed_meanwhile(folder: str) -> Iterator[None]:
+    """Flushes what is written in a folder while it is: at the end little is left to wait for.
+
+    What fails then raises at the end: the system tells of a failed write only once.
+    """
+    done, seen = threading.Event(), dict[str, int]()  # when each file was changed last
+
+    def flush() -> None:
+        while not done.wait(_PAUSE):
+            for where, _, files in os.walk(folder):
+                for path in (os.path.join(where, name) for name in files):
+                    with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                        changed = os.stat(path).st_mtime_ns
+                        if changed != seen.get(path):
+                            _sync(path)
+                            seen[path] = changed
+
+    with ThreadPoolExecutor(1, thread_name_prefix="flush") as pool:
+        flushing = pool.submit(flush)
+        try:
+            yield
+        finally:
+            done.set()
+    flushing.result()
 
 
 def _flush(folder: str) -> None:

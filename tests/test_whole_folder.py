@@ -4,9 +4,11 @@ import errno
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
+from mesh_transformer import whole_folder as module
 from mesh_transformer.util import InputError
 from mesh_transformer.whole_folder import whole_folder
 
@@ -109,6 +111,55 @@ def test_a_failing_flush_leaves_nothing(tmp_path, monkeypatch):
     ):
         fill(temporary)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_is_flushed_meanwhile(tmp_path, monkeypatch):
+    flushed, flush = [], os.fsync
+
+    def record(descriptor):
+        flushed.append(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(module, "_PAUSE", 0.01)
+    with whole_folder(str(tmp_path / "model")) as temporary:
+        fill(temporary)
+        file = os.stat(os.path.join(temporary, "inner", "file")).st_ino
+        wait_until(lambda: file in flushed)
+        with open(os.path.join(temporary, "inner", "file"), "ab") as more:
+            more.write(b"more")
+        wait_until(lambda: flushed.count(file) > 1)
+
+
+def test_a_flush_that_fails_meanwhile_is_not_forgotten(tmp_path, monkeypatch):
+    failed, flush = [], os.fsync
+
+    def fail_once(descriptor):
+        if not failed:
+            failed.append(True)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    monkeypatch.setattr(module, "_PAUSE", 0.01)
+    with (
+        pytest.raises(InputError, match="model: cannot be written: Input/output error"),
+        whole_folder(str(tmp_path / "model")) as temporary,
+    ):
+        fill_until(temporary, lambda: failed)
+    assert not list(tmp_path.iterdir())
+
+
+def fill_until(folder, true):
+    fill(folder)
+    wait_until(true)
+
+
+def wait_until(true, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_a_full_disk_leaves_nothing(small_disk):
