@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.config import Config
 from mesh_transformer.ray_head import OBJECT_STORE, RayHead
-from mesh_transformer.util import HostError, InputError
+from mesh_transformer.tpu_api import PreemptedError
+from mesh_transformer.tpu_ray import ray_token
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec
+from mesh_transformer.tpu_vm import TpuVm
+from mesh_transformer.util import HostError, InputError, StoppedError
 
 # Both import Ray, which has to wait until `RayHead` has chosen its authentication.
 if TYPE_CHECKING:
     from mesh_transformer.ray_hosts import Host
     from mesh_transformer.tpu_cluster import TPUCluster
-    from mesh_transformer.tpu_spec import TpuSpec
 
 BATCHES_IN_STORE = 8  # those under way, and as much again for what validation and sampling send
 
@@ -51,35 +54,67 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
         yield lambda: local_hosts(config, count)
 
 
-@contextlib.contextmanager
-def tpu_machines(config: Config, spec: "TpuSpec") -> "Iterator[Callable[[], list[Host]]]":
+def tpu_machines(
+    config: Config, spec: TpuSpec, ssh: SshOptions | None = None
+) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
     """What gives the hosts of a TPU at each attempt, which is made again where it was taken away.
 
-    The TPU is deleted at the end of the `with` block.
-    """
-    from mesh_transformer.tpu_ray import ray_token
-    from mesh_transformer.tpu_vm import PreemptedError, TpuVm
+    The TPU is made at the beginning of the `with` block, and deleted at its end.
 
+    Raises:
+      InputError: at once, where the TPU is not of the config's size, or a key is missing that
+        making it or logging in takes.
+    """
     if spec.devices != config.tpu_size:
         raise InputError(
             f"the TPU {spec.accelerator_type} has {spec.devices} devices, expected the config's "
             f"tpu_size {config.tpu_size}"
         )
-    with RayHead(_object_store(config)) as head, TpuVm(spec, adopt=True) as tpu:
-        from mesh_transformer.ray_hosts import joined_hosts
+    return _tpu_machines(config, TpuVm(spec, ssh=ssh, adopt=True))
+
+
+@contextlib.contextmanager
+def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
+    with RayHead(_object_store(config)) as head, tpu:
+        known: list[str] = []  # the hosts that this TPU has had here
 
         def hosts() -> "list[Host]":
-            try:
-                tpu.check()
-            except PreemptedError:
+            if _is_gone(tpu):
                 tpu.make_again()
-            addresses = tpu.hosts()
-            with contextlib.suppress(HostError):
-                return joined_hosts(addresses, seconds=0.0)
-            tpu.start_ray(head.address, ray_token())
-            return joined_hosts(addresses)
+                known.clear()
+            try:
+                found = _joined(tpu, head.address, known)
+            except (HostError, PreemptedError) as error:
+                if known or _is_gone(tpu):
+                    raise HostError(str(error)) from error
+                # Of hosts that never joined another attempt would say the same.
+                raise StoppedError(str(error)) from None
+            known[:] = [host.address for host in found]
+            return found
 
         yield hosts
+
+
+def _is_gone(tpu: TpuVm) -> bool:
+    """Whether the TPU was taken away; HostError where that cannot be said now."""
+    try:
+        tpu.check()
+    except PreemptedError:
+        return True
+    except StoppedError as error:
+        raise HostError(str(error)) from error
+    return False
+
+
+def _joined(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
+    """The TPU's hosts in the Ray cluster at `head`; those that have left it are started anew."""
+    from mesh_transformer.ray_hosts import joined_hosts
+
+    if known:
+        with contextlib.suppress(HostError):
+            return joined_hosts(known, seconds=0.0)
+    tpu.start_ray(head, ray_token())
+    return joined_hosts(tpu.hosts())
 
 
 def _object_store(config: Config) -> int:

@@ -58,6 +58,14 @@ class Config:
     early_collect: bool = True  # the original's name for ZeRO 1 (true) or 3 (false) in version 2
     remat: Literal["full", "dots", "none"] = "full"
 
+    # The TPU that `train.py --tpu` makes; flags replace them (`TpuSpec.of` says what they mean).
+    tpu_zone: str | None = None
+    tpu_generation: Literal["v2", "v3", "v4", "v5e", "v5p", "v6e"] = "v3"
+    tpu_runtime_version: str | None = None
+    tpu_tier: Literal["on_demand", "spot", "preemptible"] = "on_demand"
+    tpu_network: str | None = None
+    tpu_subnetwork: str | None = None
+
     # The numbers.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     early_cast: bool = False  # parameters are kept in bf16

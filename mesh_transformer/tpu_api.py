@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from mesh_transformer.tpu_spec import TpuSpec
 from mesh_transformer.util import InputError, StoppedError
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 RPC_SECONDS = 30.0  # for one request; a host's life is waited for by polling
 RETRY_SECONDS = 120.0  # a reading request is sent again for so long
+# gcloud's own name for it, so that the delete commands printed here go to the same place.
+ENDPOINT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"
 
 
 class PreemptedError(StoppedError):
@@ -25,22 +29,39 @@ class CapacityError(StoppedError):
     """The zone has no such TPU to give at present."""
 
 
+class QuotaError(InputError):
+    """The project may not have so many TPUs, or not so soon after it had them."""
+
+
 def new_client() -> "tpu_v2.TpuClient":
-    """The real client, with this machine's default credentials."""
+    """The real client, with this machine's default credentials.
+
+    The environment's ENDPOINT ("https://HOST:PORT/", TLS too) takes the place of Google's own.
+    """
     try:
+        from google.api_core.client_options import ClientOptions
         from google.auth.exceptions import DefaultCredentialsError
         from google.cloud import tpu_v2
     except ImportError as error:
         raise InputError(
             f"package {error.name!r} is missing, which TPUs need; pip install google-cloud-tpu"
         ) from error
+    endpoint = os.environ.get(ENDPOINT)
+    options = ClientOptions(api_endpoint=_host_of(endpoint)) if endpoint else None
     try:
-        return tpu_v2.TpuClient()
+        return tpu_v2.TpuClient(client_options=options)
     except DefaultCredentialsError as error:
         raise InputError(
             "no Google Cloud credentials were found; run `gcloud auth application-default login`, "
             "or start on a VM with a service account"
         ) from error
+
+
+def _host_of(endpoint: str) -> str:
+    found = urlsplit(endpoint)
+    if found.scheme != "https" or not found.netloc:
+        raise InputError(f"{ENDPOINT} is {endpoint!r}; give https://HOST:PORT/, or unset it")
+    return found.netloc
 
 
 def default_project() -> str:
@@ -233,7 +254,7 @@ class TpuApi:
             return taken(spec)
         if isinstance(error, exceptions.TooManyRequests):  # RESOURCE_EXHAUSTED says both
             if "quota" in said.lower():
-                return InputError(f"{asked}: {said}; ask for more quota, or a smaller TPU")
+                return QuotaError(f"{asked}: {said}; ask for more quota, or a smaller TPU")
             return CapacityError(f"{asked}: {said}; try later, in another zone, or queue for it")
         if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized):
             return InputError(

@@ -91,8 +91,3 @@ def start_ray(
     script = ["bash", f"{PACKAGE}/scripts/init_ray.sh", "--address", address, "--restart"]
     script += ["--python", ".".join(platform.python_version_tuple()[:2])]
     hosts.run(f"RAY_AUTH_TOKEN_PATH={TOKEN} {shlex.join(script)}", seconds=seconds, show=show)
-
-
-def stop_ray(hosts: Hosts, *, seconds: float = 60.0) -> None:
-    """Ends Ray on every host, and forgets the token there."""
-    hosts.run(f"rm -f {TOKEN}; {FOLDER}/venv/bin/ray stop --force", seconds=seconds)

@@ -8,8 +8,9 @@ import getpass
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
+from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -23,16 +24,20 @@ class Generation:
     """What differs between generations of TPUs.
 
     `units` is what the number in an accelerator type counts for one JAX device: a v3 type counts
-    cores, and each is a device; v4 and v5p count cores too, but a device has two.
+    cores, and each is a device; v4 and v5p count cores too, but a device has two.  `cheap` is the
+    tier of a TPU that may be taken away; the older "preemptible" one ends after 24 hours.
     """
 
     runtime_version: str
     units: int
+    cheap: Tier = "spot"
 
 
+# Runtime versions: cloud.google.com/tpu/docs/runtimes, its table for JAX; tiers: .../docs/spot and
+# .../docs/preemptible there.
 GENERATIONS = {
-    "v2": Generation("tpu-ubuntu2204-base", 1),
-    "v3": Generation("tpu-ubuntu2204-base", 1),
+    "v2": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
+    "v3": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
     "v4": Generation("tpu-ubuntu2204-base", 2),
     "v5litepod": Generation("v2-alpha-tpuv5-lite", 1),
     "v5p": Generation("v2-alpha-tpuv5", 2),
@@ -70,6 +75,36 @@ class TpuSpec:
     network: str | None = None
     subnetwork: str | None = None
     external_ips: bool = True
+
+    @classmethod
+    def of(
+        cls, config: Config, name: str, *, queued: bool = False, preemptible: bool = False
+    ) -> Self:
+        """The config's TPU: `tpu_size` devices of `tpu_generation` in `tpu_zone`, and so on.
+
+        `preemptible` asks for the tier that may be taken away: the generation's own, or spot in
+        the queue; a `tpu_tier` other than "on_demand" stays.
+        """
+        if config.tpu_zone is None:
+            raise InputError(
+                "a TPU needs a zone to be made in; give --tpu-zone (such as europe-west4-a), or "
+                "the config key tpu_zone"
+            )
+        assert config.tpu_size is not None
+        kind = accelerator_type(config.tpu_generation, config.tpu_size)
+        tier: Tier = config.tpu_tier
+        if preemptible and tier == "on_demand":
+            tier = "spot" if queued else GENERATIONS[kind.split("-")[0]].cheap
+        return cls(
+            name,
+            config.tpu_zone,
+            kind,
+            runtime_version=config.tpu_runtime_version,
+            tier=tier,
+            queued=queued,
+            network=config.tpu_network,
+            subnetwork=config.tpu_subnetwork,
+        )
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):

@@ -9,9 +9,11 @@ addresses of TPUs are used again with other keys.
 
 import base64
 import contextlib
+import functools
 import logging
 import os
 import shlex
+import socket
 import sys
 import threading
 import time
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tqdm import tqdm
 
 from mesh_transformer.tpu_spec import SshOptions
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import HostError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from fabric import Connection
@@ -32,6 +34,9 @@ Found = TypeVar("Found")
 
 SHOWN_LINES = 40  # of a failing command's output
 KEEPALIVE_SECONDS = 15
+SILENCE_SECONDS = 60  # after which a host whose network is gone counts as lost
+PUT_SECONDS = 300.0  # for one file
+CONNECT_SECONDS = 30  # for one attempt's each stage: the network, sshd, the key
 REMOTE_LIMIT = (124, 137)  # what `timeout` exits with
 
 
@@ -59,10 +64,12 @@ class Hosts:
     def run(self, command: str, *, seconds: float, show: bool = False) -> list[str]:
         """A bash command's output on each host; `show` prints it line by line as it comes.
 
-        Raises StoppedError where it fails or takes longer, after printing that host's last lines.
-        The command is seen by others on the host: give secrets by `put_secret`.
+        Raises StoppedError where it fails or takes longer, after printing that host's last lines;
+        HostError where a host cannot be reached, or not any more.  The command is seen by others
+        on the host: give secrets by `put_secret`.
         """
-        return self._each(lambda host: self._run(host, command, seconds, show), command)
+        run = functools.partial(self._run, command=command, seconds=seconds, show=show)
+        return self._each(run, command, seconds + SILENCE_SECONDS)
 
     def _run(self, host: int, command: str, seconds: float, show: bool) -> str:
         from invoke.exceptions import CommandTimedOut
@@ -82,9 +89,9 @@ class Hosts:
                 timeout=seconds + 20,
             )
         except CommandTimedOut as error:
-            raise self._failed(host, command, f"gave no answer for {seconds:g} s") from error
+            raise self._lost(host, command, f"gave no answer for {seconds:g} s") from error
         except _lost_errors() as error:
-            raise self._failed(host, command, f"was cut off ({_kind(error)})") from error
+            raise self._lost(host, command, f"was cut off ({_kind(error)})") from error
         for stream in streams:
             stream.end()
         if result.exited == 0:
@@ -95,7 +102,7 @@ class Hosts:
         if result.exited in REMOTE_LIMIT:
             raise self._failed(host, command, f"took more than {seconds:g} s")
         if result.exited < 0:
-            raise self._failed(host, command, "was cut off (the connection closed)")
+            raise self._lost(host, command, "was cut off (the connection closed)")
         last = errors.last or output.last
         said = f": {last}" if last else ""
         raise self._failed(host, command, f"exited with status {result.exited}{said}")
@@ -103,16 +110,23 @@ class Hosts:
     def _failed(self, host: int, command: str, how: str) -> StoppedError:
         return StoppedError(f"host {self._label(host)}: {_short(command)!r} {how}")
 
+    def _lost(self, host: int, command: str, how: str) -> HostError:
+        return HostError(str(self._failed(host, command, how)))
+
     def _label(self, host: int) -> str:
         return f"{host} ({self.addresses[host]})"
 
     def put(self, content: bytes, remote: str) -> None:
         """Writes a file on each host; its name appears when it is whole."""
-        self._each(lambda host: self._put(host, content, remote, 0o644), f"copy {remote}")
+        self._put_everywhere(content, remote, 0o644)
 
     def put_secret(self, text: str, remote: str) -> None:
         """Writes a file that its owner alone can read, before it holds a byte as after."""
-        self._each(lambda host: self._put(host, text.encode(), remote, 0o600), f"copy {remote}")
+        self._put_everywhere(text.encode(), remote, 0o600)
+
+    def _put_everywhere(self, content: bytes, remote: str, mode: int) -> None:
+        put = functools.partial(self._put, content=content, remote=remote, mode=mode)
+        self._each(put, f"copy {remote}", PUT_SECONDS)
 
     def _put(self, host: int, content: bytes, remote: str, mode: int) -> None:
         temporary = f"{remote}.{os.urandom(6).hex()}"
@@ -126,10 +140,13 @@ class Hosts:
                 file.write(content)
             sftp.posix_rename(temporary, remote)
         except _lost_errors() as error:
-            raise self._failed(host, f"copy {remote}", f"failed ({_kind(error)})") from error
+            raise self._lost(host, f"copy {remote}", f"failed ({_kind(error)})") from error
 
-    def _each(self, function: Callable[[int], Found], what: str) -> list[Found]:
-        """`function` of each host's number, all at once; the first error ends them all."""
+    def _each(self, function: Callable[[int], Found], what: str, seconds: float) -> list[Found]:
+        """`function` of each host's number, all at once; the first error ends them all.
+
+        They have `seconds`, and what it takes to connect.
+        """
         count = len(self.addresses)
         self._stopping.clear()
         pool = ThreadPoolExecutor(max_workers=max(1, count))
@@ -138,9 +155,13 @@ class Hosts:
             futures = [pool.submit(function, host) for host in range(count)]
             for future in futures:
                 future.add_done_callback(lambda _: bar.update())
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            limit = seconds + self.options.connect_seconds + CONNECT_SECONDS
+            done, pending = wait(futures, timeout=limit, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
+            if pending:
+                silent = min(futures.index(future) for future in pending)
+                raise self._lost(silent, what, f"gave no answer for {limit:g} s")
             return [future.result() for future in futures]
         except BaseException:
             self._stopping.set()
@@ -175,6 +196,9 @@ class Hosts:
                 connection.open()
                 assert connection.transport is not None
                 connection.transport.set_keepalive(KEEPALIVE_SECONDS)
+                # Keepalives that nobody acknowledges would end it only after a quarter of an hour.
+                line: Any = connection.transport.sock
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
                 return connection
             except (BadHostKeyException, _UntrustedError) as error:
                 raise StoppedError(
@@ -185,16 +209,14 @@ class Hosts:
                 connection.close()
                 if time.monotonic() < deadline:
                     if self._stopping.wait(min(2.0, options.connect_seconds / 10)):
-                        raise StoppedError(
-                            f"host {label}: not connected, as others failed"
-                        ) from None
+                        raise HostError(f"host {label}: not connected, as others failed") from None
                     continue
                 if isinstance(error, AuthenticationException):
                     raise InputError(
                         f"host {label}: user {options.user!r} with key {options.key_path} is not "
                         "let in; is the key its own, and OS Login off for the project?"
                     ) from error
-                raise StoppedError(
+                raise HostError(
                     f"host {label}: no SSH on port {options.port} for "
                     f"{options.connect_seconds:g} s ({_kind(error)}); is this machine in the "
                     "TPU's network, and does a firewall rule allow it?"
@@ -211,13 +233,13 @@ class Hosts:
             user=options.user,
             port=options.port,
             config=Config(overrides={"load_ssh_configs": False}, lazy=True),
-            connect_timeout=15,
+            connect_timeout=CONNECT_SECONDS,
             connect_kwargs={
                 "pkey": self._key,
                 "allow_agent": False,
                 "look_for_keys": False,
-                "banner_timeout": 30,
-                "auth_timeout": 30,
+                "banner_timeout": CONNECT_SECONDS,
+                "auth_timeout": CONNECT_SECONDS,
             },
         )
         client: Any = connection.client

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from mesh_transformer import tpu_ray
-from mesh_transformer.tpu_api import CapacityError, PreemptedError, TpuApi, taken
+from mesh_transformer.tpu_api import CapacityError, PreemptedError, QuotaError, TpuApi, taken
 from mesh_transformer.tpu_spec import SshOptions, TpuSpec
 from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.util import InputError, StoppedError
@@ -45,7 +45,7 @@ class Limits:
 
     `capacity` is how long a TPU that the zone cannot give, or takes back at once, is asked for
     anew; 0 takes the first no.  `settle` is how long a TPU is looked for whose request was cut
-    off before its answer.
+    off before its answer.  `poll` is the longest time between two looks.
     """
 
     queue: float = 24 * 3600.0
@@ -135,8 +135,11 @@ class TpuVm:
             if signal.getsignal(number) is signal.SIG_DFL:
                 self._handlers[number] = signal.signal(number, _exit_by_signal)
 
-    def _make(self, capacity_seconds: float) -> None:
-        """Makes the TPU and waits till it is ready; again, while the zone has none to give."""
+    def _make(self, capacity_seconds: float, refusals: tuple[type[Exception], ...] = ()) -> None:
+        """Makes the TPU and waits till it is ready; again, while the zone has none to give.
+
+        `refusals` are further answers that may be others later.
+        """
         deadline = time.monotonic() + capacity_seconds
         pause = self.limits.poll
         while True:
@@ -144,7 +147,7 @@ class TpuVm:
                 operation = self._create()
                 self._wait_ready(operation)
                 return
-            except (CapacityError, PreemptedError) as error:
+            except (CapacityError, PreemptedError, *refusals) as error:
                 if time.monotonic() + pause > deadline:
                     raise
                 _say(f"{error}; asking again in {pause:g} s")
@@ -244,7 +247,8 @@ class TpuVm:
                 left = start + seconds - time.monotonic()
                 if left <= 0:
                     raise StoppedError(f"{name!r}: more than {seconds:g} s {what}; {advice}")
-                time.sleep(min(self.limits.poll, left))
+                waited = seconds - left
+                time.sleep(min(self.limits.poll, left, 1.0 + waited / 10))
 
     def state(self) -> str:
         """The API's name of its state, "MISSING" where there is none, "UNHEALTHY" where so."""
@@ -264,7 +268,8 @@ class TpuVm:
         """Deletes what is left of it, and makes it anew; its addresses and keys are others then."""
         self._close_hosts()
         self.delete()
-        self._make(self.limits.capacity_again)
+        # The quota of the one that was deleted is not free at once.
+        self._make(self.limits.capacity_again, (QuotaError,))
 
     def delete(self) -> None:
         """Deletes the TPU, if it is ours, and waits until it is gone."""

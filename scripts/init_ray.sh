@@ -5,8 +5,8 @@
 #
 # Ray's token comes by environment: RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH with a file that only
 # its owner can read; never as an argument, since every user of a machine sees those.
-# --restart ends whatever Ray runs here first.  --python is the driver's version, which has to be
-# the same here but for its last number.  The virtual environment is MESH_TRANSFORMER_VENV
+# --restart ends what an earlier call started here.  --python is the driver's version, which has to
+# be the same here but for its last number.  The virtual environment is MESH_TRANSFORMER_VENV
 # (~/.mesh-transformer/venv).
 set -euo pipefail
 
@@ -31,7 +31,7 @@ case "$address" in
     *) fail "--address is '$address'; give the Ray head's HOST:PORT" ;;
 esac
 
-export RAY_AUTH_MODE=token RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor
+export RAY_AUTH_MODE=token RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor RAY_worker_niceness=0
 if [ -z "${RAY_AUTH_TOKEN:-}" ]; then
     token_file=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
     [ -s "$token_file" ] || fail "no Ray token: set RAY_AUTH_TOKEN, or put it into $token_file"
@@ -47,6 +47,7 @@ fi
 package=$(cd "$(dirname "$0")/.." && pwd)
 venv=${MESH_TRANSFORMER_VENV:-$HOME/.mesh-transformer/venv}
 stamp=$venv/installed
+session=$(dirname "$venv")/ray_session # of processes: "BOOT_ID NUMBER"
 wanted="$python $(cat "$package/requirements.txt" "$package/setup.py" | sha256sum)"
 
 make_venv() {
@@ -72,7 +73,16 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     mv "$stamp.new" "$stamp"
 fi
 
-if [ -n "$restart" ]; then
-    "$venv/bin/ray" stop --force
+boot=$(cat /proc/sys/kernel/random/boot_id) # since another boot has the same numbers again
+if [ -n "$restart" ] && [ -s "$session" ]; then
+    read -r its_boot number < "$session"
+    # `ray stop` would end the Ray of others here too, and leave workers that are stopped.
+    if [ "$its_boot" = "$boot" ]; then pkill -KILL -s "$number" || true; fi
 fi
-exec "$venv/bin/ray" start --address "$address" --resources '{"tpu": 1}' --disable-usage-stats "$@"
+start=("$venv/bin/ray" start --address "$address" --resources '{"tpu": 1}' --disable-usage-stats)
+# Processes here are asked for by host; one per CPU, as Ray would start them, has nothing to do.
+start+=(--num-cpus 0)
+# The address by which the driver knows this machine, which may have several.
+read -r _ _ here _ <<< "${SSH_CONNECTION:-}"
+if [ -n "$here" ]; then start+=(--node-ip-address "$here"); fi
+exec setsid --wait bash -c 'echo "$0 $$" > "$1"; exec "${@:2}"' "$boot" "$session" "${start[@]}" "$@"

@@ -7,6 +7,7 @@ requests: a TPU that takes three polls to be ready takes three, however fast the
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -49,10 +50,11 @@ class FakeTpuApi:
     `ready_after` polls a TPU is ready (None: never), `queue_after` polls a queued one is given.
     `addresses` are a new TPU's hosts.  A request to create is answered after `create_seconds`, and
     has its effect half way.  `create_errors` are given in turn to requests to create:
-    (code, message) at once, or, with a third element "later", by the operation.
+    (code, message) at once, or, with a third element "later", by the operation.  `tls` is a key
+    and its certificate, as PEM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: tuple[bytes, bytes] | None = None) -> None:
         self.nodes: dict[str, Node] = {}
         self.queue: dict[str, tpu_v2.QueuedResource] = {}
         self.operations: dict[str, operations_pb2.Operation] = {}
@@ -66,11 +68,17 @@ class FakeTpuApi:
         self.host_keys: list[list[tuple[str, str]]] = []  # by host
         self.calls: list[str] = []
         self.asked: list[Any] = []
+        self.authorizations: set[str] = set()
         self.polls: dict[str, int] = {}
         self._numbers = itertools.count()
         self._server = grpc.server(futures.ThreadPoolExecutor(4))
         self._server.add_generic_rpc_handlers(self._handlers())
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        anywhere = "127.0.0.1:0"
+        if tls is None:
+            port = self._server.add_insecure_port(anywhere)
+        else:
+            port = self._server.add_secure_port(anywhere, grpc.ssl_server_credentials([tls]))
+        self.address = f"127.0.0.1:{port}"
 
     def __enter__(self) -> "FakeTpuApi":
         self._server.start()
@@ -145,6 +153,8 @@ class FakeTpuApi:
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             self.calls.append(name)
             self.asked.append(request)
+            told = dict(context.invocation_metadata())
+            self.authorizations.add(told.get("authorization", ""))
             return function(request, context)
 
         return call
@@ -296,7 +306,10 @@ class FakeTpuApi:
 
 
 class FakeHost(paramiko.ServerInterface):
-    """An SSH server on loopback: real commands and files, in a folder that is its user's home."""
+    """An SSH server on loopback: real commands and files, in a folder that is its user's home.
+
+    Commands have `environment` in place of this process's own.
+    """
 
     def __init__(
         self,
@@ -305,8 +318,10 @@ class FakeHost(paramiko.ServerInterface):
         public_key: str,
         address: str = "127.0.0.1",
         port: int = 0,
+        environment: dict[str, str] | None = None,
     ):
         self.home, self.user, self.address = home, user, address
+        self._environment = environment
         self._public = public_key.split()[1]
         self.host_key = paramiko.ECDSAKey.generate()
         self.commands: list[str] = []
@@ -316,7 +331,6 @@ class FakeHost(paramiko.ServerInterface):
         self.port = self._socket.getsockname()[1]
         self._transports: list[paramiko.Transport] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "FakeHost":
         self._thread.start()
@@ -327,10 +341,12 @@ class FakeHost(paramiko.ServerInterface):
         self._socket.close()
         self.cut()
         self._thread.join(5)
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            process.wait()
+        kill_marked(self._mark)
+
+    @property
+    def _mark(self) -> str:
+        """What only this host's processes have in their environment."""
+        return f"HOME={self.home}\0"
 
     def cut(self) -> None:
         """Closes every connection, as a host that is taken away does."""
@@ -378,17 +394,24 @@ class FakeHost(paramiko.ServerInterface):
         threading.Thread(target=self._execute, args=(channel, command), daemon=True).start()
         return True
 
+    def _login(self, channel: paramiko.Channel) -> dict[str, str]:
+        """A command's environment; its SSH_CONNECTION is as sshd sets it."""
+        line: Any = channel.get_transport().sock
+        ends = [*line.getpeername(), *line.getsockname()]
+        given = dict(os.environ) if self._environment is None else self._environment
+        connection = " ".join(str(each) for each in ends)
+        return given | {"HOME": str(self.home), "SSH_CONNECTION": connection}
+
     def _execute(self, channel: paramiko.Channel, command: bytes) -> None:
         process = subprocess.Popen(
             ["bash", "-c", command.decode()],
             cwd=self.home,
-            env=os.environ | {"HOME": str(self.home)},
+            env=self._login(channel),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self._processes.append(process)
         assert process.stdout is not None
         assert process.stderr is not None
         errors = threading.Thread(
@@ -400,6 +423,17 @@ class FakeHost(paramiko.ServerInterface):
         with contextlib.suppress(OSError):
             channel.send_exit_status(process.wait() % 256)
             channel.close()
+
+
+def kill_marked(mark: str) -> None:
+    """Ends every process that has the mark in its environment, as a power cut does."""
+    for _ in range(3):  # those that were being started meanwhile
+        for process in Path("/proc").glob("[0-9]*"):
+            # Those that have ended, and others' own.
+            with contextlib.suppress(OSError):
+                if mark.encode() in (process / "environ").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def _pump(source: Any, send: Callable[[bytes], None]) -> None:

@@ -1,6 +1,5 @@
 """Commands and files on hosts: fabric against SSH servers on loopback, with real commands."""
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -23,7 +22,7 @@ from mesh_transformer.tpu_spec import SshOptions, TpuSpec
 from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.tpu_vm import Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
-from tests.fake_tpu import FakeHost, FakeTpuApi, key_pair
+from tests.fake_tpu import FakeHost, FakeTpuApi, key_pair, kill_marked
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "a-token-that-nobody-else-may-see"
@@ -261,6 +260,7 @@ def stub_venv(folder: Path) -> None:
             'echo "$RAY_AUTH_MODE ${RAY_AUTH_TOKEN-unset} ${RAY_AUTH_TOKEN_PATH-unset}" '
             '>> "$HOME/environment"\n'
             'if [ "$1" = -c ]; then echo 0.10.2; fi\n'
+            'if [ "$1" = start ]; then sleep 300 > /dev/null 2>&1 & echo $! >> "$HOME/left"; fi\n'
         )
         program.chmod(0o755)
 
@@ -276,6 +276,12 @@ def stub_python(folder: Path) -> None:
     maker.chmod(0o755)
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there, and no zombie, which has no command line."""
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and path.read_bytes() != b""
+
+
 def test_start_ray_passes_the_token_by_a_file_alone(host, hosts, monkeypatch, capsys):
     """The whole path of a host: package, token, installation (stubbed), `ray start` (stubbed)."""
     stub_venv(host.home / "stub")
@@ -287,8 +293,9 @@ def test_start_ray_passes_the_token_by_a_file_alone(host, hosts, monkeypatch, ca
     assert token.read_text() == TOKEN
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     calls = (host.home / "calls").read_text().splitlines()
-    assert calls[-2] == "ray stop --force"
     assert calls[-1].startswith("ray start --address 10.0.0.2:6379 --resources {")
+    # By this address the driver knows it, whichever else it has.
+    assert calls[-1].endswith(f"--node-ip-address {host.address}")
     assert any(call.endswith("jax[tpu]==0.10.2") for call in calls)
     assert set((host.home / "environment").read_text().splitlines()) == {
         f"token unset {token.resolve()}"
@@ -296,11 +303,13 @@ def test_start_ray_passes_the_token_by_a_file_alone(host, hosts, monkeypatch, ca
     # A second start installs nothing, and no command or log ever had the token.
     tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     again = (host.home / "calls").read_text().splitlines()[len(calls) :]
-    assert [call.split()[:2] for call in again] == [["ray", "stop"], ["ray", "start"]]
+    assert [call.split()[:2] for call in again] == [["ray", "start"]]
+    # It ends what the first one left running, and nothing else.
+    first, second = map(int, (host.home / "left").read_text().split())
+    assert not runs(first)
+    assert runs(second)
     seen = "\n".join([*host.commands, *calls, *again]) + "".join(capsys.readouterr())
     assert TOKEN not in seen
-    tpu_ray.stop_ray(hosts)
-    assert not token.exists()
 
 
 @pytest.mark.parametrize(
@@ -373,23 +382,6 @@ def test_ctrl_c_does_not_wait_for_the_command(host, key):
         process.wait()
     assert process.returncode == 130
     assert "Traceback" not in errors
-
-
-def environment_of(process: Path) -> bytes:
-    try:
-        return (process / "environ").read_bytes()
-    except OSError:  # it has ended, or is another's
-        return b""
-
-
-def kill_marked(mark: str) -> None:
-    """Ends every process that was started with the mark in its environment."""
-    for _ in range(3):  # those that were being started meanwhile
-        for process in Path("/proc").glob("[0-9]*"):
-            if mark.encode() in environment_of(process):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(process.name), signal.SIGKILL)
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

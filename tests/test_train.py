@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fake_pod import FakePod
 from tests.interruptions import (
     ROOT,
     SECONDS,
@@ -116,7 +117,7 @@ def test_what_keeps_it_from_beginning(tmp_path):
     assert "--local-hosts is 3, which does not divide the config's tpu_size 8" in refused(
         *base, "--local-hosts", "3"
     )
-    assert "--tpu needs --tpu-region" in refused(*base, "--tpu", "pod")
+    assert "a TPU needs a zone to be made in; give --tpu-zone" in refused(*base, "--tpu", "pod")
     assert "--fresh-opt goes with --tune-model-path" in refused(
         *base, "--local-hosts", "2", "--fresh-opt"
     )
@@ -125,3 +126,41 @@ def test_what_keeps_it_from_beginning(tmp_path):
     # argparse's own: one of them, not both.
     assert "one of the arguments" in refused(*base)
     assert "not allowed with" in refused(*base, "--local-hosts", "2", "--tpu", "pod")
+
+
+def on_tpu(config: str, folder: Path, pod: FakePod, *more: str) -> list[str]:
+    """train.py as on a pod: v4-16 is two hosts of four chips."""
+    tpu = ["--tpu", "pod", "--tpu-zone", "us-central2-b", "--tpu-generation", "v4", "--preemptible"]
+    run = ["train.py", "--config", config, "--model-dir", str(folder), "--heartbeat", "10"]
+    return [*run, *tpu, *pod.flags, *more]
+
+
+@pytest.mark.slow
+def test_a_tpu_is_made_used_taken_away_made_again_and_deleted(whole, tmp_path, monkeypatch):
+    """A v4-16 of two hosts: preempted once, its driver stopped once, and each row as without."""
+    config, expected = whole
+    model = tmp_path / "model"
+    with FakePod(tmp_path, devices=4) as pod:
+        for name, value in pod.environment.items():
+            monkeypatch.setenv(name, value)
+        pod.switch_on(2)
+        with training(model, *on_tpu(config, model, pod)) as run:
+            wait_until(lambda: last_step(model) >= 9, f"step 9; {run.log}")
+            assert [node.accelerator_type for node in pod.api.nodes.values()] == ["v4-16"]
+            pod.preempt(2)
+            wait_until(lambda: last_step(model) >= 16, f"step 16; {run.log}")
+            run.process.send_signal(signal.SIGTERM)
+            assert run.process.wait(60) == 0
+            run.assert_nothing_is_left()
+        said = (model / "log.txt").read_text()
+        assert f"SIGTERM: stopped and saved at step {last_step(model)}" in said
+        assert not pod.api.nodes
+        assert pod.api.calls.count("CreateNode") == 2
+        pod.switch_off()
+        pod.switch_on(2)
+        run_to_end(model, *on_tpu(config, model, pod))
+        assert not pod.api.nodes
+        assert_same(model, expected)
+        seen = (model / "log.txt").read_text() + pod.commands()
+        secrets = [*pod.secrets, *(each.split()[-1] for each in pod.api.authorizations)]
+        assert all(secret not in seen for secret in secrets)

@@ -1,0 +1,103 @@
+"""The flags that scripts share, and what they stand for."""
+
+import argparse
+from typing import Any, TypedDict
+
+from mesh_transformer.config import Config
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec
+from mesh_transformer.util import InputError
+
+# Flags that replace a config key of the same name.
+TPU_KEYS = ("tpu_zone", "tpu_generation", "tpu_runtime_version")
+
+
+class RunOptions(TypedDict):
+    """What `training.train` and `runs.train` take by name."""
+
+    max_steps: int | None
+    tune_model_path: str | None
+    fresh_opt: bool
+
+
+def run_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the flags that every training run has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="JSON or YAML file")
+    parser.add_argument(
+        "--tune-model-path",
+        help="what a new run starts from: model folder, step_N, or Hugging Face folder",
+    )
+    parser.add_argument(
+        "--fresh-opt", action="store_true", help="do not take the optimizer of --tune-model-path"
+    )
+    parser.add_argument(
+        "--version", type=int, choices=(1, 2), help="1: gptj under shard_map; 2: geglu under jit"
+    )
+    parser.add_argument("--max-steps", type=int, help="train until the global step is this")
+    parser.add_argument("--model-dir", help="folder or URI in place of bucket and model_dir")
+    return parser
+
+
+def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
+    """The config, the model folder and the options that `run_parser`'s flags stand for."""
+    if args.fresh_opt and args.tune_model_path is None:
+        raise InputError("--fresh-opt goes with --tune-model-path; give both or neither")
+    config = Config.load(args.config, args.version)
+    options = RunOptions(
+        max_steps=args.max_steps, tune_model_path=args.tune_model_path, fresh_opt=args.fresh_opt
+    )
+    return config, args.model_dir or config.model_folder(), options
+
+
+def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which TPU `--tpu` makes, and whom to be on its hosts."""
+    group = parser.add_argument_group("with --tpu", "which TPU to make; some are config keys too")
+    group.add_argument(
+        "--tpu-zone",
+        "--tpu-region",
+        "--tpu_region",
+        metavar="ZONE",
+        help="such as europe-west4-a (key tpu_zone)",
+    )
+    group.add_argument(
+        "--tpu-generation", help="v2, v3 (default), v4, v5e, v5p, v6e (key tpu_generation)"
+    )
+    group.add_argument(
+        "--tpu-runtime-version",
+        metavar="VERSION",
+        help="the hosts' image (default: the generation's; key tpu_runtime_version)",
+    )
+    group.add_argument(
+        "--preemptible",
+        action="store_true",
+        help="a cheaper TPU that may be taken away, and is made again (key tpu_tier names which)",
+    )
+    group.add_argument(
+        "--queued", action="store_true", help="wait in Google's queue for as long as a day"
+    )
+    group.add_argument("--ssh-user", metavar="NAME", help="user on the hosts (default: yours)")
+    group.add_argument(
+        "--ssh-key", metavar="FILE", help=f"private key (default: {SshOptions.key_file})"
+    )
+    group.add_argument("--ssh-port", type=int, metavar="PORT", help="the hosts' (default: 22)")
+
+
+def refuse_tpu_arguments(args: argparse.Namespace) -> None:
+    """Raises InputError where one of `add_tpu_arguments`' flags is given without `--tpu`."""
+    for name in (*TPU_KEYS, "preemptible", "queued", "ssh_user", "ssh_key", "ssh_port"):
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise InputError(
+                f"{flag} goes with --tpu; give --tpu NAME too, or leave it out"
+            )
+
+
+def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
+    """The TPU that `add_tpu_arguments`' flags and the config ask for, and how to log in there."""
+    changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
+    given = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
+    ssh: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    spec = TpuSpec.of(
+        config.replace(**changes), args.tpu, queued=args.queued, preemptible=args.preemptible
+    )
+    return spec, SshOptions(**ssh)
