@@ -48,10 +48,14 @@ def local_machines(
 
 @contextlib.contextmanager
 def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[Host]]]":
-    with RayHead(_object_store(config)):
+    with RayHead(_object_store(config)) as head:
         from mesh_transformer.ray_hosts import local_hosts
 
-        yield lambda: local_hosts(config, count)
+        def hosts() -> "list[Host]":
+            head.revive()
+            return local_hosts(config, count)
+
+        yield hosts
 
 
 def tpu_machines(
@@ -79,6 +83,7 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
         known: list[str] = []  # the hosts that this TPU has had here
 
         def hosts() -> "list[Host]":
+            head.revive()
             if _is_gone(tpu):
                 tpu.make_again()
                 known.clear()

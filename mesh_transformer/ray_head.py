@@ -25,14 +25,14 @@ OBJECT_STORE = 256 << 20  # bytes; a few batches of token ids are all that is ev
 SECONDS_TO_START = 120.0
 SECONDS_TO_END = 20.0
 SERVERS = ("gcs_server", "raylet")  # those of Ray's processes that nothing goes on without
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",
-    # With it a raylet's death makes its agents print a page of its log in the driver.
-    "RAY_enable_pipe_based_agent_to_parent_health_check": "0",
+HEAD_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+DRIVER_ENVIRONMENT = {
+    # Ray would end the driver itself, without a word, a minute after it has lost the head.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    # Pages of Ray's own logs, where a disk is full or a process dies: each failure is one line.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
-# Ray would end the driver itself, without a word, this long after it has lost the head.
-SECONDS_WITHOUT_HEAD = "3600"
 
 
 class RayHead:
@@ -60,9 +60,10 @@ class RayHead:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | HEAD_ENVIRONMENT,
         )
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", SECONDS_WITHOUT_HEAD)
+        for name, value in DRIVER_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         try:
             import ray
 
