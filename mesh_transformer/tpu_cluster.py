@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 from ray import exceptions
 
 from mesh_transformer.config import Config
+from mesh_transformer.generator import OPTIONS, check_prompts, sampler_settings
 from mesh_transformer.ray_hosts import Host, kill_processes, start_process
 from mesh_transformer.rows import joined, share
 from mesh_transformer.step import MEASURED
@@ -153,20 +154,9 @@ class TPUCluster:
         sampler_options: dict[str, Any] | None = None,
     ) -> np.ndarray:
         """As `CausalTransformer.generate`."""
-        tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
-        if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
-            raise InputError(
-                f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
-            )
-        if length.min() < 1 or length.max() > tokens.shape[1]:
-            raise InputError(
-                "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
-            )
+        tokens, length = check_prompts(ctx, ctx_length, gen_length)
         count = len(tokens)
-        given = {
-            name: np.broadcast_to(np.asarray(value), (count,))
-            for name, value in (sampler_options or {}).items()
-        }
+        given = dict(zip(OPTIONS, sampler_settings(sampler_options or {}, count), strict=True))
         # The hosts compile for the width that they are given: it is that of the longest prompt.
         rows = {"ctx": tokens[:, -int(length.max()) :], "length": length, **given}
         padded = {name: self._padded(each) for name, each in rows.items()}
