@@ -91,7 +91,10 @@ class FakePod:
         _install(home)
         mine = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
         flags = f"--xla_force_host_platform_device_count={self._devices}"
-        machine = mine | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        machine = mine | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+        }
         public = self.key.with_suffix(".pub").read_text()
         # Ray takes 127.0.0.1 for the driver's machine.
         address = f"127.0.0.{1 + self._count}"
