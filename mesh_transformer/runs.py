@@ -1,6 +1,5 @@
 """A run that a driver looks after: begun anew where asked, gone on with where a host failed."""
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ def train(
     while True:
         reached = furthest
         try:
-            with contextlib.closing(make()) as network:
+            with training.closing(make()) as network:
                 try:
                     return training.train(
                         network,

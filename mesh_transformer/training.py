@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -56,6 +56,9 @@ class Network(Protocol):
     def close(self) -> None: ...
 
 
+NetworkLike = TypeVar("NetworkLike", bound=Network)
+
+
 def train(
     network: Network,
     folder: str,
@@ -89,7 +92,7 @@ def train(
         contextlib.closing(
             TFRecordNewInputs(config.train_set, shape, config.seq, n_vocab=config.n_vocab)
         ) as loader,
-        contextlib.closing(network),
+        closing(network),
     ):
         for path in val_sets.values():
             _open_val(network, path).close()  # says now, not after hours, what is wrong with it
@@ -118,6 +121,20 @@ def train(
                 ) from None
 
 
+@contextlib.contextmanager
+def closing(network: NetworkLike) -> Iterator[NetworkLike]:
+    """Closes a network in the end, which waits for its last save, unless the user will not wait."""
+    wait = True
+    try:
+        yield network
+    except (KeyboardInterrupt, SystemExit):  # a second signal: the first one is `received`
+        wait = False
+        raise
+    finally:
+        if wait:
+            network.close()
+
+
 def start_weights(network: Network, path: str | None, fresh_opt: bool) -> None:
     """Gives the network the weights at `path`, or fresh ones."""
     if path is None:
@@ -140,9 +157,10 @@ def _split(tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collects the first SIGTERM or Ctrl-C in a list; a second one ends the process at once.
+    """Collects the first SIGTERM or Ctrl-C in a list; a second one does what it did before.
 
-    At once is safe, since a save that is under way leaves the checkpoint before it good.
+    Ctrl-C then raises KeyboardInterrupt, so that whoever has made a TPU still deletes it.  It
+    may: a save that is under way leaves the checkpoint before it good.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -150,18 +168,20 @@ def _stop_signals() -> Iterator[list[int]]:
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def receive(number: int, frame: object) -> None:
         received.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        restore()
 
     for number in before:
         signal.signal(number, receive)
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
 
 
 class _Run:

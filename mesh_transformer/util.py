@@ -1,5 +1,6 @@
 """The few helpers that belong to no other module: errors for users, and casts."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -28,12 +29,14 @@ class HostError(StoppedError):
 def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's `main` and exit: 2 with one line on stderr where the input is bad.
 
-    Ctrl-C, where the script does not handle it, exits with 130 and no traceback.
+    Ctrl-C, where the script does not handle it, exits with 130 and no traceback, at once.
     """
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)  # whose threads may still be writing to a slow disk
     except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)

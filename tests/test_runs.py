@@ -12,7 +12,7 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 class Attempt:
     """A network that gets to a step and fails there, if it is to."""
 
-    def __init__(self, reaches: int, error: Exception | None):
+    def __init__(self, reaches: int, error: BaseException | None):
         self.reaches, self.error = reaches, error
         self.step = 0
         self.closed = False
@@ -36,7 +36,7 @@ def attempts(monkeypatch):
     monkeypatch.setattr(training, "train", attempt)
     made: list[Attempt] = []
 
-    def run(plan: list[tuple[int, Exception | None]], **options: Any) -> None:
+    def run(plan: list[tuple[int, BaseException | None]], **options: Any) -> None:
         pending = iter(plan)
 
         def make() -> Any:
@@ -82,6 +82,13 @@ def test_other_errors_are_not_tried_again(attempts, error):
     assert caught.value is error
     assert waits == []
     assert made[0].closed
+
+
+def test_a_user_who_will_not_wait_does_not(attempts):
+    run, made, _ = attempts
+    with pytest.raises(KeyboardInterrupt):
+        run([(5, KeyboardInterrupt())])
+    assert not made[0].closed  # which would wait for a save
 
 
 def test_waits_are_bounded(attempts):

@@ -162,6 +162,27 @@ def test_a_signal_saves_and_returns(counter, tmp_path, capsys, number):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
+    """Ctrl-C raises; SIGTERM has the handler of whoever made a TPU; neither waits for a save."""
+
+    def ended(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, ended)
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 6 else None
+    network.wait = lambda: os.kill(os.getpid(), number)
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            training.train(network, str(tmp_path))
+        assert signal.getsignal(signal.SIGTERM) is ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert max(network.saved) == 6
+    assert network.calls == ["init"]
+
+
 def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
     network = counter()
     network.init = lambda: os.kill(os.getpid(), signal.SIGINT)
