@@ -101,13 +101,10 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
 
 
 def _is_gone(tpu: TpuVm) -> bool:
-    """Whether the TPU was taken away; HostError where that cannot be said now."""
     try:
         tpu.check()
     except PreemptedError:
         return True
-    except StoppedError as error:
-        raise HostError(str(error)) from error
     return False
 
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mesh_transformer.tpu_spec import TpuSpec
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import HostError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from google.api_core.exceptions import GoogleAPICallError
-    from google.api_core.operation import Operation
     from google.cloud import tpu_v2
 
 RPC_SECONDS = 30.0  # for one request; a host's life is waited for by polling
@@ -27,6 +26,10 @@ class PreemptedError(StoppedError):
 
 class CapacityError(StoppedError):
     """The zone has no such TPU to give at present."""
+
+
+class UnavailableError(HostError):
+    """The API gave no answer; it may have done what was asked."""
 
 
 class QuotaError(InputError):
@@ -81,8 +84,9 @@ def default_project() -> str:
 class TpuApi:
     """Requests about one TPU, and its queued resource where `spec` asks for one.
 
-    Raises InputError where the request or its credentials are at fault, CapacityError,
-    PreemptedError or StoppedError where they are not.
+    Raises InputError where the request or its credentials are at fault, QuotaError where it may
+    be another time, UnavailableError where there was no answer, CapacityError or StoppedError
+    where none of these.
     """
 
     def __init__(self, spec: TpuSpec, client: "tpu_v2.TpuClient | None" = None):
@@ -104,28 +108,30 @@ class TpuApi:
     def _read(self, method: Any, name: str) -> Any:
         from google.api_core import exceptions, retry
 
-        transient = (exceptions.ServiceUnavailable, exceptions.DeadlineExceeded)
         again = retry.Retry(
-            predicate=retry.if_exception_type(*transient), maximum=10.0, timeout=RETRY_SECONDS
+            predicate=retry.if_exception_type(*_silences(), exceptions.TooManyRequests),
+            maximum=10.0,
+            timeout=RETRY_SECONDS,
         )
         try:
             with self._explained():
-                return method(name=name, retry=again, timeout=RPC_SECONDS)
+                return method(request={"name": name}, retry=again, timeout=RPC_SECONDS)
         except _MissingError:
             return None
 
     def create(
         self, labels: Mapping[str, str], metadata: Mapping[str, str], queue_seconds: float
-    ) -> "Operation":
-        """Asks for the TPU; the operation ends when it is made, or when it is in the queue."""
+    ) -> str:
+        """Asks for the TPU: the name of an operation that ends when it is made, or in the queue."""
         from google.cloud import tpu_v2
 
         node = self._described(labels, metadata)
         with self._explained(creating=True):
             if not self.spec.queued:
-                return self._client.create_node(
+                operation = self._client.create_node(
                     parent=self._parent, node_id=self.spec.name, node=node, timeout=RPC_SECONDS
                 )
+                return operation.operation.name
             wanted = {"parent": self._parent, "node_id": self.spec.name, "node": node}
             resource = tpu_v2.QueuedResource(
                 tpu={"node_spec": [wanted]},
@@ -133,12 +139,13 @@ class TpuApi:
                 queueing_policy={"valid_until_duration": {"seconds": int(queue_seconds)}},
                 spot=tpu_v2.QueuedResource.Spot() if self.spec.tier == "spot" else None,
             )
-            return self._client.create_queued_resource(
+            operation = self._client.create_queued_resource(
                 parent=self._parent,
                 queued_resource_id=self.spec.name,
                 queued_resource=resource,
                 timeout=RPC_SECONDS,
             )
+            return operation.operation.name
 
     def _described(self, labels: Mapping[str, str], metadata: Mapping[str, str]) -> "tpu_v2.Node":
         from google.cloud import tpu_v2
@@ -169,34 +176,33 @@ class TpuApi:
         )
 
     def _delete(self, request: Any) -> None:
-        """Sends a request to delete; one that another operation is in the way of is let be."""
+        """Sends a request to delete; where it may go through later, the caller sends it again."""
         from google.api_core import exceptions
 
-        passing = (exceptions.FailedPrecondition, exceptions.Aborted, exceptions.ServiceUnavailable)
+        # The first two: another operation is in the way.
+        passing = (exceptions.FailedPrecondition, exceptions.Aborted, *_silences())
         with contextlib.suppress(_MissingError, *passing), self._explained(passing):
             request()
 
-    def operation_done(self, operation: "Operation") -> bool:
-        """Whether it has ended; raises what it ended with, if that is an error."""
-        from google.api_core import exceptions
-
-        try:
-            if not operation.done():
-                return False
-        except exceptions.ServiceUnavailable:
-            return False  # the caller asks again, within its own limit
-        error = operation.exception(timeout=RPC_SECONDS)
-        if error is not None:
-            raise self.explain(error, creating=True) from error
-        return True
+    def operation_done(self, name: str) -> bool:
+        """Whether an operation has ended; raises what it ended with, if that is an error."""
+        operation = self._read(self._client.get_operation, name)
+        if operation is not None and operation.HasField("error"):
+            raise self._failure(operation.error, "the TPU could not be made")
+        return operation is None or operation.done
 
     def queued_error(self, resource: "tpu_v2.QueuedResource") -> Exception:
         """Why a queued resource failed."""
+        return self._failure(
+            resource.state.failed_data.error, "the request could not be met in time"
+        )
+
+    def _failure(self, status: Any, otherwise: str) -> Exception:
+        """What a request to make the TPU came to; `otherwise` is said where the API is silent."""
         from google.api_core import exceptions
 
-        status = resource.state.failed_data.error
-        message = status.message or "the request could not be met in time"
-        return self.explain(exceptions.from_grpc_status(status.code, message), creating=True)
+        error = exceptions.from_grpc_status(status.code, status.message or otherwise)
+        return self.explain(error, creating=True)
 
     def host_keys(self, host: int) -> list[tuple[str, str]]:
         """(type, base64) of the SSH host keys that a host has published, maybe none yet."""
@@ -229,8 +235,9 @@ class TpuApi:
         except passing:
             raise
         except exceptions.RetryError as error:
-            raise StoppedError(
-                f"the Cloud TPU API gave no answer for {RETRY_SECONDS:g} s; is it reachable?"
+            raise UnavailableError(
+                f"the Cloud TPU API gave no answer for {RETRY_SECONDS:g} s "
+                f"({_line(error.cause)}); is it reachable?"
             ) from error
         except exceptions.NotFound as error:
             if not creating:
@@ -263,7 +270,8 @@ class TpuApi:
             )
         if creating and isinstance(error, exceptions.InvalidArgument | exceptions.NotFound):
             return InputError(f"{asked}, {spec.runtime}: {said}; {self._on_offer()}")
-        return StoppedError(f"{asked}: {said}")
+        silent = isinstance(error, _silences())
+        return UnavailableError(f"{asked}: {said}") if silent else StoppedError(f"{asked}: {said}")
 
     def _on_offer(self) -> str:
         """What the zone has, to choose from; also the sign that the zone exists."""
@@ -288,6 +296,17 @@ class TpuApi:
 
 class _MissingError(Exception):
     """The resource does not exist."""
+
+
+def _silences() -> tuple[type[Exception], ...]:
+    """What the API's client raises where the service gave no proper answer."""
+    from google.api_core import exceptions
+
+    return (
+        exceptions.ServiceUnavailable,
+        exceptions.DeadlineExceeded,
+        exceptions.InternalServerError,
+    )
 
 
 def taken(spec: TpuSpec) -> InputError:

@@ -13,13 +13,16 @@ not make (another's TPU of that name) is never deleted: each carries its maker's
 """
 
 import dataclasses
+import fcntl
+import os
 import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
@@ -30,7 +33,6 @@ from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.util import InputError, StoppedError
 
 if TYPE_CHECKING:
-    from google.api_core.operation import Operation
     from google.cloud import tpu_v2
 
 OWNER = "mesh-transformer-owner"  # the label with its maker's mark
@@ -62,11 +64,12 @@ class TpuVm:
     """One TPU and its hosts; see the module's example.
 
     `adopt` takes over a TPU of that name and type which an earlier run of this program left
-    alive (the driver was killed), where otherwise the name is taken.  `keep` leaves it alive at
-    the end.  `client` is a TpuClient in place of the real one.
+    alive (the driver was killed), where otherwise the name is taken; while one runs on this
+    machine, another cannot.  `keep` leaves it alive at the end.  `client` is a TpuClient in place
+    of the real one.
 
-    Raises InputError (name, quota, type, zone, credentials), CapacityError, PreemptedError, and
-    StoppedError where a time limit is over.
+    Raises InputError (name, quota, type, zone, credentials), CapacityError, PreemptedError,
+    UnavailableError, and StoppedError where a time limit is over.
     """
 
     def __init__(
@@ -91,8 +94,11 @@ class TpuVm:
         self._answered = True  # False while a request to make it has no answer
         self._handlers: dict[int, Any] = {}
         self._hosts: Hosts | None = None
+        self._hold: IO[str] | None = None
 
     def __enter__(self) -> Self:
+        if self._adopt:
+            self._hold = _hold(self.spec)
         self._take_signals()
         try:
             self._make(self.limits.capacity)
@@ -109,7 +115,6 @@ class TpuVm:
     def _leave(self) -> bool:
         """Ends what `__enter__` began; whether nothing is left that costs money unbidden."""
         try:
-            self._close_hosts()
             if self._keep and self._may_exist:
                 _say(f"TPU {self.spec.name!r} is kept; delete it by: {self.spec.delete_command()}")
             else:
@@ -125,6 +130,9 @@ class TpuVm:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             self._handlers = {}
+            self._close_hosts()
+            if self._hold is not None:
+                self._hold.close()
         return True
 
     def _take_signals(self) -> None:
@@ -155,8 +163,8 @@ class TpuVm:
             time.sleep(pause)
             pause = min(2 * pause, 300.0)
 
-    def _create(self) -> "Operation | None":
-        """Asks for the TPU; None where one of ours is there to be taken over."""
+    def _create(self) -> str | None:
+        """Asks for the TPU: the operation's name, None where one of ours can be taken over."""
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
             self._take_over(node, queued)
@@ -206,7 +214,7 @@ class TpuVm:
             return False
         return node is None or node.state.name not in GONE
 
-    def _wait_ready(self, operation: "Operation | None") -> None:
+    def _wait_ready(self, operation: str | None) -> None:
         if self.spec.queued:
             self._wait_queue()
             operation = None  # it ended when the request was in the queue
@@ -220,7 +228,10 @@ class TpuVm:
                 return
             # Until the operation ends, a TPU that is not there yet is no surprise.
             if state in GONE or (state == "MISSING" and operation is None):
-                raise PreemptedError(f"TPU {self.spec.name!r} was taken away before it was ready")
+                raise self._taken_away(state)
+
+    def _taken_away(self, state: str) -> PreemptedError:
+        return PreemptedError(f"TPU {self.spec.name!r} was taken away ({state.lower()})")
 
     def _wait_queue(self) -> None:
         for bar in self._polls(
@@ -234,7 +245,7 @@ class TpuVm:
             if resource is not None and state == "FAILED":
                 raise self._api.queued_error(resource)
             if resource is None or state in QUEUE_GONE:
-                raise PreemptedError(f"TPU {self.spec.name!r} was taken out of the queue ({state})")
+                raise self._taken_away(state)
 
     def _polls(self, what: str, seconds: float, advice: str) -> Iterator[tqdm]:
         """Yields a progress bar at every poll, until the time is over: StoppedError."""
@@ -259,10 +270,8 @@ class TpuVm:
         return "UNHEALTHY" if node.state.name == "READY" and not healthy else node.state.name
 
     def check(self) -> None:
-        """Raises PreemptedError where the TPU is no longer there."""
-        state = self.state()
-        if state in GONE or state == "MISSING":
-            raise PreemptedError(f"TPU {self.spec.name!r} was taken away ({state.lower()})")
+        """Raises PreemptedError where the TPU was taken away; waits where it is being repaired."""
+        self._wait_ready(None)
 
     def make_again(self) -> None:
         """Deletes what is left of it, and makes it anew; its addresses and keys are others then."""
@@ -288,6 +297,7 @@ class TpuVm:
             if not self._is_ours(node, queued):
                 _say(f"TPU {self.spec.name!r} is another's; it is left alone")
                 break
+            self._answered, settled = True, 0.0  # by its being there
             if queued is not None:
                 state = queued.state.state.name
                 if state != "DELETING":
@@ -309,10 +319,10 @@ class TpuVm:
         return marks == {self._mark} if marks else self._answered
 
     def hosts(self) -> list[str]:
-        """The hosts' addresses in the TPU's network, in the order of their numbers."""
+        """The addresses of a ready TPU's hosts in its network, in the order of their numbers."""
         node = self._api.node()
         if node is None:
-            raise PreemptedError(f"TPU {self.spec.name!r} is no longer there")
+            raise self._taken_away("MISSING")
         return [endpoint.ip_address for endpoint in node.network_endpoints]
 
     def ssh(self) -> Hosts:
@@ -354,6 +364,27 @@ class TpuVm:
         if self._hosts is not None:
             self._hosts.close()
             self._hosts = None
+
+
+def _hold(spec: TpuSpec) -> IO[str]:
+    """A lock of this user's on a TPU's name, held until the file is closed."""
+    path = Path.home() / tpu_ray.FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.lock"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        number = file.read().strip()
+        file.close()
+        raise InputError(
+            f"TPU {spec.name!r} is in use by process {number} of yours; take another name, or end "
+            "that first"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
 
 
 def _exit_by_signal(number: int, frame: object) -> None:

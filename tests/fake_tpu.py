@@ -50,8 +50,9 @@ class FakeTpuApi:
     `ready_after` polls a TPU is ready (None: never), `queue_after` polls a queued one is given.
     `addresses` are a new TPU's hosts.  A request to create is answered after `create_seconds`, and
     has its effect half way.  `create_errors` are given in turn to requests to create:
-    (code, message) at once, or, with a third element "later", by the operation.  `tls` is a key
-    and its certificate, as PEM.
+    (code, message) at once, or, with a third element, "later" by the operation, or "lost" where
+    the TPU is made all the same; `delete_errors` and `read_errors` to those to delete and to read
+    a TPU.  `tls` is a key and its certificate, as PEM.
     """
 
     def __init__(self, tls: tuple[bytes, bytes] | None = None) -> None:
@@ -63,6 +64,7 @@ class FakeTpuApi:
         self.gone_after = 1
         self.create_errors: list[tuple[Any, ...]] = []
         self.delete_errors: list[tuple[Any, ...]] = []
+        self.read_errors: list[tuple[Any, ...]] = []
         self.create_seconds = 0.0
         self.addresses = ["127.0.0.1"]
         self.host_keys: list[list[tuple[str, str]]] = []  # by host
@@ -183,6 +185,8 @@ class FakeTpuApi:
         context.abort(grpc.StatusCode.NOT_FOUND, f"Resource '{name}' was not found")
 
     def _get_node(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if self.read_errors:
+            context.abort(*self.read_errors.pop(0))
         node = self.nodes.get(request.name)
         if node is None:
             return self._missing(request.name, context)
@@ -205,7 +209,7 @@ class FakeTpuApi:
 
     def _refused(self, context: grpc.ServicerContext) -> operations_pb2.Operation | None:
         """The next error that a test has laid ready, if any."""
-        if not self.create_errors:
+        if not self.create_errors or self.create_errors[0][2:] == ("lost",):
             return None
         error = self.create_errors.pop(0)
         if error[2:] == ("later",):
@@ -229,6 +233,8 @@ class FakeTpuApi:
         time.sleep(self.create_seconds / 2)
         self._new_node(name, request.node, operation.name)
         time.sleep(self.create_seconds / 2)
+        if self.create_errors:
+            context.abort(*self.create_errors.pop(0)[:2])
         return operation
 
     def _delete_node(self, request: Any, context: grpc.ServicerContext) -> Any:

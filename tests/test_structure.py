@@ -85,7 +85,7 @@ HOMES = {
     "torch": {"mesh_transformer/tensor_files.py", "scripts/measure_generation.py"},
     "fabric": {"mesh_transformer/tpu_ssh.py"},
     "paramiko": {"mesh_transformer/tpu_spec.py", "mesh_transformer/tpu_ssh.py"},
-    "google.api_core": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
+    "google.api_core": {"mesh_transformer/tpu_api.py"},
     "google.auth": {"mesh_transformer/tpu_api.py"},
     "google.cloud.tpu_v2": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
     "ray": {

@@ -1,5 +1,6 @@
 """TPUs made, waited for, lost and deleted: the real client against a server on loopback."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -13,7 +14,14 @@ import grpc
 import pytest
 from google.cloud import tpu_v2
 
-from mesh_transformer.tpu_api import CapacityError, PreemptedError, default_project, new_client
+from mesh_transformer import tpu_api
+from mesh_transformer.tpu_api import (
+    CapacityError,
+    PreemptedError,
+    UnavailableError,
+    default_project,
+    new_client,
+)
 from mesh_transformer.tpu_spec import SshOptions, TpuSpec, accelerator_type
 from mesh_transformer.tpu_vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
@@ -37,8 +45,9 @@ def api():
 
 
 @pytest.fixture
-def make(api, tmp_path):
+def make(api, tmp_path, monkeypatch):
     """A TpuVm of the fake API, with changes to its spec and arguments."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     ssh = SshOptions(user="me", key_file=str(key_pair(tmp_path)))
 
     def made(limits=QUICK, adopt=False, keep=False, **changes):
@@ -102,8 +111,9 @@ def test_preempted_while_running_and_made_again(api, make, queued):
         api.preempt()
         with pytest.raises(PreemptedError, match="'pod' was taken away"):
             tpu.check()
-        # Capacity is seldom back at once.
-        api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT)] * 2
+        # Capacity is seldom back at once, nor is the quota of the one that is gone.
+        refusals = (QUOTA, STOCKOUT, QUOTA)
+        api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, said) for said in refusals]
         tpu.make_again()
         tpu.check()
         assert tpu.hosts() == ["127.0.0.9"]
@@ -115,7 +125,7 @@ def test_preempted_before_it_is_ready(api, make):
     api.ready_after = None
     tpu = make(tier="spot")
     threading.Timer(0.3, api.preempt).start()
-    with pytest.raises(PreemptedError, match="before it was ready"), tpu:
+    with pytest.raises(PreemptedError, match=r"was taken away \(preempted\)"), tpu:
         pass
     assert not api.nodes
 
@@ -225,6 +235,23 @@ def test_time_limit_then_deleted(api, make, queued):
     assert not api.queue
 
 
+def test_repair_while_running_is_waited_for(api, make):
+    with make() as tpu:
+        api.nodes[NAME].state = tpu_v2.Node.State.REPAIRING
+        polls = api.polls[NAME]
+
+        def repair():
+            while api.polls[NAME] < polls + 3:
+                time.sleep(0.01)
+            api.nodes[NAME].state = tpu_v2.Node.State.READY
+
+        thread = threading.Thread(target=repair)
+        thread.start()
+        tpu.check()
+        assert tpu.state() == "READY"
+        thread.join()
+
+
 def test_unhealthy_is_waited_for(api, make):
     def sicken():
         while not api.nodes:
@@ -267,12 +294,56 @@ def test_unknown_zone_or_no_rights(api, make):
     assert "\n" not in str(found.value)
 
 
-def test_delete_that_is_in_the_way_of_another_operation_is_sent_again(api, make):
-    api.delete_errors = [(grpc.StatusCode.FAILED_PRECONDITION, "an operation is in progress")] * 2
+@pytest.mark.parametrize(
+    "code", ["FAILED_PRECONDITION", "ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL"]
+)
+def test_delete_that_may_go_through_later_is_sent_again(api, make, code):
+    api.delete_errors = [(grpc.StatusCode[code], "an operation is in progress")] * 2
     with make():
         pass
     assert api.calls.count("DeleteNode") == 3
     assert not api.nodes
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL"])
+def test_a_request_without_an_answer_leaves_nothing_alive(api, make, capsys, code):
+    for what in ((), ("lost",)):  # which has made the TPU all the same
+        api.create_errors = [(grpc.StatusCode[code], "a bad day", *what)]
+        with pytest.raises(UnavailableError, match="a bad day") as found, make():
+            pass
+        assert "\n" not in str(found.value)
+        assert not api.nodes
+        assert ("did not appear" in capsys.readouterr().err) == (what == ())
+    assert api.calls.count("DeleteNode") == 1
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL"])
+def test_a_look_without_an_answer_is_taken_again(api, make, code):
+    with make() as tpu:
+        api.read_errors = [(grpc.StatusCode[code], "too many requests")] * 2
+        tpu.check()
+        assert not api.read_errors
+
+
+def test_an_api_that_is_silent_for_long(api, make, monkeypatch, capsys):
+    monkeypatch.setattr(tpu_api, "RETRY_SECONDS", 0.3)
+    tpu = make()
+    tpu.__enter__()
+    capsys.readouterr()
+    api.read_errors = [(grpc.StatusCode.UNAVAILABLE, "gone fishing")] * 1000
+    with pytest.raises(UnavailableError, match=r"no answer for 0\.3 s .*gone fishing"):
+        tpu.check()
+    tpu.__exit__(KeyError, None, None)
+    assert "'pod' may be alive: gcloud compute tpus tpu-vm delete pod" in capsys.readouterr().err
+
+
+def test_two_runs_here_do_not_share_a_tpu(api, make):
+    with make(adopt=True):
+        with pytest.raises(InputError, match=rf"in use by process {os.getpid()} of yours"):
+            make(adopt=True).__enter__()
+        assert list(api.nodes) == [NAME]
+    with make(adopt=True):
+        assert list(api.nodes) == [NAME]
 
 
 def test_delete_that_fails_prints_the_command(api, make, capsys):
@@ -316,7 +387,8 @@ from tests.fake_tpu import client
 import time
 
 def main():
-    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
+    queued = sys.argv[3] == "queued"
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p", queued=queued)
     limits = Limits(poll=0.05, settle=1.0)
     ssh = SshOptions(key_file=sys.argv[2])
     with TpuVm(spec, client=client(sys.argv[1]), limits=limits, ssh=ssh):
@@ -327,12 +399,36 @@ run_script(main)
 """
 
 
+@contextlib.contextmanager
+def driver(api, folder, kind="node"):
+    """A process that makes the TPU, and waits in the block."""
+    command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(folder)), kind]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_call(api, name, seconds=30):
+    deadline = time.monotonic() + seconds
+    while name not in api.calls and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert name in api.calls
+
+
 @pytest.mark.parametrize(
     ("number", "moment", "status"),
     [
         (signal.SIGINT, "asking", 130),
         (signal.SIGINT, "making", 130),
         (signal.SIGINT, "running", 130),
+        (signal.SIGTERM, "asking", 143),
+        (signal.SIGTERM, "making", 143),
         (signal.SIGTERM, "running", 143),
         (signal.SIGHUP, "making", 129),
     ],
@@ -343,28 +439,47 @@ def test_signal_deletes(api, tmp_path, number, moment, status):
         api.ready_after = None
     if moment == "asking":
         api.create_seconds = 1.0
-    command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(tmp_path))]
-    process = subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    try:
+    with driver(api, tmp_path) as process:
         if moment == "running":
             assert process.stdout is not None
             assert process.stdout.readline() == "in the block\n"
-        deadline = time.monotonic() + 30
-        while "CreateNode" not in api.calls and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for_call(api, "CreateNode")
         assert bool(api.nodes) == (moment == "running") or moment == "making"
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
     assert "DeleteNode" in api.calls
     assert not api.nodes
     assert process.returncode == status
     assert "gcloud compute tpus tpu-vm delete pod" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_in_the_queue_leaves_it(api, tmp_path, number, status):
+    api.queue_after = None
+    with driver(api, tmp_path, "queued") as process:
+        wait_for_call(api, "CreateQueuedResource")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert not api.queue
+    assert process.returncode == status
+    assert "gcloud compute tpus queued-resources delete pod" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_while_it_is_deleted_prints_the_command(api, tmp_path, number, status):
+    api.gone_after = 10**9
+    with driver(api, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the block\n"
+        process.send_signal(signal.SIGINT)
+        wait_for_call(api, "DeleteNode")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == status
+    last = errors.replace("\r", "\n").strip().splitlines()[-1]
+    assert last.startswith("TPU 'pod' may be alive: gcloud compute tpus tpu-vm delete pod")
     assert "Traceback" not in errors
 
 
