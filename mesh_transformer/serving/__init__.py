@@ -1,0 +1,1 @@
+"""The server: continuous batching, the HTTP interface over it, and a web page."""

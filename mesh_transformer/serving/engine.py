@@ -1,0 +1,365 @@
+"""Continuous batching: requests join and leave a running batch, a token at a time.
+
+One worker thread drives the network.  Between two calls of `decode` it lets at most one call of
+prefill (or of scoring) in, so that those who already have their prompt read wait for no more.
+"""
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mesh_transformer.config import Config
+from mesh_transformer.sampling import SamplerSettings
+from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.scoring import score
+
+ALTERNATIVES = 5  # likeliest tokens told to a request that asks for logprobs
+PREFILL_SIZES = (4, 1)  # prompts in one prefill call, the largest that fits; each is compiled
+PREFILL_TOKENS = 512  # more in one call, padding included, only where one prompt alone has more
+SHORTEST_WARM_UP = 16  # the narrowest width that prompts are padded to
+
+log = logging.getLogger(__name__)
+
+
+class Batch(Protocol):
+    """A running batch, as `CausalTransformer.batch` makes it; its tokens come as numpy arrays."""
+
+    rows: int
+
+    def reserve(self, positions: int) -> None: ...
+
+    def insert(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        lengths: Any,
+        settings: SamplerSettings,
+        *,
+        alternatives: int | None = None,
+    ) -> Any: ...
+
+    def decode(self, steps: int, alternatives: int | None = None) -> Any: ...
+
+
+class Network(Protocol):
+    """What the engine asks of a model, wherever it runs."""
+
+    config: Config
+
+    def batch(self, rows: int) -> Batch: ...
+
+    def logits(self, tokens: np.ndarray) -> Any: ...
+
+
+class Settings(NamedTuple):
+    """How one request's tokens are chosen; `sampling.nucleus_sample` says what each means."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    temp: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+class Token(NamedTuple):
+    """A token and, where asked for, what the model thought of it, in nats."""
+
+    number: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+
+
+class Progress(NamedTuple):
+    """News of a request.  `prompt`, where it is to be scored, comes once, ahead of all tokens."""
+
+    tokens: list[Token] = []  # noqa: RUF012 - never changed
+    prompt: list[Token] | None = None
+    ended: bool = False
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+      prompt: token ids [T].
+      length: how many tokens it may have; 0 only with `score`.
+      deliver: takes each `Progress`, in the worker's thread; must return at once.
+      stop: the token that ends the text early, itself included.
+      logprobs: whether tokens come with their logprobs.
+      score: whether the prompt's own tokens are told, with theirs.
+    """
+
+    prompt: np.ndarray
+    length: int
+    settings: Settings
+    deliver: Callable[[Progress], None]
+    stop: int | None = None
+    logprobs: bool = False
+    score: bool = False
+    cancelled: bool = False
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    made: int = 0
+
+
+class QueueFullError(Exception):
+    """No room; `retry_after` is in whole seconds."""
+
+    def __init__(self, waiting: int, retry_after: int):
+        super().__init__(f"{waiting} requests are waiting already; try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class StoppedEngineError(Exception):
+    """The engine takes no more requests: it is closing, or its network has failed for good."""
+
+
+class Engine:
+    """Serves requests on a network, many at once.
+
+    A request's tokens depend on its own prompt, settings and seed alone.
+
+    Args:
+      rows: how many requests run side by side; a multiple of the network's replicas.
+      queue: how many more may wait.
+      steps: tokens that each row advances between looks at the queue.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        metrics: Metrics,
+        *,
+        rows: int = 16,
+        queue: int = 256,
+        steps: int = 4,
+    ):
+        self.network = network
+        self.rows = rows
+        self.queue = queue
+        self.steps = steps
+        self.failure: Exception | None = None
+        self._metrics = metrics
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._active: dict[int, Request] = {}
+        self._finished: collections.deque[float] = collections.deque(maxlen=32)  # when
+        self._closing = False
+        self._wake = threading.Condition()
+        self._batch = self._new_batch()
+        self._worker = threading.Thread(target=self._run, name="engine", daemon=True)
+        metrics.watch(waiting=lambda: len(self._waiting), active=lambda: len(self._active))
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._worker.start()
+
+    def warm_up(self) -> None:
+        """Compiles what requests will need; only before `start`."""
+        window = self.network.config.window
+        width = SHORTEST_WARM_UP
+        while True:
+            prompt = np.zeros(min(width, window), np.int32)
+            for size in PREFILL_SIZES:
+                if size == 1 or (size <= self.rows and size * len(prompt) <= PREFILL_TOKENS):
+                    for alternatives in (None, ALTERNATIVES):
+                        settings = _stacked([Settings()] * size)
+                        self._batch.insert(
+                            range(size), [prompt] * size, 1, settings, alternatives=alternatives
+                        )
+            if width >= window:
+                break
+            width *= 2
+        for alternatives in (None, ALTERNATIVES):
+            self._batch.decode(1, alternatives)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes all of the requests or none.
+
+        Raises:
+          QueueFullError: where not all of them find room.
+          StoppedEngineError: where none will be served any more.
+        """
+        with self._wake:
+            if self._closing or self.failure is not None:
+                raise StoppedEngineError("the server is stopping")
+            if len(self._waiting) + len(requests) > self.queue:
+                raise QueueFullError(len(self._waiting), self._retry_after())
+            self._waiting.extend(requests)
+            self._wake.notify()
+
+    def cancel(self, request: Request) -> None:
+        """Lets a request go; nothing more of it is delivered after what is on its way."""
+        with self._wake:
+            request.cancelled = True
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    def close(self) -> None:
+        """Serves what it has taken to the end, and ends."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._worker.is_alive():
+            self._worker.join()
+
+    def _retry_after(self) -> int:
+        """About when a place is free, from how fast the last requests ended."""
+        if len(self._finished) < 2:
+            return 1
+        rate = len(self._finished) / max(time.perf_counter() - self._finished[0], 1e-3)
+        return min(max(round(1 / rate), 1), 60)
+
+    def _new_batch(self) -> Batch:
+        batch = self.network.batch(self.rows)
+        batch.reserve(self.network.config.window)  # now, as growing would compile anew
+        return batch
+
+    def _run(self) -> None:
+        while self.failure is None:
+            with self._wake:
+                while not (self._waiting or self._active or self._closing):
+                    self._wake.wait()
+                if self._closing and not (self._waiting or self._active):
+                    return
+                taken = self._take()
+            try:
+                self._turn(taken)
+            except Exception as error:  # whatever the device says, those who wait must hear
+                log.exception("the network failed; the requests that it was serving end")
+                self._start_over(taken, error)
+
+    def _start_over(self, taken: list[Request], error: Exception) -> None:
+        """Ends what was running, and goes on with a new batch if one can be had."""
+        served = set(taken) | set(self._active.values())
+        self._active.clear()
+        try:
+            self._batch = self._new_batch()
+        except Exception as failure:  # as above
+            log.exception("no new batch can be made; the engine stops")
+            error = failure
+            with self._wake:
+                self.failure = failure
+                served |= set(self._waiting)
+                self._waiting.clear()
+        for request in served:
+            self._deliver(request, Progress(ended=True, error=error))
+
+    def _deliver(self, request: Request, progress: Progress) -> None:
+        if not request.cancelled:
+            request.deliver(progress)
+
+    def _take(self) -> list[Request]:
+        """The first of those who wait: one to be scored, or as many as one prefill call takes."""
+        if self._waiting and self._waiting[0].score:
+            return [self._waiting.popleft()]
+        free = sum(request.cancelled for request in self._active.values())
+        free += self.rows - len(self._active)
+        longest, fitting = 0, 0
+        for request in self._waiting:
+            longest = max(longest, len(request.prompt))
+            crowded = fitting and longest * (fitting + 1) > PREFILL_TOKENS
+            if request.score or crowded or fitting == free:
+                break
+            fitting += 1
+        size = next((size for size in PREFILL_SIZES if size <= fitting), 0)
+        return [self._waiting.popleft() for _ in range(size)]
+
+    def _turn(self, taken: list[Request]) -> None:
+        for row in [row for row, request in self._active.items() if request.cancelled]:
+            del self._active[row]
+        if taken and taken[0].score:
+            self._score(taken[0])
+        elif taken:
+            self._prefill(taken)
+        if self._active:
+            self._decode()
+
+    def _score(self, request: Request) -> None:
+        """Tells what the model thinks of a prompt, whose first token follows nothing."""
+        found = score(self.network, request.prompt, ALTERNATIVES)
+        self._metrics.prompt_tokens(len(request.prompt))
+        prompt = [Token(int(request.prompt[0])), *_tokens(found)]
+        self._deliver(request, Progress(prompt=prompt, ended=request.length == 0))
+        request.score = False
+        if request.length and not request.cancelled:
+            with self._wake:
+                self._waiting.appendleft(request)  # it was the first
+
+    def _prefill(self, taken: list[Request]) -> None:
+        began = time.perf_counter()
+        rows = [row for row in range(self.rows) if row not in self._active][: len(taken)]
+        chosen = self._batch.insert(
+            rows,
+            [request.prompt for request in taken],
+            np.array([request.length for request in taken], np.int32),
+            _stacked([request.settings for request in taken]),
+            alternatives=ALTERNATIVES if any(request.logprobs for request in taken) else None,
+        )
+        now = time.perf_counter()
+        self._metrics.prefill(now - began, sum(len(request.prompt) for request in taken))
+        for at, (row, request) in enumerate(zip(rows, taken, strict=True)):
+            self._metrics.first_token(now - request.began)
+            self._active[row] = request
+            self._advance(row, request, _tokens(_part(chosen, slice(at, at + 1))))
+
+    def _decode(self) -> None:
+        began = time.perf_counter()
+        left = [request.length - request.made for request in self._active.values()]
+        # With others waiting no row may stand idle for long.
+        steps = min(self.steps, min(left) if self._waiting else max(left))
+        wanted = any(request.logprobs for request in self._active.values())
+        chosen = self._batch.decode(steps, ALTERNATIVES if wanted else None)
+        self._metrics.decode(time.perf_counter() - began, steps)
+        for row, request in list(self._active.items()):
+            ahead = min(steps, request.length - request.made)
+            self._advance(row, request, _tokens(_part(chosen, (row, slice(ahead)))))
+
+    def _advance(self, row: int, request: Request, tokens: list[Token]) -> None:
+        """Delivers a row's new tokens, and frees the row if it is done."""
+        stops = [at for at, token in enumerate(tokens, 1) if token.number == request.stop]
+        tokens = tokens[: min(stops, default=None)]
+        request.made += len(tokens)
+        ended = bool(stops) or request.made == request.length
+        self._metrics.made(len(tokens))
+        if ended:
+            del self._active[row]
+            self._finished.append(time.perf_counter())
+        if not request.logprobs:
+            tokens = [Token(token.number) for token in tokens]
+        self._deliver(request, Progress(tokens=tokens, ended=ended))
+
+
+def _stacked(settings: Sequence[Settings]) -> SamplerSettings:
+    """Settings of several requests, as the network takes them."""
+    top_p, top_k, temp, penalty, seed = zip(*settings, strict=True)
+    return SamplerSettings(
+        np.array(top_p, np.float32),
+        np.array(top_k, np.int32),
+        np.array(temp, np.float32),
+        np.array(penalty, np.float32),
+        np.array(seed, np.uint32),
+    )
+
+
+def _part(chosen: Any, at: Any) -> Any:
+    return type(chosen)(*(None if x is None else x[at] for x in chosen))
+
+
+def _tokens(chosen: Any) -> list[Token]:
+    """Tokens [M] with or without their logprobs [M] and alternatives [M, N]."""
+    if chosen.logprob is None:
+        return [Token(number) for number in chosen.token.tolist()]
+    tops = zip(chosen.top_token.tolist(), chosen.top_logprob.tolist(), strict=True)
+    return [
+        Token(number, logprob, tuple(zip(*top, strict=True)))
+        for number, logprob, top in zip(
+            chosen.token.tolist(), chosen.logprob.tolist(), tops, strict=True
+        )
+    ]

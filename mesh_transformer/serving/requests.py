@@ -1,0 +1,108 @@
+"""What clients may ask, checked: OpenAI's completions, and the original server's."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mesh_transformer.serving.errors import ApiError
+
+MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
+MOST_CHOICES = 128
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+# What OpenAI's clients send but this model does not do: only the value that changes nothing.
+Zero = Annotated[float, Field(ge=0, le=0)]
+Asked = TypeVar("Asked", bound=BaseModel)
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(_Asked):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class CompletionRequest(_Asked):
+    """The body of `POST /v1/completions`; `top_k`, `repetition_penalty`, `ignore_eos` are ours."""
+
+    model: str | None = None
+    prompt: Any = "<|endoftext|>"
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] = 1.0
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
+    best_of: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    user: str | None = None
+    suffix: Literal[""] | None = None
+    presence_penalty: Zero | None = 0.0
+    frequency_penalty: Zero | None = 0.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop sequences, as many as there are."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class ContextRequest(_Asked):
+    """The body of `POST /complete`: the original's three keys, of which two now have defaults."""
+
+    context: str
+    top_p: Annotated[Number, Field(ge=0, le=1)] = 0.9
+    temp: Annotated[Number, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    length: Annotated[int, Field(ge=1)] = 512
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+
+
+def parse(kind: type[Asked], body: bytes) -> Asked:
+    """A body of JSON as what it should be.
+
+    Raises:
+      ApiError: 400, about the first thing that is wrong.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as errors:
+        first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None) from None
+
+
+def prompts_of(asked: Any) -> list[str | list[int]]:
+    """The prompts of OpenAI's four shapes: a text, token ids, or a list of either.
+
+    Raises:
+      ApiError: 400, for anything else.
+    """
+    prompts = [asked] if isinstance(asked, str) or _all(asked, int) else asked
+    if isinstance(prompts, list) and prompts and len(prompts) <= MOST_CHOICES:
+        if _all(prompts, str):
+            return prompts
+        if all(_all(prompt, int) for prompt in prompts):
+            return prompts
+    raise ApiError(
+        400,
+        "prompt: expected a text, a list of token ids, or a list of 1 to "
+        f"{MOST_CHOICES} of either, none of the token lists empty",
+        param="prompt",
+    )
+
+
+def _all(values: Any, kind: type) -> bool:
+    """Whether it is a list, not empty, of values of exactly that type (true is no number)."""
+    return isinstance(values, list) and bool(values) and all(type(v) is kind for v in values)
