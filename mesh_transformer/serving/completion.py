@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from mesh_transformer.serving.engine import Progress, Token
 from mesh_transformer.serving.text import TextStream
 
+PART = "bytes:"  # begins the name of a token that is only part of a character, as at OpenAI
 Finish = Literal["stop", "length"]
 
 
@@ -20,7 +21,7 @@ class Words:
         self._known: dict[int, str] = {}
 
     def __getitem__(self, number: int) -> str:
-        """A token's text; `bytes:\\x..` where it is only part of a character, as OpenAI has it."""
+        """A token's text, `bytes:\\x..` where it is only part of a character, as OpenAI has it."""
         if number not in self._known:
             self._known[number] = self._word(number)
         return self._known[number]
@@ -35,7 +36,7 @@ class Words:
         byte_of = _gpt2_bytes()
         if not all(letter in byte_of for letter in name):
             return name
-        return "bytes:" + "".join(f"\\x{byte_of[letter]:02x}" for letter in name)
+        return PART + "".join(f"\\x{byte_of[letter]:02x}" for letter in name)
 
 
 def _gpt2_bytes() -> dict[str, int]:
@@ -76,6 +77,7 @@ class Answer:
     def __init__(
         self, words: Words, prompt: Sequence[int], stop: Sequence[str], echo: bool, end: int | None
     ):
+        self._words = words
         self._end = end
         self._stream = TextStream(words.tokenizer)
         self._stop = stop
@@ -108,12 +110,16 @@ class Answer:
         return self._piece()
 
     def _add(self, token: Token) -> None:
-        self._spots.append(Spot(token, len(self._text)))
+        before, word = len(self._text), self._words[token.number]
         if token.number == self._end and self.tokens:
             self._text += self._stream.end()
             self.finish = "stop"
+            word = ""
         else:
             self._text += self._stream.add(token.number)
+        # Parts of characters that led to none come out with the next token, but before it.
+        offset = before if word.startswith(PART) else max(before, len(self._text) - len(word))
+        self._spots.append(Spot(token, offset))
 
     def _look_for_stop(self) -> None:
         since = max(self._begin, self._given)

@@ -154,7 +154,17 @@ class Engine:
         self._wake = threading.Condition()
         self._batch = self._new_batch()
         self._worker = threading.Thread(target=self._run, name="engine", daemon=True)
-        metrics.watch(waiting=lambda: len(self._waiting), active=lambda: len(self._active))
+        metrics.watch(waiting=lambda: self.waiting, active=lambda: self.active)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Rows with a request."""
+        return len(self._active)
 
     def start(self) -> None:
         """Begins to serve."""

@@ -65,7 +65,7 @@ class ContextRequest(_Asked):
     top_p: Annotated[Number, Field(ge=0, le=1)] = 0.9
     temp: Annotated[Number, Field(ge=0, le=100)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    length: Annotated[int, Field(ge=1)] = 512
+    length: Annotated[int, Field(ge=1)] | None = None  # the original's 512, or what is allowed
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
 
 
@@ -79,8 +79,9 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
         return kind.model_validate_json(body)
     except ValidationError as errors:
         first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None) from None
+        # Only the key: what follows it are the names of pydantic's own alternatives.
+        key = str(first["loc"][0]) if first["loc"] else None
+        raise ApiError(400, f"{key or 'the body'}: {first['msg']}"[:300], param=key) from None
 
 
 def prompts_of(asked: Any) -> list[str | list[int]]:

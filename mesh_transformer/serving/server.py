@@ -40,6 +40,16 @@ def serve(app: ASGIApp, on: socket.socket, drain_seconds: int) -> None:
 
     What is not finished `drain_seconds` later is cut off.
     """
+    # uvicorn raises the signal again once it has ended; for SIGTERM that is as it should be.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    host, port = on.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+    print(f"serving at http://{name}:{port} (Ctrl-C ends)", flush=True)
+    make_server(app, drain_seconds).run(sockets=[on])
+
+
+def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
+    """uvicorn with little to say, for `run(sockets=...)`."""
     config = uvicorn.Config(
         app,
         http=PromptProtocol,
@@ -49,12 +59,7 @@ def serve(app: ASGIApp, on: socket.socket, drain_seconds: int) -> None:
         server_header=False,
         timeout_graceful_shutdown=drain_seconds,
     )
-    # uvicorn raises the signal again once it has ended; for SIGTERM that is as it should be.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    host, port = on.getsockname()[:2]
-    name = f"[{host}]" if ":" in host else host
-    print(f"serving at http://{name}:{port} (Ctrl-C ends)", flush=True)
-    uvicorn.Server(config).run(sockets=[on])
+    return uvicorn.Server(config)
 
 
 class PromptProtocol(H11Protocol):

@@ -19,6 +19,7 @@ from mesh_transformer.serving.errors import ApiError
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import CompletionRequest, ContextRequest, prompts_of
 
+ORIGINAL_LENGTH = 512
 SHORT_TEXT = 4096  # characters that the tokenizer takes no noticeable time for
 
 
@@ -66,7 +67,9 @@ class Service:
         self._check_length(length, "max_tokens")
         prompts = [await self._tokens(prompt, length) for prompt in prompts_of(asked.prompt)]
         if len(prompts) * count > self.engine.queue:
-            raise ApiError(400, f"n: {len(prompts)} prompts times {count} are more than the queue")
+            raise ApiError(
+                400, f"n: {count} answers to {len(prompts)} prompts never find room", param="n"
+            )
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
         chosen = Settings(
             top_p=1.0 if asked.top_p is None else asked.top_p,
@@ -84,14 +87,15 @@ class Service:
 
     async def continuation(self, asked: ContextRequest) -> "Completion":
         """Begins what the original's server did: of a long context its end is used."""
-        self._check_length(asked.length, "length")
+        length = asked.length or min(ORIGINAL_LENGTH, self.most_tokens)
+        self._check_length(length, "length")
         window = self.engine.network.config.window
         tokens = await self._encoded(asked.context[-window * self.words.longest :])
-        prompt = self._checked(tokens[-window:], asked.length)
+        prompt = self._checked(tokens[-window:], length)
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
         settings = Settings(top_p=asked.top_p, top_k=asked.top_k, temp=asked.temp, seed=seed)
         completion = Completion(self, CompletionRequest())
-        completion.add(prompt, asked.length, settings)
+        completion.add(prompt, length, settings)
         completion.begin()
         return completion
 

@@ -1,0 +1,110 @@
+"""A network for the server's tests: no mathematics, but every token is known beforehand."""
+
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mesh_transformer.sampling import SamplerSettings
+
+
+class FakeChosen(NamedTuple):
+    token: np.ndarray
+    logprob: np.ndarray | None = None
+    top_token: np.ndarray | None = None
+    top_logprob: np.ndarray | None = None
+
+
+class FakeNetwork:
+    """Reads `script` aloud: with seed s the n-th token after a prompt of T is script[s + T + n].
+
+    Attributes:
+      calls: what the engine asked, in order: ("insert", rows, width) or ("decode", steps).
+      allowed: cleared, the next call waits until it is set again.
+      failures: exceptions that the next calls raise.
+    """
+
+    def __init__(
+        self, script: Sequence[int], n_vocab: int = 50400, window: int = 64, **config: Any
+    ):
+        self.script = list(script)
+        defaults = {"n_vocab": n_vocab, "window": window, "seq": window, "pe": "rotary"}
+        self.config: Any = SimpleNamespace(**defaults | config)
+        self.calls: list[tuple[Any, ...]] = []
+        self.allowed = threading.Event()
+        self.allowed.set()
+        self.waits = False  # whether a call is held back
+        self.failures: list[Exception] = []
+        self.seconds = 0.0  # that each call takes
+
+    def batch(self, rows: int) -> "FakeBatch":
+        self.call("batch")
+        return FakeBatch(self, rows)
+
+    def call(self, *what: Any) -> None:
+        self.waits = not self.allowed.is_set()
+        self.allowed.wait()
+        self.waits = False
+        time.sleep(self.seconds)
+        self.calls.append(what)
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def answer(self, prompt: Sequence[int], seed: int, length: int) -> list[int]:
+        begin = seed + len(prompt)
+        return [self.script[(begin + at) % len(self.script)] for at in range(length)]
+
+    def chosen(self, tokens: np.ndarray, alternatives: int | None) -> FakeChosen:
+        """A token's logprob is -1 - number / n_vocab; the alternatives are 0, 1, 2, ..."""
+        if alternatives is None:
+            return FakeChosen(tokens)
+        top = np.broadcast_to(np.arange(alternatives), (*tokens.shape, alternatives))
+        return FakeChosen(tokens, -1 - tokens / self.config.n_vocab, top, -0.1 * (1 + top))
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """[1, T, V], of the same values whatever came before."""
+        self.call("logits", tokens.shape[1])
+        row = np.random.default_rng(0).normal(size=self.config.n_vocab).astype(np.float32)
+        return np.broadcast_to(row, (1, tokens.shape[1], self.config.n_vocab))
+
+
+class FakeBatch:
+    def __init__(self, network: FakeNetwork, rows: int):
+        self.rows = rows
+        self._network = network
+        self._texts: list[list[int]] = [[] for _ in range(rows)]
+        self._made = [0] * rows
+
+    def reserve(self, positions: int) -> None:
+        assert positions == self._network.config.window
+
+    def insert(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        lengths: Any,
+        settings: SamplerSettings,
+        *,
+        alternatives: int | None = None,
+    ) -> FakeChosen:
+        self._network.call("insert", len(rows), max(map(len, prompts)))
+        asked = zip(
+            rows, prompts, np.broadcast_to(lengths, len(rows)), settings.seed_B, strict=True
+        )
+        for row, prompt, length, seed in asked:
+            answer = self._network.answer(prompt.tolist(), int(seed), int(length))
+            self._texts[row], self._made[row] = answer, 1
+        first = np.array([self._texts[row][0] for row in rows])
+        return self._network.chosen(first, alternatives)
+
+    def decode(self, steps: int, alternatives: int | None = None) -> FakeChosen:
+        self._network.call("decode", steps)
+        tokens = np.full((self.rows, steps), 13)
+        for row, (text, made) in enumerate(zip(self._texts, self._made, strict=True)):
+            new = text[made : made + steps]
+            tokens[row, : len(new)] = new
+            self._made[row] += len(new)
+        return self._network.chosen(tokens, alternatives)
