@@ -74,15 +74,25 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
 fi
 
 boot=$(cat /proc/sys/kernel/random/boot_id) # since another boot has the same numbers again
-if [ -n "$restart" ] && [ -s "$session" ]; then
-    read -r its_boot number < "$session"
-    # `ray stop` would end the Ray of others here too, and leave workers that are stopped.
-    if [ "$its_boot" = "$boot" ]; then pkill -KILL -s "$number" || true; fi
-fi
+
+# Ends what the last start left; `ray stop` would end others' Ray too, but no stopped worker.
+end_session() {
+    if [ -s "$session" ]; then
+        read -r its_boot number < "$session"
+        if [ "$its_boot" = "$boot" ]; then pkill -KILL -s "$number" || true; fi
+    fi
+}
+
+if [ -n "$restart" ]; then end_session; fi
 start=("$venv/bin/ray" start --address "$address" --resources '{"tpu": 1}' --disable-usage-stats)
 # Processes here are asked for by host; one per CPU, as Ray would start them, has nothing to do.
 start+=(--num-cpus 0)
 # The address by which the driver knows this machine, which may have several.
 read -r _ _ here _ <<< "${SSH_CONNECTION:-}"
 if [ -n "$here" ]; then start+=(--node-ip-address "$here"); fi
-exec setsid --wait bash -c 'echo "$0 $$" > "$1"; exec "${@:2}"' "$boot" "$session" "${start[@]}" "$@"
+start=(setsid --wait bash -c 'echo "$0 $$" > "$1"; exec "${@:2}"' "$boot" "$session" "${start[@]}")
+if ! "${start[@]}" "$@"; then
+    # Ray gives its own processes 30 s, which a machine that has just booted may exceed once.
+    end_session
+    exec "${start[@]}" "$@"
+fi

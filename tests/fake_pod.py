@@ -112,6 +112,25 @@ class FakePod:
         self.switch_off()
         self.switch_on(count)
 
+    def processes(self, title: str) -> list[int]:
+        """The processes of all machines whose title begins so."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                begins = (process / "cmdline").read_text().startswith(title)
+                environment = (process / "environ").read_text()
+                if begins and f"HOME={self._homes.name}" in environment:
+                    found.append(int(process.name))
+        return found
+
+    def readable(self) -> str:
+        """All that a host's other users can read in its homes, the package and libraries aside."""
+        found = []
+        for path in Path(self._homes.name).rglob("*"):
+            if path.is_file() and path.stat().st_mode & 0o077 and "venv" not in path.parts:
+                found.append(path.read_text(errors="replace"))
+        return "\n".join(found)
+
     def commands(self) -> str:
         """All that was ever run on a host."""
         return "\n".join(command for host in self._hosts for command in host.commands)

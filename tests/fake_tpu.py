@@ -314,7 +314,8 @@ class FakeTpuApi:
 class FakeHost(paramiko.ServerInterface):
     """An SSH server on loopback: real commands and files, in a folder that is its user's home.
 
-    Commands have `environment` in place of this process's own.
+    Commands have `environment` in place of this process's own.  While it is `silent` it takes
+    commands and files, and says nothing.
     """
 
     def __init__(
@@ -328,6 +329,7 @@ class FakeHost(paramiko.ServerInterface):
     ):
         self.home, self.user, self.address = home, user, address
         self._environment = environment
+        self.silent = threading.Event()
         self._public = public_key.split()[1]
         self.host_key = paramiko.ECDSAKey.generate()
         self.commands: list[str] = []
@@ -345,6 +347,7 @@ class FakeHost(paramiko.ServerInterface):
     def __exit__(self, *error: object) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self.silent.clear()
         self.cut()
         self._thread.join(5)
         kill_marked(self._mark)
@@ -409,6 +412,8 @@ class FakeHost(paramiko.ServerInterface):
         return given | {"HOME": str(self.home), "SSH_CONNECTION": connection}
 
     def _execute(self, channel: paramiko.Channel, command: bytes) -> None:
+        if self.silent.is_set():
+            return
         process = subprocess.Popen(
             ["bash", "-c", command.decode()],
             cwd=self.home,
@@ -465,6 +470,8 @@ class _Files(paramiko.SFTPServerInterface):
         return _answer(lambda: self._path(oldpath).replace(self._path(newpath)))
 
     def open(self, path: str, flags: int, attr: paramiko.SFTPAttributes) -> Any:
+        while self._host.silent.is_set():
+            time.sleep(0.05)
         return _answer(lambda: _OpenFile(self._path(path), flags, self._host))
 
 

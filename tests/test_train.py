@@ -1,10 +1,12 @@
 """train.py as its users run it: over local hosts, interrupted, and what keeps it from beginning."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from tests.small_run import run_values, write_config
 # f32 rounds to 6e-8; on other processes sums are in another order, over 30 updates.
 OTHER_PROCESSES = 1e-5
 
+TOKEN = "a-token-of-ray-that-nobody-else-may-see"
 VERSIONS = {"1": {}, "2": {"zero": 1}}
 
 
@@ -118,6 +121,10 @@ def test_what_keeps_it_from_beginning(tmp_path):
         *base, "--local-hosts", "3"
     )
     assert "a TPU needs a zone to be made in; give --tpu-zone" in refused(*base, "--tpu", "pod")
+    # It is said before --new deletes, and before anything is made.
+    tpu = ("--tpu", "pod", "--tpu-zone", "us-central2-b", "--ssh-key", str(tmp_path / "none"))
+    assert "none is missing; make it with `ssh-keygen" in refused(*base, *tpu, "--new", "--yes")
+    assert "--queued goes with --tpu" in refused(*base, "--local-hosts", "2", "--queued")
     assert "--fresh-opt goes with --tune-model-path" in refused(
         *base, "--local-hosts", "2", "--fresh-opt"
     )
@@ -128,6 +135,17 @@ def test_what_keeps_it_from_beginning(tmp_path):
     assert "not allowed with" in refused(*base, "--local-hosts", "2", "--tpu", "pod")
 
 
+@pytest.fixture
+def pod(tmp_path, monkeypatch) -> Iterator[FakePod]:
+    """A project where drivers started from here find their TPUs; hosts have four devices."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    with FakePod(tmp_path, devices=4) as project:
+        for name, value in project.environment.items():
+            monkeypatch.setenv(name, value)
+        yield project
+
+
 def on_tpu(config: str, folder: Path, pod: FakePod, *more: str) -> list[str]:
     """train.py as on a pod: v4-16 is two hosts of four chips."""
     tpu = ["--tpu", "pod", "--tpu-zone", "us-central2-b", "--tpu-generation", "v4", "--preemptible"]
@@ -135,28 +153,72 @@ def on_tpu(config: str, folder: Path, pod: FakePod, *more: str) -> list[str]:
     return [*run, *tpu, *pod.flags, *more]
 
 
+def command_lines() -> str:
+    """What anybody on this machine can see of all processes."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            found.append((process / "cmdline").read_text(errors="replace"))
+    return "\n".join(found)
+
+
 @pytest.mark.slow
-def test_a_tpu_is_made_taken_away_made_again_and_deleted(whole, tmp_path, monkeypatch):
+def test_a_tpu_is_made_taken_away_made_again_and_deleted(whole, tmp_path, pod):
     """A v4-16 of two hosts is preempted, then its driver stopped; each row is as without."""
     config, expected = whole
     model = tmp_path / "model"
-    with FakePod(tmp_path, devices=4) as pod:
-        for name, value in pod.environment.items():
-            monkeypatch.setenv(name, value)
-        pod.switch_on(2)
-        with training(model, *on_tpu(config, model, pod)) as run:
-            wait_until(lambda: last_step(model) >= 9, f"step 9; {run.log}")
-            assert [node.accelerator_type for node in pod.api.nodes.values()] == ["v4-16"]
-            pod.preempt(2)
-            wait_until(lambda: last_step(model) >= 16, f"step 16; {run.log}")
-            run.process.send_signal(signal.SIGTERM)
-            assert run.process.wait(60) == 0
-            run.assert_nothing_is_left()
-        said, saved = run.log.read_text(), last_step(model)
-        assert f"SIGTERM: stopped and saved at step {saved}" in said
-        assert not pod.api.nodes
-        assert pod.api.calls.count("CreateNode") == 2
-        assert rows_of(model) == rows_of(expected)[:saved]
-        assert (model / f"step_{saved}").is_dir()
-        secrets = [*pod.secrets, *(each.split()[-1] for each in pod.api.authorizations)]
-        assert not [secret for secret in secrets if secret in said + pod.commands()]
+    pod.switch_on(2)
+    with training(model, *on_tpu(config, model, pod)) as run:
+        wait_until(lambda: last_step(model) >= 9, f"step 9; {run.log}")
+        assert [node.accelerator_type for node in pod.api.nodes.values()] == ["v4-16"]
+        seen = command_lines()
+        pod.preempt(2)
+        wait_until(lambda: last_step(model) >= 16, f"step 16; {run.log}")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(60) == 0
+        run.assert_nothing_is_left()
+    said, saved = run.log.read_text(), last_step(model)
+    assert f"SIGTERM: stopped and saved at step {saved}" in said
+    assert not pod.api.nodes
+    assert pod.api.calls.count("CreateNode") == 2
+    assert rows_of(model) == rows_of(expected)[:saved]
+    assert (model / f"step_{saved}").is_dir()
+    # No log, command line or file that others can read has what lets one in.
+    seen += said + pod.commands() + pod.readable()
+    secrets = [TOKEN, *pod.secrets, *(each.split()[-1] for each in pod.api.authorizations)]
+    assert not [secret for secret in secrets if secret in seen]
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_tpu_is_made_deletes_it(whole, tmp_path, pod):
+    pod.switch_on(2)
+    pod.api.ready_after = None
+    with training(tmp_path / "model", *on_tpu(whole[0], tmp_path / "model", pod)) as run:
+        wait_until(lambda: pod.api.nodes, "the TPU")
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(60) == 130
+        run.assert_nothing_is_left()
+    assert not pod.api.nodes
+    assert "Traceback" not in run.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_does_not_wait_for_a_save_but_deletes_the_tpu(whole, tmp_path, pod):
+    """Its hosts are stopped, so that they would never save."""
+    pod.switch_on(2)
+    model = tmp_path / "model"
+    with training(model, *on_tpu(whole[0], model, pod), "--heartbeat", "300") as run:
+        wait_until(lambda: last_step(model) >= 3, f"step 3; {run.log}")
+        hosts = pod.processes("ray::NetworkRunner")
+        assert len(hosts) == 2
+        for pid in hosts:
+            os.kill(pid, signal.SIGSTOP)
+        os.killpg(run.process.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.process.wait(3)
+        assert pod.api.nodes
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(30) == 130
+        run.assert_nothing_is_left()
+    assert not pod.api.nodes
+    assert "Traceback" not in run.log.read_text()

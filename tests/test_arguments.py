@@ -1,0 +1,113 @@
+"""The flags that scripts share: what they stand for, and which of them go together."""
+
+import argparse
+import json
+
+import pytest
+
+from mesh_transformer.arguments import (
+    add_tpu_arguments,
+    refuse_tpu_arguments,
+    run_arguments,
+    run_parser,
+    tpu_arguments,
+)
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL
+
+ZONE = {"tpu_zone": "us-central2-b"}
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = run_parser("what it does")
+    parser.add_argument("--tpu")
+    add_tpu_arguments(parser)
+    return parser.parse_args(["--config", "config.json", "--tpu", "pod", *words])
+
+
+def test_a_run_s_flags(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | {"bucket": "./models", "model_dir": "run"}))
+    words = ["--config", str(path), "--version", "2", "--max-steps", "7"]
+    config, folder, options = run_arguments(run_parser(None).parse_args(words))
+    assert (config.block, folder) == ("geglu", "./models/run")
+    assert options == {"max_steps": 7, "tune_model_path": None, "fresh_opt": False}
+    words += ["--model-dir", "there", "--tune-model-path", "gpt-j", "--fresh-opt"]
+    _, folder, options = run_arguments(run_parser(None).parse_args(words))
+    assert folder == "there"
+    assert options == {"max_steps": 7, "tune_model_path": "gpt-j", "fresh_opt": True}
+    with pytest.raises(InputError, match="--fresh-opt goes with --tune-model-path"):
+        run_arguments(run_parser(None).parse_args(["--config", str(path), "--fresh-opt"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "kind", "runtime", "tier"),
+    [
+        ([], {}, "v3-8", "tpu-ubuntu2204-base", "on_demand"),
+        (["--preemptible"], {}, "v3-8", "tpu-ubuntu2204-base", "preemptible"),
+        (["--preemptible", "--queued"], {}, "v3-8", "tpu-ubuntu2204-base", "spot"),
+        (["--preemptible"], {"tpu_tier": "spot"}, "v3-8", "tpu-ubuntu2204-base", "spot"),
+        ([], {"tpu_generation": "v4"}, "v4-16", "tpu-ubuntu2204-base", "on_demand"),
+        ([], {"tpu_generation": "v5e"}, "v5litepod-8", "v2-alpha-tpuv5-lite", "on_demand"),
+        (["--preemptible"], {"tpu_generation": "v5p"}, "v5p-16", "v2-alpha-tpuv5", "spot"),
+        (["--tpu-generation", "v6e"], {"tpu_generation": "v2"}, "v6e-8", "v2-alpha-tpuv6e", None),
+        (["--tpu-runtime-version", "b"], {"tpu_runtime_version": "a"}, "v3-8", "b", None),
+        ([], {"tpu_runtime_version": "a", "tpu_tier": "spot"}, "v3-8", "a", "spot"),
+    ],
+)
+def test_which_tpu(words, values, kind, runtime, tier):
+    """Flags replace the config's keys; what neither says is the generation's own."""
+    config = Config(**SMALL | {"tpu_size": 8} | ZONE | values)
+    spec, _ = tpu_arguments(parsed(*words), config)
+    assert (spec.name, spec.zone, spec.devices) == ("pod", "us-central2-b", 8)
+    assert (spec.accelerator_type, spec.runtime) == (kind, runtime)
+    assert spec.tier == (tier or "on_demand")
+    assert spec.queued == ("--queued" in words)
+
+
+@pytest.mark.parametrize("flag", ["--tpu-zone", "--tpu-region", "--tpu_region"])
+def test_a_zone_by_any_of_its_names(flag):
+    config = Config(**SMALL | ZONE)
+    spec, _ = tpu_arguments(parsed(flag, "europe-west4-a"), config)
+    assert spec.zone == "europe-west4-a"
+    network = config.replace(tpu_network="net", tpu_subnetwork="sub")
+    spec, _ = tpu_arguments(parsed(), network)
+    assert (spec.network, spec.subnetwork) == ("net", "sub")
+
+
+def test_whom_to_be_on_the_hosts(monkeypatch):
+    monkeypatch.setenv("LOGNAME", "me")
+    config = Config(**SMALL | ZONE)
+    _, ssh = tpu_arguments(parsed(), config)
+    assert (ssh.user, ssh.key_file, ssh.port) == ("me", "~/.ssh/google_compute_engine", 22)
+    words = ["--ssh-user", "you", "--ssh-key", "key", "--ssh-port", "2222"]
+    _, ssh = tpu_arguments(parsed(*words), config)
+    assert (ssh.user, ssh.key_file, ssh.port) == ("you", "key", 2222)
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "message"),
+    [
+        (
+            [],
+            {"tpu_zone": None},
+            "a TPU needs a zone to be made in; give --tpu-zone .*key tpu_zone",
+        ),
+        (["--tpu-zone", "europe-west4"], {}, "zone is 'europe-west4'; give a zone with its letter"),
+        (["--tpu-generation", "v9"], {}, "tpu_generation is str 'v9', expected one of 'v2'"),
+        (["--queued"], {"tpu_tier": "preemptible"}, "'preemptible', which cannot be queued"),
+    ],
+)
+def test_what_cannot_be_asked_for(words, values, message):
+    config = Config(**SMALL | ZONE | values)
+    with pytest.raises(InputError, match=message) as found:
+        tpu_arguments(parsed(*words), config)
+    assert "\n" not in str(found.value)
+
+
+def test_a_tpu_s_flags_alone_are_refused():
+    refuse_tpu_arguments(parsed())
+    for words in (["--preemptible"], ["--queued"], ["--tpu-zone", "a"], ["--ssh-key", "a"]):
+        with pytest.raises(InputError, match=rf"^{words[0]} goes with --tpu; "):
+            refuse_tpu_arguments(parsed(*words))
