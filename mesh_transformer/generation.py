@@ -58,7 +58,7 @@ class DecodeState(NamedTuple):
     @property
     def slots(self) -> int:
         """S: how many positions a row has room for."""
-        return self.caches[0].k_BHSK.shape[2]
+        return self.caches[0].v_BHSK.shape[2]
 
 
 def weights_of(params: model.Params, config: Config) -> Weights:
@@ -108,10 +108,8 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 def grow(state: DecodeState, slots: int) -> DecodeState:
     """The same rows with room for `slots` positions; no row may have passed the old end."""
 
-    def widened(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, slots - state.slots), (0, 0)))
-
-    return state._replace(caches=jax.tree.map(widened, state.caches))
+    more = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
+    return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, more), state.caches))
 
 
 def _forward(
@@ -185,8 +183,8 @@ def prefill(
     def put(rows: Array, values: Array, *at: Any) -> Array:
         return rows.at[(row_P, *at)].set(values, mode="drop")
 
-    within = (slice(None), slice(width))
-    caches = jax.tree.map(lambda cache, x: put(cache, x, *within), state.caches, new)
+    here = (slice(None), slice(width))
+    caches = jax.tree.map(lambda cache, x: put(cache, x, *here), state.caches, new)
     last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1)[:, None, None], axis=1)
     logits_PV = _logits(weights, last_PTD, config, par)
 

@@ -61,26 +61,6 @@ def sampler_settings(options: dict[str, Any], rows: int) -> SamplerSettings:
     return SamplerSettings(*found)
 
 
-def check_prompts(
-    ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts [B, T] and their lengths [B] as numpy arrays, checked in all but their tokens.
-
-    Raises:
-      InputError: where shapes do not fit, a prompt is empty, or nothing is to be generated.
-    """
-    tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
-    if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
-        raise InputError(
-            f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
-        )
-    if gen_length < 1:
-        raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
-    if length.min() < 1 or length.max() > tokens.shape[1]:
-        raise InputError("generate: an empty prompt, or a length beyond ctx; give 1 to T tokens")
-    return tokens, length
-
-
 class Generator:
     """The compiled functions of generation on a mesh, and the weights that they read.
 
@@ -125,7 +105,17 @@ class Generator:
         options: dict[str, Any],
     ) -> np.ndarray:
         """See `CausalTransformer.generate`."""
-        tokens, length = check_prompts(ctx, ctx_length, gen_length)
+        tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
+        if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
+            raise InputError(
+                f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
+            )
+        if gen_length < 1:
+            raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
+        if length.min() < 1 or length.max() > tokens.shape[1]:
+            raise InputError(
+                "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
+            )
         count = len(tokens)
         settings = sampler_settings(options, count)
         prompts = [row[len(row) - n :] for row, n in zip(tokens, length, strict=True)]

@@ -23,7 +23,7 @@ T5_MAX_DISTANCE = 128
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values (or their layout); those of a head lie side by side."""
+    """One layer's keys and values (or their layout), in the order that attention reads."""
 
     k_BHSK: Any
     v_BHSK: Any
@@ -167,9 +167,29 @@ def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Arr
     are f32, the matmuls' inputs in the compute dtype.
     """
     scale = q_BTHK.shape[-1] ** -0.5
-    logits_BHTS = jnp.einsum("BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32)
+    if q_BTHK.shape[1] == 1:  # without T: with it, XLA for CPUs transposes a single row's keys
+        logits_BHS = jnp.einsum(
+            "BHK,BHSK->BHS", q_BTHK[:, 0], k_BHSK, preferred_element_type=jnp.float32
+        )
+        logits_BHTS = logits_BHS[:, :, None]
+    else:
+        logits_BHTS = jnp.einsum(
+            "BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32
+        )
     weights_BHTS = jax.nn.softmax(logits_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
     return jnp.einsum("BHTS,BHSK->BTHK", weights_BHTS, v_BHSK)
+
+
+def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
+    """The cache with one position a row (S = 1 in `new`) written at `slot_B`, in place."""
+    if len(slot_B) == 1:
+        # Twice the same: of a single update XLA for CPUs makes one for which it copies the cache.
+        new, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, slot_B))
+        rows_B = jnp.zeros(2, jnp.int32)
+    else:
+        rows_B = jnp.arange(len(slot_B))
+    here = (rows_B, slice(None), slot_B)
+    return jax.tree.map(lambda all_, one: all_.at[here].set(one[:, :, 0]), cache, new)
 
 
 def t5_bucket(distance: Array) -> Array:
@@ -332,13 +352,12 @@ class TransformerLayer(hk.Module):
         if c.pe == "rotary":
             q_BTHK = rotate(q_BTHK, context.positions_BT, c.d_rotary)
             k_BTHK = rotate(k_BTHK, context.positions_BT, c.d_rotary)
+        new = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
         if cache is None:
-            cache = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
+            cache = new
         else:
-            here = (jnp.arange(len(k_BTHK)), slice(None), context.slot_B)
-            cache = LayerCache(
-                cache.k_BHSK.at[here].set(k_BTHK[:, 0]), cache.v_BHSK.at[here].set(v_BTHK[:, 0])
-            )
+            assert context.slot_B is not None
+            cache = write(cache, new, context.slot_B)
         return attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, context.bias_BHTS), cache
 
 

@@ -147,7 +147,8 @@ def _partition(
     function: Callable[..., Any], config: Config, mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """`function(*args, config=, par=)` on every part of the mesh, as one function of the whole."""
-    par = _parallel(config, mesh)
+    alone = mesh.size == 1  # nobody to talk to: even a sum over one device would take its time
+    par = Auto() if alone else _parallel(config, mesh)
 
     def program(*args: Any) -> Any:
         # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
@@ -155,6 +156,8 @@ def _partition(
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
             return function(*args, config=config, par=par)
 
+    if alone:
+        return program
     return jax.shard_map(
         program,
         mesh=mesh,

@@ -1,4 +1,4 @@
-"""The whole model: initial weights, declarations, and cached generation against full passes."""
+"""The whole model: initial weights, declarations, and what its passes promise."""
 
 import functools
 import math
@@ -9,17 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer import model, step
+from mesh_transformer import model
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration, map_declared
-from mesh_transformer.parallel import Auto, named
-from mesh_transformer.sampling import nucleus_sample
-from mesh_transformer.transformer_shard import CausalTransformer
-from tests.conftest import DATA, SMALL
-from tests.test_parity import network_at_step_0
-
-PLACES = [("jit", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4)]
-GREEDY = {"top_p": 1.0, "temp": 0.0}
+from mesh_transformer.parallel import Auto
+from tests.conftest import SMALL
 
 
 def small_config(**changes: Any) -> Config:
@@ -46,34 +40,11 @@ def weights(config: Config) -> Any:
     return jax.tree_util.tree_map_with_path(draw, declared, is_leaf=is_declaration)
 
 
-def generate(
-    config: Config,
-    place: tuple[str, int, int],
-    prompts: Any,
-    lengths: Any,
-    steps: int,
-    options: dict[str, Any],
-) -> np.ndarray:
-    """`steps` tokens after right-aligned prompts, on a dp x mp mesh."""
-    partitioning, dp, mp = place
-    config = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
-    network = CausalTransformer(config, devices=jax.devices()[: dp * mp], init=False)
-    layout = named(network.mesh, step.state_specs(config, network.mesh)["params"])
-    params = jax.tree.map(jax.device_put, weights(base_of(config)), layout)
-    network.state = {"params": params}
-    return network.generate(prompts, lengths, steps, options)
-
-
 def base_of(config: Config) -> Config:
     """The same model with nothing said of meshes and windows: the key of its weights."""
     return config.replace(
         partitioning="shard_map", cores_per_replica=1, tpu_size=1, attention_window=config.seq
     )
-
-
-def prompts_of(config: Config, lengths: list[int], width: int) -> np.ndarray:
-    """Right-aligned random prompts; what stands before them is noise that nobody may see."""
-    return np.random.default_rng(5).integers(0, config.n_vocab, (len(lengths), width))
 
 
 def full_pass(config: Config, base: Config) -> Any:
@@ -82,136 +53,7 @@ def full_pass(config: Config, base: Config) -> Any:
     return lambda tokens: run(weights(base), np.asarray(tokens, np.uint32))
 
 
-def greedy_by_full_passes(
-    config: Config, prompt: list[int], steps: int, window: int | None = None
-) -> list[int]:
-    """Without a cache: the whole text anew for every token.
-
-    Args:
-      window: how far back a query sees; texts may be longer than that.
-    """
-    longest = len(prompt) + steps
-    longest = max(longest, config.seq)
-    run = full_pass(
-        config.replace(seq=longest, attention_window=window or longest), base_of(config)
-    )
-    text = list(prompt)
-    for _ in range(steps):
-        # Tokens after the end are not seen by those before it: one shape for every length.
-        padded = np.asarray([text + [0] * (longest - len(text))], np.uint32)
-        text.append(int(jnp.argmax(run(padded)[0, len(text) - 1])))
-    return text[len(prompt) :]
-
-
-@functools.cache
-def expected(config: Config, window: int | None = None) -> list[list[int]]:
-    lengths, steps = ([7, 3], 9) if window is None else ([9, 4], 20)
-    prompts = prompts_of(config, lengths, max(lengths))
-    return [
-        greedy_by_full_passes(config, list(map(int, row[len(row) - n :])), steps, window)
-        for row, n in zip(prompts, lengths, strict=True)
-    ]
-
-
 KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotary")]
-
-
-@pytest.mark.parametrize(("block", "pe"), KINDS)
-@pytest.mark.parametrize(
-    "place", [p if p == PLACES[1] else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
-)
-def test_cached_generation_is_repeated_full_passes(block, pe, place):
-    config = small_config(block=block, pe=pe)
-    prompts = prompts_of(config, [7, 3], 7)
-    found = generate(config, place, prompts, [7, 3], 9, GREEDY)
-    assert found.tolist() == expected(config)
-    assert len(set(found.ravel().tolist())) > 3  # no fixed point that any bug would share
-
-
-@pytest.mark.parametrize(
-    ("pe", "place"),
-    [
-        ("rotary", PLACES[0]),
-        pytest.param("rotary", PLACES[1], marks=pytest.mark.slow),
-        pytest.param("t5", PLACES[0], marks=pytest.mark.slow),
-        pytest.param("t5", PLACES[2], marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("window", [16, 11])
-def test_past_the_window_the_cache_slides_as_a_banded_full_pass(pe, place, window):
-    config = small_config(pe=pe, attention_window=window)
-    prompts = prompts_of(config, [9, 4], 9)
-    found = generate(config, place, prompts, [9, 4], 20, GREEDY)
-    assert found.tolist() == expected(base_of(config), window)
-
-
-@pytest.mark.parametrize(
-    ("variant", "partitioning"),
-    [
-        pytest.param("f32/mp4_ga1", "shard_map", marks=pytest.mark.slow),
-        pytest.param("f32/mp4_ga1", "jit", marks=pytest.mark.slow),
-        ("f32/t5_mp4", "shard_map"),
-        pytest.param("f32/t5_mp4", "jit", marks=pytest.mark.slow),
-    ],
-)
-def test_greedy_tokens_are_the_original_s(variant, partitioning):
-    golden = np.load(DATA / "original" / variant / "golden.npz")
-    changes = {"partitioning": partitioning, "original_bias_copies": 4}
-    network = network_at_step_0(variant, **changes)
-    if "train.loss" in golden:  # it generated after its training
-        for tokens in golden["train_tokens"]:
-            network.train({"obs": tokens[..., :-1], "target": tokens[..., 1:]})
-    # Its cache has seq - 1 slots, so that a prompt of seq tokens loses its first.
-    sliding = CausalTransformer(
-        network.config.replace(attention_window=network.config.seq - 1), init=False
-    )
-    sliding.state = network.state
-    for name, model_there in (("gen", network), ("gen_overflow", sliding)):
-        ctx, lengths = golden[f"{name}.ctx"], golden[f"{name}.ctx_length"]
-        wanted = golden[f"{name}.tokens"]
-        found = model_there.generate(ctx, lengths, wanted.shape[1], {"temp": 0.0})
-        np.testing.assert_array_equal(found, wanted, err_msg=name)
-
-
-def test_a_row_knows_nothing_of_the_others():
-    config = small_config()
-    prompts = prompts_of(config, [7, 5, 2, 7], 7)
-    options = {
-        "top_p": [0.9, 0.5, 1.0, 0.9],
-        "top_k": [0, 3, 0, 10],
-        "temp": [1.0, 0.7, 0.0, 2.0],
-        "repetition_penalty": [1.0, 1.3, 1.0, 0.8],
-        "seed": [1, 2, 3, 2**32 - 1],
-    }
-    place = ("shard_map", 2, 4)
-    found = generate(config, place, prompts, [7, 5, 2, 7], 6, options)
-    order = [2, 0, 3, 1]
-    shuffled = {name: np.asarray(values)[order] for name, values in options.items()}
-    again = generate(config, place, prompts[order], [2, 7, 7, 5], 6, shuffled)
-    np.testing.assert_array_equal(again, found[order])
-    # Beside copies of itself, with other noise before it, on one device.
-    row = 1
-    alone = np.repeat(prompts[row : row + 1], 2, axis=0)
-    alone[1, :2] = 99
-    own = {name: values[row] for name, values in options.items()}
-    found_alone = generate(config, PLACES[0], alone, [5, 5], 6, own)
-    np.testing.assert_array_equal(found_alone, found[[row, row]])
-
-
-def test_sampled_tokens_are_draws_from_the_full_pass_s_logits():
-    """Row by row the sampler's own key, `fold_in(key(seed), step)`, on uncached logits."""
-    config = small_config()
-    prompts = prompts_of(config, [6, 6], 6)
-    options = {"top_p": 0.9, "temp": 1.0, "seed": [11, 12]}
-    found = generate(config, PLACES[0], prompts, [6, 6], 5, options)
-    run, text = full_pass(config, base_of(config)), np.zeros((2, 16), np.uint32)
-    text[:, :6] = prompts
-    for at in range(5):
-        keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), at) for seed in (11, 12)])
-        drawn = nucleus_sample(keys, run(text)[:, 5 + at], top_p=0.9, temp=1.0)
-        np.testing.assert_array_equal(found[:, at], drawn)
-        text[:, 6 + at] = drawn
-    assert found[0].tolist() != found[1].tolist()
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
