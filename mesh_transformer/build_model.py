@@ -85,8 +85,8 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
         def hosts() -> "list[Host]":
             head.revive()
             if _is_gone(tpu):
-                tpu.make_again()
                 known.clear()
+                tpu.make_again()
             try:
                 found = _joined(tpu, head.address, known)
             except (HostError, PreemptedError) as error:

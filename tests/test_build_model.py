@@ -1,0 +1,160 @@
+"""Where a cluster's hosts come from at each attempt: which failures end a run, which do not."""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mesh_transformer import build_model
+from mesh_transformer.config import Config
+from mesh_transformer.tpu_api import PreemptedError, UnavailableError
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec
+from mesh_transformer.util import HostError, InputError, StoppedError
+from tests.conftest import SMALL
+
+CONFIG = Config(**SMALL | {"tpu_size": 8})
+PLACE = ("1.0.0.1", "1.0.0.2")
+
+
+class Machines:
+    """A TPU, a Ray head and what has joined it, all in one, that note what is asked of them.
+
+    `plan` has, by method, what it does when it is called next: an error that it raises, or None.
+    """
+
+    address = "1.0.0.9:6379"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.plan: dict[str, list[Exception | None]] = {}
+        self.joined = False
+
+    def __enter__(self) -> "Machines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append("end")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        error = self.plan[name].pop(0) if self.plan.get(name) else None
+        if error is not None:
+            raise error
+
+    def revive(self) -> None:
+        self._call("revive")
+
+    def check(self) -> None:
+        self._call("check")
+
+    def make_again(self) -> None:
+        self.joined = False
+        self._call("make_again")
+
+    def hosts(self) -> list[str]:
+        return list(PLACE)
+
+    def start_ray(self, address: str, token: str) -> None:
+        assert address == self.address
+        assert token == "token"
+        self._call("start_ray")
+        self.joined = True
+
+    def joined_hosts(self, addresses: list[str], seconds: float = 300.0) -> list[Any]:
+        if not self.joined:
+            raise HostError(f"host {addresses[0]} has not joined")
+        return [types.SimpleNamespace(address=address) for address in addresses]
+
+
+@pytest.fixture
+def machines(monkeypatch) -> Machines:
+    found = Machines()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
+    monkeypatch.setattr(build_model, "RayHead", lambda size: found)
+    # In place of the real one, which would import Ray into the tests' process.
+    hosts = types.SimpleNamespace(joined_hosts=found.joined_hosts)
+    monkeypatch.setitem(sys.modules, "mesh_transformer.ray_hosts", hosts)
+    return found
+
+
+@pytest.fixture
+def attempt(machines) -> Iterator[Callable[[], list[str]]]:
+    """Asks for the hosts once more: what was called for it."""
+    tpu: Any = machines
+    with build_model._tpu_machines(CONFIG, tpu) as hosts:
+
+        def once() -> list[str]:
+            machines.calls.clear()
+            assert [host.address for host in hosts()] == list(PLACE)
+            return list(machines.calls)
+
+        yield once
+    assert machines.calls[-2:] == ["end", "end"]
+
+
+def test_ray_is_started_once_and_where_hosts_have_left_it(machines, attempt):
+    assert attempt() == ["revive", "check", "start_ray"]
+    assert attempt() == ["revive", "check"]
+    machines.joined = False
+    assert attempt() == ["revive", "check", "start_ray"]
+
+
+def test_a_tpu_that_was_taken_away_is_made_again_and_its_hosts_started(machines, attempt):
+    attempt()
+    machines.plan["check"] = [PreemptedError("gone")]
+    assert attempt() == ["revive", "check", "make_again", "start_ray"]
+
+
+def test_hosts_that_never_joined_end_the_run(machines, attempt):
+    machines.plan["start_ray"] = [HostError("no SSH on port 22")]
+    with pytest.raises(StoppedError, match="no SSH on port 22") as caught:
+        attempt()
+    assert not isinstance(caught.value, HostError)
+
+
+def test_hosts_that_go_before_they_have_joined_are_made_again(machines, attempt):
+    machines.plan = {"start_ray": [HostError("cut off")], "check": [None, PreemptedError("gone")]}
+    with pytest.raises(HostError, match="cut off"):
+        attempt()
+    machines.plan["check"] = [PreemptedError("gone")]
+    assert attempt() == ["revive", "check", "make_again", "start_ray"]
+
+
+@pytest.mark.parametrize("error", [HostError("cut off"), PreemptedError("gone")])
+def test_hosts_that_had_joined_are_worth_another_attempt(machines, attempt, error):
+    attempt()
+    machines.joined = False
+    machines.plan["start_ray"] = [error]
+    with pytest.raises(HostError, match=str(error)):
+        attempt()
+    assert attempt() == ["revive", "check", "start_ray"]
+
+
+@pytest.mark.parametrize("name", ["check", "make_again"])
+def test_an_api_that_does_not_answer_is_worth_another_attempt(machines, attempt, name):
+    attempt()
+    machines.plan = {"check": [PreemptedError("gone")]} | {name: [UnavailableError("silence")]}
+    with pytest.raises(HostError, match="silence"):
+        attempt()
+    machines.joined = False
+    assert attempt()[-1] == "start_ray"
+
+
+@pytest.mark.parametrize("error", [StoppedError("not ready"), InputError("no rights")])
+def test_what_another_attempt_would_not_mend_ends_the_run(machines, attempt, error):
+    machines.plan["check"] = [error]
+    with pytest.raises(type(error)) as caught:
+        attempt()
+    assert caught.value is error
+
+
+def test_a_tpu_of_another_size_is_refused_at_once():
+    spec = TpuSpec("pod", "us-central2-b", "v4-8")
+    with pytest.raises(InputError, match="v4-8 has 4 devices, expected the config's tpu_size 8"):
+        build_model.tpu_machines(CONFIG, spec)
+    with pytest.raises(InputError, match="SSH key nowhere is missing"):
+        build_model.tpu_machines(
+            CONFIG, TpuSpec("pod", "us-central2-b", "v4-16"), SshOptions(key_file="nowhere")
+        )
