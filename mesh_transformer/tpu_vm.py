@@ -13,21 +13,17 @@ not make (another's TPU of that name) is never deleted: each carries its maker's
 """
 
 import dataclasses
-import fcntl
-import os
 import secrets
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from tqdm import tqdm
 
 from mesh_transformer import tpu_ray
 from mesh_transformer.tpu_api import CapacityError, PreemptedError, QuotaError, TpuApi, taken
+from mesh_transformer.tpu_guard import Guard
 from mesh_transformer.tpu_spec import SshOptions, TpuSpec
 from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.util import InputError, StoppedError
@@ -92,14 +88,11 @@ class TpuVm:
         self._mark = secrets.token_hex(8)
         self._may_exist = False  # a TPU of ours, made or asked for
         self._answered = True  # False while a request to make it has no answer
-        self._handlers: dict[int, Any] = {}
         self._hosts: Hosts | None = None
-        self._hold: IO[str] | None = None
+        self._guard = Guard(self.spec, alone=adopt)
 
     def __enter__(self) -> Self:
-        if self._adopt:
-            self._hold = _hold(self.spec)
-        self._take_signals()
+        self._guard.hold()
         try:
             self._make(self.limits.capacity)
         except BaseException:
@@ -127,21 +120,9 @@ class TpuVm:
             _say(f"TPU {self.spec.name!r} may be alive: {self.spec.delete_command()}")
             raise
         finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers = {}
             self._close_hosts()
-            if self._hold is not None:
-                self._hold.close()
+            self._guard.release()
         return True
-
-    def _take_signals(self) -> None:
-        """Lets the signals that would end the process at once end the block instead."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python takes signals on its main thread alone.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._handlers[number] = signal.signal(number, _exit_by_signal)
 
     def _make(self, capacity_seconds: float, refusals: tuple[type[Exception], ...] = ()) -> None:
         """Makes the TPU and waits till it is ready; again, while the zone has none to give.
@@ -364,31 +345,6 @@ class TpuVm:
         if self._hosts is not None:
             self._hosts.close()
             self._hosts = None
-
-
-def _hold(spec: TpuSpec) -> IO[str]:
-    """A lock of this user's on a TPU's name, held until the file is closed."""
-    path = Path.home() / tpu_ray.FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.lock"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    file = path.open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        number = file.read().strip()
-        file.close()
-        raise InputError(
-            f"TPU {spec.name!r} is in use by process {number} of yours; take another name, or end "
-            "that first"
-        ) from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
-
-
-def _exit_by_signal(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _say(words: str) -> None:

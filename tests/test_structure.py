@@ -58,6 +58,7 @@ LEVELS = {
     "tpu_api": 3,
     "tpu_ssh": 3,
     "tpu_ray": 4,
+    "tpu_guard": 5,
     "arguments": 3,
     "tpu_vm": 9,
     "plan": 9,

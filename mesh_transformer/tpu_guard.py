@@ -1,0 +1,68 @@
+"""What a process takes on with a TPU: to end by unwinding, and to be the only one that uses it."""
+
+import fcntl
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+from mesh_transformer.tpu_ray import FOLDER
+from mesh_transformer.tpu_spec import TpuSpec
+from mesh_transformer.util import InputError
+
+
+class Guard:
+    """While held, signals that would end the process raise SystemExit: `with` blocks still end.
+
+    `alone` keeps this user's other processes from holding a TPU of that name too.
+    """
+
+    def __init__(self, spec: TpuSpec, *, alone: bool):
+        self._spec, self._alone = spec, alone
+        self._handlers: dict[int, Any] = {}
+        self._lock: IO[str] | None = None
+
+    def hold(self) -> None:
+        """Raises InputError where another process holds it."""
+        if self._alone:
+            self._lock = _locked(self._spec)
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python takes signals on its main thread alone.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._handlers[number] = signal.signal(number, _exit_by_signal)
+
+    def release(self) -> None:
+        """Gives back what `hold` took, as often as it is called."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _locked(spec: TpuSpec) -> IO[str]:
+    """A file by the TPU's name, locked until it is closed; it tells who has locked it."""
+    path = Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.lock"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        number = file.read().strip()
+        file.close()
+        raise InputError(
+            f"TPU {spec.name!r} is in use by process {number} of yours; take another name, or end "
+            "that first"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _exit_by_signal(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
