@@ -12,12 +12,13 @@ SIGTERM, SIGHUP), and where that fails the command is printed once more.  What t
 not make (another's TPU of that name) is never deleted: each carries its maker's mark as a label.
 """
 
+import contextlib
 import dataclasses
 import secrets
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from tqdm import tqdm
 
@@ -233,7 +234,8 @@ class TpuVm:
         start = time.monotonic()
         name = f"TPU {self.spec.name}"
         layout = "{desc} {elapsed}{postfix}"
-        with tqdm(desc=f"{name} {what}", bar_format=layout, leave=False) as bar:
+        told = _Told(sys.stderr)
+        with tqdm(desc=f"{name} {what}", bar_format=layout, leave=False, file=told) as bar:
             while True:
                 yield bar
                 left = start + seconds - time.monotonic()
@@ -266,17 +268,17 @@ class TpuVm:
         if not self._may_exist:
             return
         settled = time.monotonic() + (0.0 if self._answered else self.limits.settle)
-        command = self.spec.delete_command()
+        command, outcome = self.spec.delete_command(), ""
         for bar in self._polls("being deleted", self.limits.delete, f"do it by: {command}"):
             node, queued = self._api.node(), self._api.queued()
             if node is None and queued is None:
                 if time.monotonic() < settled:
                     continue
                 if not self._answered:
-                    _say(f"TPU {self.spec.name!r} did not appear; should it: {command}")
+                    outcome = f"did not appear; should it: {command}"
                 break
             if not self._is_ours(node, queued):
-                _say(f"TPU {self.spec.name!r} is another's; it is left alone")
+                outcome = "is another's; it is left alone"
                 break
             self._answered, settled = True, 0.0  # by its being there
             if queued is not None:
@@ -290,6 +292,8 @@ class TpuVm:
                     self._api.delete_node()
             bar.set_postfix_str(state)
         self._may_exist, self._answered = False, True
+        if outcome:
+            _say(f"TPU {self.spec.name!r} {outcome}")
 
     def _is_ours(self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
         """A mark decides where there is one; without, an answer to our request to make it does."""
@@ -347,6 +351,25 @@ class TpuVm:
             self._hosts = None
 
 
+class _Told:
+    """A stream that may have lost its reader: a TPU is deleted all the same."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _say(words: str) -> None:
-    tqdm.write(words, file=sys.stderr)
-    sys.stderr.flush()
+    told = _Told(sys.stderr)
+    told.write(f"{words}\n")
+    told.flush()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -465,6 +466,40 @@ def test_signal_in_the_queue_leaves_it(api, tmp_path, number, status):
     assert process.returncode == status
     assert "gcloud compute tpus queued-resources delete pod" in errors
     assert "Traceback" not in errors
+
+
+def test_a_terminal_that_closes_deletes(api, tmp_path):
+    """As an SSH session that breaks off: SIGHUP, and nobody reads what is said any more."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(tmp_path)), "node"]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command], cwd=ROOT, stdin=theirs, stdout=theirs,
+        stderr=theirs, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        said = b""
+        while b"in the block" not in said:
+            said += os.read(ours, 1000)
+        os.close(ours)
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+    assert "DeleteNode" in api.calls
+    assert not api.nodes
+
+
+def test_nobody_to_tell_is_no_reason_to_leave_it_alive(api, tmp_path):
+    with driver(api, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "in the block\n"
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+        process.stderr = None  # for `communicate`
+    assert not api.nodes
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
