@@ -61,6 +61,31 @@ def sampler_settings(options: dict[str, Any], rows: int) -> SamplerSettings:
     return SamplerSettings(*found)
 
 
+def check_length(gen_length: int) -> None:
+    """Raises InputError where no token is asked for."""
+    if gen_length < 1:
+        raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
+
+
+def check_prompts(
+    ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts [B, T] and their lengths [B] as numpy arrays, checked in all but their tokens.
+
+    Raises:
+      InputError: where shapes do not fit, a prompt is empty, or nothing is to be generated.
+    """
+    tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
+    if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
+        raise InputError(
+            f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
+        )
+    check_length(gen_length)
+    if length.min() < 1 or length.max() > tokens.shape[1]:
+        raise InputError("generate: an empty prompt, or a length beyond ctx; give 1 to T tokens")
+    return tokens, length
+
+
 class Generator:
     """The compiled functions of generation on a mesh, and the weights that they read.
 
@@ -105,17 +130,7 @@ class Generator:
         options: dict[str, Any],
     ) -> np.ndarray:
         """See `CausalTransformer.generate`."""
-        tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
-        if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
-            raise InputError(
-                f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
-            )
-        if gen_length < 1:
-            raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
-        if length.min() < 1 or length.max() > tokens.shape[1]:
-            raise InputError(
-                "generate: an empty prompt, or a length beyond ctx; give 1 to T tokens"
-            )
+        tokens, length = check_prompts(ctx, ctx_length, gen_length)
         count = len(tokens)
         settings = sampler_settings(options, count)
         prompts = [row[len(row) - n :] for row, n in zip(tokens, length, strict=True)]
@@ -198,6 +213,7 @@ class Batch:
         texts = [np.asarray(prompt)[-window:] for prompt in prompts]
         length = np.array([len(text) for text in texts], np.int32)
         left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
+        check_length(left.min())
         self._check(texts, length + left)
         width = bucket(min(longest or length.max(), window), SMALLEST_PROMPT, window)
         self.reserve(width)
