@@ -1,10 +1,6 @@
 """Answers prompts with a trained model: one with --prompt, else one after another."""
 
 import argparse
-import secrets
-import sys
-
-import numpy as np
 
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, run_script
@@ -25,6 +21,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--top-p", "--top_p", type=float, default=0.9, help="nucleus (0.9)")
     parser.add_argument("--top-k", "--top_k", type=int, default=0, help="0: off")
     parser.add_argument("--temperature", "--temp", type=float, default=0.8, help="0: greedy (0.8)")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off")
+    parser.add_argument("--stop", help="text that ends an answer")
     parser.add_argument("--seed", type=int, help="for the same answer again (default: random)")
     return parser.parse_args()
 
@@ -36,37 +34,32 @@ def main() -> None:
     config = Config.load(args.config, args.version) if args.config else None
     path = args.model_path or (config.model_folder() if config else "")
 
+    from mesh_transformer.compilation_cache import use_compilation_cache
     from mesh_transformer.conversion import config_of
     from mesh_transformer.hf_config import Tokenizer
+    from mesh_transformer.repl import Repl, Settings
     from mesh_transformer.transformer_shard import load
 
     # First, as loading takes long.
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
-    network = load(path, config)
-
-    def answer(prompt: str) -> str:
-        seed = secrets.randbits(32) if args.seed is None else args.seed
-        options = {"top_p": args.top_p, "top_k": args.top_k, "temp": args.temperature, "seed": seed}
-        # A model of text starts at an end of text: an empty prompt is one.
-        tokens = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
-        found = network.generate(np.array([tokens]), np.array([len(tokens)]), args.length, options)
-        return str(tokenizer.decode(found[0]))
-
-    if args.prompt is not None:
-        print(args.prompt + answer(args.prompt))
+    settings = Settings(
+        args.temperature,
+        args.top_p,
+        args.top_k,
+        args.repetition_penalty,
+        args.seed,
+        args.length,
+        args.stop,
+    )
+    use_compilation_cache()
+    repl = Repl(load(path, config), tokenizer, settings)
+    if args.prompt is None:
+        repl.run()
         return
-    print("Type a prompt; an empty line, Ctrl-D or Ctrl-C ends.", file=sys.stderr)
-    while True:
-        try:
-            prompt = input(">>> ")
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not prompt:
-            return
-        try:
-            print(answer(prompt))
-        except InputError as error:
-            print(f"error: {error}", file=sys.stderr)
+    print(args.prompt, end="", flush=True)
+    for piece, _ in repl.answer(args.prompt):
+        print(piece, end="", flush=True)
+    print()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from mesh_transformer.config import Config
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of a test's time is compilation, and most of that LLVM's; XLA's own passes stay as they are.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# Scripts that run in here keep nothing in the user's cache.
+os.environ["MESH_TRANSFORMER_CACHE"] = ""
 
 DATA = Path(__file__).parent / "data"
 

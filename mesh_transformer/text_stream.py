@@ -1,0 +1,74 @@
+"""Tokens into text as they come: whole characters alone, and no further than a stop sequence."""
+
+from collections.abc import Callable, Sequence
+
+INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
+
+
+class TextStream:
+    """The text of a growing list of tokens, piece by piece.
+
+    The pieces joined are the text of all tokens, up to the stop sequence that ends first, however
+    the tokens came.
+
+    Args:
+      decode: the text of a list of token ids, as a tokenizer's `decode`.
+      stop: sequences that end the text; they are no part of it.
+
+    Attributes:
+      stopped: the stop sequence that was found, or None.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()):
+        self.stopped: str | None = None
+        self._decode = decode
+        self._stop = [sequence for sequence in stop if sequence]
+        # A decoder may treat the first token in its own way: it sees the last ones again.
+        self._before: list[int] = []
+        self._tokens: list[int] = []
+        self._read = 0  # characters of `_tokens` that were taken
+        self._held = ""  # read, but perhaps the beginning of a stop sequence
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """What can be said after these tokens too; nothing once it has stopped."""
+        if self.stopped is not None:
+            return ""
+        for token in tokens:
+            self._tokens.append(int(token))
+        text = self._pending()
+        whole = text.removesuffix(INCOMPLETE)  # its last bytes may become another character
+        piece, self._read = whole[self._read :], max(self._read, len(whole))
+        if whole == text:
+            self._before, self._tokens, self._read = self._tokens, [], 0
+        return self._until_stop(piece)
+
+    def finish(self) -> str:
+        """What was held back, when no token follows."""
+        if self.stopped is not None:
+            return ""
+        piece = self._until_stop(self._pending()[self._read :])
+        piece, self._held = piece + self._held, ""
+        self._before, self._tokens, self._read = [], [], 0
+        return piece
+
+    def _pending(self) -> str:
+        known = self._decode(self._before) if self._before else ""
+        return self._decode(self._before + self._tokens)[len(known) :] if self._tokens else ""
+
+    def _until_stop(self, piece: str) -> str:
+        text = self._held + piece
+        ends = [(at + len(s), -len(s), s) for s in self._stop if (at := text.find(s)) >= 0]
+        if ends:
+            # The one that ends first, so that it does not matter how the text was cut into pieces.
+            end, length, self.stopped = min(ends)
+            self._held = ""
+            return text[: end + length]
+        held = max((_overlap(text, sequence) for sequence in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, sequence: str) -> int:
+    """How many characters at the end of `text` begin `sequence`."""
+    longest = min(len(text), len(sequence) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(sequence[:n])), 0)

@@ -1,0 +1,108 @@
+"""Pieces of text against the whole: characters of many bytes, stop sequences, any chunks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesh_transformer.text_stream import TextStream
+from mesh_transformer.tokenizer import load_tokenizer
+
+TEXT = "naïve 日本語 👩‍👩‍👧‍👦 café 🇨🇭 \ufffd ok\n\n𐍈\tend"
+
+
+def by_bytes(tokens: list[int]) -> str:
+    """A tokenizer whose tokens are bytes."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def chunks(rng: np.random.Generator, tokens: list[int]) -> list[list[int]]:
+    cuts = np.flatnonzero(rng.random(len(tokens)) < rng.choice([0.1, 0.5, 1.0])) + 1
+    return [list(part) for part in np.split(np.asarray(tokens), cuts)]
+
+
+def streamed(stream: TextStream, parts: list[list[int]]) -> list[str]:
+    return [*(stream.push(part) for part in parts), stream.finish()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_joined_are_the_text(seed):
+    rng = np.random.default_rng(seed)
+    tokenizer: Any = load_tokenizer()
+    for decode, tokens in (
+        (by_bytes, list(TEXT.encode())),
+        (tokenizer.decode, tokenizer(TEXT)["input_ids"]),
+        # Noise, most of which is no text.
+        (by_bytes, rng.integers(0, 256, 300).tolist()),
+        (tokenizer.decode, rng.integers(0, 50257, 300).tolist()),
+    ):
+        pieces = streamed(TextStream(decode), chunks(rng, tokens))
+        assert "".join(pieces) == decode(tokens)
+
+
+def test_a_piece_never_ends_within_a_character():
+    stream = TextStream(by_bytes)
+    pieces = [stream.push([byte]) for byte in "aé日👍b".encode()]
+    assert pieces == ["a", "", "é", "", "", "日", "", "", "", "👍", "b"]
+    assert stream.finish() == ""
+
+
+def test_a_character_that_is_never_finished_comes_at_the_end():
+    stream = TextStream(by_bytes)
+    assert stream.push(list("a日".encode())[:-1]) == "a"
+    assert stream.finish() == "\ufffd"
+
+
+def test_bytes_that_are_no_text_do_not_hold_the_text_back():
+    stream = TextStream(by_bytes)
+    assert [stream.push([0x80]) for _ in range(3)] == ["", "\ufffd", "\ufffd"]
+    assert stream.push(list(b"ok")) == "\ufffdok"
+
+
+def stopped_by_oracle(text: str, stop: list[str]) -> tuple[str, str | None]:
+    """Character by character: the first that ends, the longest of those."""
+    for end in range(len(text) + 1):
+        found = [sequence for sequence in stop if text[:end].endswith(sequence)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_stop_sequences_end_the_text_wherever_it_is_cut(seed):
+    rng = np.random.default_rng(seed)
+    text = "".join(rng.choice(list("ab日"), 40))
+    lengths = rng.integers(2, 6, rng.integers(1, 4))
+    stop = ["".join(rng.choice(list("ab日"), length)) for length in lengths]
+    stream = TextStream(by_bytes, stop)
+    pieces = streamed(stream, chunks(rng, list(text.encode())))
+    assert ("".join(pieces), stream.stopped) == stopped_by_oracle(text, stop)
+
+
+def test_the_beginning_of_a_stop_sequence_is_held_until_it_is_none():
+    stream = TextStream(by_bytes, ["\n\nQ:"])
+    assert stream.push(list(b"A: 4\n\n")) == "A: 4"
+    assert stream.push(list(b"B")) == "\n\nB"
+    assert stream.push(list(b"\n\nQ")) == ""
+    assert stream.push(list(b": no")) == ""
+    assert (stream.stopped, stream.push([65]), stream.finish()) == ("\n\nQ:", "", "")
+
+
+def test_what_is_held_at_the_end_is_text():
+    stream = TextStream(by_bytes, ["END"])
+    assert stream.push(list(b"the EN")) == "the "
+    assert stream.finish() == "EN"
+
+
+def test_an_empty_stop_sequence_is_none():
+    stream = TextStream(by_bytes, [""])
+    assert stream.push(list(b"on")) == "on"
+
+
+def test_a_decoder_that_strips_the_first_space_is_followed():
+    def decode(tokens: list[int]) -> str:
+        return "".join([" one", " two", " three"][token] for token in tokens).lstrip()
+
+    pieces = streamed(TextStream(decode), [[0], [1], [2]])
+    assert "".join(pieces) == "one two three"
