@@ -25,7 +25,14 @@ OBJECT_STORE = 256 << 20  # bytes; a few batches of token ids are all that is ev
 SECONDS_TO_START = 120.0
 SECONDS_TO_END = 20.0
 SERVERS = ("gcs_server", "raylet")  # those of Ray's processes that nothing goes on without
-HEAD_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+HEAD_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    # A machine that has vanished is known to within 5 s, one that hangs within 20.
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+}
 DRIVER_ENVIRONMENT = {
     # Ray would end the driver itself, without a word, a minute after it has lost the head.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
@@ -140,6 +147,7 @@ def main() -> None:
     import ray
 
     context: Any = ray.init(
+        address="local",  # whatever else of Ray's runs on this machine
         num_cpus=0,
         num_gpus=0,
         include_dashboard=False,

@@ -47,21 +47,23 @@ def local_hosts(config: Config, count: int) -> list[Host]:
 def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]:
     """The machines at `addresses`, in that order, once all have joined this Ray cluster.
 
+    One that has just vanished is still among them for some seconds, in which its successor at
+    the same address is not.
+
     Raises:
       HostError: where that takes longer than `seconds`.
     """
     deadline = time.monotonic() + seconds
     with tqdm(total=len(addresses), desc="hosts that joined", unit="host") as bar:
         while True:
-            there = {
-                node["NodeManagerAddress"]: node["NodeID"]
-                for node in ray.nodes()
-                if node["Alive"] and node["Resources"].get(RESOURCE)
-            }
-            missing = [address for address in addresses if address not in there]
+            there: dict[str, list[str]] = {address: [] for address in addresses}
+            for node in ray.nodes():
+                if node["Alive"] and node["Resources"].get(RESOURCE):
+                    there.setdefault(node["NodeManagerAddress"], []).append(node["NodeID"])
+            missing = [address for address in addresses if len(there[address]) != 1]
             bar.update(len(addresses) - len(missing) - bar.n)
             if not missing:
-                return [Host(there[address], address) for address in addresses]
+                return [Host(there[address][0], address) for address in addresses]
             if time.monotonic() > deadline:
                 raise HostError(
                     f"host {missing[0]} has not joined within {seconds:.0f} s; it has to reach "

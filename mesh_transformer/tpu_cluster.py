@@ -29,8 +29,11 @@ from mesh_transformer.rows import joined, share
 from mesh_transformer.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
 
+SECONDS_TO_START = 60.0  # for a host's process, from nothing to its first answer
 SECONDS_TO_ANSWER = 2.0  # for a host to say that it lives, once something has failed
 SECONDS_TO_AGREE = 5.0  # for all hosts to find the same input bad
+MOST_UNREAD = 4  # steps under way; their batches and numbers are what Ray has to hold
+STORE_FULL = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)
 METRICS = (*MEASURED, "learning_rate")
 
 
@@ -75,7 +78,10 @@ class TPUCluster:
 
     def _start(self) -> list[dict[str, Any]]:
         """Joins the hosts: on a port that is new each time, since an old peer may still call."""
-        self._pids = self._answers(self._ask("pid"))
+        asked = self._ask("pid")
+        if ray.wait(asked, num_returns=len(asked), timeout=SECONDS_TO_START)[1]:
+            raise self._failed(otherwise=f"no process within {SECONDS_TO_START:.0f} s")
+        self._pids = self._answers(asked)
         port = self._answers([self._actors[0].free_port.remote()])[0]
         refs = [
             actor.start.remote(
@@ -97,6 +103,8 @@ class TPUCluster:
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """One update with token ids `obs` and `target` [A, B, T]; returns at once.
 
+        Only where `MOST_UNREAD` steps before it are unread it waits for the oldest of them.
+
         Returns:
           What `CausalTransformer.train` measures, and `host_seconds/<rank>`, how long the step
           took there: numbers that wait for the step when they are read (`float`).
@@ -106,6 +114,8 @@ class TPUCluster:
                 f"train: the batch has {sample['obs'].shape[1]} sequences, "
                 f"expected a multiple of the {self.dp} replicas"
             )
+        if len(self._unread) >= MOST_UNREAD:
+            self.read(self._unread[0])
         self.step += 1
         reading = _Reading(self.step, self._ask("train", *self._shares(sample, axis=1)))
         self._unread.append(reading)
@@ -228,12 +238,8 @@ class TPUCluster:
                 getattr(actor, method).remote(*each)
                 for actor, each in zip(self._actors, given, strict=True)
             ]
-        except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
-            self._end()
-            raise StoppedError(
-                f"{method}: Ray's object store is full, and so is the disk that it spills to "
-                f"({_one_line(error)}); make room, and start again"
-            ) from None
+        except STORE_FULL:
+            raise self._no_room("this machine") from None
 
     def _answers(self, refs: list[Any]) -> list[Any]:
         """What all calls return; the first failure of any host is the failure of all."""
@@ -242,22 +248,29 @@ class TPUCluster:
             try:
                 return ray.get(refs, timeout=self.heartbeat)
             except exceptions.GetTimeoutError:
-                if self._silent(self.heartbeat):
-                    raise self._failed("a call got no answer") from None
+                if gone := self._silent(self.heartbeat):
+                    self._end()
+                    raise HostError("; ".join(gone)) from None
                 if time.monotonic() > deadline:
                     raise self._failed(f"a call took more than {self.patience:.0f} s") from None
             except exceptions.RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, InputError):
-                    # Of bad input all hosts say the same.  A host that does not may wait for one
-                    # that has given up: on a full disk, for example.
-                    if ray.wait(refs, num_returns=len(refs), timeout=SECONDS_TO_AGREE)[1]:
-                        self._end()
-                    raise InputError(str(cause)) from None
-                told = str(cause) if isinstance(cause, StoppedError) else _one_line(error)
-                raise self._failed(told) from None
+                raise self._told(error, refs) from None
             except exceptions.RayError as error:
-                raise self._failed(f"a call was lost ({type(error).__name__})") from None
+                lost = f"a call was lost ({type(error).__name__})"
+                raise self._failed(otherwise=lost) from None
+
+    def _told(self, error: exceptions.RayTaskError, refs: list[Any]) -> Exception:
+        """What to raise for what a host raised."""
+        cause = error.cause
+        if isinstance(cause, STORE_FULL):
+            return self._no_room("a host")
+        if isinstance(cause, InputError):
+            # Of bad input all hosts say the same.  A host that does not may wait for one that has
+            # given up: on a full disk, for example.
+            if ray.wait(refs, num_returns=len(refs), timeout=SECONDS_TO_AGREE)[1]:
+                self._end()
+            return InputError(str(cause))
+        return self._failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
 
     def _silent(self, seconds: float) -> list[str]:
         """The hosts that cannot say within `seconds` that they live, and what is known of them."""
@@ -273,11 +286,22 @@ class TPUCluster:
                 found.append(f"host {rank} died")
         return found
 
-    def _failed(self, what: str) -> HostError:
-        """Ends all hosts; the error to raise, which names the hosts that are gone."""
+    def _failed(self, told: str = "", *, otherwise: str = "") -> HostError:
+        """Ends all hosts; the error to raise, which names the hosts that are gone.
+
+        It tells in any case what was `told`, and what is `otherwise` where no host is gone.
+        """
         gone = self._silent(SECONDS_TO_ANSWER)
         self._end()
-        return HostError("; ".join([*gone, what]))
+        return HostError("; ".join([*gone, told] if told else gone or [otherwise]))
+
+    def _no_room(self, where: str) -> StoppedError:
+        """Ends all hosts: another attempt would find the same disk."""
+        self._end()
+        return StoppedError(
+            f"Ray's object store on {where} is full, and so is the disk that it spills to "
+            "(RAY_TMPDIR, else /tmp); make room there, and start again"
+        )
 
     def _end(self) -> None:
         """Kills every process of the mesh, stopped ones too."""

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 HEARTBEAT = 10
 SECONDS = 240.0  # for a whole run
 KINDS = ("SIGKILL", "SIGSTOP", "exception")
+SERVERS = ("gcs_server", "raylet")  # of Ray's head; their SIGKILL is a kind too
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -72,6 +73,15 @@ def members(session: int) -> dict[int, str]:
     return found
 
 
+def sessions_of(driver: int) -> set[int]:
+    """Linux: the sessions that a process's children have begun: those of its Ray heads."""
+    children: set[int] = set()
+    with contextlib.suppress(OSError):
+        path = Path(f"/proc/{driver}/task/{driver}/children")
+        children |= {c for c in map(int, path.read_text().split()) if os.getsid(c) == c}
+    return children
+
+
 class Training:
     """A driver in a session of its own, and the Ray session that it starts."""
 
@@ -88,35 +98,31 @@ class Training:
                 stderr=log,
                 start_new_session=True,
             )
-        self.ray: int | None = None
+        self.sessions = {self.process.pid}  # its own, and those of Ray's heads
 
     def hosts(self) -> list[int]:
         """The host processes' ids, oldest first."""
-        if self.ray is None:
-            path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-            for child in map(int, path.read_text().split()):
-                if os.getsid(child) == child:
-                    self.ray = child
-        if self.ray is None:
-            return []
-        found = members(self.ray)
-        return sorted(p for p, title in found.items() if title.startswith("ray::NetworkRunner"))
+        return self.ray_processes("ray::NetworkRunner")
+
+    def ray_processes(self, name: str) -> list[int]:
+        """The ids of those of Ray's processes that are called so, oldest first."""
+        self.sessions |= sessions_of(self.process.pid)
+        found = self.members()
+        return sorted(p for p, title in found.items() if os.path.basename(title).startswith(name))
+
+    def members(self) -> dict[int, str]:
+        """The live processes of all that it has started, and their titles."""
+        return {pid: title for each in self.sessions for pid, title in members(each).items()}
 
     def end(self) -> None:
         """Kills whatever still runs."""
-        for session in filter(None, (self.process.pid, self.ray)):
-            for pid in members(session):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def assert_nothing_is_left(self, seconds: float = 10.0) -> None:
-        sessions = [s for s in (self.process.pid, self.ray) if s is not None]
-        wait_until(
-            lambda: not any(members(session) for session in sessions),
-            f"processes stay behind: {[members(session) for session in sessions]}",
-            seconds,
-        )
+        wait_until(lambda: not self.members(), "processes stay behind", seconds)
 
 
 @contextlib.contextmanager
@@ -151,7 +157,10 @@ class Outcome:
 
 
 def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, host: int) -> Outcome:
-    """Disturbs one host (by age) of a run after `step`; checks that the run mends itself."""
+    """Disturbs a run after `step` (0: as soon as it can be); checks that it mends itself.
+
+    `kind` is what befalls one host, given by its age, or that server of Ray's head that dies.
+    """
     drive = command(config, folder)
     if kind == "exception":
         drive = ["-m", "tests.interruptions", "raise", config, str(folder), str(step), str(host)]
@@ -162,11 +171,16 @@ def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, host
             began = time.monotonic()
         else:
             wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
+            wait_until(lambda: len(run.hosts()) > host, f"host {host}; {run.log}")
             began = time.monotonic()
-            os.kill(run.hosts()[host], getattr(signal, kind))
+            if kind in SERVERS:
+                os.kill(*run.ray_processes(kind), signal.SIGKILL)
+            else:
+                os.kill(run.hosts()[host], getattr(signal, kind))
         wait_until(lambda: "all hosts start again" in run.log.read_text(), "the failure is seen")
         reached = last_step(folder)
         wait_until(lambda: last_step(folder) > reached, "the run goes on")
+        assert len(run.hosts()) == 2  # whose session is looked at in the end, too
         seconds = time.monotonic() - began
         assert run.process.wait(SECONDS) == 0, run.log.read_text()
         run.assert_nothing_is_left()

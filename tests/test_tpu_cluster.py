@@ -1,7 +1,12 @@
 """A cluster of two hosts under Ray: the network's answers, in flight and gathered, and failures."""
 
+import contextlib
+import dataclasses
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,7 +22,15 @@ from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import random_batch
-from tests.interruptions import KINDS, interrupt, interrupted_saves, uninterrupted
+from tests.interruptions import (
+    KINDS,
+    interrupt,
+    interrupted_saves,
+    members,
+    sessions_of,
+    uninterrupted,
+    wait_until,
+)
 from tests.small_run import VALUES, VOCAB
 
 pytestmark = pytest.mark.slow
@@ -105,6 +118,8 @@ def test_bad_input_is_told_and_ends_nothing(cluster):
     assert "\n" not in str(told.value)
     with pytest.raises(InputError, match="an empty prompt, or a length beyond ctx"):
         cluster.generate(np.zeros((2, 4), int), [1, 5], 3)
+    with pytest.raises(InputError, match="gen_length is 0, expected at least 1"):
+        cluster.generate(np.zeros((2, 4), int), [1, 4], 0)
     with pytest.raises(InputError, match="unknown sampler option 'heat'"):
         cluster.generate(np.zeros((2, 4), int), [1, 4], 3, {"heat": 1})
     with pytest.raises(InputError, match="nowhere"):
@@ -145,14 +160,103 @@ def test_hosts_that_disagree_are_ended(machines):
     assert cluster._ended
 
 
+def test_steps_that_nobody_reads_are_few(cluster):
+    from mesh_transformer.tpu_cluster import MOST_UNREAD
+
+    first, more = cluster.step, 3 * MOST_UNREAD
+    found = [cluster.train(random_batch(CONFIG, 2, 4, seed=seed)) for seed in range(more)]
+    assert len(cluster._unread) == MOST_UNREAD
+    assert all(np.isfinite(float(each["loss"])) for each in found)
+    assert cluster.step == first + more
+
+
+def test_a_host_that_hangs_while_it_is_made_is_named_and_ends(machines, monkeypatch):
+    monkeypatch.setattr("mesh_transformer.tpu_cluster.SECONDS_TO_START", 8.0)
+    (head,) = sessions_of(os.getpid())
+
+    def made() -> list[int]:
+        found = members(head).items()
+        return [pid for pid, title in found if title.startswith("ray::NetworkRunner")]
+
+    before, hit = set(made()), []
+
+    def stop_one() -> None:
+        (pid, *_) = wait_until(lambda: set(made()) - before, "a host's process")
+        os.kill(pid, signal.SIGSTOP)
+        hit.append(pid)
+
+    thread = threading.Thread(target=stop_one)
+    thread.start()
+    with pytest.raises(HostError, match=r"^host [01] does not answer$"):
+        build_model(CONFIG, machines())
+    thread.join()
+    # Ray itself ends a process that it was still making, after a few seconds.
+    wait_until(lambda: not is_alive(hit[0]) and set(made()) <= before, "they have ended", 20.0)
+
+
+@contextlib.contextmanager
+def other_node(address: str) -> Iterator[int]:
+    """A Ray node beside the head's, as if on another machine: its session, all of which ends."""
+    import ray  # after the RayHead, which chooses how Ray authenticates
+
+    head = ray.get_runtime_context().gcs_address
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "0"]
+    command += ["--address", head, "--node-ip-address", address, "--resources", '{"tpu": 1}']
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield process.pid
+    finally:
+        kill(process.pid)
+        process.wait()
+
+
+def kill(session: int) -> None:
+    while there := members(session):
+        for pid in there:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_machine_that_vanishes_is_named_and_its_successor_taken(machines):
+    from mesh_transformer.ray_hosts import joined_hosts
+
+    def make() -> Any:
+        # As `runs.train` does: at first the old machine may still be taken for alive.
+        for _ in range(8):
+            with contextlib.suppress(HostError):
+                (far,) = joined_hosts(["127.0.0.2"], 60.0)
+                hosts = [machines()[0], dataclasses.replace(far, devices=4)]
+                return build_model(CONFIG, hosts, heartbeat=5)
+            time.sleep(2)
+        raise AssertionError("the successor was never taken")
+
+    batch, losses = random_batch(CONFIG, 2, 4), []
+    for _ in range(2):
+        with other_node("127.0.0.2") as session:
+            cluster = make()
+            cluster.init()
+            near = cluster._pids[0]
+            losses.append(float(cluster.train(batch)["loss"]))
+            kill(session)
+            began = time.monotonic()
+            with pytest.raises(HostError, match=r"host 1 (died|does not answer)") as told:
+                float(cluster.train(batch)["loss"])
+            print(f"{time.monotonic() - began:.1f} s: {told.value}")
+            wait_until(lambda: not is_alive(near), "the other host has ended", 5.0)  # noqa: B023
+    assert losses[0] == losses[1]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> tuple[str, Path]:
     return uninterrupted(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "raylet"])
 def test_a_run_goes_on_by_itself(whole, tmp_path, kind):
-    step, host = {"SIGKILL": (3, 0), "SIGSTOP": (11, 1), "exception": (20, 0)}[kind]
+    moments = {"SIGKILL": (3, 0), "SIGSTOP": (11, 1), "exception": (20, 0), "raylet": (8, 0)}
+    step, host = moments[kind]
     outcome = interrupt(*whole, tmp_path, kind, step, host)
     print(f"{kind} after step {step}: {outcome.seconds:.1f} s; {outcome.said}")
     assert outcome.seconds < 60
