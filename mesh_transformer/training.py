@@ -71,7 +71,7 @@ def train(
 
     Goes on from the newest checkpoint in `folder`; without one starts from the weights at
     `tune_model_path`, or from fresh ones.  Saves every `ckpt_every` steps, at the end, and on
-    SIGTERM or Ctrl-C, after which it returns.
+    SIGTERM, Ctrl-C or SIGHUP (its terminal closes), after which it returns.
 
     Raises:
       InputError: for input that cannot be used, and where saving fails.
@@ -157,7 +157,7 @@ def _split(tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collects the first SIGTERM or Ctrl-C in a list; a second one does what it did before.
+    """Collects SIGTERM, Ctrl-C and SIGHUP; after one, the first two do what they did before.
 
     Ctrl-C then raises KeyboardInterrupt, so that whoever has made a TPU still deletes it.  It
     may: a save that is under way leaves the checkpoint before it good.
@@ -166,22 +166,25 @@ def _stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received  # Python takes signals on its main thread alone.
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stops: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (*stops, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
+        del before[signal.SIGHUP]
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def restore(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            signal.signal(number, before[number])
 
     def receive(number: int, frame: object) -> None:
         received.append(number)
-        restore()
+        restore(stops)  # but a terminal that closes may send SIGHUP twice
 
     for number in before:
         signal.signal(number, receive)
     try:
         yield received
     finally:
-        restore()
+        restore(before)
 
 
 class _Run:

@@ -149,17 +149,34 @@ def test_records_are_read_once_each_over_restarts(counter, tmp_path, stops):
     np.testing.assert_array_equal(records[61:], records[:-61])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_saves_and_returns(counter, tmp_path, capsys, number):
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
     network = counter()
     network.before_step = lambda step: os.kill(os.getpid(), number) if step == 6 else None
+    if number == signal.SIGHUP:  # a shell that ends sends it once more
+        network.wait = lambda: os.kill(os.getpid(), number)
     training.train(network, str(tmp_path))
     assert max(network.saved) == network.step == 6
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
     said = f"{number.name}: stopped and saved at step 6"
     assert said in capsys.readouterr().out
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
+
+
+def test_under_nohup_a_terminal_that_closes_is_nothing(counter, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGHUP) if step == 6 else None
+    try:
+        training.train(network, str(tmp_path))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert network.step == 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
