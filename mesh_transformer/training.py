@@ -167,7 +167,7 @@ def _stop_signals() -> Iterator[list[int]]:
         yield received  # Python takes signals on its main thread alone.
         return
     stops: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in (*stops, signal.SIGHUP)}
+    before: dict[int, Any] = {each: signal.getsignal(each) for each in (*stops, signal.SIGHUP)}
     if before[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
         del before[signal.SIGHUP]
 
