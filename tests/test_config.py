@@ -59,6 +59,11 @@ def refusal(changes: dict[str, Any]) -> str:
         ({"zero": True}, ["zero is bool True", "one of 0, 1, 3"]),
         ({"dtype": "float16"}, ["dtype is str 'float16'", "'bfloat16', 'float32'"]),
         ({"version": 3}, ["version is int 3", "one of 1, 2"]),
+        ({"tpu_generation": "v5"}, ["tpu_generation is str 'v5'", "did you mean 'v5p'?", "'v6e'"]),
+        ({"tpu_generation": 4}, ["tpu_generation is int 4", "one of 'v2'"]),
+        ({"tpu_tier": "ondemand"}, ["tpu_tier is str", "did you mean 'on_demand'?"]),
+        ({"tpu_zone": 3}, ["tpu_zone is int 3", "expected str or null"]),
+        ({"tpu_region": "a"}, ["unknown key 'tpu_region'", "did you mean 'tpu_zone'?"]),
         ({"n_heads": 6}, ["d_model is 64", "n_heads 6 does not divide", "set head_size"]),
         ({"cores_per_replica": 3}, ["n_heads is 8", "cores_per_replica 3 does not divide"]),
         (
