@@ -87,9 +87,7 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
     for name in (*TPU_KEYS, "preemptible", "queued", "ssh_user", "ssh_key", "ssh_port"):
         if getattr(args, name):
             flag = "--" + name.replace("_", "-")
-            raise InputError(
-                f"{flag} goes with --tpu; give --tpu NAME too, or leave it out"
-            )
+            raise InputError(f"{flag} goes with --tpu; give --tpu NAME too, or leave it out")
 
 
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:

@@ -55,7 +55,7 @@ def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
         "if [ -e package ]; then mv -T package package.old; fi; "
         "mv -T package.new package; rm -rf package.old package.tgz"
     )
-    hosts.run(steps, seconds=120)
+    hosts.run(steps, seconds=120, what="unpack the package")
 
 
 def ray_token() -> str:
@@ -90,4 +90,5 @@ def start_ray(
     hosts.put_secret(token, TOKEN)
     script = ["bash", f"{PACKAGE}/scripts/init_ray.sh", "--address", address, "--restart"]
     script += ["--python", ".".join(platform.python_version_tuple()[:2])]
-    hosts.run(f"RAY_AUTH_TOKEN_PATH={TOKEN} {shlex.join(script)}", seconds=seconds, show=show)
+    command = f"RAY_AUTH_TOKEN_PATH={TOKEN} {shlex.join(script)}"
+    hosts.run(command, seconds=seconds, show=show, what="install and start Ray")

@@ -61,17 +61,19 @@ class Hosts:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
-    def run(self, command: str, *, seconds: float, show: bool = False) -> list[str]:
+    def run(self, command: str, *, seconds: float, show: bool = False, what: str = "") -> list[str]:
         """A bash command's output on each host; `show` prints it line by line as it comes.
 
+        The user reads `what` it does, or the command itself.
         Raises StoppedError where it fails or takes longer, after printing that host's last lines;
         HostError where a host cannot be reached, or not any more.  The command is seen by others
         on the host: give secrets by `put_secret`.
         """
-        run = functools.partial(self._run, command=command, seconds=seconds, show=show)
-        return self._each(run, command, seconds + SILENCE_SECONDS)
+        what = what or command
+        run = functools.partial(self._run, command=command, seconds=seconds, show=show, what=what)
+        return self._each(run, what, seconds + SILENCE_SECONDS)
 
-    def _run(self, host: int, command: str, seconds: float, show: bool) -> str:
+    def _run(self, host: int, command: str, seconds: float, show: bool, what: str) -> str:
         from invoke.exceptions import CommandTimedOut
 
         # Apart, since they arrive in no order: much of one would drive out the other's last lines.
@@ -89,9 +91,9 @@ class Hosts:
                 timeout=seconds + 20,
             )
         except CommandTimedOut as error:
-            raise self._lost(host, command, f"gave no answer for {seconds:g} s") from error
+            raise self._lost(host, what, f"gave no answer for {seconds:g} s") from error
         except _lost_errors() as error:
-            raise self._lost(host, command, f"was cut off ({_kind(error)})") from error
+            raise self._lost(host, what, f"was cut off ({_kind(error)})") from error
         for stream in streams:
             stream.end()
         if result.exited == 0:
@@ -100,18 +102,18 @@ class Hosts:
             for stream in streams:
                 stream.print_last()
         if result.exited in REMOTE_LIMIT:
-            raise self._failed(host, command, f"took more than {seconds:g} s")
+            raise self._failed(host, what, f"took more than {seconds:g} s")
         if result.exited < 0:
-            raise self._lost(host, command, "was cut off (the connection closed)")
+            raise self._lost(host, what, "was cut off (the connection closed)")
         last = errors.last or output.last
         said = f": {last}" if last else ""
-        raise self._failed(host, command, f"exited with status {result.exited}{said}")
+        raise self._failed(host, what, f"exited with status {result.exited}{said}")
 
-    def _failed(self, host: int, command: str, how: str) -> StoppedError:
-        return StoppedError(f"host {self._label(host)}: {_short(command)!r} {how}")
+    def _failed(self, host: int, what: str, how: str) -> StoppedError:
+        return StoppedError(f"host {self._label(host)}: {_short(what)!r} {how}")
 
-    def _lost(self, host: int, command: str, how: str) -> HostError:
-        return HostError(str(self._failed(host, command, how)))
+    def _lost(self, host: int, what: str, how: str) -> HostError:
+        return HostError(str(self._failed(host, what, how)))
 
     def _label(self, host: int) -> str:
         return f"{host} ({self.addresses[host]})"

@@ -343,7 +343,7 @@ def test_a_start_that_ray_gives_up_is_tried_once_more(stubbed, hosts):
     tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert left_running(stubbed) == [False, True]
     (stubbed.home / "twice").touch()
-    with pytest.raises(StoppedError, match="exited with status 1: timed out"):
+    with pytest.raises(StoppedError, match="'install and start Ray' exited with status 1: timed"):
         tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert left_running(stubbed)[:-1] == [False] * 3
 
