@@ -21,7 +21,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=16, help="requests side by side (16)")
     parser.add_argument("--queue", type=int, default=256, help="requests that may wait (256)")
     parser.add_argument("--max-tokens", type=int, help="of one answer (default: the window)")
-    parser.add_argument("--drain-seconds", type=int, default=60, help="for answers at SIGTERM (60)")
+    parser.add_argument("--drain-seconds", type=int, default=60, help="for answers at the end (60)")
     return parser.parse_args()
 
 
@@ -29,6 +29,11 @@ def main() -> None:
     args = parse_args()
     if args.config is None and args.model_path is None:
         raise InputError("--config or --model-path is missing: one of them names the model")
+    for name in ("rows", "queue", "max_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InputError(
+                f"--{name.replace('_', '-')}: {getattr(args, name)}, expected 1 or more"
+            )
     config = Config.load(args.config) if args.config else None
     path = args.model_path or (config.model_folder() if config else "")
 

@@ -1,0 +1,142 @@
+"""device_serve.py as a user runs it: started, asked, stopped, and given bad input."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.transformer_shard import CausalTransformer
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> tuple[str, CausalTransformer]:
+    """A folder with a model of random weights, and the model."""
+    config = {
+        "layers": 2,
+        "d_model": 64,
+        "n_heads": 8,
+        "n_vocab": 50400,
+        "seq": 32,
+        "pe_rotary_dims": 8,
+        "dtype": "float32",
+        "tpu_size": 8,
+        "cores_per_replica": 4,
+        "name": "small",
+    }
+    folder = str(tmp_path_factory.mktemp("model"))
+    network = CausalTransformer(config)
+    network.save(folder)
+    network.close()
+    return folder, network
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts the script; whatever still runs at the end is killed."""
+    compiled = str(tmp_path_factory.mktemp("compiled"))
+    processes: list[subprocess.Popen] = []
+
+    def run(*options: str) -> subprocess.Popen:
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": compiled}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        process = subprocess.Popen(
+            [sys.executable, "device_serve.py", *options],
+            cwd=ROOT,
+            env=environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def url_of(process: subprocess.Popen) -> str:
+    """Where it serves, once it does."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"http://\S+", line):
+            return found[0]
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.mark.slow
+def test_answers_are_the_networks_and_sigterm_drains(model, start):
+    folder, network = model
+    process = start("--model-path", folder, "--port", "0", "--rows", "4")
+    url = url_of(process)
+    tokens = load_tokenizer()("Hello there")["input_ids"]
+    options = {"top_p": 0.9, "temp": 0.7, "seed": 5}
+    alone = network.generate(np.array([tokens]), np.array([len(tokens)]), 30, options)[0]
+    text = load_tokenizer().decode(alone)
+    asked = {"prompt": "Hello there", "max_tokens": 30, "top_p": 0.9, "temperature": 0.7, "seed": 5}
+    with httpx.Client(base_url=url, timeout=SECONDS) as client:
+        assert client.get("/health").json() == {"status": "ok", "model": "small"}
+        answer = client.post("/v1/completions", json=asked).json()
+        assert answer["choices"][0]["text"] == text
+        # Sequences past the window, many of them, that still run when the signal comes.
+        found: list[httpx.Response] = []
+        long = asked | {"max_tokens": 32, "n": 40, "ignore_eos": True}
+        thread = threading.Thread(
+            target=lambda: found.append(client.post("/v1/completions", json=long))
+        )
+        with client.stream("POST", "/v1/completions", json=long | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            thread.start()
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        thread.join(SECONDS)
+    # The second came in before the signal or was refused; what was taken was answered.
+    assert not found or found[0].status_code == 200
+    assert process.wait(SECONDS) == 0
+    assert process.communicate()[1] == ""
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--config or --model-path is missing"),
+        (["--model-path", "{tmp}/absent"], "absent"),
+        (["--model-path", "{model}", "--api-key-file", "{tmp}/keys"], "--api-key-file"),
+        (["--model-path", "{model}", "--port", "{busy}"], "another --port"),
+        (["--model-path", "{model}", "--port", "70000"], "--port 70000"),
+        (["--model-path", "{model}", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["--model-path", "{model}", "--port", "0", "--rows", "3"], "--rows"),
+        (["--model-path", "{model}", "--port", "0", "--queue", "0"], "--queue"),
+        (["--model-path", "{model}", "--port", "0", "--max-tokens", "0"], "--max-tokens"),
+    ],
+    ids=lambda value: value[-2] if isinstance(value, list) and value else None,
+)
+@pytest.mark.slow
+def test_bad_input_is_one_line(model, start, tmp_path, options, said):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as busy:
+        names = {"tmp": tmp_path, "model": model[0], "busy": busy.getsockname()[1]}
+        process = start(*(option.format(**names) for option in options))
+        out, errors = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out) == (2, "")
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    assert said in errors
