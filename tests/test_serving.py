@@ -1,161 +1,17 @@
 """The server over HTTP, as its clients meet it; its network's every token is known beforehand."""
 
-import contextlib
 import json
 import random
 import re
 import shutil
-import socket
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
 
-from mesh_transformer.serving import gate
-from mesh_transformer.serving.app import create_app
-from mesh_transformer.serving.engine import Engine
-from mesh_transformer.serving.gate import Keys
-from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.server import listen, make_server
-from mesh_transformer.serving.service import Service
-from mesh_transformer.tokenizer import load_tokenizer
-from mesh_transformer.util import InputError
-from tests.fake_network import FakeNetwork
-
-# Words, and characters of two to four bytes that are several tokens each.
-SCRIPT = (
-    "Once 世界 upon a 🎉🎊 time, Grüße naïve ⵣ end.\n\n"
-    "Next — “day” 日本語 one ∑∞ two 🧑\u200d🚀 three "
-)
-SECONDS = 30
-
-
-class Live:
-    """A server in a thread, and a client of it."""
-
-    def __init__(self, network: FakeNetwork, tokenizer: Any, keys: str | None, **options: Any):
-        metrics = Metrics(options.setdefault("rows", 8))
-        self.network = network
-        self.tokenizer = tokenizer
-        self.engine = Engine(network, metrics, **options)
-        self.service = Service("fake", self.engine, tokenizer, metrics, most_tokens=500)
-        listening = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = create_app(self.service, Keys(keys), ["https://page.example"])
-        self.server = make_server(app, drain_seconds=5)
-        self.thread = threading.Thread(target=self.server.run, args=([listening],))
-        self.thread.start()
-        self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
-        while not self.server.started:
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        self.network.allowed.set()
-        self.http.close()
-        self.server.should_exit = True
-        self.thread.join(SECONDS)
-        assert not self.thread.is_alive()
-
-    def ask(self, **body: Any) -> dict[str, Any]:
-        answer = self.http.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
-        with self.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-            assert answer.status_code == 200, answer.read()
-            lines = [line for line in answer.iter_lines() if line]
-        assert lines.pop() == "data: [DONE]"
-        for line in lines:
-            yield json.loads(line.removeprefix("data: "))
-
-    def text(self, prompt: list[int], seed: int, length: int) -> str:
-        """The whole answer to a prompt."""
-        return self.tokenizer.decode(self.network.answer(prompt, seed, length))
-
-    def refused(self, body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
-        """The status and the error of a request that must not succeed."""
-        sent = {"content": body} if isinstance(body, bytes | str) else {"json": body}
-        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
-        answer = self.http.post(path, headers=headers, **sent, **options)
-        return answer.status_code, check_error(answer)
-
-
-def check_error(answer: httpx.Response) -> dict[str, Any]:
-    """The error in an answer, which must have OpenAI's shape."""
-    assert answer.status_code >= 400, answer.text
-    error = answer.json()
-    assert set(error) == {"error"}
-    assert set(error["error"]) == {"message", "type", "param", "code"}
-    assert error["error"]["message"]
-    return error["error"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def serve(tokenizer) -> Iterator[Callable[..., Live]]:
-    with contextlib.ExitStack() as stack:
-
-        def start(keys: str | None = None, **options: Any) -> Live:
-            network = FakeNetwork(tokenizer(SCRIPT)["input_ids"])
-            live = Live(network, tokenizer, keys, **options)
-            stack.callback(live.stop)
-            return live
-
-        yield start
-
-
-@pytest.fixture(scope="module")
-def live(serve) -> Live:
-    return serve()
-
-
-def connected(live: Live) -> socket.socket:
-    """A bare connection, to be closed."""
-    host, port = live.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=SECONDS)
-
-
-def post(body: Any, path: str = "/v1/completions") -> bytes:
-    """A request as it goes over the wire."""
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < SECONDS
-        time.sleep(0.005)
-
-
-@contextlib.contextmanager
-def held(live: Live, count: int) -> Iterator[Callable[[], None]]:
-    """`count` requests that are under way, held back until the given function is called."""
-    live.network.allowed.clear()
-    with ThreadPoolExecutor(count) as pool:
-        asked = []
-        for _ in range(count):
-            asked.append(pool.submit(live.ask, prompt="held", max_tokens=3))
-            # The first is in a call of the network, the others wait behind it.
-            wait_for(lambda: live.network.waits and live.engine.waiting == len(asked) - 1)
-        yield live.network.allowed.set
-        live.network.allowed.set()
-        for answer in asked:
-            assert answer.result(SECONDS)["choices"]
-
+pytest_plugins = ["tests.live_server"]
 
 # Answers.
 
@@ -355,14 +211,6 @@ def test_openai_client(live, serve, tmp_path):
         assert (status, error["code"]) == (401, "invalid_api_key")
 
 
-def test_key_files_that_hold_nothing(tmp_path):
-    (tmp_path / "empty").write_text("\n# none\n")
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name, found in [("empty", "holds no key"), ("absent", "cannot be read"), ("bytes", "read")]:
-        with pytest.raises(InputError, match=found):
-            Keys(str(tmp_path / name))
-
-
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_curl(live):
     def curl(path: str, body: dict[str, Any], *options: str) -> str:
@@ -382,223 +230,32 @@ def test_curl(live):
 
 
 @pytest.mark.slow
-def test_lm_eval_local_completions(live):
+def test_lm_eval_local_completions(live, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+    live.tokenizer.save_pretrained(tmp_path)
     client = LocalCompletionsAPI(
         base_url=f"{live.url}/v1/completions",
         model="fake",
-        tokenizer_backend=None,
-        tokenized_requests=False,
+        tokenizer_backend="huggingface",
+        tokenizer=str(tmp_path),
         num_concurrent=1,
+        max_length=64,
     )
+    logits = live.network.logits(np.zeros((1, 1)))[0, 0].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    texts = [("The answer is", " yes or no"), ("", "Hello there"), ("One", " 世界")]
+    asked = [Instance("loglikelihood", {}, text, 0) for text in texts]
+    for (_, end), (found, greedy) in zip(texts, client.loglikelihood(asked), strict=True):
+        tokens = live.tokenizer(end)["input_ids"]
+        # f32 against f64 over a vocabulary of 50400.
+        assert found == pytest.approx(logprobs[tokens].sum(), rel=1e-5)
+        assert not greedy
     until = Instance("generate_until", {}, ("Hello", {"until": ["🎉"], "max_gen_toks": 40}), 0)
     [text] = client.generate_until([until])
     # Its own seed is 1234.
     assert text == live.text([15496], 1234, 40).partition("🎉")[0]
-
-
-# What is refused.
-
-WRONG = [
-    {"prompt": 3},
-    {"prompt": None},
-    {"prompt": []},
-    {"prompt": [[]]},
-    {"prompt": [[1], "a"]},
-    {"prompt": [1, "a"]},
-    {"prompt": [1, True]},
-    {"prompt": [1.0]},
-    {"prompt": [-1]},
-    {"prompt": [50400]},
-    {"prompt": [10**30]},
-    {"prompt": [[[1]]]},
-    {"prompt": ["a"] * 129},
-    {"prompt": {"a": 1}},
-    {"prompt": [1] * 65},
-    {"prompt": "word " * 100},
-    {"max_tokens": -1},
-    {"max_tokens": 501},
-    {"max_tokens": 0},
-    {"max_tokens": 1.5},
-    {"max_tokens": "5"},
-    {"max_tokens": True},
-    {"max_tokens": 10**30},
-    {"temperature": -0.1},
-    {"temperature": "hot"},
-    {"temperature": 1e400},
-    {"top_p": 1.1},
-    {"top_p": -0.1},
-    {"top_k": -1},
-    {"top_k": 2**31},
-    {"repetition_penalty": 0},
-    {"n": 0},
-    {"n": 129},
-    {"n": 2, "best_of": 3},
-    {"n": 100, "prompt": ["a", "b", "c"]},
-    {"stop": ""},
-    {"stop": ["a"] * 17},
-    {"stop": [1]},
-    {"stop": "a" * 257},
-    {"logprobs": 6},
-    {"logprobs": True},
-    {"logprobs": -1},
-    {"seed": 2**64},
-    {"seed": 0.5},
-    {"stream": "yes"},
-    {"stream_options": {"other": 1}},
-    {"suffix": "end"},
-    {"presence_penalty": 1},
-    {"logit_bias": {"50256": -100}},
-    {"beams": 2},
-    {"model": 5},
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:60])
-@pytest.mark.parametrize("stream", [False, True])
-def test_wrong_value_is_named(live, wrong, stream):
-    body = json.dumps({"stream": stream} | wrong).replace("Infinity", "1e400")
-    status, error = live.refused(body)
-    assert status == 400
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] in wrong
-    assert error["message"].startswith(error["param"])
-    assert len(error["message"]) < 300
-
-
-BODIES = [
-    b"",
-    b"{",
-    b"[]",
-    b"null",
-    b'"prompt"',
-    b'{"prompt": "a"} more',
-    b'{"prompt": NaN}',
-    b'{"temperature": NaN}',
-    b'{"temperature": Infinity}',
-    b'{"prompt": "\\ud800"}',
-    b'{"prompt": "\xff\xfe"}',
-    b'{"prompt": "a\x00b"}',
-    b"[" * 100000,
-    b'{"a":' * 50000,
-    b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}",
-    b'{"seed": ' + b"9" * 10000 + b"}",
-    b"\x1f\x8b\x08gzip",
-    json.dumps({"prompt": "a"}).encode("utf-16"),
-]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body[:24]))
-@pytest.mark.parametrize("path", ["/v1/completions", "/complete"])
-def test_body_that_is_no_such_json(live, body, path):
-    status, error = live.refused(body, path)
-    assert (status, error["type"]) == (400, "invalid_request_error")
-
-
-def test_long_bodies(live):
-    long = b'{"prompt": "' + b"a" * 3 * 2**20 + b'"}'
-    assert live.refused(long)[0] == 413
-    chunks = (long[begin : begin + 65536] for begin in range(0, len(long), 65536))
-    answer = live.http.post(
-        "/v1/completions", content=chunks, headers={"Content-Type": "application/json"}
-    )
-    assert (answer.status_code, check_error(answer)["type"]) == (413, "invalid_request_error")
-    status, error = live.refused({"prompt": "a " * 500000})
-    assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert "1000000 characters" in error["message"]
-
-
-def test_other_media_paths_and_methods(live):
-    assert live.refused("{}", headers={"Content-Type": "text/plain"})[0] == 415
-    assert live.refused({}, "/v1/chat/completions")[0] == 404
-    answer = live.http.get("/v1/completions")
-    assert answer.status_code == 405
-    assert answer.headers["Allow"] == "POST"
-    check_error(answer)
-    assert live.http.get("/v1/models/other").status_code == 404
-    assert live.http.get("/v1/models/fake").json()["id"] == "fake"
-
-
-def test_pages_elsewhere_must_be_allowed(live):
-    asked = {"Access-Control-Request-Method": "POST"}
-    for origin, allowed in [("https://page.example", True), ("https://other.example", False)]:
-        answer = live.http.options("/complete", headers=asked | {"Origin": origin})
-        assert ("access-control-allow-origin" in answer.headers) == allowed
-
-
-def test_slow_body_and_slow_head(serve, monkeypatch):
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
-    monkeypatch.setattr("mesh_transformer.serving.server.HEADER_SECONDS", 0.3)
-    live = serve()
-
-    def slow() -> Iterator[bytes]:
-        for _ in range(20):
-            yield b" "
-            time.sleep(0.05)
-
-    answer = live.http.post(
-        "/v1/completions", content=slow(), headers={"Content-Type": "application/json"}
-    )
-    assert answer.status_code == 408
-    check_error(answer)
-    with connected(live) as connection:
-        begin = time.monotonic()
-        with contextlib.suppress(OSError):
-            for letter in b"GET /health HTTP/1.1":
-                connection.send(bytes([letter]))
-                time.sleep(0.05)
-        assert connection.recv(100) == b""
-        assert time.monotonic() - begin < 5
-
-
-# Under load.
-
-
-def test_full_queue_says_when_to_come_back(serve):
-    live = serve(rows=1, queue=3)
-    with held(live, count=4) as finish:
-        for stream in (False, True):
-            body = {"prompt": "x", "stream": stream}
-            answer = live.http.post("/v1/completions", json=body)
-            assert answer.status_code == 429
-            assert 1 <= int(answer.headers["Retry-After"]) <= 60
-            assert check_error(answer)["code"] == "queue_full"
-        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-        with client, pytest.raises(openai.RateLimitError):
-            client.completions.create(model="fake", prompt="")
-        finish()
-    assert live.ask(prompt="x", max_tokens=3)["choices"]
-
-
-def test_client_that_leaves_frees_its_place(serve):
-    live = serve(rows=1, queue=2)
-    live.network.seconds = 0.002
-    for stream in (False, True):
-        connections = []
-        for _ in range(3):
-            body = {"prompt": "x", "max_tokens": 500, "stream": stream}
-            connections.append(connected(live))
-            connections[-1].sendall(post(body))
-        wait_for(lambda: live.engine.waiting == 2)
-        for connection in connections:
-            connection.close()
-        wait_for(lambda: not live.engine.waiting and not live.engine.active)
-        decodes = len(live.network.calls)
-        assert decodes < 3 * 500 / live.engine.steps
-
-
-def test_failing_network_is_a_500_and_the_next_request_goes_well(live):
-    for stream in (False, True):
-        live.network.failures = [RuntimeError("device lost")]
-        body = {"prompt": "x", "stream": stream}
-        answer = live.http.post("/v1/completions", json=body)
-        text = answer.text.removeprefix("data: ")
-        assert json.loads(text)["error"]["type"] == "server_error"
-        assert "device lost" not in text
-        assert answer.status_code == (200 if stream else 500)
-        assert live.ask(prompt="x", seed=1)["choices"]
 
 
 def test_metrics_are_prometheus(live):

@@ -21,6 +21,8 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
       InputError: where the address cannot be had.
     """
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port {port}: expected 0 to {2**16 - 1}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -28,8 +30,8 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
-    except (OSError, OverflowError) as error:
-        busy = getattr(error, "errno", None) == errno.EADDRINUSE
+    except OSError as error:
+        busy = error.errno == errno.EADDRINUSE
         remedy = "another program has it; give another --port" if busy else str(error)
         raise InputError(f"--host {host} --port {port}: {remedy}") from None
     return found
@@ -55,7 +57,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
         http=PromptProtocol,
         ws="none",
         access_log=False,
-        log_level="warning",
+        log_level="error",  # of what clients send wrong they alone hear
         server_header=False,
         timeout_graceful_shutdown=drain_seconds,
     )
