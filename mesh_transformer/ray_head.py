@@ -34,8 +34,9 @@ HEAD_ENVIRONMENT = {
     "RAY_health_check_timeout_ms": "3000",
 }
 DRIVER_ENVIRONMENT = {
-    # Ray would end the driver itself, without a word, a minute after it has lost the head.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    # Ray ends the driver itself, without a word, when it has lost the head for so long: a minute
+    # would be less than two long heartbeats.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     # Pages of Ray's own logs, where a disk is full or a process dies: each failure is one line.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
@@ -58,6 +59,12 @@ class RayHead:
         self._start()
 
     def _start(self) -> None:
+        try:
+            self._start_once()
+        except StoppedError:  # a busy machine may take more than the 30 s that Ray gives itself
+            self._start_once()
+
+    def _start_once(self) -> None:
         command = [sys.executable, "-m", "mesh_transformer.ray_head", str(self._object_store)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(

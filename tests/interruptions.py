@@ -83,16 +83,16 @@ def sessions_of(driver: int) -> set[int]:
 
 
 class Training:
-    """A driver in a session of its own, and the Ray session that it starts."""
+    """A driver in a session of its own, and the Ray sessions that it starts."""
 
-    def __init__(self, folder: Path, *command: str):
+    def __init__(self, folder: Path, *command: str, cwd: Path = ROOT):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log.txt"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
-                cwd=ROOT,
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -126,8 +126,8 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(folder: Path, *command: str) -> Iterator[Training]:
-    run = Training(folder, *command)
+def training(folder: Path, *command: str, cwd: Path = ROOT) -> Iterator[Training]:
+    run = Training(folder, *command, cwd=cwd)
     try:
         yield run
     finally:

@@ -1,9 +1,7 @@
 """The commands of docs/gpt-j.md, run on a tiny model under the names that they use."""
 
 import json
-import re
 import runpy
-import shlex
 from pathlib import Path
 
 import jax
@@ -13,21 +11,12 @@ import pytest
 from mesh_transformer import hf, original_checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
+from tests.documents import ROOT, python_commands
 
-ROOT = Path(__file__).resolve().parent.parent
-PYTHON = ".venv/bin/python "
 # What the commands are not run with: records and answers as long as GPT-J's take a while.
 SHORTER = {"scripts/create_finetune_tfrecords.py": ["--seq", "32"]}
 SAMPLERS = ("device_sample.py", "resharding_example.py")
 TINY = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
-
-
-def commands() -> list[list[str]]:
-    """The Python commands of the document, in order."""
-    text = (ROOT / "docs" / "gpt-j.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [shlex.split(line.removeprefix(PYTHON)) for line in lines if line.startswith(PYTHON)]
 
 
 @pytest.mark.slow
@@ -49,7 +38,7 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     Path("my_text").mkdir()
     Path("my_text/one.txt").write_text("a herd of unicorns " * 2000)
 
-    found = commands()
+    found = python_commands("gpt-j.md")
     assert len(found) >= 8
     # What the document says of the last of them: with a vocabulary that was cut.
     (to_shards,) = (each for each in found if "from_hf" in each)

@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -79,6 +80,8 @@ def test_a_head_that_dies_ends_whole_and_is_made_again(name, capfd):
         address = head.address
         head.revive()
         assert head.address == address
+        # In its first moments Ray's client would wait for a dead server for minutes.
+        time.sleep(2.0)
         titles = members(session).items()
         (pid,) = [pid for pid, title in titles if os.path.basename(title) == name]
         os.kill(pid, signal.SIGKILL)
