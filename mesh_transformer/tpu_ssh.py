@@ -64,10 +64,10 @@ class Hosts:
     def run(self, command: str, *, seconds: float, show: bool = False, what: str = "") -> list[str]:
         """A bash command's output on each host; `show` prints it line by line as it comes.
 
-        The user reads `what` it does, or the command itself.
-        Raises StoppedError where it fails or takes longer, after printing that host's last lines;
-        HostError where a host cannot be reached, or not any more.  The command is seen by others
-        on the host: give secrets by `put_secret`.
+        The user reads `what` it does, or the command itself.  Raises StoppedError where it fails
+        or takes longer, after printing that host's last lines; HostError where a host cannot be
+        reached, or not any more.  The command is seen by others on the host: give secrets by
+        `put_secret`.
         """
         what = what or command
         run = functools.partial(self._run, command=command, seconds=seconds, show=show, what=what)

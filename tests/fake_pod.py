@@ -56,7 +56,9 @@ class FakePod:
             "GOOGLE_APPLICATION_CREDENTIALS": str(account),
             "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(authority),
         }
-        self.secrets = [*private.splitlines()[1:-1], *self.key.read_text().splitlines()[1:-1]]
+        # Whole lines of the keys, since a last one may be as short as any word.
+        lines = (private + self.key.read_text()).splitlines()
+        self.secrets = [line for line in lines if len(line) == 64]
 
     def __enter__(self) -> "FakePod":
         self.api.__enter__()

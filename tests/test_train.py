@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh_transformer import tpu_ray
 from tests.fake_pod import FakePod
 from tests.interruptions import (
     ROOT,
@@ -200,6 +201,23 @@ def test_ctrl_c_while_the_tpu_is_made_deletes_it(whole, tmp_path, pod):
         run.assert_nothing_is_left()
     assert not pod.api.nodes
     assert "Traceback" not in run.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_start_ray_is_heard_and_the_tpu_deleted(whole, tmp_path, pod):
+    broken = pod.switch_on(2)[1]
+    ray = broken.home / tpu_ray.FOLDER / "venv" / "bin" / "ray"
+    ray.write_text("#!/bin/sh\necho one of many lines\necho no space left on device >&2\nexit 3\n")
+    with training(tmp_path / "model", *on_tpu(whole[0], tmp_path / "model", pod)) as run:
+        assert run.process.wait(SECONDS) == 1
+        run.assert_nothing_is_left()
+    lines = run.log.read_text().splitlines()
+    assert f"[host 1 ({broken.address})] one of many lines" in lines
+    assert lines[-1] == (
+        f"error: host 1 ({broken.address}): 'install and start Ray' exited with status 3: "
+        "no space left on device"
+    )
+    assert not pod.api.nodes
 
 
 @pytest.mark.slow
