@@ -75,7 +75,7 @@ DRIVERS = {
     "training": {"config", "util", "flops", "metrics", "tfrecord_loader"},
     "runs": {"util", "metrics", "training", "checkpoint"},
     "evaluation": {"config", "util", "flops", "tfrecord_loader", "training"},
-    "serving": {"config", "util", "sampling", "serving"},
+    "serving": {"config", "util", "sampling", "text_stream", "serving"},
 }
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
 

@@ -22,7 +22,8 @@ from mesh_transformer.serving.requests import CompletionRequest, ContextRequest,
 from mesh_transformer.serving.service import Completion, Service, unless_gone
 
 PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    "default-src 'none'; connect-src 'self'; img-src data:; "
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mesh_transformer.serving.engine import Progress, Token
-from mesh_transformer.serving.text import TextStream
+from mesh_transformer.text_stream import TextStream
 
 PART = "bytes:"  # begins the name of a token that is only part of a character, as at OpenAI
 Finish = Literal["stop", "length"]
@@ -26,8 +26,12 @@ class Words:
             self._known[number] = self._word(number)
         return self._known[number]
 
+    def text(self, numbers: Sequence[int]) -> str:
+        """The text of tokens."""
+        return self.tokenizer.decode(numbers, clean_up_tokenization_spaces=False)
+
     def _word(self, number: int) -> str:
-        word = self.tokenizer.decode([number], clean_up_tokenization_spaces=False)
+        word = self.text([number])
         if "\ufffd" not in word and word:
             return word
         name = self.tokenizer.convert_ids_to_tokens(number)
@@ -77,71 +81,59 @@ class Answer:
     def __init__(
         self, words: Words, prompt: Sequence[int], stop: Sequence[str], echo: bool, end: int | None
     ):
+        self.tokens = 0  # generated, those of a stop sequence included
+        self.finish: Finish | None = None
         self._words = words
         self._end = end
-        self._stream = TextStream(words.tokenizer)
-        self._stop = stop
-        self._text = ""  # all that is known, of which so many characters and spots are given:
+        self._known = 0  # characters of all tokens, of which so many are given:
         self._given = 0
-        self._spots: list[Spot] = []
-        self._spots_given = 0
-        self.tokens = 0  # generated, those of the stop sequence included
-        self.finish: Finish | None = None
+        self._spots: list[Spot] = []  # not given yet
+        self._all = TextStream(words.text)  # for offsets, which count held text too
+        self._prompt = ""
         if echo:
-            for number in prompt:
-                self._add(Token(number))
-        self._begin = len(self._text)  # where stop sequences may begin
+            self._spots = [self._spot(Token(number)) for number in prompt]
+            self._known += len(self._all.finish())
+            self._prompt = words.text(prompt)
+            self._all = TextStream(words.text)
+        self._stream = TextStream(words.text, stop)
 
     def feed(self, progress: Progress) -> Piece:
         """Takes news from the engine; what follows a stop sequence is left out."""
         if progress.prompt is not None:
             offsets = [spot.offset for spot in self._spots]
             self._spots = list(map(Spot, progress.prompt, offsets))
+        text, self._prompt = self._prompt, ""
         for token in progress.tokens:
-            if self.finish is not None:
-                break
-            self.tokens += 1
-            self._add(token)
-            self._look_for_stop()
+            if self.finish is None:
+                self.tokens += 1
+                text += self._add(token)
         if progress.ended and self.finish is None:
-            self._text += self._stream.end()
-            self._look_for_stop()
-            self.finish = self.finish or "length"
-        return self._piece()
+            text += self._stream.finish()
+            self.finish = "length" if self._stream.stopped is None else "stop"
+        self._given += len(text)
+        if self._stream.stopped is not None:
+            self._spots = [spot for spot in self._spots if spot.offset < self._given]
+        certain = [spot for spot in self._spots if self.finish or spot.offset < self._given]
+        del self._spots[: len(certain)]
+        return Piece(text, certain, self.finish)
 
-    def _add(self, token: Token) -> None:
-        before, word = len(self._text), self._words[token.number]
-        if token.number == self._end and self.tokens:
-            self._text += self._stream.end()
+    def _add(self, token: Token) -> str:
+        """What is certain of the text with one token more."""
+        if token.number == self._end:
             self.finish = "stop"
-            word = ""
-        else:
-            self._text += self._stream.add(token.number)
+            self._known += len(self._all.finish())
+            self._spots.append(Spot(token, self._known))
+            return self._stream.finish()
+        self._spots.append(self._spot(token))
+        text = self._stream.push([token.number])
+        if self._stream.stopped is not None:
+            self.finish = "stop"
+        return text
+
+    def _spot(self, token: Token) -> Spot:
+        before, word = self._known, self._words[token.number]
+        self._known += len(self._all.push([token.number]))
+        if word.startswith(PART):
+            return Spot(token, before)
         # Parts of characters that led to none come out with the next token, but before it.
-        offset = before if word.startswith(PART) else max(before, len(self._text) - len(word))
-        self._spots.append(Spot(token, offset))
-
-    def _look_for_stop(self) -> None:
-        since = max(self._begin, self._given)
-        found = [at for stop in self._stop if (at := self._text.find(stop, since)) >= 0]
-        if found:
-            self._text = self._text[: min(found)]
-            self._spots = [spot for spot in self._spots if spot.offset < min(found)]
-            self.finish = "stop"
-
-    def _piece(self) -> Piece:
-        certain = len(self._text)
-        if self.finish is None:
-            certain -= max((_overlap(self._text[self._begin :], s) for s in self._stop), default=0)
-        text = self._text[self._given : certain]
-        spots = self._spots[self._spots_given :]
-        if self.finish is None:
-            spots = [spot for spot in spots if spot.offset < certain]
-        self._given = certain
-        self._spots_given += len(spots)
-        return Piece(text, spots, self.finish)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many of the text's last characters may be the first of a stop sequence."""
-    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+        return Spot(token, max(before, self._known - len(word)))
