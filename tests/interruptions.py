@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,15 @@ def last_step(folder: Path) -> int:
     return max((row["step"] for row in rows_of(folder)), default=0)
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+def wait_until(
+    condition: Callable[[], Any], what: str, seconds: float = SECONDS, pause: float = 0.01
+) -> Any:
     """The condition's first true value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := condition():
             return found
-        time.sleep(0.01)
+        time.sleep(pause)
     raise AssertionError(f"{what}: not within {seconds:.0f} s")
 
 
@@ -246,35 +248,56 @@ def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
         ]
 
 
+# What there is first, in a model folder of one step, as `step` is saved and the one before deleted.
+MOMENTS = {
+    "a folder": "step_{step}*",
+    "data": "step_{step}.*/state.*/ocdbt.process_*/d/*",
+    "all data": "step_{step}.*/state.*/d/*",
+    "the arrays' commit file": "step_{step}.*/state*/commit_success.txt",
+    "the commit file": "step_{step}/commit_success.txt",
+    "a deletion": "step_{step}/commit_success.txt",
+}
+COMMIT = "commit_success.txt"
+
+
+def reached(model: Path, moment: str, step: int) -> bool:
+    """Whether a save of `step` is as far as that."""
+    with contextlib.suppress(FileNotFoundError):  # what is moved or deleted meanwhile
+        if moment == "a deletion" and (model / f"step_{step - 1}" / COMMIT).exists():
+            return False
+        return any(model.glob(MOMENTS[moment].format(step=step)))
+    return False
+
+
 def interrupted_saves(
-    folder: Path, count: int, seed: int = 0, last: int = 60, longest: float = 0.4
+    folder: Path, count: int, seed: int = 0, last: int = 60, moments: Sequence[str] = (*MOMENTS,)
 ) -> Iterator[str]:
     """Kills one of two hosts in the midst of a save, `count` times; what became of each.
 
     What can be restored then has to be, to the bit, what an undisturbed run saved at that step;
-    and the next hosts go on from it.  The moment is up to `longest` seconds after a save begins,
-    which is about twice as long as one takes.
+    and the next hosts go on from it.  The kills fall shortly after each of the `moments` in turn.
     """
     rng = random.Random(seed)
-    config = VALUES | {"keep_n": 1000}
-    batches = random_batches(Config(**config))
+    batches = random_batches(Config(**VALUES))
     saving = ("train_and_save", [str(folder / "whole_model"), last + 10])
-    run_hosts(folder / "whole", config, 2, batches, [("init", []), saving])
+    run_hosts(folder / "whole", VALUES | {"keep_n": 1000}, 2, batches, [("init", []), saving])
     model = folder / "model"
     saving = ("train_and_save", [str(model), 10**6])
     newest = 0
     for number in range(count):
+        moment = moments[number % len(moments)]
         begin = ("restore", [str(model)]) if newest else ("init", [])
+        config = VALUES | {"keep_n": 1}
         with started(folder / f"{number}", config, 2, batches, [begin, saving]) as hosts:
-            # Far enough for a checkpoint, not beyond what there is to compare with.
-            wanted = newest + rng.randint(1, max(1, (last - newest) // (count - number)))
-            there = f"step_{wanted}"
-            wait_until(lambda: any(model.glob(f"{there}*")), f"{there} is begun")  # noqa: B023
-            time.sleep(rng.uniform(0, longest))
-            rank = rng.randrange(2)
+            # Far enough for a checkpoint before it, not beyond what there is to compare with.
+            wanted = newest + rng.randint(2, max(2, (last - newest) // (count - number)))
+            wait_until(lambda: reached(model, moment, wanted), moment, pause=0)  # noqa: B023
+            time.sleep(rng.uniform(0, 0.005))
+            # Only the first process commits and deletes.
+            rank = 0 if "commit" in moment or "deletion" in moment else rng.randrange(2)
             hosts[rank].kill()
             hosts[rank].wait()
-            files = sorted(path.name for path in model.glob(f"{there}*"))
+            there = what_is_there(model)
             time.sleep(rng.uniform(0, 0.5))  # what the other one may still write
         with Checkpoints(str(model), read_only=True) as checkpoints:
             newest = checkpoints.newest() or 0
@@ -288,7 +311,17 @@ def interrupted_saves(
             for (name, found), (other, expected) in pairs:
                 assert name == other
                 np.testing.assert_array_equal(found, expected)
-        yield f"host {rank} killed with {' and '.join(files)} there: step {newest} is whole"
+        yield f"host {rank} killed after {moment} of step {wanted}: {there}; step {newest} is whole"
+
+
+def what_is_there(model: Path) -> str:
+    """The steps in a model folder: how many files each has, and whether it is committed."""
+    found = []
+    for path in sorted(model.glob("step_*")):
+        files = sum(map(Path.is_file, path.rglob("*")))
+        commit = "" if (path / COMMIT).exists() else " without commit"
+        found.append(f"{path.name.partition('.')[0]} of {files} files{commit}")
+    return ", ".join(found)
 
 
 def main() -> None:

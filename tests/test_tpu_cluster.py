@@ -263,5 +263,6 @@ def test_a_run_goes_on_by_itself(whole, tmp_path, kind):
 
 
 def test_a_save_cut_short_never_counts(tmp_path):
-    for line in interrupted_saves(tmp_path, count=3, last=12):
+    moments = ("data", "the arrays' commit file", "a deletion")
+    for line in interrupted_saves(tmp_path, count=3, last=12, moments=moments):
         print(line)
