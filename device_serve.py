@@ -13,6 +13,9 @@ def parse_args() -> argparse.Namespace:
         "--model-path",
         help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
     )
+    parser.add_argument(
+        "--version", type=int, choices=(1, 2), help="of the model, as in device_train.py"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=5000, help="0: any free one (5000)")
     parser.add_argument("--api-key-file", help="keys that clients must have, one a line")
@@ -27,16 +30,17 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if args.config is None and args.model_path is None:
-        raise InputError("--config or --model-path is missing: one of them names the model")
+    if args.config is None and (args.model_path is None or args.version is not None):
+        raise InputError("--config is missing: it goes with --version, or in place of --model-path")
     for name in ("rows", "queue", "max_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InputError(
                 f"--{name.replace('_', '-')}: {getattr(args, name)}, expected 1 or more"
             )
-    config = Config.load(args.config) if args.config else None
+    config = Config.load(args.config, args.version) if args.config else None
     path = args.model_path or (config.model_folder() if config else "")
 
+    from mesh_transformer.compilation_cache import use_compilation_cache
     from mesh_transformer.conversion import config_of
     from mesh_transformer.hf_config import Tokenizer
     from mesh_transformer.serving.app import create_app
@@ -51,6 +55,7 @@ def main() -> None:
     keys = Keys(args.api_key_file)
     socket = listen(args.host, args.port)
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
+    use_compilation_cache()
     network = load(path, config)
     metrics = Metrics(args.rows)
     engine = Engine(network, metrics, rows=args.rows, queue=args.queue)

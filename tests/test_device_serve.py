@@ -115,7 +115,7 @@ def test_answers_are_the_networks_and_sigterm_drains(model, start):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "--config or --model-path is missing"),
+        ([], "--config is missing"),
         (["--model-path", "{tmp}/absent"], "absent"),
         (["--model-path", "{model}", "--api-key-file", "{tmp}/keys"], "--api-key-file"),
         (["--model-path", "{model}", "--port", "{busy}"], "another --port"),
