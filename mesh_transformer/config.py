@@ -69,6 +69,7 @@ class Config:
     # The numbers.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     early_cast: bool = False  # parameters are kept in bf16
+    int8_weights: bool = False  # those that generation reads are kept in 8 bits
     bf16_optimizer: bool = False  # Adam's moments are kept in bf16
 
     # The optimizer.

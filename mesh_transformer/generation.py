@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer import model
+from mesh_transformer import int8, model
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
 from mesh_transformer.layers import Context, LayerCache, causal_bias
@@ -23,6 +23,7 @@ from mesh_transformer.parallel import Parallel
 from mesh_transformer.sampling import SamplerSettings, choose
 
 Weights = dict[str, Any]
+MATRICES = ("layers", "proj")  # the parts whose matrices 8 bits can hold
 
 
 class Prompts(NamedTuple):
@@ -62,20 +63,34 @@ class DecodeState(NamedTuple):
 
 
 def weights_of(params: model.Params, config: Config) -> Weights:
-    """The parameters in the dtype and the arrays that generation reads."""
-    cast = jax.tree.map(lambda x: x.astype(config.dtype), params)
+    """The parameters in the type and the arrays that generation reads."""
+    declared = weight_declarations(config)
 
     def one(layer: int) -> Any:
-        return jax.tree.map(lambda x: x[layer], cast["layers"])
+        return jax.tree.map(lambda x: x[layer], params["layers"])
 
-    return cast | {"layers": tuple(one(layer) for layer in range(config.layers))}
+    weights = params | {"layers": tuple(one(layer) for layer in range(config.layers))}
+    if not config.int8_weights:
+        return jax.tree.map(lambda x: x.astype(config.dtype), weights)
+    in_8_bits = {name: int8.quantize(weights[name], declared[name]) for name in MATRICES}
+    rest = {name: weights[name] for name in weights if name not in MATRICES}
+    return jax.tree.map(lambda x: x.astype(config.dtype), rest) | in_8_bits
 
 
 def weight_declarations(config: Config) -> Weights:
-    """What each array of `weights_of` declares."""
+    """What each array of `weights_of` declares, but for its type."""
     declared = model.declarations(config)
     one = map_declared(lambda d: d.unstack(), declared["layers"])
     return declared | {"layers": (one,) * config.layers}
+
+
+def weight_specs(config: Config) -> Weights:
+    """The layouts of `weights_of`."""
+    declared = weight_declarations(config)
+    specs = map_declared(lambda d: d.spec, declared)
+    if not config.int8_weights:
+        return specs
+    return specs | {name: int8.layout(declared[name]) for name in MATRICES}
 
 
 def empty(config: Config, rows: int, slots: int) -> DecodeState:
@@ -125,7 +140,9 @@ def _forward(
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
     filled = []
     for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
-        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context, cache)
+        y_BTD, cache = parts["layers"].apply(
+            int8.restore(layer, config.dtype, x_BTD), x_BTD, context, cache
+        )
         x_BTD += y_BTD
         filled.append(cache)
     return x_BTD, tuple(filled)
@@ -148,7 +165,8 @@ def _context(
 
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
     """Of the only position of x, over the whole vocabulary, on every device."""
-    logits_BTV = model.transforms(config, par)["proj"].apply(weights["proj"], x_BTD)
+    whole = int8.restore(weights["proj"], config.dtype, x_BTD)
+    logits_BTV = model.transforms(config, par)["proj"].apply(whole, x_BTD)
     return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import generation, model
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import is_declaration, map_declared
+from mesh_transformer.declaration import is_declaration
 from mesh_transformer.layers import LayerCache
 from mesh_transformer.optimizer import Optimizer
 from mesh_transformer.parallel import Auto, Manual, Parallel, named
@@ -244,15 +244,11 @@ def _decode_specs(config: Config) -> generation.DecodeState:
     return generation.DecodeState(caches, rows, rows, rows, rows, rows, settings)
 
 
-def _weight_specs(config: Config) -> Any:
-    return map_declared(lambda d: d.spec, generation.weight_declarations(config))
-
-
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
     """A function from params, in any layout, to the weights of the functions below."""
     return jax.jit(
         functools.partial(generation.weights_of, config=config),
-        out_shardings=named(mesh, _weight_specs(config)),
+        out_shardings=named(mesh, generation.weight_specs(config)),
     )
 
 
@@ -276,7 +272,7 @@ def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Cal
     rows, state = P("dp"), _decode_specs(config)
     prompts = generation.Prompts(rows, rows, rows, rows, state.settings)
     function = functools.partial(generation.prefill, alternatives=alternatives)
-    specs = (_weight_specs(config), state, prompts)
+    specs = (generation.weight_specs(config), state, prompts)
     return _compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
 
 
@@ -286,5 +282,5 @@ def compile_decode(
     """(weights, batch, steps) -> (batch, what was chosen); the old batch's memory is reused."""
     state = _decode_specs(config)
     function = functools.partial(generation.decode, alternatives=alternatives, most=most)
-    specs = (_weight_specs(config), state, P())
+    specs = (generation.weight_specs(config), state, P())
     return _compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)

@@ -38,6 +38,7 @@ LEVELS = {
     "optimizer": 3,
     "layers": 3,
     "model": 4,
+    "int8": 2,
     "generation": 5,
     "step": 6,
     "checkpoint": 5,
