@@ -52,7 +52,9 @@ def main() -> None:
         args.stop,
     )
     use_compilation_cache()
-    repl = Repl(load(path, config), tokenizer, settings)
+    network = load(path, config)
+    network.only_generate()
+    repl = Repl(network, tokenizer, settings)
     if args.prompt is None:
         repl.run()
         return

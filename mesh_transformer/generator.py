@@ -105,12 +105,22 @@ class Generator:
         self.prefill = functools.cache(functools.partial(steps.compile_prefill, self.config, mesh))
         self.decode = functools.cache(functools.partial(steps.compile_decode, self.config, mesh))
 
-    def weights(self, params: Any) -> Weights:
-        """What generation reads of `params`; kept until others are asked for."""
-        if self._made is None or self._made[0] is not params:
+    def weights(self, params: Any | None) -> Weights:
+        """What generation reads of `params`, kept until others are asked for; None: what is kept.
+
+        Raises:
+          InputError: where there is neither.
+        """
+        if params is None and self._made is None:
+            raise InputError("the model has no weights yet; restore or load a checkpoint first")
+        if self._made is None or (params is not None and self._made[0] is not params):
             self._made = None  # first, so that no memory holds two
             self._made = (params, steps.compile_weights(self.config, self.mesh)(params))
         return self._made[1]
+
+    def keep(self, params: Any) -> None:
+        """Makes the weights of `params` and does not hold on to `params` themselves."""
+        self._made = (None, self.weights(params))
 
     def batch(self, params: Any, rows: int) -> "Batch":
         """A batch of `rows` idle rows of this process, a multiple of its replicas."""

@@ -174,12 +174,20 @@ class CausalTransformer:
           Token ids [B, gen_length], uint32.
         """
         return self._generator.generate(
-            self._params(), ctx, ctx_length, gen_length, sampler_options or {}
+            self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}
         )
 
     def batch(self, rows: int) -> Batch:
         """A running batch of `rows` rows on these weights; prompts come and go (see `Batch`)."""
-        return self._generator.batch(self._params(), rows)
+        return self._generator.batch(self._own_params(), rows)
+
+    def only_generate(self) -> None:
+        """Keeps what `generate` and `batch` read and lets the state go, and its memory.
+
+        Nothing else works then, until a state is made or loaded.
+        """
+        self._generator.keep(self._params())
+        self.state = None
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on."""
@@ -278,6 +286,10 @@ class CausalTransformer:
         if self.state is None:
             raise InputError("the model has no weights yet; restore or load a checkpoint first")
         return self.state
+
+    def _own_params(self) -> Any | None:
+        """The parameters, or None where generation may have kept their weights."""
+        return None if self.state is None else self.state["params"]
 
     def _params(self) -> Any:
         return self._loaded()["params"]

@@ -1,6 +1,8 @@
 """A running batch: every position against a full pass, in place, and each row for itself."""
 
+import gc
 import re
+import weakref
 from typing import Any
 
 import jax
@@ -309,6 +311,22 @@ def test_the_penalty_counts_prompt_and_answer(penalty):
             logits[seen] *= 1 / penalty if logits[seen] > 0 else penalty
         assert token == logits.argmax()
         text.append(token)
+
+
+def test_what_only_generates_holds_no_more_than_that():
+    network = network_of(small_config())
+    prompts = np.ones((1, 4), int)
+    wanted = network.generate(prompts, [4], 5, GREEDY)
+    assert network.state is not None
+    leaf = weakref.ref(jax.tree.leaves(network.state["params"])[0])
+    network.only_generate()
+    gc.collect()
+    assert leaf() is None
+    np.testing.assert_array_equal(network.generate(prompts, [4], 5, GREEDY), wanted)
+    with pytest.raises(InputError, match="no weights yet"):
+        network.logits(prompts)
+    with pytest.raises(InputError, match="no weights yet"):
+        CausalTransformer(network.config, init=False).generate(prompts, [4], 5)
 
 
 def test_fixed_positions_end_with_a_clear_line():
