@@ -122,7 +122,9 @@ class RayHead:
         self._start()
 
     def close(self) -> None:
-        """Ends Ray and every process that it started."""
+        """Ends Ray and every process that it started; a second call does nothing."""
+        if self._log.closed:
+            return
         import ray
 
         ray.shutdown()

@@ -56,10 +56,11 @@ def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]
     deadline = time.monotonic() + seconds
     with tqdm(total=len(addresses), desc="hosts that joined", unit="host") as bar:
         while True:
-            there: dict[str, list[str]] = {address: [] for address in addresses}
-            for node in ray.nodes():
-                if node["Alive"] and node["Resources"].get(RESOURCE):
-                    there.setdefault(node["NodeManagerAddress"], []).append(node["NodeID"])
+            alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(RESOURCE)]
+            there = {
+                address: [n["NodeID"] for n in alive if n["NodeManagerAddress"] == address]
+                for address in addresses
+            }
             missing = [address for address in addresses if len(there[address]) != 1]
             bar.update(len(addresses) - len(missing) - bar.n)
             if not missing:

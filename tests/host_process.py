@@ -16,6 +16,21 @@ from mesh_transformer.train_actor import NetworkRunner
 from mesh_transformer.training import IN_FLIGHT
 from tests.multihost import STEPS
 
+SECONDS_ARE = "seconds: "  # before a number on standard output, where libraries write too
+
+
+def timed_block(steps: int, samples: list[Any], runner: NetworkRunner) -> float:
+    """Seconds that so many steps take, read as `training` does."""
+    began, read = time.perf_counter(), 0
+    for step in range(steps):
+        runner.train(samples[step % len(samples)])
+        if step >= IN_FLIGHT:
+            runner.metrics()
+            read += 1
+    for _ in range(read, steps):
+        runner.metrics()
+    return time.perf_counter() - began
+
 
 def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any) -> dict[str, Any]:
     """One call's results, by name; rows are those of this process."""
@@ -34,16 +49,15 @@ def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
         return {"tokens": runner.generate(mine("ctx"), mine("length"), given, options)}
-    if name == "time":
-        ends = []
-        for step in range(given):
-            runner.train(
-                {key: mine(f"train_{key}_{step % STEPS}", axis=1) for key in ("obs", "target")}
-            )
-            if step >= IN_FLIGHT:
-                runner.metrics()
-                ends.append(time.perf_counter())
-        return {"seconds": np.diff(ends[5:])}
+    if name == "blocks":
+        samples = [
+            {key: mine(f"train_{key}_{step}", axis=1) for key in ("obs", "target")}
+            for step in range(STEPS)
+        ]
+        for _ in sys.stdin:  # a line for each block
+            seconds = timed_block(given, samples, runner)
+            print(f"{SECONDS_ARE}{seconds}", flush=True)
+        return {}
     if name == "train_and_save":
         folder, last = given
         while (step := runner.network.step) < last:  # type: ignore[union-attr]

@@ -52,8 +52,13 @@ def started(
     hosts: int,
     batches: dict[str, np.ndarray],
     calls: list[tuple[str, Any]],
+    *,
+    pipes: bool = False,
 ) -> Iterator[list[subprocess.Popen]]:
-    """Processes that make these calls; killed at the end of the block, if not over by then."""
+    """Processes that make these calls; killed at the end of the block, if not over by then.
+
+    `pipes` gives each a standard input and output of text; else what they say is in their logs.
+    """
     folder.mkdir()
     np.savez(folder / "batches.npz", **batches)
     start = {
@@ -77,12 +82,16 @@ def started(
             path.write_text(json.dumps(spec))
             command = [sys.executable, "-m", "tests.host_process", str(path)]
             with (folder / f"{rank}.log").open("w") as log:
-                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+                to, out = (subprocess.PIPE,) * 2 if pipes else (None, log)
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, stdin=to, stdout=out, stderr=log, text=True)
+                )
         yield processes
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            with process:  # closes its pipes, and waits
+                pass
 
 
 def run(
