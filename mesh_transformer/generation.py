@@ -122,7 +122,6 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 
 def grow(state: DecodeState, slots: int) -> DecodeState:
     """The same rows with room for `slots` positions; no row may have passed the old end."""
-
     more = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
     return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, more), state.caches))
 

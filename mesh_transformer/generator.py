@@ -252,8 +252,8 @@ class Batch:
 
     def _prefill(self, group: np.ndarray, given: Prompts, alternatives: int | None) -> Chosen:
         taken = jax.tree.map(lambda x: x[group], given)
-        nowhere = self.rows
-        taken = taken._replace(row_P=np.where(group < 0, nowhere, taken.row_P).astype(np.int32))
+        nowhere = np.int32(self.rows)
+        taken = taken._replace(row_P=np.where(group < 0, nowhere, taken.row_P))
         generator = self._generator
         placed = generator.rows.place(taken, P("dp"))
         self._state, chosen = generator.prefill(alternatives)(self._weights, self._state, placed)
@@ -265,6 +265,8 @@ class Batch:
         Returns:
           As numpy arrays [rows, steps, ...]; what stands beyond a row's end means nothing.
         """
+        if not 1 <= steps <= MOST_STEPS:
+            raise InputError(f"generate: decode of {steps} tokens, expected 1 to {MOST_STEPS}")
         ahead = np.minimum(self.left, steps)
         self.reserve(int((self._length + ahead).max()))
         self._length += ahead

@@ -329,6 +329,13 @@ def test_what_only_generates_holds_no_more_than_that():
         CausalTransformer(network.config, init=False).generate(prompts, [4], 5)
 
 
+@pytest.mark.parametrize("steps", [0, MOST_STEPS + 1])
+def test_a_call_of_too_many_tokens_is_refused(steps):
+    batch = network_of(small_config()).batch(1)
+    with pytest.raises(InputError, match=f"decode of {steps} tokens, expected 1 to {MOST_STEPS}"):
+        batch.decode(steps)
+
+
 def test_fixed_positions_end_with_a_clear_line():
     config = small_config(pe="fixed")
     batch = network_of(config).batch(1)

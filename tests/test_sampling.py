@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.sampling import REMOVED, nucleus_filter, nucleus_sample, softmax_sample
+from mesh_transformer.sampling import (
+    REMOVED,
+    SamplerSettings,
+    choose,
+    nucleus_filter,
+    nucleus_sample,
+    penalize,
+    softmax_sample,
+)
 
 GOLDEN = np.load(Path(__file__).parent / "data/original/sampling.npz")
 SETTINGS = range(len(GOLDEN["top_p"]))
@@ -115,7 +123,7 @@ def test_bfloat16_logits_sample_as_their_float32_values():
     logits = random_rows(7, 8, 64).astype(jnp.bfloat16)
     keys = keys_of(list(range(8)))
     both = [nucleus_sample(keys, x) for x in (logits, logits.astype(jnp.float32))]
-    np.testing.assert_array_equal(*both)
+    np.testing.assert_array_equal(both[0], both[1])
 
 
 def test_a_row_does_not_feel_its_neighbours():
@@ -147,6 +155,38 @@ def test_a_single_key_folds_in_the_row():
     keys = jnp.stack([jax.random.fold_in(key, row) for row in range(6)])
     single, each = nucleus_sample(key, logits), nucleus_sample(keys, logits)
     np.testing.assert_array_equal(single, each)
+
+
+@pytest.mark.parametrize("rows", ["greedy", "plain", "filtered", "penalized", "all"])
+def test_what_no_row_asks_for_may_be_left_out(rows):
+    """Of a step of generation, whichever of its branches the rows need."""
+    kinds = {
+        "greedy": (0.9, 5, 0.0, 1.0),
+        "plain": (1.0, 0, 1.0, 1.0),
+        "filtered": (0.7, 9, 1.5, 1.0),
+        "penalized": (1.0, 0, 0.0, 1.4),
+    }
+    chosen = list(kinds.values()) if rows == "all" else [kinds[rows]] * 4
+    top_p, top_k, temp, penalty = (np.asarray(column) for column in zip(*chosen, strict=True))
+    seed, made = np.arange(4, dtype=np.uint32), np.array([0, 3, 1, 7], np.int32)
+    logits = random_rows(15, 4, 67)
+    seen = jnp.asarray(np.random.default_rng(16).random((4, 67)) < 0.3)
+    settings = SamplerSettings(
+        top_p.astype(np.float32), top_k, temp.astype(np.float32), penalty.astype(np.float32), seed
+    )
+    found = jax.jit(choose)(logits, settings, made, seen)
+    keys = jnp.stack(
+        [jax.random.fold_in(jax.random.key(s), m) for s, m in zip(seed, made, strict=True)]
+    )
+    penalized = penalize(logits, seen, settings.penalty_B)
+    wanted = nucleus_sample(keys, penalized, top_p=top_p, top_k=top_k, temp=temp)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_zeros_of_either_sign_are_equal():
+    logits = jnp.asarray([[-0.0, 1.0, 0.0, -1.0, -0.0]])
+    kept = np.asarray(nucleus_filter(logits, 1.0, top_k=3))[0] > REMOVED
+    assert kept.tolist() == [True, True, True, False, False]
 
 
 def test_one_compilation_serves_all_settings():
