@@ -5,6 +5,7 @@ import argparse
 from mesh_transformer import runs
 from mesh_transformer.arguments import (
     add_tpu_arguments,
+    positive,
     refuse_tpu_arguments,
     run_arguments,
     run_parser,
@@ -23,7 +24,15 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--new", action="store_true", help="delete the run in the model folder")
     parser.add_argument("--yes", action="store_true", help="do not ask before --new deletes")
-    parser.add_argument("--heartbeat", type=int, default=10, help="seconds until silence is death")
+    parser.add_argument(
+        "--heartbeat", type=positive, default=10, help="seconds until silence is death (10)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=positive,
+        default=3600,
+        help="seconds that one call to the hosts may take, compilation included (3600)",
+    )
     add_tpu_arguments(parser)
     return parser.parse_args()
 
@@ -41,7 +50,9 @@ def main() -> None:
         runs.begin_anew(folder, yes=args.yes)
     with machines as hosts:
         runs.train(
-            lambda: build_model(config, hosts(), heartbeat=args.heartbeat), folder, **options
+            lambda: build_model(config, hosts(), heartbeat=args.heartbeat, patience=args.patience),
+            folder,
+            **options,
         )
 
 

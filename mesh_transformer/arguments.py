@@ -19,6 +19,13 @@ class RunOptions(TypedDict):
     fresh_opt: bool
 
 
+def positive(text: str) -> int:
+    """A flag's whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def run_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser of the flags that every training run has."""
     parser = argparse.ArgumentParser(description=description)

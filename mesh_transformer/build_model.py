@@ -81,19 +81,22 @@ def tpu_machines(
 def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
     with RayHead(_object_store(config)) as head, tpu:
         known: list[str] = []  # the hosts that this TPU has had here
+        proven = False  # that hosts of such TPUs can join at all
 
         def hosts() -> "list[Host]":
+            nonlocal proven
             head.revive()
             if _is_gone(tpu):
                 known.clear()
                 tpu.make_again()
             try:
                 found = _joined(tpu, head.address, known)
-            except (HostError, PreemptedError) as error:
-                if known or _is_gone(tpu):
+            except StoppedError as error:
+                if proven or _is_gone(tpu):
                     raise HostError(str(error)) from error
-                # Of hosts that never joined another attempt would say the same.
+                # Where none ever joined, another attempt would say the same.
                 raise StoppedError(str(error)) from None
+            proven = True
             known[:] = [host.address for host in found]
             return found
 

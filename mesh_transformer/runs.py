@@ -93,6 +93,9 @@ def _ask(folder: str, names: list[str]) -> None:
             f"--new would delete {', '.join(names)} in {folder}, and nobody is there to agree; "
             "give --yes too"
         )
-    answer = input(f"--new deletes {', '.join(names)} in {folder}. Delete them? [y/N] ")
+    try:
+        answer = input(f"--new deletes {', '.join(names)} in {folder}. Delete them? [y/N] ")
+    except EOFError:  # Ctrl-D
+        answer = "no"
     if answer.strip().lower() not in ("y", "yes"):
         raise InputError(f"{folder} is as it was; leave --new out to go on with its run")

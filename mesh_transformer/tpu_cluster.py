@@ -12,6 +12,7 @@ goes on (`runs.train`).
 
 import dataclasses
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -63,9 +64,11 @@ class TPUCluster:
         self.step = 0
         self._unread: deque[_Reading] = deque()
         self._pids: list[int] = []
-        self._actors = [start_process(rank, host) for rank, host in enumerate(self.hosts)]
+        self._actors: list[Any] = []
         self._ended = False
         try:
+            for rank, host in enumerate(self.hosts):
+                self._actors.append(start_process(rank, host))
             facts = self._start()
         except BaseException:
             self._end()
@@ -185,17 +188,29 @@ class TPUCluster:
         self._answers(self._ask("wait"))
 
     def restore(self, folder: str) -> dict[str, Any] | None:
-        """As `CausalTransformer.restore`."""
+        """As `CausalTransformer.restore`; InputError where hosts have a folder each."""
+        self._check_shared(folder)
         found = self._answers(self._ask("restore", *[(_whole(folder),)] * len(self.hosts)))
-        steps = [None if aux is None else step for step, aux in found]
-        if len(set(steps)) > 1:
-            self._end()
-            raise InputError(
-                f"{folder}: the hosts find different checkpoints in it (steps {steps}); give a "
-                "folder that all of them see, such as gs://bucket/model"
-            )
         self.step, aux = found[0]
         return aux
+
+    def _check_shared(self, folder: str) -> None:
+        """InputError where several machines have a disk of their own at `folder`.
+
+        A save would wait there for the other hosts' parts for ever.
+        """
+        if "://" in folder or len({host.address for host in self.hosts}) == 1:
+            return
+        path = os.path.join(_whole(folder), f".{secrets.token_hex(8)}.shared")
+        self._answers([self._actors[0].leave.remote(path)])
+        seen = self._answers([actor.sees.remote(path) for actor in self._actors])
+        self._answers([self._actors[0].take_away.remote(path)])
+        if not all(seen):
+            self._end()
+            raise InputError(
+                f"{folder}: host {seen.index(False)} has another disk there than host 0; give a "
+                "folder that all of them see, such as gs://bucket/model"
+            )
 
     def load(self, path: str, *, fresh_opt: bool = False) -> None:
         """As `CausalTransformer.load`."""
@@ -265,6 +280,10 @@ class TPUCluster:
         if isinstance(cause, STORE_FULL):
             return self._no_room("a host")
         if isinstance(cause, InputError):
+            # A host that died in the midst of a read or a save makes the others' fail.
+            if gone := self._silent(SECONDS_TO_ANSWER):
+                self._end()
+                return HostError("; ".join(gone))
             # Of bad input all hosts say the same.  A host that does not may wait for one that has
             # given up: on a full disk, for example.
             if ray.wait(refs, num_returns=len(refs), timeout=SECONDS_TO_AGREE)[1]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import secrets
 import signal
 import threading
 from pathlib import Path
@@ -45,9 +46,7 @@ class Guard:
 
 def _locked(spec: TpuSpec) -> IO[str]:
     """A file by the TPU's name, locked until it is closed; it tells who has locked it."""
-    path = Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.lock"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    file = path.open("a+")
+    file = _file_of(spec, "lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -62,6 +61,23 @@ def _locked(spec: TpuSpec) -> IO[str]:
     file.write(f"{os.getpid()}\n")
     file.flush()
     return file
+
+
+def kept_mark(spec: TpuSpec) -> str:
+    """What this user of this machine marks TPUs of that name with, from run to run.
+
+    The caller holds a `Guard`.
+    """
+    path = _file_of(spec, "owner")
+    if not path.exists() or not path.read_text():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()
+
+
+def _file_of(spec: TpuSpec, kind: str) -> Path:
+    path = Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    return path
 
 
 def _exit_by_signal(number: int, frame: object) -> None:

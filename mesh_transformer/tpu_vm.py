@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from mesh_transformer import tpu_ray
 from mesh_transformer.tpu_api import CapacityError, PreemptedError, QuotaError, TpuApi, taken
-from mesh_transformer.tpu_guard import Guard
+from mesh_transformer.tpu_guard import Guard, kept_mark
 from mesh_transformer.tpu_spec import SshOptions, TpuSpec
 from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.util import InputError, StoppedError
@@ -60,9 +60,9 @@ class Limits:
 class TpuVm:
     """One TPU and its hosts; see the module's example.
 
-    `adopt` takes over a TPU of that name and type which an earlier run of this program left
-    alive (the driver was killed), where otherwise the name is taken; while one runs on this
-    machine, another cannot.  `keep` leaves it alive at the end.  `client` is a TpuClient in place
+    `adopt` takes over a TPU of that name and type which an earlier such run, of this user on this
+    machine, left alive (the driver was killed), where otherwise the name is taken; while one runs,
+    another cannot.  `keep` leaves it alive at the end.  `client` is a TpuClient in place
     of the real one.
 
     Raises InputError (name, quota, type, zone, credentials), CapacityError, PreemptedError,
@@ -95,6 +95,8 @@ class TpuVm:
     def __enter__(self) -> Self:
         self._guard.hold()
         try:
+            if self._adopt:
+                self._mark = kept_mark(self.spec)
             self._make(self.limits.capacity)
         except BaseException:
             self._leave()
@@ -175,14 +177,13 @@ class TpuVm:
             node = node or queued.tpu.node_spec[0].node
         assert node is not None
         wanted = self.spec.accelerator_type
-        if not self._adopt or OWNER not in node.labels:
+        if not self._adopt or node.labels.get(OWNER) != self._mark:
             raise taken(self.spec)
         if node.accelerator_type != wanted:
             raise InputError(
                 f"TPU {self.spec.name!r} exists as {node.accelerator_type}, not {wanted}; take "
                 f"another name, or delete it: {self.spec.delete_command()}"
             )
-        self._mark = node.labels[OWNER]
         self._may_exist = True
         _say(
             f"taking over TPU {self.spec.name!r}; deleted at the end, else by: "

@@ -163,6 +163,29 @@ class NetworkRunner:
         self._started.wait()
 
     @_on_host
+    def leave(self, path: str) -> None:
+        """Makes an empty file, for other hosts to look for."""
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb"):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"{os.path.dirname(path)}: cannot be written: {error.strerror}; choose another "
+                "folder or mend its permissions"
+            ) from None
+
+    @_on_host
+    def sees(self, path: str) -> bool:
+        """Whether a file is there."""
+        return os.path.exists(path)
+
+    @_on_host
+    def take_away(self, path: str) -> None:
+        """Deletes a file."""
+        os.remove(path)
+
+    @_on_host
     def restore(self, folder: str) -> tuple[int, dict[str, Any] | None]:
         """As `CausalTransformer.restore`, with the step that it is at then."""
         aux = self._started.restore(folder)

@@ -85,15 +85,39 @@ def train(
     if total < 1:
         key = "total_steps" if max_steps is None else "--max-steps"
         raise InputError(f"{key} is {total}, expected at least 1")
+    saved = False
+    with _stop_signals() as received:
+        try:
+            with closing(network):
+                _train(network, folder, total, tune_model_path, fresh_opt, received)
+                saved = True
+        except HostError as error:
+            if saved:  # and a host failed in closing: nothing is lost
+                return
+            if not received:
+                raise
+            raise StoppedError(
+                f"{signal.Signals(received[0]).name}: stopped, but not saved: {error}; start again "
+                "to go on from the newest checkpoint"
+            ) from None
+
+
+def _train(
+    network: Network,
+    folder: str,
+    total: int,
+    tune_model_path: str | None,
+    fresh_opt: bool,
+    received: list[int],
+) -> None:
+    """Trains until step `total`, or until a signal is `received`; what is done is saved then."""
+    config = network.config
+    assert config.train_set is not None
     val_sets = {} if config.val_batches == 0 else config.val_set
     shape = (config.gradient_accumulation_steps, network.batch_size)
-    with (
-        _stop_signals() as received,
-        contextlib.closing(
-            TFRecordNewInputs(config.train_set, shape, config.seq, n_vocab=config.n_vocab)
-        ) as loader,
-        closing(network),
-    ):
+    with contextlib.closing(
+        TFRecordNewInputs(config.train_set, shape, config.seq, n_vocab=config.n_vocab)
+    ) as loader:
         for path in val_sets.values():
             _open_val(network, path).close()  # says now, not after hours, what is wrong with it
         aux = network.restore(folder)
@@ -110,15 +134,7 @@ def train(
             noise.restore(aux["noise"])
         log = MetricsLog(folder, config, network.step, aux.get("wandb"))
         with contextlib.closing(log):
-            try:
-                _Run(network, folder, loader, val_sets, log, noise, total).run(received)
-            except HostError as error:
-                if not received:
-                    raise
-                raise StoppedError(
-                    f"{signal.Signals(received[0]).name}: stopped, but not saved: {error}; start "
-                    "again to go on from the newest checkpoint"
-                ) from None
+            _Run(network, folder, loader, val_sets, log, noise, total).run(received)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import pytest
 
 from mesh_transformer.arguments import (
     add_tpu_arguments,
+    positive,
     refuse_tpu_arguments,
     run_arguments,
     run_parser,
@@ -15,6 +16,14 @@ from mesh_transformer.arguments import (
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "x"])
+def test_positive_numbers_alone(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not a whole number of at lea"):
+        positive(text)
+    assert positive("7") == 7
+
 
 ZONE = {"tpu_zone": "us-central2-b"}
 

@@ -132,6 +132,22 @@ def test_hosts_that_had_joined_are_worth_another_attempt(machines, attempt, erro
     assert attempt() == ["revive", "check", "start_ray"]
 
 
+@pytest.mark.parametrize("error", [HostError("no SSH"), StoppedError("exited with status 143")])
+def test_a_tpu_made_again_may_take_two_attempts_to_start(machines, attempt, error):
+    attempt()
+    machines.plan = {"check": [PreemptedError("gone")], "start_ray": [error]}
+    with pytest.raises(HostError, match=str(error)):
+        attempt()
+    assert attempt() == ["revive", "check", "start_ray"]
+
+
+def test_what_fails_because_the_tpu_is_being_taken_away_is_worth_another_attempt(machines, attempt):
+    failed = StoppedError("exited with status 143")
+    machines.plan = {"start_ray": [failed], "check": [None, PreemptedError("gone")]}
+    with pytest.raises(HostError, match="status 143"):
+        attempt()
+
+
 @pytest.mark.parametrize("name", ["check", "make_again"])
 def test_an_api_that_does_not_answer_is_worth_another_attempt(machines, attempt, name):
     attempt()

@@ -205,7 +205,9 @@ def test_ours_is_deleted_even_where_the_api_forgets_its_mark(api, make, queued):
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_adopt_takes_over_what_a_killed_driver_left(api, make, preempted):
-    make().__enter__()
+    killed = make(adopt=True)
+    killed.__enter__()
+    killed._guard.release()
     owner = api.nodes[NAME].labels[OWNER]
     if preempted:
         api.preempt()
@@ -216,10 +218,21 @@ def test_adopt_takes_over_what_a_killed_driver_left(api, make, preempted):
     assert not api.nodes
 
 
-def test_adopt_takes_nothing_that_this_program_did_not_make(api, make):
-    make().__enter__()
+def test_adopt_takes_nothing_that_an_earlier_run_here_did_not_make(
+    api, make, tmp_path, monkeypatch
+):
+    """Neither another's TPU nor that of a run which goes on, of another user or elsewhere."""
+    killed = make(adopt=True)
+    killed.__enter__()
+    killed._guard.release()
     with pytest.raises(InputError, match="exists as v3-8, not v4-8"):
         make(adopt=True, accelerator_type="v4-8").__enter__()
+    elsewhere = make(adopt=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(InputError, match="exists already"):
+        elsewhere.__enter__()
+    monkeypatch.setenv("HOME", str(tmp_path))
     api.nodes[NAME].labels.pop(OWNER)
     with pytest.raises(InputError, match="exists already"):
         make(adopt=True).__enter__()
@@ -350,7 +363,7 @@ def test_two_runs_here_do_not_share_a_tpu(api, make):
 def test_delete_that_fails_prints_the_command(api, make, capsys):
     command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
     api.delete_errors = [(grpc.StatusCode.PERMISSION_DENIED, "no")] * 2
-    with pytest.raises(StoppedError, match=command), make():
+    with pytest.raises(StoppedError, match=command), make(adopt=True):
         capsys.readouterr()
     assert command in capsys.readouterr().err
     # An error of the block's own is not hidden by it.

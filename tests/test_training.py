@@ -18,7 +18,7 @@ from mesh_transformer import training
 from mesh_transformer.config import Config
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.conftest import random_batch
 from tests.small_run import assert_same_rows, rows_of, run_values, write_set
 
@@ -207,6 +207,34 @@ def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
     assert network.saved == {}
     assert network.seen == []
     assert "SIGINT: stopped before the first step; " in capsys.readouterr().out
+
+
+def test_a_signal_is_kept_where_a_host_fails_after_it(counter, tmp_path):
+    """Before the first step too, as in a long restore: another attempt would train on."""
+    network = counter()
+
+    def fails(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise HostError("host 1 died")
+
+    network.restore = fails
+    with pytest.raises(
+        StoppedError, match="SIGTERM: stopped, but not saved: host 1 died"
+    ) as caught:
+        training.train(network, str(tmp_path))
+    assert not isinstance(caught.value, HostError)
+
+
+def test_a_host_that_fails_after_the_last_save_costs_nothing(counter, tmp_path):
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 6 else None
+
+    def fails() -> None:
+        raise HostError("host 1 died")
+
+    network.close = fails
+    training.train(network, str(tmp_path))
+    assert max(network.saved) == 6
 
 
 def test_off_the_main_thread_it_trains_without_signals(counter, tmp_path):
