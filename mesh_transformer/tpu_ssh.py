@@ -37,6 +37,7 @@ KEEPALIVE_SECONDS = 15
 SILENCE_SECONDS = 60  # after which a host whose network is gone counts as lost
 PUT_SECONDS = 300.0  # for one file
 CONNECT_SECONDS = 30  # for one attempt's each stage: the network, sshd, the key
+RECONNECT_SECONDS = 60.0  # for a host that was there before, and may have been taken away
 REMOTE_LIMIT = (124, 137)  # what `timeout` exits with
 
 
@@ -58,6 +59,7 @@ class Hosts:
         self._keys = {address: list(keys) for address, keys in (host_keys or {}).items()}
         self._key = options.private_key()
         self._connections: dict[int, Connection] = {}
+        self._seen: set[int] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
@@ -178,12 +180,16 @@ class Hosts:
             found = self._connections.get(host)
         if found is not None and found.is_connected:
             return found
-        connection = self._open(host)
+        limit = self.options.connect_seconds
+        connection = self._open(
+            host, min(limit, RECONNECT_SECONDS) if host in self._seen else limit
+        )
         with self._lock:
             self._connections[host] = connection
+            self._seen.add(host)
         return connection
 
-    def _open(self, host: int) -> "Connection":
+    def _open(self, host: int, seconds: float) -> "Connection":
         """Connects, again and again: a new host starts sshd and learns its keys in its own time."""
         from paramiko.ssh_exception import (
             AuthenticationException,
@@ -191,7 +197,7 @@ class Hosts:
         )
 
         options, label = self.options, self._label(host)
-        deadline = time.monotonic() + options.connect_seconds
+        deadline = time.monotonic() + seconds
         while True:
             connection = self._new_connection(host)
             try:
@@ -220,7 +226,7 @@ class Hosts:
                     ) from error
                 raise HostError(
                     f"host {label}: no SSH on port {options.port} for "
-                    f"{options.connect_seconds:g} s ({_kind(error)}); is this machine in the "
+                    f"{seconds:g} s ({_kind(error)}); is this machine in the "
                     "TPU's network, and does a firewall rule allow it?"
                 ) from error
 

@@ -182,6 +182,17 @@ def test_nobody_answers(key, host):
         nowhere.run("echo no", seconds=10)
 
 
+def test_a_host_that_is_gone_is_not_waited_for_as_one_that_starts(tmp_path, key, monkeypatch):
+    monkeypatch.setattr(tpu_ssh, "RECONNECT_SECONDS", 0.5)
+    with new_host(tmp_path, key) as server:
+        hosts = Hosts([server.address], options(server, key, connect_seconds=300.0))
+        assert hosts.run("echo up", seconds=10) == ["up\n"]
+    start = time.monotonic()
+    with pytest.raises(HostError, match=r"no SSH on port \d+ for 0\.5 s"):
+        hosts.run("echo no", seconds=10)
+    assert time.monotonic() - start < 20
+
+
 def test_a_host_that_starts_late_is_waited_for(tmp_path, key):
     server = new_host(tmp_path, key)
     hosts = Hosts([server.address], options(server, key, connect_seconds=30.0))
