@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -125,6 +126,23 @@ def test_bad_input_is_told_and_ends_nothing(cluster):
     with pytest.raises(InputError, match="nowhere"):
         cluster.load("nowhere/at_all")
     assert len(cluster.logits(random_batch(CONFIG, 2)["obs"])) == 2
+
+
+def test_a_folder_on_a_disk_of_each_host_s_own_is_refused(cluster, monkeypatch, tmp_path):
+    import ray
+
+    first, second = cluster.hosts
+    monkeypatch.setattr(cluster, "hosts", [first, dataclasses.replace(second, address="1.0.0.2")])
+    cluster._check_shared(str(tmp_path / "shared"))
+    assert list((tmp_path / "shared").iterdir()) == []
+    cluster._check_shared("gs://bucket/model")
+    elsewhere = types.SimpleNamespace(remote=lambda path: ray.put(False))
+    actors = [cluster._actors[0], types.SimpleNamespace(sees=elsewhere)]
+    monkeypatch.setattr(cluster, "_actors", actors)
+    monkeypatch.setattr(cluster, "_end", lambda: None)
+    with pytest.raises(InputError, match="shared: host 1 has another disk there than host 0; give"):
+        cluster.restore(str(tmp_path / "shared"))
+    assert list((tmp_path / "shared").iterdir()) == []
 
 
 @pytest.mark.parametrize("host", [0, 1])
