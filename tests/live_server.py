@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import pytest
 
 from mesh_transformer.serving.app import create_app
 from mesh_transformer.serving.engine import Engine
@@ -18,14 +17,8 @@ from mesh_transformer.serving.gate import Keys
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.server import listen, make_server
 from mesh_transformer.serving.service import Service
-from mesh_transformer.tokenizer import load_tokenizer
 from tests.fake_network import FakeNetwork
 
-# Words, and characters of two to four bytes that are several tokens each.
-SCRIPT = (
-    "Once 世界 upon a 🎉🎊 time, Grüße naïve ⵣ end.\n\n"
-    "Next — “day” 日本語 one ∑∞ two 🧑\u200d🚀 three "
-)
 SECONDS = 30
 
 
@@ -88,29 +81,6 @@ def check_error(answer: httpx.Response) -> dict[str, Any]:
     assert set(error["error"]) == {"message", "type", "param", "code"}
     assert error["error"]["message"]
     return error["error"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def serve(tokenizer) -> Iterator[Callable[..., Live]]:
-    with contextlib.ExitStack() as stack:
-
-        def start(keys: str | None = None, **options: Any) -> Live:
-            network = FakeNetwork(tokenizer(SCRIPT)["input_ids"])
-            live = Live(network, tokenizer, keys, **options)
-            stack.callback(live.stop)
-            return live
-
-        yield start
-
-
-@pytest.fixture(scope="module")
-def live(serve) -> Live:
-    return serve()
 
 
 def connected(live: Live) -> socket.socket:

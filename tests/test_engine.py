@@ -287,6 +287,32 @@ def test_metrics_count_what_was_done(network, start):
     assert counted["tokens_per_second"] > 0
 
 
+def test_warm_up_meets_every_call_that_is_made_later():
+    network = FakeNetwork(range(100), window=1000, seq=1000)
+    engine = Engine(network, Metrics(4), rows=4)
+    engine.warm_up()
+    warm = {padded(call) for call in network.calls}
+    network.calls.clear()
+    engine.start()
+    clients = random_clients(60, seed=10, longest=1000)
+    clients += random_clients(60, seed=11, longest=100, logprobs=True)
+    clients += [Client([1] * n, 1, score=True) for n in (1, 16, 17, 999, 1000)]
+    engine.submit([client.request for client in clients])
+    for client in clients:
+        client.finish()
+    engine.close()
+    assert {padded(call) for call in network.calls} <= warm
+
+
+def padded(call):
+    """A call as it is compiled: prompts at the widths that the network pads them to."""
+    kind, *sizes = call
+    if kind != "insert":
+        return kind, *(sizes if kind == "logits" else [])
+    count, width = sizes
+    return kind, count, min(max(1 << (width - 1).bit_length(), 16), 1000)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_a_real_network_answers_as_when_alone(small, start, partitioning):

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-pytest_plugins = ["tests.live_server"]
+pytest_plugins = ["tests.live_fixtures"]
 
 # Answers.
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.live_server import SECONDS, wait_for
 
-pytest_plugins = ["tests.live_server"]
+pytest_plugins = ["tests.live_fixtures"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(

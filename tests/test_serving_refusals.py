@@ -18,7 +18,7 @@ from mesh_transformer.serving.gate import Keys
 from mesh_transformer.util import InputError
 from tests.live_server import SECONDS, Live, check_error, connected, held, post, wait_for
 
-pytest_plugins = ["tests.live_server"]
+pytest_plugins = ["tests.live_fixtures"]
 
 WRONG = [
     {"prompt": 3},
@@ -226,6 +226,26 @@ def test_failing_network_is_a_500_and_the_next_request_goes_well(live):
         assert "device lost" not in text
         assert answer.status_code == (200 if stream else 500)
         assert live.ask(prompt="x", seed=1)["choices"]
+
+
+def test_network_that_fails_for_good(serve):
+    live = serve()
+    live.network.failures = [RuntimeError("device lost"), RuntimeError("still lost")]
+    assert live.refused({"prompt": "x"})[0] == 500
+    status, error = live.refused({"prompt": "x"})
+    assert (status, error["type"]) == (503, "server_error")
+    assert live.http.get("/health").status_code == 503
+
+
+def test_fixed_positions_end(serve):
+    live = serve(network={"pe": "fixed"})
+    assert live.ask(prompt=[1] * 60, max_tokens=4)["choices"]
+    for path, body in [
+        ("/v1/completions", {"prompt": [1] * 60, "max_tokens": 5}),
+        ("/complete", {"context": "a b c", "length": 62}),
+    ]:
+        status, error = live.refused(body, path)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
 # Many at once.

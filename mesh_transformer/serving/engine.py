@@ -7,12 +7,14 @@ prefill (or of scoring) in, so that those who already have their prompt read wai
 import collections
 import dataclasses
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.sampling import SamplerSettings
@@ -171,21 +173,20 @@ class Engine:
         self._worker.start()
 
     def warm_up(self) -> None:
-        """Compiles what requests will need; only before `start`."""
+        """Compiles what requests will need, so that none has to wait for it; before `start`."""
         window = self.network.config.window
-        width = SHORTEST_WARM_UP
-        while True:
-            prompt = np.zeros(min(width, window), np.int32)
+        widths = [min(SHORTEST_WARM_UP * 2**n, window) for n in range(window.bit_length())]
+        widths = list(dict.fromkeys(widths))
+        for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
+            prompt = np.zeros(width, np.int32)
+            score(self.network, prompt[: self.network.config.seq], ALTERNATIVES)
             for size in PREFILL_SIZES:
-                if size == 1 or (size <= self.rows and size * len(prompt) <= PREFILL_TOKENS):
-                    for alternatives in (None, ALTERNATIVES):
-                        settings = _stacked([Settings()] * size)
-                        self._batch.insert(
-                            range(size), [prompt] * size, 1, settings, alternatives=alternatives
-                        )
-            if width >= window:
-                break
-            width *= 2
+                if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
+                    settings = _stacked([Settings()] * size)
+                    prompts, lengths = [prompt] * size, np.ones(size, np.int32)
+                    self._batch.insert(
+                        range(size), prompts, lengths, settings, alternatives=ALTERNATIVES
+                    )
         for alternatives in (None, ALTERNATIVES):
             self._batch.decode(1, alternatives)
 
@@ -310,7 +311,7 @@ class Engine:
             [request.prompt for request in taken],
             np.array([request.length for request in taken], np.int32),
             _stacked([request.settings for request in taken]),
-            alternatives=ALTERNATIVES if any(request.logprobs for request in taken) else None,
+            alternatives=ALTERNATIVES,  # always: one program less for each width
         )
         now = time.perf_counter()
         self._metrics.prefill(now - began, sum(len(request.prompt) for request in taken))
