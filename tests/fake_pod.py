@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from cryptography import x509
@@ -38,11 +39,11 @@ class FakePod:
     see.
     """
 
-    def __init__(self, folder: Path, devices: int):
-        self._devices = devices
+    def __init__(self, folder: Path):
         # A short name: the paths of Ray's sockets may have 107 characters.
         self._homes = tempfile.TemporaryDirectory()
         self._hosts: list[FakeHost] = []
+        self._on: set[str] = set()
         self._count = 0
         key, certificate = _certificate()
         authority, account = folder / "authority.pem", folder / "account.json"
@@ -65,7 +66,7 @@ class FakePod:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.switch_off()
+        self.switch_off(self._on)
         self.api.__exit__(*error)
         self._homes.cleanup()
 
@@ -74,25 +75,29 @@ class FakePod:
         ssh = ["--ssh-user", "me", "--ssh-key", str(self.key)]
         return [*ssh, "--ssh-port", str(self._hosts[0].port)]
 
-    def switch_on(self, count: int) -> list[FakeHost]:
-        """New machines, at addresses that none had before: the hosts of the next TPU."""
+    def switch_on(self, count: int, devices: int) -> list[FakeHost]:
+        """New machines, at addresses that none had before: the hosts of the next TPU.
+
+        Each has so many virtual CPU devices.
+        """
         port = self._hosts[0].port if self._hosts else 0
         made = []
         for _ in range(count):
             self._count += 1
-            made.append(self._new_host(port).__enter__())
+            made.append(self._new_host(port, devices).__enter__())
             port = made[-1].port
         self._hosts += made
+        self._on |= {host.address for host in made}
         self.api.addresses = [host.address for host in made]
         self.api.host_keys = [host.published() for host in made]
         return made
 
-    def _new_host(self, port: int) -> FakeHost:
+    def _new_host(self, port: int, devices: int) -> FakeHost:
         home = Path(self._homes.name) / f"{self._count}"
         home.mkdir()
         _install(home)
         mine = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
-        flags = f"--xla_force_host_platform_device_count={self._devices}"
+        flags = f"--xla_force_host_platform_device_count={devices}"
         machine = mine | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
@@ -102,17 +107,19 @@ class FakePod:
         address = f"127.0.0.{1 + self._count}"
         return FakeHost(home, "me", public, address, port, environment=machine)
 
-    def switch_off(self) -> None:
-        """Ends all machines with everything that runs on them."""
+    def switch_off(self, addresses: Collection[str]) -> None:
+        """Ends machines with everything that runs on them."""
         for host in self._hosts:
-            with contextlib.suppress(OSError):  # it is off
+            if host.address in addresses:
                 host.__exit__(None, None, None)
+        self._on -= set(addresses)
 
-    def preempt(self, count: int) -> None:
-        """Takes the TPU away; the next one has `count` other machines."""
+    def preempt(self) -> None:
+        """Takes the TPU and its machines away; those that were switched on since stay."""
+        ends = [end for node in self.api.nodes.values() for end in node.network_endpoints]
+        gone = {end.ip_address for end in ends}
         self.api.preempt()
-        self.switch_off()
-        self.switch_on(count)
+        self.switch_off(gone)
 
     def processes(self, title: str) -> list[int]:
         """The processes of all machines whose title begins so."""

@@ -138,19 +138,19 @@ def test_what_keeps_it_from_beginning(tmp_path):
 
 @pytest.fixture
 def pod(tmp_path, monkeypatch) -> Iterator[FakePod]:
-    """A project where drivers started from here find their TPUs; hosts have four devices."""
+    """A project where drivers started from here find their TPUs."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    with FakePod(tmp_path, devices=4) as project:
+    with FakePod(tmp_path) as project:
         for name, value in project.environment.items():
             monkeypatch.setenv(name, value)
         yield project
 
 
 def on_tpu(config: str, folder: Path, pod: FakePod, *more: str) -> list[str]:
-    """train.py as on a pod: v4-16 is two hosts of four chips."""
-    tpu = ["--tpu", "pod", "--tpu-zone", "us-central2-b", "--tpu-generation", "v4", "--preemptible"]
+    """train.py as on a pod."""
     run = ["train.py", "--config", config, "--model-dir", str(folder), "--heartbeat", "10"]
+    tpu = ["--tpu", "pod", "--tpu-zone", "us-central2-b", "--preemptible"]
     return [*run, *tpu, *pod.flags, *more]
 
 
@@ -168,12 +168,13 @@ def test_a_tpu_is_made_taken_away_made_again_and_deleted(whole, tmp_path, pod):
     """A v4-16 of two hosts is preempted, then its driver stopped; each row is as without."""
     config, expected = whole
     model = tmp_path / "model"
-    pod.switch_on(2)
-    with training(model, *on_tpu(config, model, pod)) as run:
+    pod.switch_on(2, devices=4)
+    with training(model, *on_tpu(config, model, pod, "--tpu-generation", "v4")) as run:
         wait_until(lambda: last_step(model) >= 9, f"step 9; {run.log}")
         assert [node.accelerator_type for node in pod.api.nodes.values()] == ["v4-16"]
         seen = command_lines()
-        pod.preempt(2)
+        pod.switch_on(2, devices=4)  # those of the next TPU
+        pod.preempt()
         wait_until(lambda: last_step(model) >= 16, f"step 16; {run.log}")
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(60) == 0
@@ -192,7 +193,7 @@ def test_a_tpu_is_made_taken_away_made_again_and_deleted(whole, tmp_path, pod):
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_tpu_is_made_deletes_it(whole, tmp_path, pod):
-    pod.switch_on(2)
+    pod.switch_on(1, devices=8)
     pod.api.ready_after = None
     with training(tmp_path / "model", *on_tpu(whole[0], tmp_path / "model", pod)) as run:
         wait_until(lambda: pod.api.nodes, "the TPU")
@@ -205,16 +206,16 @@ def test_ctrl_c_while_the_tpu_is_made_deletes_it(whole, tmp_path, pod):
 
 @pytest.mark.slow
 def test_a_host_that_cannot_start_ray_is_heard_and_the_tpu_deleted(whole, tmp_path, pod):
-    broken = pod.switch_on(2)[1]
+    (broken,) = pod.switch_on(1, devices=8)
     ray = broken.home / tpu_ray.FOLDER / "venv" / "bin" / "ray"
     ray.write_text("#!/bin/sh\necho one of many lines\necho no space left on device >&2\nexit 3\n")
     with training(tmp_path / "model", *on_tpu(whole[0], tmp_path / "model", pod)) as run:
         assert run.process.wait(SECONDS) == 1
         run.assert_nothing_is_left()
     lines = run.log.read_text().splitlines()
-    assert f"[host 1 ({broken.address})] one of many lines" in lines
+    assert f"[host 0 ({broken.address})] one of many lines" in lines
     assert lines[-1] == (
-        f"error: host 1 ({broken.address}): 'install and start Ray' exited with status 3: "
+        f"error: host 0 ({broken.address}): 'install and start Ray' exited with status 3: "
         "no space left on device"
     )
     assert not pod.api.nodes
@@ -222,15 +223,13 @@ def test_a_host_that_cannot_start_ray_is_heard_and_the_tpu_deleted(whole, tmp_pa
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_for_a_save_but_deletes_the_tpu(whole, tmp_path, pod):
-    """Its hosts are stopped, so that they would never save."""
-    pod.switch_on(2)
+    """Its host is stopped, and would never save."""
+    pod.switch_on(1, devices=8)
     model = tmp_path / "model"
     with training(model, *on_tpu(whole[0], model, pod), "--heartbeat", "300") as run:
         wait_until(lambda: last_step(model) >= 3, f"step 3; {run.log}")
-        hosts = pod.processes("ray::NetworkRunner")
-        assert len(hosts) == 2
-        for pid in hosts:
-            os.kill(pid, signal.SIGSTOP)
+        (host,) = pod.processes("ray::NetworkRunner")
+        os.kill(host, signal.SIGSTOP)
         os.killpg(run.process.pid, signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             run.process.wait(3)
