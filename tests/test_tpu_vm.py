@@ -587,6 +587,14 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
         SshOptions(key_file=str(key)).public_key()
 
 
+@pytest.mark.parametrize("endpoint", ["tpu.example.com", "http://127.0.0.1:1/", "https:///"])
+def test_an_endpoint_that_is_none_is_named(monkeypatch, endpoint):
+    monkeypatch.setenv(tpu_api.ENDPOINT, endpoint)
+    with pytest.raises(InputError, match="; give https://HOST:PORT/, or unset it") as found:
+        new_client()
+    assert endpoint in str(found.value)
+
+
 def test_missing_credentials_are_named(monkeypatch, tmp_path):
     for name in ("HOME", "CLOUDSDK_CONFIG"):
         monkeypatch.setenv(name, str(tmp_path))
