@@ -93,13 +93,19 @@ class Repl:
 
     def run(self) -> None:
         """Asks and answers until an empty line, Ctrl-D, or Ctrl-C at the prompt."""
-        with contextlib.suppress(EOFError, KeyboardInterrupt), _line_editing():
-            _tell(GREETING)
-            while line := input(">>> "):
-                try:
-                    self._obey(line) if line.startswith("/") else self._say(line)
-                except InputError as error:
-                    _tell(f"error: {error}")
+        _tell(GREETING)
+        try:
+            with _line_editing():
+                while line := input(">>> "):
+                    self._take(line)
+        except (EOFError, KeyboardInterrupt):
+            _tell("")  # so that what the shell says begins a line
+
+    def _take(self, line: str) -> None:
+        try:
+            self._obey(line) if line.startswith("/") else self._say(line)
+        except InputError as error:
+            _tell(f"error: {error}")
 
     def _obey(self, command: str) -> None:
         if command.rstrip() == "/help":

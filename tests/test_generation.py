@@ -133,7 +133,9 @@ def compiled_decode(batch: Batch, function: Any = generation.decode) -> tuple[st
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [*PLACES[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in PLACES[3:])]
+)
 def test_a_decode_step_copies_no_cache(place, rows):
     _, dp, mp = place
     # A width that no other array has.
@@ -168,7 +170,7 @@ def alone(network: CausalTransformer, prompt: np.ndarray, steps: int, **options:
     return found[0].tolist()
 
 
-@pytest.mark.parametrize("place", [PLACES[0], PLACES[1]])
+@pytest.mark.parametrize("place", [pytest.param(PLACES[0], marks=pytest.mark.slow), PLACES[1]])
 def test_rows_that_come_and_go_say_what_they_say_alone(place):
     """Joined late, in a used row, beside others, over calls of any length, past the window."""
     config = small_config(seq=32)

@@ -282,7 +282,7 @@ def test_every_module_keeps(rule):
     assert not errors, "\n".join(errors)
 
 
-@pytest.mark.parametrize("module", ["layers", "model"])
+@pytest.mark.parametrize("module", ["layers", "model", "generation", "sampling", "int8"])
 def test_no_collective_but_through_par(module):
     errors = collective_errors(module, (PACKAGE / f"{module}.py").read_text("utf-8"))
     assert not errors, "\n".join(errors)
