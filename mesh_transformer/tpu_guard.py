@@ -46,7 +46,15 @@ class Guard:
 
 def _locked(spec: TpuSpec) -> IO[str]:
     """A file by the TPU's name, locked until it is closed; it tells who has locked it."""
-    file = _file_of(spec, "lock").open("a+")
+    path = _file_of(spec, "lock")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}; give HOME a folder of yours, since it "
+            "holds what keeps two runs from using one TPU"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -66,7 +74,7 @@ def _locked(spec: TpuSpec) -> IO[str]:
 def kept_mark(spec: TpuSpec) -> str:
     """What this user of this machine marks TPUs of that name with, from run to run.
 
-    The caller holds a `Guard`.
+    The caller holds a `Guard` alone.
     """
     path = _file_of(spec, "owner")
     if not path.exists() or not path.read_text():
@@ -75,9 +83,7 @@ def kept_mark(spec: TpuSpec) -> str:
 
 
 def _file_of(spec: TpuSpec, kind: str) -> Path:
-    path = Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    return path
+    return Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
 
 
 def _exit_by_signal(number: int, frame: object) -> None:

@@ -360,6 +360,13 @@ def test_two_runs_here_do_not_share_a_tpu(api, make):
         assert list(api.nodes) == [NAME]
 
 
+def test_a_home_that_cannot_be_written_is_said_before_anything_is_made(api, make, monkeypatch):
+    monkeypatch.setenv("HOME", "/proc/none")
+    with pytest.raises(InputError, match=r"^/proc/none/.*\.lock cannot be written: .*give HOME"):
+        make(adopt=True).__enter__()
+    assert not api.asked
+
+
 def test_delete_that_fails_prints_the_command(api, make, capsys):
     command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
     api.delete_errors = [(grpc.StatusCode.PERMISSION_DENIED, "no")] * 2
