@@ -135,9 +135,9 @@ def test_answers_are_the_networks_and_sigterm_drains(model, start):
     ],
     ids=lambda value: value[-2] if isinstance(value, list) and value else None,
 )
-def test_bad_input_is_named(model, monkeypatch, tmp_path, options, said):
+def test_bad_input_is_named(monkeypatch, tmp_path, options, said):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as busy:
-        names = {"tmp": tmp_path, "model": model[0], "busy": busy.getsockname()[1]}
+        names = {"tmp": tmp_path, "model": tmp_path, "busy": busy.getsockname()[1]}
         words = [option.format(**names) for option in options]
         monkeypatch.setattr(sys, "argv", ["device_serve.py", *words])
         with pytest.raises(InputError, match=re.escape(said)) as found:

@@ -287,15 +287,16 @@ def test_metrics_count_what_was_done(network, start):
     assert counted["tokens_per_second"] > 0
 
 
-def test_warm_up_meets_every_call_that_is_made_later():
-    network = FakeNetwork(range(100), window=1000, seq=1000)
+@pytest.mark.parametrize("pe", ["rotary", "fixed"])
+def test_warm_up_meets_every_call_that_is_made_later(pe):
+    network = FakeNetwork(range(100), n_vocab=100, window=1000, seq=1000, pe=pe)
     engine = Engine(network, Metrics(4), rows=4)
     engine.warm_up()
     warm = {padded(call) for call in network.calls}
     network.calls.clear()
     engine.start()
-    clients = random_clients(60, seed=10, longest=1000)
-    clients += random_clients(60, seed=11, longest=100, logprobs=True)
+    clients = random_clients(60, seed=10, n_vocab=100, longest=970)
+    clients += random_clients(60, seed=11, n_vocab=100, longest=100, logprobs=True)
     clients += [Client([1] * n, 1, score=True) for n in (1, 16, 17, 999, 1000)]
     engine.submit([client.request for client in clients])
     for client in clients:

@@ -80,7 +80,7 @@ class Token(NamedTuple):
 class Progress(NamedTuple):
     """News of a request.  `prompt`, where it is to be scored, comes once, ahead of all tokens."""
 
-    tokens: list[Token] = []  # noqa: RUF012 - never changed
+    tokens: Sequence[Token] = ()
     prompt: list[Token] | None = None
     ended: bool = False
     error: Exception | None = None
@@ -174,12 +174,14 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles what requests will need, so that none has to wait for it; before `start`."""
-        window = self.network.config.window
+        config = self.network.config
+        window = config.window
         widths = [min(SHORTEST_WARM_UP * 2**n, window) for n in range(window.bit_length())]
         widths = list(dict.fromkeys(widths))
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
-            prompt = np.zeros(width, np.int32)
-            score(self.network, prompt[: self.network.config.seq], ALTERNATIVES)
+            score(self.network, np.zeros(min(width, config.seq), np.int32), ALTERNATIVES)
+            # With pe fixed the first token of the answer needs a position too.
+            prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
             for size in PREFILL_SIZES:
                 if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
                     settings = _stacked([Settings()] * size)
