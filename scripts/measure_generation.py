@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def theirs(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
         rotary_dim=ROTARY,
         use_cache=True,
     )
-    model = GPTJForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+    model: Any = GPTJForCausalLM(config).to(getattr(torch, args.dtype)).eval()
     prompts = torch.ones((batch, args.prompt), dtype=torch.long)
 
     def generate() -> np.ndarray:

@@ -105,8 +105,8 @@ def test_attention_is_the_textbook_s(window):
     extra = normal(3, 1, 3, 6, 6)
     positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
     bias = causal_bias(positions, positions, window) + extra
-    by_head = (jnp.moveaxis(jnp.asarray(x), 1, 2) for x in (k, v))
-    found = attend(jnp.asarray(q), *by_head, bias)
+    k_BHSK, v_BHSK = (jnp.moveaxis(jnp.asarray(x), 1, 2) for x in (k, v))
+    found = attend(jnp.asarray(q), k_BHSK, v_BHSK, bias)
     for row in range(2):
         for head in range(3):
             for at in range(6):
@@ -253,7 +253,7 @@ def test_a_frequent_token_s_gradient_is_summed_in_f32():
 
 
 def test_logits_are_not_rounded_to_the_compute_dtype():
-    config = Config(**(SMALL | {"dtype": "bfloat16"}))
+    config = Config.from_dict(SMALL | {"dtype": "bfloat16"})
     part = hk.without_apply_rng(hk.transform(lambda x: Projection(config, Auto())(x)))
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (2, 4, config.d_model), jnp.bfloat16)
