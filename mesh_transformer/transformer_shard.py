@@ -244,7 +244,9 @@ class CausalTransformer:
         else:
             dtype = jnp.bfloat16 if self.config.early_cast else jnp.float32
             optimizer = "opt_state" in wanted
-            _, host = conversion.read(path, kind, self.config, dtype=dtype, optimizer=optimizer)
+            _, host = conversion.read(
+                path, kind, self.config, dtype=dtype, optimizer=optimizer, lazy=True
+            )
             loaded = placed(host, {key: leaf for key, leaf in wanted.items() if key in host})
         if "opt_state" not in loaded and not only_params:
             loaded["opt_state"] = self._fresh_moments(loaded["params"])
