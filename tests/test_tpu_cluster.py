@@ -25,6 +25,7 @@ from mesh_transformer.util import HostError, InputError
 from tests.conftest import random_batch
 from tests.interruptions import (
     KINDS,
+    LONGEST,
     interrupt,
     interrupted_saves,
     members,
@@ -277,7 +278,7 @@ def test_a_run_goes_on_by_itself(whole, tmp_path, kind):
     step, host = moments[kind]
     outcome = interrupt(*whole, tmp_path, kind, step, host)
     print(f"{kind} after step {step}: {outcome.seconds:.1f} s; {outcome.said}")
-    assert outcome.seconds < 60
+    assert outcome.seconds < LONGEST
 
 
 def test_a_save_cut_short_never_counts(tmp_path):
