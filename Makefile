@@ -11,7 +11,7 @@ quickstart: venv
 test: .venv/test lint
 	$(BIN)/pytest -q -n 2
 
-# All that the root scripts need at run time.
+# All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
 venv: .venv/run
 
 lint: .venv/test
@@ -21,14 +21,14 @@ lint: .venv/test
 
 .venv/run: requirements.txt setup.py
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 # torch is the oracle of the Hugging Face tests; its builds differ by platform, hence no hashes.
 .venv/test: requirements-dev.txt requirements-torch.txt .venv/run
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-torch.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
 	touch $@
 
 # Pins anew, from setup.py; needs uv.

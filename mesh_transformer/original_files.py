@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
+from mesh_transformer.prefetch import Prefetch
 from mesh_transformer.storage import reason
 from mesh_transformer.util import InputError
 
@@ -218,17 +219,22 @@ def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndar
     """
     for folder in folders:
         os.makedirs(folder)
-    for piece, (first, end) in enumerate(split(len(leaves))):
-        with contextlib.ExitStack() as stack:
-            archives = [
-                stack.enter_context(zipfile.ZipFile(os.path.join(folder, f"{piece}.npz"), "w"))
-                for folder in folders
-            ]
-            for place, leaf in enumerate(leaves[first:end]):
-                for archive, values in zip(archives, leaf(), strict=True):
-                    # Zip64 from the start, as the size is not known then.
-                    with archive.open(f"arr_{place}.npy", "w", force_zip64=True) as stream:
-                        _write_array(stream, values)
+    # The next leaf is read while one is written.
+    with contextlib.closing(Prefetch((list(leaf()) for leaf in leaves), 1)) as made:
+        for piece, (first, end) in enumerate(split(len(leaves))):
+            paths = [os.path.join(folder, f"{piece}.npz") for folder in folders]
+            _write_piece(paths, made, end - first)
+
+
+def _write_piece(paths: Sequence[str], made: Iterator[list[np.ndarray]], count: int) -> None:
+    """The next `count` leaves, an archive a shard."""
+    with contextlib.ExitStack() as stack:
+        archives = [stack.enter_context(zipfile.ZipFile(path, "w")) for path in paths]
+        for place, parts in zip(range(count), made, strict=False):
+            for archive, values in zip(archives, parts, strict=True):
+                # Zip64 from the start, as the size is not known then.
+                with archive.open(f"arr_{place}.npy", "w", force_zip64=True) as stream:
+                    _write_array(stream, values)
 
 
 def _write_array(stream: Any, values: np.ndarray) -> None:

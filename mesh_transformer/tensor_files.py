@@ -5,6 +5,7 @@ pages then count as this process's memory, knows no bfloat16 in numpy, and write
 arrays that are all in memory.  https://github.com/huggingface/safetensors has the format.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.casts import FLOATS
+from mesh_transformer.prefetch import Prefetch
 from mesh_transformer.util import InputError
 
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by the format's codes
@@ -258,10 +260,11 @@ def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
         header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
-    with open(path, "wb") as file:
+    # The next one is read while one is written.
+    made = Prefetch((tensor.values() for tensor in tensors), 1)
+    with contextlib.closing(made), open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            values = tensor.values()
+        for tensor, values in zip(tensors, made, strict=True):
             assert values.shape == tensor.shape, tensor.name
             assert values.dtype == tensor.dtype, tensor.name
             file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)

@@ -104,8 +104,9 @@ def test_a_conversion_holds_a_layer_at_a_time(tmp_path):
     finally:
         tracemalloc.stop()
     largest = 4 * 256 * 1024
-    # Of the largest leaf of a layer what is read, made of it and written; 1 MB for all else.
-    assert peak < 4 * largest + 1e6 < weights / 10
+    # The largest leaf of a layer as it is read, made of that, waiting, and written; 1 MB for all
+    # else.
+    assert peak < 6 * largest + 1e6 < weights / 10
     for path in (tmp_path / "start").rglob("*.npz"):
         assert (tmp_path / "end" / path.relative_to(tmp_path / "start")).read_bytes() == (
             path.read_bytes()
