@@ -121,7 +121,7 @@ def test_full_queue_says_when_to_come_back(serve):
 
 def test_client_that_leaves_frees_its_place(serve):
     live = serve(rows=1, queue=2)
-    live.network.seconds = 0.002
+    live.network.seconds = 0.05  # a call: slow enough for all three to be there at once
     for stream in (False, True):
         connections = []
         for _ in range(3):
