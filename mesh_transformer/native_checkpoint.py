@@ -27,17 +27,17 @@ def read(
 ) -> tuple[Config, dict[str, Any]]:
     """The state at `path` (a model folder, newest step, or one step_N) and its config.
 
-      Args:
-        config: takes the place of the saved one, whose model it must be.
-        dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
-        optimizer: take Adam's moments where there are any.
+    Args:
+      config: takes the place of the saved one, whose model it must be.
+      dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
+      optimizer: take Adam's moments where there are any.
       lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
 
-      Returns:
-    The config, and {"params", "step"} and perhaps {"opt_state"}, of numpy arrays.
+    Returns:
+      The config, and {"params", "step"} and perhaps {"opt_state"}, of numpy arrays.
 
-      Raises:
-        InputError: where there is no checkpoint, it is damaged, or it does not fit the config.
+    Raises:
+      InputError: where there is no checkpoint, it is damaged, or it does not fit the config.
     """
     folder, step = find(path)
     where = f"{folder}/step_{step}"
