@@ -170,7 +170,7 @@ def test_requests_are_begun_in_their_order(network, start):
 
 
 def test_full_queue_takes_all_or_none(network, start):
-    engine = start(network, queue=3)
+    engine = start(network, rows=1, queue=3)
     first = held(network, engine)
     clients = [Client([1], 2) for _ in range(4)]
     with pytest.raises(QueueFullError) as full:
@@ -184,6 +184,16 @@ def test_full_queue_takes_all_or_none(network, start):
         client.finish()
     engine.submit([clients[3].request])
     assert len(clients[3].finish()) == 2
+
+
+def test_requests_of_one_moment_find_the_free_rows(network):
+    # None of them is looked at yet, as the engine has not been started.
+    engine = Engine(network, Metrics(2), rows=2, queue=3)
+    requests = [Client([1], 2).request for _ in range(6)]
+    for request in requests[:5]:
+        engine.submit([request])
+    with pytest.raises(QueueFullError):
+        engine.submit(requests[5:])
 
 
 def test_cancelled_requests_make_room(network, start):

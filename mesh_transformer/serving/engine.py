@@ -150,6 +150,7 @@ class Engine:
         self.failure: Exception | None = None
         self._metrics = metrics
         self._waiting: collections.deque[Request] = collections.deque()
+        self._taken: list[Request] = []  # from those who waited, on their way to a row
         self._active: dict[int, Request] = {}
         self._finished: collections.deque[float] = collections.deque(maxlen=32)  # when
         self._closing = False
@@ -202,7 +203,8 @@ class Engine:
         with self._wake:
             if self._closing or self.failure is not None:
                 raise StoppedEngineError("the server is stopping")
-            if len(self._waiting) + len(requests) > self.queue:
+            free = self.rows - len(self._active) - len(self._taken)
+            if len(self._waiting) + len(requests) > self.queue + max(free, 0):
                 raise QueueFullError(len(self._waiting), self._retry_after())
             self._waiting.extend(requests)
             self._wake.notify()
@@ -241,16 +243,17 @@ class Engine:
                     self._wake.wait()
                 if self._closing and not (self._waiting or self._active):
                     return
-                taken = self._take()
+                self._taken = self._take()
             try:
-                self._turn(taken)
+                self._turn()
             except Exception as error:  # whatever the device says, those who wait must hear
                 log.exception("the network failed; the requests that it was serving end")
-                self._start_over(taken, error)
+                self._start_over(error)
 
-    def _start_over(self, taken: list[Request], error: Exception) -> None:
+    def _start_over(self, error: Exception) -> None:
         """Ends what was running, and goes on with a new batch if one can be had."""
-        served = set(taken) | set(self._active.values())
+        served = set(self._taken) | set(self._active.values())
+        self._taken = []
         self._active.clear()
         try:
             self._batch = self._new_batch()
@@ -284,13 +287,15 @@ class Engine:
         size = next((size for size in PREFILL_SIZES if size <= fitting), 0)
         return [self._waiting.popleft() for _ in range(size)]
 
-    def _turn(self, taken: list[Request]) -> None:
+    def _turn(self) -> None:
         for row in [row for row, request in self._active.items() if request.cancelled]:
             del self._active[row]
+        taken = self._taken
         if taken and taken[0].score:
             self._score(taken[0])
         elif taken:
             self._prefill(taken)
+        self._taken = []
         if self._active:
             self._decode()
 

@@ -66,7 +66,7 @@ class Service:
             raise ApiError(400, "max_tokens: 0 goes with echo alone", param="max_tokens")
         self._check_length(length, "max_tokens")
         prompts = [await self._tokens(prompt, length) for prompt in prompts_of(asked.prompt)]
-        if len(prompts) * count > self.engine.queue:
+        if len(prompts) * count > self.engine.rows + self.engine.queue:
             raise ApiError(
                 400, f"n: {count} answers to {len(prompts)} prompts never find room", param="n"
             )
