@@ -173,13 +173,7 @@ def main() -> None:
 
 def _servers() -> dict[int, str]:
     """Ray's servers in this session, by process id."""
-    found = {}
-    for pid in _members(os.getsid(0)):
-        with contextlib.suppress(FileNotFoundError):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            if name in SERVERS:
-                found[pid] = name
-    return found
+    return {pid: name for pid, name in _members(os.getsid(0)).items() if name in SERVERS}
 
 
 def _watch(servers: dict[int, str]) -> None:
@@ -190,13 +184,13 @@ def _watch(servers: dict[int, str]) -> None:
         print(f"{watched[ready[0]]} died", file=sys.stderr, flush=True)
 
 
-def _members(session: int) -> list[int]:
-    """Linux: the processes of a session."""
-    found = []
+def _members(session: int) -> dict[int, str]:
+    """Linux: the processes of a session and their names, less what ends meanwhile."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if os.getsid(int(path.name)) == session:
-                found.append(int(path.name))
+                found[int(path.name)] = (path / "comm").read_text(errors="replace").strip()
     return found
 
 

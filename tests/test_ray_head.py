@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesh_transformer import ray_head
 from mesh_transformer.build_model import build_model
 from mesh_transformer.config import Config
 from mesh_transformer.ray_head import RayHead
@@ -90,3 +91,15 @@ def test_a_head_that_dies_ends_whole_and_is_made_again(name, capfd):
         assert f"Ray's head has died ({name} died); a new one starts" in capfd.readouterr().err
         fill([], 1)
     assert not sessions_of(os.getpid())
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError, FileNotFoundError])
+def test_a_process_that_ends_while_it_is_looked_at_is_no_member(monkeypatch, error):
+    session = os.getsid(0)
+    assert os.getpid() in ray_head._members(session)
+
+    def ended(path: Path, **_: Any) -> str:
+        raise error(path)
+
+    monkeypatch.setattr(Path, "read_text", ended)
+    assert ray_head._members(session) == {}
