@@ -38,7 +38,9 @@ SILENCE_SECONDS = 60  # after which a host whose network is gone counts as lost
 PUT_SECONDS = 300.0  # for one file
 CONNECT_SECONDS = 30  # for one attempt's each stage: the network, sshd, the key
 RECONNECT_SECONDS = 60.0  # for a host that was there before, and may have been taken away
-REMOTE_LIMIT = (124, 137)  # what `timeout` exits with
+KILLED = 137  # a shell's status where SIGKILL ended what it ran
+REMOTE_LIMIT = (124, KILLED)  # what `timeout` exits with, and others may too
+SAME_CLOCKS = 0.99  # of a host's seconds are as many here, while clocks are being set right
 
 
 class Hosts:
@@ -82,8 +84,10 @@ class Hosts:
         streams = output, errors = [_Output(self._label(host), show) for _ in range(2)]
         # The host ends it by itself; the limit here is for a host that does not answer.
         limited = f"timeout --kill-after=10 {seconds:g} bash -c {shlex.quote(command)}"
+        connection = self._connected(host)
+        began = time.monotonic()
         try:
-            result = self._connected(host).run(
+            result = connection.run(
                 limited,
                 warn=True,
                 hide=True,
@@ -103,10 +107,15 @@ class Hosts:
         if not show:
             for stream in streams:
                 stream.print_last()
-        if result.exited in REMOTE_LIMIT:
-            raise self._failed(host, what, f"took more than {seconds:g} s")
-        if result.exited < 0:
-            raise self._lost(host, what, "was cut off (the connection closed)")
+        late = time.monotonic() - began > SAME_CLOCKS * seconds
+        too_long = f"took more than {seconds:g} s"
+        if result.exited < 0:  # of `timeout` too, which ends with what does not heed SIGTERM
+            cut = "was cut off or killed (the connection closed)"
+            raise self._lost(host, what, too_long if late else cut)
+        if late and result.exited in REMOTE_LIMIT:
+            raise self._failed(host, what, too_long)
+        if result.exited == KILLED:
+            raise self._failed(host, what, "was killed; is the host out of memory?")
         last = errors.last or output.last
         said = f": {last}" if last else ""
         raise self._failed(host, what, f"exited with status {result.exited}{said}")

@@ -431,8 +431,10 @@ class FakeHost(paramiko.ServerInterface):
         errors.start()
         _pump(process.stdout, channel.sendall)
         errors.join()
+        status = process.wait()
         with contextlib.suppress(OSError):
-            channel.send_exit_status(process.wait() % 256)
+            if status >= 0:  # sshd tells a signal in another way, which the client does not read
+                channel.send_exit_status(status)
             channel.close()
 
 

@@ -107,6 +107,19 @@ def test_time_limit_ends_the_command_on_the_host(host, hosts):
         os.kill(int((host.home / "pid").read_text()), 0)
 
 
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("bash -c 'kill -KILL $$'; exit $?", "was killed; is the host out of memory"),
+        ("kill -KILL $$", "was cut off or killed"),
+        ("exit 124", "exited with status 124"),
+    ],
+)
+def test_a_command_that_is_killed_early_has_not_taken_too_long(hosts, command, found):
+    with pytest.raises(StoppedError, match=found):
+        hosts.run(command, seconds=600)
+
+
 def test_a_host_taken_away_during_a_command(host, hosts):
     threading.Timer(0.7, host.cut).start()
     with pytest.raises(StoppedError, match="was cut off"):
