@@ -15,6 +15,25 @@ from mesh_transformer.util import InputError
 FOLDER = ".mesh-transformer"  # in the home of the user on each host
 PACKAGE = f"{FOLDER}/package"
 TOKEN = f"{FOLDER}/ray_token"
+LOCK = f"{FOLDER}/lock"
+# A command goes on at its host when its driver is cut off or killed, as in a long installation.
+# The next one ends it, since nobody waits for it any more: with the whole group of processes that
+# its time limit would have ended.  It is known by the lock, which it has open as file 9.
+ALONE = f"""
+exec 9>> {LOCK}
+mine=$(ps -o pgid= -p $$)
+for file in /proc/[0-9]*/fd/9; do
+    if [ "$file" -ef {LOCK} ]; then
+        pid=${{file#/proc/}}
+        group=$(ps -o pgid= -p "${{pid%%/*}}")
+        if [ -n "$group" ] && [ "$group" != "$mine" ]; then kill -KILL -- "-$((group))"; fi
+    fi
+done
+if ! flock --wait 30 9; then
+    echo "the command of an earlier start does not end; start this host anew" >&2
+    exit 1
+fi
+"""
 ROOT = Path(__file__).resolve().parent.parent
 
 # Named one by one, so that nothing else that lies about (a key, a .env) ever leaves this machine.
@@ -53,9 +72,9 @@ def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
         f"set -e; cd {FOLDER}; rm -rf package.new package.old; mkdir package.new; "
         "tar -xzf package.tgz -C package.new; "
         "if [ -e package ]; then mv -T package package.old; fi; "
-        "mv -T package.new package; rm -rf package.old package.tgz"
+        "mv -T package.new package; rm -rf package.old"  # the .tgz may be the next one's already
     )
-    hosts.run(steps, seconds=120, what="unpack the package")
+    hosts.run(ALONE + steps, seconds=120, what="unpack the package")
 
 
 def ray_token() -> str:
@@ -90,5 +109,5 @@ def start_ray(
     hosts.put_secret(token, TOKEN)
     script = ["bash", f"{PACKAGE}/scripts/init_ray.sh", "--address", address, "--restart"]
     script += ["--python", ".".join(platform.python_version_tuple()[:2])]
-    command = f"RAY_AUTH_TOKEN_PATH={TOKEN} {shlex.join(script)}"
+    command = f"{ALONE}RAY_AUTH_TOKEN_PATH={TOKEN} {shlex.join(script)}"
     hosts.run(command, seconds=seconds, show=show, what="install and start Ray")

@@ -90,9 +90,12 @@ start+=(--num-cpus 0)
 # The address by which the driver knows this machine, which may have several.
 read -r _ _ here _ <<< "${SSH_CONNECTION:-}"
 if [ -n "$here" ]; then start+=(--node-ip-address "$here"); fi
-start=(setsid --wait bash -c 'echo "$0 $$" > "$1"; exec "${@:2}"' "$boot" "$session" "${start[@]}")
+# File 9 is the lock that a driver's command holds while it works; what Ray leaves here does not.
+# Until it is closed the session can be found by it, and from then on by its number.
+begin='echo "$0 $$" > "$1"; exec "${@:2}" 9>&-'
+start=(setsid --wait bash -c "$begin" "$boot" "$session" "${start[@]}")
 if ! "${start[@]}" "$@"; then
     # Ray gives its own processes 30 s, which a machine that has just booted may exceed once.
     end_session
-    exec "${start[@]}" "$@"
+    "${start[@]}" "$@"
 fi

@@ -1,5 +1,6 @@
 """Commands and files on hosts: fabric against SSH servers on loopback, with real commands."""
 
+import fcntl
 import os
 import signal
 import stat
@@ -8,6 +9,7 @@ import sys
 import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.tpu_vm import Limits, TpuVm
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.fake_tpu import FakeHost, FakeTpuApi, key_pair
+from tests.interruptions import wait_until
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "a-token-that-nobody-else-may-see"
@@ -239,7 +242,8 @@ def test_package_arrives_whole_in_place_of_the_old(host, hosts):
     for name in [*tpu_ray.NEEDED, "mesh_transformer/config.py"]:
         assert (old / name).read_bytes() == (ROOT / name).read_bytes()
     assert os.access(old / "scripts/init_ray.sh", os.X_OK)
-    assert [each.name for each in old.parent.iterdir()] == ["package"]
+    left = sorted(each.name for each in old.parent.iterdir())
+    assert left == ["lock", "package", "package.tgz"]
 
 
 def test_archive_has_sources_alone(tmp_path):
@@ -286,7 +290,10 @@ def test_token_is_found_where_ray_looks(tmp_path, monkeypatch):
 
 
 def stub_venv(folder: Path) -> None:
-    """A virtual environment whose every program records how it was called."""
+    """A virtual environment whose every program records how it was called.
+
+    A file `hang` and its first argument in the home have it hang once.
+    """
     (folder / "bin").mkdir(parents=True)
     for name in ("ray", "python"):
         program = folder / "bin" / name
@@ -295,6 +302,8 @@ def stub_venv(folder: Path) -> None:
             f'echo "{name} $*" >> "$HOME/calls"\n'
             'echo "$RAY_AUTH_MODE ${RAY_AUTH_TOKEN-unset} ${RAY_AUTH_TOKEN_PATH-unset}" '
             '>> "$HOME/environment"\n'
+            'if mv "$HOME/hang$1" "$HOME/hung" 2> /dev/null; then\n'
+            '    sleep 300 & echo $! > "$HOME/new"; mv "$HOME/new" "$HOME/hanging"; wait; fi\n'
             'if [ "$1" = -c ]; then echo 0.10.2; fi\n'
             'if [ "$1" = start ]; then sleep 300 > /dev/null 2>&1 & echo $! >> "$HOME/left"; fi\n'
             'if [ "$1" = start ] && mv "$HOME/fail" "$HOME/failed"; then\n'
@@ -370,6 +379,24 @@ def test_a_start_that_ray_gives_up_is_tried_once_more(stubbed, hosts):
     with pytest.raises(StoppedError, match="'install and start Ray' exited with status 1: timed"):
         tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert left_running(stubbed)[:-1] == [False] * 3
+
+
+@pytest.mark.parametrize("argument", ["-m", "start"], ids=["installation", "ray start"])
+def test_a_start_that_was_cut_off_is_ended_by_the_next(stubbed, hosts, argument):
+    (stubbed.home / f"hang{argument}").touch()
+    hanging = stubbed.home / "hanging"
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(tpu_ray.start_ray, hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+        wait_until(hanging.exists, "it hangs", 30)
+        stubbed.cut()
+        with pytest.raises(HostError, match="'install and start Ray' was cut off"):
+            first.result()
+    assert runs(int(hanging.read_text()))
+    tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    assert not runs(int(hanging.read_text()))
+    assert left_running(stubbed) == [True]
+    with (stubbed.home / tpu_ray.LOCK).open() as lock:  # which what is left does not hold
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.parametrize(
