@@ -163,19 +163,40 @@ def command_lines() -> str:
     return "\n".join(found)
 
 
+def goes_on(model: Path) -> int:
+    """Waits until the run in a folder is further than now; the step where it was."""
+    reached = last_step(model)
+    wait_until(lambda: last_step(model) > reached, f"the run goes on from {reached}")
+    return reached
+
+
 @pytest.mark.slow
-def test_a_tpu_is_made_taken_away_made_again_and_deleted(whole, tmp_path, pod):
-    """A v4-16 of two hosts is preempted, then its driver stopped; each row is as without."""
+def test_a_tpu_is_made_taken_over_taken_away_made_again_and_deleted(whole, tmp_path, pod):
+    """A v4-16 of two hosts loses its driver, then is preempted; each row is as without.
+
+    The first driver is killed outright, and the second stopped.
+    """
     config, expected = whole
     model = tmp_path / "model"
     pod.switch_on(2, devices=4)
-    with training(model, *on_tpu(config, model, pod, "--tpu-generation", "v4")) as run:
+    drive = on_tpu(config, model, pod, "--tpu-generation", "v4")
+    with training(model, *drive) as run:
         wait_until(lambda: last_step(model) >= 9, f"step 9; {run.log}")
-        assert [node.accelerator_type for node in pod.api.nodes.values()] == ["v4-16"]
         seen = command_lines()
+        run.process.kill()
+        run.process.wait()
+        run.assert_nothing_is_left()
+    assert [node.accelerator_type for node in pod.api.nodes.values()] == ["v4-16"]
+    with training(model, *drive) as run:
+        goes_on(model)
+        assert "taking over TPU 'pod'" in run.log.read_text()
+        assert len(pod.processes("ray::NetworkRunner")) == 2  # and none of the first driver's
+        assert pod.api.calls.count("CreateNode") == 1
+        seen += command_lines()
         pod.switch_on(2, devices=4)  # those of the next TPU
         pod.preempt()
-        wait_until(lambda: last_step(model) >= 16, f"step 16; {run.log}")
+        wait_until(lambda: "all hosts start again" in run.log.read_text(), "the failure is seen")
+        goes_on(model)
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(60) == 0
         run.assert_nothing_is_left()
