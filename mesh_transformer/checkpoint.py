@@ -23,15 +23,10 @@ import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
 
+from mesh_transformer.host_arrays import HostArrayHandler
 from mesh_transformer.lazy_leaf import LazyLeaf
 from mesh_transformer.state_tree import Path, check_match, check_names, leaves
-from mesh_transformer.storage import (
-    free_space,
-    hush_failures,
-    local_path,
-    reason,
-    step_number,
-)
+from mesh_transformer.storage import free_space, hush_failures, local_path, reason, step_number
 from mesh_transformer.util import InputError
 
 _COMMIT_FILE = "commit_success.txt"
@@ -63,8 +58,8 @@ class Checkpoints:
     ) -> None:
         """Open the folder; a writer makes it and clears what an interrupted save left.
 
-        `host` is for saving numpy arrays, in one process.  Raises InputError where the folder
-        cannot be made or a keep is below 1.
+        `host` is for saving numpy arrays and `LazyLeaf`s, in one process.  Raises InputError
+        where the folder cannot be made or a keep is below 1.
         """
         for name, value in (("keep_n", keep_n), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -282,6 +277,8 @@ class Checkpoints:
         free = free_space(os.fspath(self.folder))
         self._checkpointer = _new_checkpointer(self._host)
         self._clear_after_failure()
+        if isinstance(error, InputError):  # of a `LazyLeaf` that cannot be read
+            return error
         newest = self.newest()
         good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
         return InputError(
@@ -333,13 +330,13 @@ def _unreadable(path: epath.Path, error: Exception) -> InputError:
 
 def _new_checkpointer(host: bool) -> ocp.AsyncCheckpointer:
     handlers = ocp.type_handlers
-    # Weights hardly compress.  Of host arrays a second copy, or OCDBT's buffers, may not fit.
+    # Weights hardly compress.
     state = ocp.PyTreeCheckpointHandler(
         use_compression=False,
         use_ocdbt=not host,
         type_handler_registry=handlers.create_type_handler_registry(
             (jax.Array, handlers.get_type_handler(jax.Array)),
-            (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+            *((kind, HostArrayHandler()) for kind in (np.ndarray, LazyLeaf)),
         ),
     )
     handler = ocp.CompositeCheckpointHandler(state=state, aux=ocp.JsonCheckpointHandler())

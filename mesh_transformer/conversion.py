@@ -159,9 +159,8 @@ def convert(
 ) -> Written:
     """Writes the checkpoint `source` anew as `target`: another format, dtype or number of shards.
 
-    In memory is one layer's part of one leaf at a time, for a native target all of its weights in
-    the target's dtype, with Adam's moments where both formats have them and it is not to be
-    `slim`.
+    In memory are one layer's part of a leaf, or a leaf without layers, and the next one.  Adam's
+    moments come along where both formats have them and it is not to be `slim`.
 
     Args:
       source: a model folder (newest step, or `step`) or one step_N.

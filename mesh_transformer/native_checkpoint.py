@@ -86,7 +86,7 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
 
 
 def _save(folder: str, state: dict[str, Any], config: Config) -> None:
-    step, state = int(state["step"]), in_memory(state)
+    step = int(state["step"])
     total = sum(leaf.nbytes for leaf in leaves(state).values())
     with (
         Checkpoints(folder, keep_n=sys.maxsize, host=True) as checkpoints,

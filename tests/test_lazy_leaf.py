@@ -98,7 +98,8 @@ def test_a_conversion_holds_a_layer_at_a_time(tmp_path):
     conversion.convert(start, "original", tmp_path / "warm", "hf", **options)  # and its imports
     tracemalloc.start()
     try:
-        conversion.convert(start, "original", tmp_path / "hf", "hf", **options)
+        conversion.convert(start, "original", tmp_path / "native", "native", **options)
+        conversion.convert(tmp_path / "native", "native", tmp_path / "hf", "hf")
         conversion.convert(tmp_path / "hf", "hf", tmp_path / "end", "original", **options)
         _, peak = tracemalloc.get_traced_memory()
     finally:

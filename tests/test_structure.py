@@ -25,6 +25,7 @@ LEVELS = {
     "declaration": 1,
     "tensor_files": 2,
     "lazy_leaf": 2,
+    "host_arrays": 3,
     "parallel": 2,
     "sampling": 2,
     "tokenizer": 2,
@@ -83,7 +84,7 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 # The files that may import each of the heavy packages.
 HOMES = {
     "tensorflow": {"mesh_transformer/tfrecord_loader.py"},
-    "orbax": {"mesh_transformer/checkpoint.py"},
+    "orbax": {"mesh_transformer/checkpoint.py", "mesh_transformer/host_arrays.py"},
     "wandb": {"mesh_transformer/metrics.py"},
     "transformers": {"mesh_transformer/tokenizer.py", "scripts/measure_generation.py"},
     # To read .bin files, and as what generation is measured against.
