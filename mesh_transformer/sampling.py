@@ -44,11 +44,7 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
     Original: `nucleaus_filter`, whose top_k never removed token 0.
     """
     logits_BV = logits_BV.astype(jnp.float32)
-    top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
-    # A sum of 50,000 rounded probabilities may pass 1 before its end.
-    top_p_B1 = jnp.where(top_p_B1 >= 1, jnp.inf, top_p_B1)
-    top_k_B1 = _per_row(top_k, logits_BV)
-    top_k_B1 = jnp.where(top_k_B1 > 0, top_k_B1, logits_BV.shape[-1])
+    top_p_B1, top_k_B1 = _limits(logits_BV, top_p, top_k)
     probability_BV = jax.nn.softmax(logits_BV)
     order_BV = _order(logits_BV)
 
@@ -81,6 +77,15 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
     return jnp.where(keep_BV, logits_BV, REMOVED)
 
 
+def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
+    """Probability that may go before a kept token, and how many tokens may be kept."""
+    top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
+    # A sum of 50,000 rounded probabilities may pass 1 before its end.
+    top_p_B1 = jnp.where(top_p_B1 >= 1, jnp.inf, top_p_B1)
+    top_k_B1 = _per_row(top_k, logits_BV)
+    return top_p_B1, jnp.where(top_k_B1 > 0, top_k_B1, logits_BV.shape[-1])
+
+
 def _order(x: Array) -> Array:
     """Unsigned integers that compare as these f32 do."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 is 0
@@ -102,7 +107,11 @@ def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array
     own key, logits and settings alone, wherever the row stands and whatever is beside it.
     A single key stands for row i's `fold_in(key, i)`.
     """
-    logits_BV = logits_BV.astype(jnp.float32)
+    return _likeliest(_with_noise(key, logits_BV.astype(jnp.float32), temp))
+
+
+def _with_noise(key: Array, logits_BV: Array, temp: ArrayLike) -> Array:
+    """Scores whose likeliest token is a draw from softmax(logits / temp)."""
     temp_B1 = _per_row(temp, logits_BV)
     greedy_B1 = temp_B1 < GREEDY_BELOW
     # The likeliest logit moves to 0, so that no small temperature can overflow it.
@@ -112,7 +121,7 @@ def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array
     keys_B = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
     # As `jax.random.categorical`: the largest of the logits, each with its own noise.
     noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, logits_BV.shape[1:]))(keys_B)
-    return _likeliest(jnp.where(greedy_B1, logits_BV, scaled_BV + noise_BV))
+    return jnp.where(greedy_B1, logits_BV, scaled_BV + noise_BV)
 
 
 def nucleus_sample(
@@ -128,7 +137,33 @@ def nucleus_sample(
     Keys as in `softmax_sample`, settings as in `nucleus_filter`.
     Original: `nucleaus_sample`.
     """
-    return softmax_sample(key, nucleus_filter(logits_BV, top_p, top_k), temp)
+    logits_BV = logits_BV.astype(jnp.float32)
+    score_BV = _with_noise(key, logits_BV, temp)
+    top_p_B1, top_k_B1 = _limits(logits_BV, top_p, top_k)
+    probability_BV = jax.nn.softmax(logits_BV)
+    tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
+
+    def before(token_B1: Array) -> Array:
+        """Which tokens go before one in the order that both filters keep the first of."""
+        logit_B1 = jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
+        return (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (tokens_V < token_B1))
+
+    def checked(token_B1: Array) -> tuple[Array, Array]:
+        before_BV = before(token_B1)
+        mass_B1 = jnp.sum(jnp.where(before_BV, probability_BV, 0), axis=-1, keepdims=True)
+        count_B1 = jnp.sum(before_BV, axis=-1, keepdims=True)
+        return token_B1, (mass_B1 <= top_p_B1) & (count_B1 < top_k_B1)
+
+    def again(drawn: tuple[Array, Array]) -> tuple[Array, Array]:
+        token_B1, inside_B1 = drawn
+        nearer_B = _likeliest(jnp.where(before(token_B1), score_BV, -jnp.inf))
+        return checked(jnp.where(inside_B1, token_B1, nearer_B[:, None]))
+
+    # What is drawn outside is drawn again from what goes before it, with the same noise: the same
+    # token as from filtered logits, after a round or two in place of the filter's 32.
+    first = checked(_likeliest(score_BV)[:, None])
+    token_B1, _ = jax.lax.while_loop(lambda drawn: ~jnp.all(drawn[1]), again, first)
+    return token_B1[:, 0]
 
 
 def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
@@ -157,12 +192,17 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
         keys_B = jax.vmap(lambda seed, made: jax.random.fold_in(jax.random.key(seed), made))(
             settings.seed_B, made_B
         )
-        filtered_BV = jax.lax.cond(
+        return jax.lax.cond(
             jnp.any((settings.top_p_B < 1) | (settings.top_k_B > 0)),
-            lambda: nucleus_filter(logits_BV, settings.top_p_B, settings.top_k_B),
-            lambda: logits_BV,
+            lambda: nucleus_sample(
+                keys_B,
+                logits_BV,
+                top_p=settings.top_p_B,
+                top_k=settings.top_k_B,
+                temp=settings.temp_B,
+            ),
+            lambda: softmax_sample(keys_B, logits_BV, settings.temp_B),
         )
-        return softmax_sample(keys_B, filtered_BV, settings.temp_B)
 
     return jax.lax.cond(
         jnp.any(settings.temp_B >= GREEDY_BELOW),

@@ -216,3 +216,23 @@ def test_tokens_come_as_often_as_the_softmax_says():
     expected = np.asarray(jax.nn.softmax(filtered / temp))
     np.testing.assert_allclose(shares, expected, atol=0.0125)
     assert np.all(shares[filtered <= REMOVED] == 0)
+
+
+def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
+    rng = np.random.default_rng(12)
+    filtered = jax.jit(lambda k, x, temp, **s: softmax_sample(k, nucleus_filter(x, **s), temp))
+    for shape, decimals in [((64, 40), 0), ((64, 1000), 1), ((4, 50400), 3)]:
+        # Rounded, so that many logits are equal; some rows peaked, some flat, one constant.
+        logits = rng.normal(size=shape) * rng.choice([0.1, 1, 5], (shape[0], 1))
+        logits[0] = 1.0
+        logits = jnp.asarray(np.round(logits, decimals), jnp.float32)
+        settings = {
+            "top_p": rng.choice([0, 0.1, 0.5, 0.9, 0.999, 1], shape[0]),
+            "top_k": rng.choice([0, 1, 3, 50], shape[0]),
+        }
+        temp = rng.choice([0, 0.1, 1, 100], shape[0])
+        for seed in range(4):
+            keys = jax.random.split(jax.random.key(seed), shape[0])
+            wanted = filtered(keys, logits, temp, **settings)
+            found = jax.jit(nucleus_sample)(keys, logits, **settings, temp=temp)
+            np.testing.assert_array_equal(found, wanted)
