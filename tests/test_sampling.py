@@ -7,18 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mesh_transformer import sampling
 from mesh_transformer.sampling import (
     REMOVED,
     SamplerSettings,
     choose,
     nucleus_filter,
-    nucleus_sample,
     penalize,
     softmax_sample,
 )
 
 GOLDEN = np.load(Path(__file__).parent / "data/original/sampling.npz")
 SETTINGS = range(len(GOLDEN["top_p"]))
+nucleus_sample = jax.jit(sampling.nucleus_sample)
 
 
 def random_rows(seed: int, rows: int, vocabulary: int, ties: bool = False) -> jax.Array:
@@ -234,5 +235,5 @@ def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
         for seed in range(4):
             keys = jax.random.split(jax.random.key(seed), shape[0])
             wanted = filtered(keys, logits, temp, **settings)
-            found = jax.jit(nucleus_sample)(keys, logits, **settings, temp=temp)
+            found = nucleus_sample(keys, logits, **settings, temp=temp)
             np.testing.assert_array_equal(found, wanted)
