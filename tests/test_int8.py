@@ -40,8 +40,8 @@ def test_a_weight_moves_by_a_254th_of_its_column_s_largest(declared, axis):
 
 
 @pytest.mark.parametrize("variant", ["f32/mp4_ga1", "f32/t5_mp4"])
-def test_logits_of_a_trained_model_move_little(variant):
-    """Of the original's own model: by less than 2 % of their spread, root mean square."""
+def test_logits_of_the_original_s_models_move_little(variant):
+    """At step 0: by less than 2 % of their spread, root mean square."""
     exact = network_at_step_0(variant)
     network = network_at_step_0(variant, int8_weights=True)
     vocabulary, rows = network.config.n_vocab, network.dp
