@@ -7,9 +7,11 @@ each.  Every run has to end by itself with the rows of one that nothing disturbe
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +37,8 @@ SECONDS = 240.0  # for a whole run
 LONGEST = 60.0  # until a run is further than it was when it was disturbed
 KINDS = ("SIGKILL", "SIGSTOP", "exception")
 SERVERS = ("gcs_server", "raylet")  # of Ray's head; their SIGKILL is a kind too
+HOSTS = 2
+PIDS = "pids.json"  # in the folder of a run by `drive`: its hosts' process ids, by rank
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -141,7 +145,7 @@ def training(folder: Path, *command: str, cwd: Path = ROOT) -> Iterator[Training
         run.end()
 
 
-def command(config: str, folder: Path, *more: str, hosts: int = 2) -> list[str]:
+def command(config: str, folder: Path, *more: str, hosts: int = HOSTS) -> list[str]:
     run = ["train.py", "--config", config, "--local-hosts", str(hosts)]
     return [*run, "--model-dir", str(folder), "--heartbeat", str(HEARTBEAT), *more]
 
@@ -163,27 +167,26 @@ class Outcome:
     said: str
 
 
-def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, host: int) -> Outcome:
-    """Disturbs a run after `step` (0: as soon as it can be); checks that it mends itself.
+def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, rank: int) -> Outcome:
+    """Disturbs a run after `step`; checks that it mends itself.
 
-    `kind` is what befalls one host, given by its age, or that server of Ray's head that dies.
+    `kind` is what befalls the host of that rank, or that server of Ray's head that dies.
     """
-    drive = command(config, folder)
-    if kind == "exception":
-        drive = ["-m", "tests.interruptions", "raise", config, str(folder), str(step), str(host)]
-    with training(folder, *drive) as run:
+    own = [] if kind != "exception" else [str(step), str(rank)]
+    drive = ["-m", "tests.interruptions", "drive", config, str(folder), *own]
+    with training(folder, *(command(config, folder) if kind in SERVERS else drive)) as run:
         if kind == "exception":
             # The rows of the steps in flight before it are never written: the log tells of it.
             wait_until(lambda: "KeyError" in run.log.read_text(), "the exception")
             began = time.monotonic()
         else:
             wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
-            wait_until(lambda: len(run.hosts()) > host, f"host {host}; {run.log}")
             began = time.monotonic()
             if kind in SERVERS:
                 os.kill(*run.ray_processes(kind), signal.SIGKILL)
             else:
-                os.kill(run.hosts()[host], getattr(signal, kind))
+                pids = json.loads((folder / PIDS).read_text())
+                os.kill(pids[rank], getattr(signal, kind))
         wait_until(lambda: "all hosts start again" in run.log.read_text(), "the failure is seen")
         reached = last_step(folder)
         wait_until(lambda: last_step(folder) > reached, "the run goes on")
@@ -194,6 +197,8 @@ def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, host
         text = run.log.read_text()
     assert_same(folder, whole)
     said = next(line for line in text.splitlines() if "host " in line and "error" not in line)
+    if kind not in SERVERS:
+        assert re.search(rf"host {rank}\b", said), said
     return Outcome(seconds, said.split("\r")[-1])
 
 
@@ -205,8 +210,11 @@ def assert_same(folder: Path, whole: Path) -> None:
         assert one == other
 
 
-def raise_on_host(config: str, folder: str, step: int, host: int) -> None:
-    """As train.py, but once one host gets a batch without `obs`: a KeyError there."""
+def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> None:
+    """As train.py, and writes down which process has which rank.
+
+    After `step`, once, the host of that rank gets a batch without `obs`: a KeyError there.
+    """
     from mesh_transformer.build_model import build_model, local_machines
 
     loaded = Config.load(config)
@@ -214,33 +222,50 @@ def raise_on_host(config: str, folder: str, step: int, host: int) -> None:
 
     def make(hosts: list[Any]) -> Any:
         cluster = build_model(loaded, hosts, heartbeat=HEARTBEAT)
+        (Path(folder) / PIDS).write_text(json.dumps(cluster._pids))
         shares = cluster._shares
 
         def spoiled(batch: Any, axis: int = 0) -> Any:
             found = shares(batch, axis)
-            if cluster.step > step and axis == 1 and not done:
+            if step is not None and cluster.step > step and axis == 1 and not done:
                 done.append(step)
-                found[host][0].pop("obs")
+                found[rank][0].pop("obs")
             return found
 
         cluster._shares = spoiled
         return cluster
 
-    with local_machines(loaded, 2) as hosts:
+    with local_machines(loaded, HOSTS) as hosts:
         runs.train(lambda: make(hosts()), folder)
 
 
-def many_hosts(count: int, seed: int) -> None:
-    """`count` interruptions of all kinds at random steps, each host in turn."""
+def planned(count: int, seed: int) -> list[tuple[str, int, int]]:
+    """So many interruptions (kind, step, rank), in an order and at steps that `seed` decides.
+
+    Every kind befalls every rank in the first six, again in the next six, and so on.
+    """
     rng = random.Random(seed)
+    found = []
+    while len(found) < count:
+        pairs = list(itertools.product(KINDS, range(HOSTS)))
+        rng.shuffle(pairs)
+        found += [(kind, rng.randint(1, 25), rank) for kind, rank in pairs]
+    return found[:count]
+
+
+def many_hosts(count: int, seed: int) -> None:
+    """`count` interruptions at random steps, of every kind on every host."""
+    plan = planned(count, seed)
+    every = set(itertools.product(KINDS, range(HOSTS)))
+    assert {(kind, rank) for kind, _, rank in plan} == every, f"give at least {len(every)}"
     with tempfile.TemporaryDirectory() as name:
         config, whole = uninterrupted(Path(name))
-        for number in range(count):
-            kind, host = KINDS[number % 3], number // 3 % 2
-            step = rng.randint(1, 25)
-            folder = Path(name) / f"{number}"
-            outcome = interrupt(config, whole, folder, kind, step, host)
-            print(f"{kind} after step {step}: {outcome.seconds:.1f} s; {outcome.said}", flush=True)
+        for number, (kind, step, rank) in enumerate(plan):
+            outcome = interrupt(config, whole, Path(name) / f"{number}", kind, step, rank)
+            print(
+                f"{kind} of host {rank} after step {step}: {outcome.seconds:.1f} s; {outcome.said}",
+                flush=True,
+            )
             assert outcome.seconds < LONGEST
 
 
@@ -332,12 +357,12 @@ def what_is_there(model: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("hosts", "saves", "raise"))
+    parser.add_argument("what", choices=("hosts", "saves", "drive"))
     parser.add_argument("rest", nargs="*")
     args = parser.parse_args()
-    if args.what == "raise":
-        config, folder, step, host = args.rest
-        raise_on_host(config, folder, int(step), int(host))
+    if args.what == "drive":
+        config, folder, *raises = args.rest
+        drive(config, folder, *map(int, raises))
     elif args.what == "hosts":
         count, seed = (*map(int, args.rest), *(12, 0)[len(args.rest) :])
         many_hosts(count, seed)

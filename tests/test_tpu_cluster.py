@@ -275,8 +275,8 @@ def whole(tmp_path_factory) -> tuple[str, Path]:
 @pytest.mark.parametrize("kind", [*KINDS, "raylet"])
 def test_a_run_goes_on_by_itself(whole, tmp_path, kind):
     moments = {"SIGKILL": (3, 0), "SIGSTOP": (11, 1), "exception": (20, 0), "raylet": (8, 0)}
-    step, host = moments[kind]
-    outcome = interrupt(*whole, tmp_path, kind, step, host)
+    step, rank = moments[kind]
+    outcome = interrupt(*whole, tmp_path, kind, step, rank)
     print(f"{kind} after step {step}: {outcome.seconds:.1f} s; {outcome.said}")
     assert outcome.seconds < LONGEST
 
