@@ -1,9 +1,13 @@
-"""What a run says of itself: metrics.jsonl, wandb, and the gradient noise scale."""
+"""What a run says of itself: metrics.jsonl, wandb, step times and the gradient noise scale."""
 
 import contextlib
 import json
 import math
 import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any
 
 from etils import epath
@@ -110,6 +114,39 @@ def _start_wandb(config: Config, run_id: str | None) -> Any:
             f"wandb_project is {config.wandb_project!r}, but wandb cannot start: {error}; log in, "
             "set WANDB_MODE=offline or disabled, or remove the key"
         ) from None
+
+
+class StepClock:
+    """How long each of the steps under way takes, by when it ends and not by when it is read.
+
+    The time between two looks is shared out over the steps that were seen to end between them, so
+    that the seconds of all steps add up to the time from `restart` to the end of the last one.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque()  # of steps that have ended and are not taken
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, where no step is under way."""
+        self._last = time.perf_counter()
+
+    def look(self, unread: Iterable[tuple[int, Mapping[str, Any]]], *, read: int = 0) -> int:
+        """Sees how many of the `unread` steps have ended, beside `read` before them not yet taken.
+
+        They are (step, measurements) in order, of which the `loss` has `is_ready`.
+        """
+        ended = sum(1 for _ in takewhile(lambda each: each[1]["loss"].is_ready(), unread))
+        new = read + ended - len(self._seconds)
+        if new > 0:
+            now = time.perf_counter()
+            self._seconds.extend([(now - self._last) / new] * new)
+            self._last = now
+        return ended
+
+    def take(self) -> float:
+        """The seconds of the oldest step that has ended."""
+        return self._seconds.popleft()
 
 
 class NoiseScale:

@@ -11,6 +11,7 @@ goes on (`runs.train`).
 """
 
 import dataclasses
+import itertools
 import os
 import secrets
 import time
@@ -28,6 +29,7 @@ from mesh_transformer.generator import OPTIONS, check_prompts, sampler_settings
 from mesh_transformer.ray_hosts import Host, kill_processes, start_process
 from mesh_transformer.rows import joined, share
 from mesh_transformer.step import MEASURED
+from mesh_transformer.train_actor import Measured
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 SECONDS_TO_START = 60.0  # for a host's process, from nothing to its first answer
@@ -130,22 +132,23 @@ class TPUCluster:
         while reading.values is None:
             oldest = self._unread.popleft()
             answers = self._answers([*oldest.dispatched, *self._ask("metrics")])
-            oldest.values = self._agreed(oldest.step, answers[len(self.hosts) :])
+            told = answers[len(self.hosts) :]
+            oldest.values = self._agreed(oldest.step, told)
+            for later in itertools.islice(self._unread, min(each.ended for each in told)):
+                later.ended = True
         return reading.values
 
-    def _agreed(
-        self, step: int, answers: list[tuple[int, float, dict[str, float]]]
-    ) -> dict[str, float]:
+    def _agreed(self, step: int, answers: list[Measured]) -> dict[str, float]:
         """The one answer of all hosts, to the bit, with the seconds of each."""
-        said = [repr((at, values)) for at, _, values in answers]  # in which NaN equals NaN
-        if len(set(said)) > 1 or answers[0][0] != step:
+        said = [repr((each.step, each.numbers)) for each in answers]  # in which NaN equals NaN
+        if len(set(said)) > 1 or answers[0].step != step:
             told = ", ".join(
-                f"host {rank} is at step {at} with loss {values['loss']!r}"
-                for rank, (at, _, values) in enumerate(answers)
+                f"host {rank} is at step {each.step} with loss {each.numbers['loss']!r}"
+                for rank, each in enumerate(answers)
             )
             raise self._failed(f"the hosts disagree after step {step}: {told}")
-        seconds = {f"host_seconds/{rank}": each[1] for rank, each in enumerate(answers)}
-        return answers[0][2] | seconds
+        seconds = {f"host_seconds/{rank}": each.seconds for rank, each in enumerate(answers)}
+        return answers[0].numbers | seconds
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """As `CausalTransformer.eval`, in numpy arrays."""
@@ -337,6 +340,7 @@ class _Reading:
     step: int
     dispatched: list[Any]
     values: dict[str, float] | None = None
+    ended: bool = False  # on all hosts, as far as they have said
 
 
 class _Number:
@@ -347,6 +351,10 @@ class _Number:
 
     def __float__(self) -> float:
         return self._cluster.read(self._reading)[self._name]
+
+    def is_ready(self) -> bool:
+        """Whether the step is known to have ended; only reading one before it finds out."""
+        return self._reading.ended or self._reading.values is not None
 
 
 def _whole(path: str) -> str:

@@ -5,15 +5,15 @@ import functools
 import os
 import socket
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
+from mesh_transformer.metrics import StepClock
 from mesh_transformer.parallel import use_virtual_devices
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -44,6 +44,18 @@ def _on_host(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     return told
 
 
+class Measured(NamedTuple):
+    """What a host says of a step: the seconds that it took here, and what it measured.
+
+    `ended` is how many of the steps after it had ended by then.
+    """
+
+    step: int
+    seconds: float
+    numbers: dict[str, float]
+    ended: int
+
+
 class NetworkRunner:
     """One process of a mesh: the network's methods on the rows of this process's replicas.
 
@@ -55,7 +67,7 @@ class NetworkRunner:
         self.rank = rank
         self.network: CausalTransformer | None = None
         self._unread: deque[tuple[int, dict[str, Any]]] = deque()
-        self._last = 0.0  # when the newest step whose metrics were read was done
+        self._clock = StepClock()
 
     def pid(self) -> int:
         """This process's id, on its own machine."""
@@ -122,18 +134,18 @@ class NetworkRunner:
         """Dispatches one step on this process's rows [A, B, T]."""
         network = self._started
         if not self._unread:
-            self._last = time.perf_counter()
+            self._clock.restart()
         metrics = network.train(sample)
         self._unread.append((network.step, metrics))
+        self._clock.look(self._unread)
 
     @_on_host
-    def metrics(self) -> tuple[int, float, dict[str, float]]:
-        """The oldest unread step, the seconds that it took here, and what it measured."""
+    def metrics(self) -> Measured:
+        """What is known of the oldest unread step, once it has ended."""
         step, found = self._unread.popleft()
-        values = {name: float(value) for name, value in found.items()}
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return step, seconds, values
+        numbers = {name: float(value) for name, value in found.items()}
+        ended = self._clock.look(self._unread, read=1)
+        return Measured(step, self._clock.take(), numbers, ended)
 
     @_on_host
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

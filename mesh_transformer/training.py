@@ -7,7 +7,6 @@ import contextlib
 import math
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from mesh_transformer import flops
 from mesh_transformer.config import Config
-from mesh_transformer.metrics import MetricsLog, NoiseScale
+from mesh_transformer.metrics import MetricsLog, NoiseScale, StepClock
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -27,7 +26,11 @@ IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 
 
 class Network(Protocol):
-    """A model with its optimizer, wherever it runs; see `CausalTransformer`."""
+    """A model with its optimizer, wherever it runs; see `CausalTransformer`.
+
+    What `train` measures are numbers that wait for the step when they are read (`float`), and tell
+    before that whether it has ended (`is_ready`).
+    """
 
     config: Config
     step: int
@@ -227,7 +230,7 @@ class _Run:
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
         self.saved = network.step  # the step of the newest checkpoint, or where we began
         self.peak = network.peak_flops
-        self.last_time = time.perf_counter()
+        self.clock = StepClock()
         self.bar = tqdm(total=total, initial=network.step, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int]) -> None:
@@ -270,13 +273,14 @@ class _Run:
 
         The rows before one that raises can still be logged: they are made one by one.
         """
-        steps = [self.pending.popleft() for _ in range(len(self.pending) - left)]
-        read = [(step, {k: float(v) for k, v in found.items()}) for step, found in steps]
-        now = time.perf_counter()
-        seconds = (now - self.last_time) / max(len(read), 1)
-        if read:
-            self.last_time = now
-        return (self._row(step, values, seconds) for step, values in read)
+        read = []
+        while len(self.pending) > left:
+            step, found = self.pending.popleft()
+            values = {name: float(value) for name, value in found.items()}
+            self.clock.look(self.pending, read=1)
+            read.append((step, values, self.clock.take()))
+        self.clock.look(self.pending)
+        return (self._row(*each) for each in read)
 
     def _row(self, step: int, values: dict[str, float], seconds: float) -> dict[str, float]:
         if not math.isfinite(values["loss"] + values["grad_norm"]):
@@ -316,7 +320,7 @@ class _Run:
             self._log([newest])
         shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         self.bar.write(f"step {self.network.step}: validation loss {shown}")
-        self.last_time = time.perf_counter()
+        self.clock.restart()
 
     def _val_loss(self, path: str) -> float:
         """The mean loss over the first `val_batches` batches of a set."""
@@ -340,4 +344,4 @@ class _Run:
         self.network.save(self.folder, aux)
         self.saved = self.network.step
         self.log.upload()
-        self.last_time = time.perf_counter()
+        self.clock.restart()

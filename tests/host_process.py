@@ -40,8 +40,9 @@ def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any
 
     if name == "train":
         runner.train({key: mine(f"train_{key}_{given}", axis=1) for key in ("obs", "target")})
-        step, _, metrics = runner.metrics()
-        return {"step": np.asarray(step)} | {k: np.asarray(v) for k, v in metrics.items()}
+        told = runner.metrics()
+        found = {"step": told.step} | told.numbers
+        return {name: np.asarray(each) for name, each in found.items()}
     if name == "eval":
         return runner.eval({key: mine(f"eval_{key}") for key in ("obs", "target")})
     if name == "logits":

@@ -20,6 +20,7 @@ import pytest
 
 from mesh_transformer.build_model import build_model, local_machines
 from mesh_transformer.config import Config
+from mesh_transformer.train_actor import Measured
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import random_batch
@@ -171,11 +172,12 @@ def test_hosts_that_disagree_are_ended(machines):
     cluster.init()
     agreed = cluster._agreed
     loss = {"loss": float("nan")}
-    assert agreed(1, [(1, 0.5, loss), (1, 0.25, dict(loss))])["host_seconds/1"] == 0.25
+    told = [Measured(1, 0.5, loss, 0), Measured(1, 0.25, dict(loss), 0)]
+    assert agreed(1, told)["host_seconds/1"] == 0.25
     with pytest.raises(
         HostError, match=r"disagree after step 1: host 0 is at step 1 with loss 0\.5, host 1 is"
     ):
-        agreed(1, [(1, 0.5, {"loss": 0.5}), (1, 0.5, {"loss": 0.5000000000000001})])
+        agreed(1, [Measured(1, 0.5, {"loss": at}, 0) for at in (0.5, 0.5000000000000001)])
     assert cluster._ended
 
 

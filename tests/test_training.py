@@ -1,5 +1,6 @@
 """The loop: what it reads and writes when, with a network that only counts and with real ones."""
 
+import itertools
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import mesh_transformer
-from mesh_transformer import training
+from mesh_transformer import metrics, training
 from mesh_transformer.config import Config
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -36,6 +38,9 @@ class Number:
     def __float__(self) -> float:
         self.network.reads.append((self.made, self.network.step))
         return self.value
+
+    def is_ready(self) -> bool:
+        return self.made < self.network.step
 
 
 class Counter:
@@ -344,6 +349,76 @@ def test_a_new_run_may_start_from_other_weights_a_resumed_one_does_not(counter, 
     training.train(network, str(tmp_path), **options)
     assert network.calls == ["wait", "close"]
     assert len(network.seen) == 27
+
+
+class Ending:
+    """A measurement of a step that ends at some time; reading it waits for that."""
+
+    def __init__(self, network: "Timed", ends: float):
+        self.network, self.ends = network, ends
+
+    def __float__(self) -> float:
+        self.network.now = max(self.network.now, self.ends)
+        return 0.5
+
+    def is_ready(self) -> bool:
+        return self.network.now >= self.ends
+
+
+class Timed(Counter):
+    """Its steps take random seconds, one after another, by a clock that nothing else moves.
+
+    `train` returns with so many steps under way as `depth` says, and the newest.
+    """
+
+    now, depth = 0.0, 0
+
+    def begin(self, depth: int, seed: int) -> None:
+        self.depth, self.rng = depth, np.random.default_rng(seed)
+        self.seconds: list[float] = []
+        self.ends = [0.0]
+        self.pauses: list[tuple[int, float]] = []  # after which step, how long
+
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        measured = super().train(sample)
+        self.now = max(self.now + 1e-3, self.ends[max(0, self.step - 1 - self.depth)])
+        self.seconds.append(self.rng.uniform(0.5, 1.5))
+        self.ends.append(max(self.now, self.ends[-1]) + self.seconds[-1])
+        return dict.fromkeys(measured, Ending(self, self.ends[-1]))
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        self.pause(3.0)
+        return super().eval(sample)
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        self.pause(20.0)
+        super().save(folder, aux)
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.pauses.append((self.step, seconds))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_seconds_of_steps_add_up_to_what_they_took(counter, tmp_path, monkeypatch, depth):
+    """Between pauses for saves and validation; each step has its own, however far reads lag."""
+    network = Timed(counter().config)
+    network.begin(depth, seed=depth)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: network.now))
+    training.train(network, str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tokens = network.config.gradient_accumulation_steps * network.batch_size * network.config.seq
+    found = np.array([tokens / row["train/tokens_per_sec"] for row in rows])
+    # A step is dispatched in a thousandth of a second, and seen to have ended that much later.
+    np.testing.assert_allclose(found, network.seconds, atol=5e-3)
+    stops = sorted({step for step, _ in network.pauses})
+    assert stops == [7, 10, 14, 20, 21, 28, 30]
+    paused = 0.0
+    for first, last in itertools.pairwise([0, *stops]):
+        # The newest step was read, which no clock moved after; f64 rounds to 1e-16.
+        wall = network.ends[last] - network.ends[first] - paused
+        np.testing.assert_allclose(found[first:last].sum(), wall, rtol=1e-9)
+        paused = sum(seconds for step, seconds in network.pauses if step == last)
 
 
 # With real networks.  The run of `base` is what the others are compared with.
