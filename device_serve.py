@@ -2,20 +2,13 @@
 
 import argparse
 
-from mesh_transformer.config import Config
+from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser
+from mesh_transformer.build_model import running_model
 from mesh_transformer.util import InputError, run_script
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", help="JSON or YAML file (default: what --model-path tells)")
-    parser.add_argument(
-        "--model-path",
-        help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
-    )
-    parser.add_argument(
-        "--version", type=int, choices=(1, 2), help="of the model, as in device_train.py"
-    )
+    parser = model_parser(__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=5000, help="0: any free one (5000)")
     parser.add_argument("--api-key-file", help="keys that clients must have, one a line")
@@ -25,20 +18,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--queue", type=int, default=256, help="requests that may wait (256)")
     parser.add_argument("--max-tokens", type=int, help="of one answer (default: the window)")
     parser.add_argument("--drain-seconds", type=int, default=60, help="for answers at the end (60)")
+    add_host_arguments(parser, required=False)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    if args.config is None and (args.model_path is None or args.version is not None):
-        raise InputError("--config is missing: it goes with --version, or in place of --model-path")
+    path, config = model_arguments(args)
     for name in ("rows", "queue", "max_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise InputError(
                 f"--{name.replace('_', '-')}: {getattr(args, name)}, expected 1 or more"
             )
-    config = Config.load(args.config, args.version) if args.config else None
-    path = args.model_path or (config.model_folder() if config else "")
 
     from mesh_transformer.compilation_cache import use_compilation_cache
     from mesh_transformer.conversion import config_of
@@ -49,20 +40,19 @@ def main() -> None:
     from mesh_transformer.serving.metrics import Metrics
     from mesh_transformer.serving.server import listen, serve
     from mesh_transformer.serving.service import Service
-    from mesh_transformer.transformer_shard import load
 
     # First, as loading takes long.
     keys = Keys(args.api_key_file)
     socket = listen(args.host, args.port)
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
     use_compilation_cache()
-    network = load(path, config)
-    metrics = Metrics(args.rows)
-    engine = Engine(network, metrics, rows=args.rows, queue=args.queue)
-    engine.warm_up()
-    most = args.max_tokens or network.config.window
-    service = Service(args.name or network.config.name, engine, tokenizer, metrics, most)
-    serve(create_app(service, keys, args.allow_origin), socket, args.drain_seconds)
+    with running_model(args, path, config) as network:
+        metrics = Metrics(args.rows)
+        engine = Engine(network, metrics, rows=args.rows, queue=args.queue)
+        engine.warm_up()
+        most = args.max_tokens or network.config.window
+        service = Service(args.name or network.config.name, engine, tokenizer, metrics, most)
+        serve(create_app(service, keys, args.allow_origin), socket, args.drain_seconds)
 
 
 if __name__ == "__main__":

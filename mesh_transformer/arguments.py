@@ -56,6 +56,50 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     return config, args.model_dir or config.model_folder(), options
 
 
+def model_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the flags that say which trained model a script answers with."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", help="JSON or YAML file (default: what --model-path tells)")
+    parser.add_argument(
+        "--model-path",
+        help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
+    )
+    parser.add_argument(
+        "--version", type=int, choices=(1, 2), help="of the model, as in device_train.py"
+    )
+    return parser
+
+
+def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
+    """Where the model is that `model_parser`'s flags name, and its config where that is given."""
+    if args.config is None and (args.model_path is None or args.version is not None):
+        raise InputError("--config is missing: it goes with --version, or in place of --model-path")
+    config = Config.load(args.config, args.version) if args.config else None
+    return args.model_path or (config.model_folder() if config else ""), config
+
+
+def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds the flags that say on which hosts a network runs, and when one of them counts as dead.
+
+    Not `required`, it may also run in the script's own process.
+    """
+    hosts = parser.add_mutually_exclusive_group(required=required)
+    hosts.add_argument("--tpu", metavar="NAME", help="the TPU to make, and to delete at the end")
+    hosts.add_argument(
+        "--local-hosts", type=int, metavar="N", help="N processes here stand in for hosts"
+    )
+    parser.add_argument(
+        "--heartbeat", type=positive, default=10, help="seconds until silence is death (10)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=positive,
+        default=3600,
+        help="seconds that one call to the hosts may take, compilation included (3600)",
+    )
+    add_tpu_arguments(parser)
+
+
 def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which TPU `--tpu` makes, and whom to be on its hosts."""
     group = parser.add_argument_group("with --tpu", "which TPU to make; some are config keys too")

@@ -86,6 +86,37 @@ def check_prompts(
     return tokens, length
 
 
+def check_texts(
+    config: Config, prompts: Sequence[np.ndarray], lengths: ArrayLike
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """The last window of each prompt, its length, and how many tokens it may have; all checked.
+
+    Raises:
+      InputError: see `Batch.insert`.
+    """
+    texts = [np.asarray(prompt)[-config.window :] for prompt in prompts]
+    for text in texts:
+        if not np.issubdtype(text.dtype, np.integer) or text.ndim != 1 or not len(text):
+            raise InputError(
+                f"generate: a prompt is {text.dtype} {text.shape}, expected token ids [T]"
+            )
+        if text.min() < 0 or text.max() >= config.n_vocab:
+            raise InputError(
+                f"generate: ctx holds token id {max(text.max(), -text.min())}, outside the "
+                f"vocabulary of n_vocab {config.n_vocab}"
+            )
+    length = np.array([len(text) for text in texts], np.int32)
+    left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
+    for total, own in zip(length + left, left, strict=True):
+        check_length(own)
+        if config.pe == "fixed" and total > config.seq:
+            raise InputError(
+                f"generate: {total} tokens in all, but pe fixed has positions for seq "
+                f"{config.seq}; shorten the prompt or the answer"
+            )
+    return texts, length, left
+
+
 class Generator:
     """The compiled functions of generation on a mesh, and the weights that they read.
 
@@ -201,6 +232,7 @@ class Batch:
         *,
         alternatives: int | None = None,
         longest: int | None = None,
+        most: int | None = None,
     ) -> Chosen:
         """Puts prompts into `rows`, in place of what is there, and chooses a token for each.
 
@@ -209,8 +241,9 @@ class Batch:
           lengths: how many tokens each may have, the one that is chosen now included.
           settings: one value a prompt.
           alternatives: how many of the likeliest tokens to tell, with logprobs (None: neither).
-          longest: of several processes, the longest prompt that any of them gives; each gives as
-            many to each replica.
+          longest: of several processes, the longest prompt that any of them gives.
+          most: of several processes, how many prompts any of them gives to one replica at most;
+            one may give none (default: all give as many to each replica).
 
         Returns:
           One token a prompt, as numpy arrays.
@@ -220,30 +253,33 @@ class Batch:
             more tokens than it has positions.
         """
         window = self._generator.config.window
-        texts = [np.asarray(prompt)[-window:] for prompt in prompts]
-        length = np.array([len(text) for text in texts], np.int32)
-        left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
-        check_length(left.min())
-        self._check(texts, length + left)
+        texts, length, left = check_texts(self._generator.config, prompts, lengths)
         width = bucket(min(longest or length.max(), window), SMALLEST_PROMPT, window)
         self.reserve(width)
-        tokens = np.zeros((len(texts), width), np.uint32)
-        for row, text in zip(tokens, texts, strict=True):
+        # The last is no prompt: it stands in the places that have none.
+        tokens = np.zeros((len(texts) + 1, width), np.uint32)
+        for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
-        local = np.asarray(rows) % (self.rows // self._replicas)
-        given = Prompts(tokens, length, local.astype(np.int32), left, settings)
-        groups = self._groups(rows, width)
+        local = np.asarray(rows, np.int32) % (self.rows // self._replicas)
+        given = Prompts(
+            tokens,
+            np.append(length, np.int32(1)),
+            np.append(local, np.int32(self.rows)),  # beyond all rows: nowhere
+            np.append(left, np.int32(1)),
+            jax.tree.map(lambda x: np.append(x, x.dtype.type(1)), settings),
+        )
+        groups = self._groups(rows, width, most)
         found = [self._prefill(group, given, alternatives) for group in groups]
         self._length[list(rows)], self.left[list(rows)] = length, left - 1
         places = np.concatenate(groups)
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
         return jax.tree.map(lambda *each: np.concatenate(each)[order], *found)
 
-    def _groups(self, rows: Sequence[int], width: int) -> list[np.ndarray]:
+    def _groups(self, rows: Sequence[int], width: int, most: int | None) -> list[np.ndarray]:
         """Which prompts each call takes, as many places for each replica; -1: an empty place."""
         replica = np.asarray(rows) // (self.rows // self._replicas)
         queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
-        most = max(map(len, queues))
+        most = most or max(map(len, queues))
         size = bucket(most, 1, max(PREFILL_TOKENS // width, 1))
         places = np.full((self._replicas, -(-most // size) * size), -1)
         for place, queue in zip(places, queues, strict=True):
@@ -252,8 +288,6 @@ class Batch:
 
     def _prefill(self, group: np.ndarray, given: Prompts, alternatives: int | None) -> Chosen:
         taken = jax.tree.map(lambda x: x[group], given)
-        nowhere = np.int32(self.rows)
-        taken = taken._replace(row_P=np.where(group < 0, nowhere, taken.row_P))
         generator = self._generator
         placed = generator.rows.place(taken, P("dp"))
         self._state, chosen = generator.prefill(alternatives)(self._weights, self._state, placed)
@@ -279,21 +313,3 @@ class Batch:
         rows = self._generator.rows
         here = chosen.token.shape[0] // rows.dp * self._replicas
         return jax.tree.map(lambda x: np.asarray(rows.fetch(x, here)), chosen)
-
-    def _check(self, prompts: list[np.ndarray], total: np.ndarray) -> None:
-        config = self._generator.config
-        for prompt in prompts:
-            if not np.issubdtype(prompt.dtype, np.integer) or prompt.ndim != 1 or not len(prompt):
-                raise InputError(
-                    f"generate: a prompt is {prompt.dtype} {prompt.shape}, expected token ids [T]"
-                )
-            if prompt.min() < 0 or prompt.max() >= config.n_vocab:
-                raise InputError(
-                    f"generate: ctx holds token id {max(prompt.max(), -prompt.min())}, outside the "
-                    f"vocabulary of n_vocab {config.n_vocab}"
-                )
-        if config.pe == "fixed" and total.max() > config.seq:
-            raise InputError(
-                f"generate: {total.max()} tokens in all, but pe fixed has positions for seq "
-                f"{config.seq}; shorten the prompt or the answer"
-            )

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from mesh_transformer.cluster_batch import ClusterBatch
 from mesh_transformer.compilation_cache import cache_folder
 from mesh_transformer.generator import MOST_STEPS, Batch, check_length, sampler_settings
+from mesh_transformer.lasting_cluster import LastingCluster
 from mesh_transformer.text_stream import TextStream
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -85,11 +87,13 @@ class Repl:
       settings: of the next answer.
     """
 
-    def __init__(self, network: CausalTransformer, tokenizer: Any, settings: Settings):
+    def __init__(
+        self, network: CausalTransformer | LastingCluster, tokenizer: Any, settings: Settings
+    ):
         self.settings = settings
         self._network = network
         self._tokenizer = tokenizer
-        self._kept: Batch | None = None
+        self._kept: Batch | ClusterBatch | None = None
 
     def run(self) -> None:
         """Asks and answers until an empty line, Ctrl-D, or Ctrl-C at the prompt."""

@@ -1,5 +1,6 @@
 """A batch's rows over the replicas of a mesh: this process's onto its devices, and back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,6 +8,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.util import HostError
 
 
 class Rows:
@@ -73,9 +76,32 @@ def share(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndar
     return np.concatenate([parts[replica] for replica in replicas], axis)
 
 
-def joined(found: list[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
-    """All rows, from what processes that hold these replicas found for theirs."""
-    parts: dict[int, np.ndarray] = {}
-    for rows, held in zip(found, replicas, strict=True):
-        parts |= zip(held, np.split(rows, len(held)), strict=True)
-    return np.concatenate([parts[replica] for replica in sorted(parts)])
+def places(replicas: list[list[int]], size: int) -> list[np.ndarray]:
+    """Which of all rows are whose, for processes that hold these replicas of `size` rows each."""
+    return [
+        np.concatenate([np.arange(replica * size, (replica + 1) * size) for replica in held])
+        for held in replicas
+    ]
+
+
+def gathered(found: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarray:
+    """All rows, from what each process found for the rows at its places; every row is someone's.
+
+    Raises:
+      HostError: where two that have the same row found something else for it, if only by a bit.
+    """
+    count = 1 + max(int(places.max(initial=-1)) for places in at)
+    whole = np.empty((count, *found[0].shape[1:]), found[0].dtype)
+    known = np.zeros(count, bool)
+    for rank, (rows, places) in enumerate(zip(found, at, strict=True)):
+        again = known[places]
+        # As bytes, in which NaN equals NaN.
+        if whole[places[again]].tobytes() != rows[again].tobytes():
+            raise HostError(f"host {rank} disagrees with one before it about the same rows")
+        whole[places], known[places] = rows, True
+    return whole
+
+
+def joined(found: Sequence[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
+    """All rows, from what processes that hold these replicas found for theirs (see `gathered`)."""
+    return gathered(found, places(replicas, len(found[0]) // len(replicas[0])))

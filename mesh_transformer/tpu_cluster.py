@@ -24,10 +24,11 @@ import ray
 from numpy.typing import ArrayLike
 from ray import exceptions
 
+from mesh_transformer.cluster_batch import ClusterBatch
 from mesh_transformer.config import Config
 from mesh_transformer.generator import OPTIONS, check_prompts, sampler_settings
 from mesh_transformer.ray_hosts import Host, kill_processes, start_process
-from mesh_transformer.rows import joined, share
+from mesh_transformer.rows import gathered, places, share
 from mesh_transformer.step import MEASURED
 from mesh_transformer.train_actor import Measured
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -67,7 +68,9 @@ class TPUCluster:
         self._unread: deque[_Reading] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
-        self._ended = False
+        self.ended = False  # whether the hosts are gone
+        self._why = ""  # where a host's failure was the reason
+        self.newest_batch: ClusterBatch | None = None  # the one that the hosts hold
         try:
             for rank, host in enumerate(self.hosts):
                 self._actors.append(start_process(rank, host))
@@ -75,7 +78,7 @@ class TPUCluster:
         except BaseException:
             self._end()
             raise
-        self.replicas: list[list[int]] = [each["replicas"] for each in facts]
+        self.replicas: list[list[int]] = [each["replicas"] for each in facts]  # each host's
         self.dp: int = facts[0]["dp"]
         self.batch_size: int = facts[0]["batch_size"]
         self.noise_batches: tuple[int, int] = facts[0]["noise_batches"]
@@ -85,7 +88,7 @@ class TPUCluster:
         """Joins the hosts: on a port that is new each time, since an old peer may still call."""
         asked = self._ask("pid")
         if ray.wait(asked, num_returns=len(asked), timeout=SECONDS_TO_START)[1]:
-            raise self._failed(otherwise=f"no process within {SECONDS_TO_START:.0f} s")
+            raise self.failed(otherwise=f"no process within {SECONDS_TO_START:.0f} s")
         self._pids = self._answers(asked)
         port = self._answers([self._actors[0].free_port.remote()])[0]
         refs = [
@@ -102,7 +105,7 @@ class TPUCluster:
 
     def init(self) -> None:
         """Fresh weights and optimizer; the step becomes 0."""
-        self._answers(self._ask("init"))
+        self.call("init")
         self.step = 0
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -146,7 +149,7 @@ class TPUCluster:
                 f"host {rank} is at step {each.step} with loss {each.numbers['loss']!r}"
                 for rank, each in enumerate(answers)
             )
-            raise self._failed(f"the hosts disagree after step {step}: {told}")
+            raise self.failed(f"the hosts disagree after step {step}: {told}")
         seconds = {f"host_seconds/{rank}": each.seconds for rank, each in enumerate(answers)}
         return answers[0].numbers | seconds
 
@@ -154,12 +157,12 @@ class TPUCluster:
         """As `CausalTransformer.eval`, in numpy arrays."""
         count = len(sample["obs"])
         padded = {name: self._padded(rows) for name, rows in sample.items()}
-        found = self._answers(self._ask("eval", *self._shares(padded)))
+        found = self.call("eval", *self._shares(padded))
         return {name: self._joined([each[name] for each in found], count) for name in found[0]}
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """As `CausalTransformer.logits`, in a numpy array."""
-        found = self._answers(self._ask("logits", *self._shares(self._padded(tokens))))
+        found = self.call("logits", *self._shares(self._padded(tokens)))
         return self._joined(found, len(tokens))
 
     def generate(
@@ -180,20 +183,29 @@ class TPUCluster:
             (each.pop("ctx"), each.pop("length"), gen_length, each)
             for (each,) in self._shares(padded)
         ]
-        return self._joined(self._answers(self._ask("generate", *arguments)), count)
+        return self._joined(self.call("generate", *arguments), count)
+
+    def batch(self, rows: int) -> ClusterBatch:
+        """As `CausalTransformer.batch`, with the rows of all replicas; it replaces the last one."""
+        self.newest_batch = ClusterBatch(self, rows)
+        return self.newest_batch
+
+    def only_generate(self) -> None:
+        """As `CausalTransformer.only_generate`."""
+        self.call("only_generate")
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """As `CausalTransformer.save`: all hosts' parts are committed together or not at all."""
-        self._answers(self._ask("save", *[(_whole(folder), aux)] * len(self.hosts)))
+        self.call("save", *[(_whole(folder), aux)] * len(self.hosts))
 
     def wait(self) -> None:
         """As `CausalTransformer.wait`."""
-        self._answers(self._ask("wait"))
+        self.call("wait")
 
     def restore(self, folder: str) -> dict[str, Any] | None:
         """As `CausalTransformer.restore`; InputError where hosts have a folder each."""
         self._check_shared(folder)
-        found = self._answers(self._ask("restore", *[(_whole(folder),)] * len(self.hosts)))
+        found = self.call("restore", *[(_whole(folder),)] * len(self.hosts))
         self.step, aux = found[0]
         return aux
 
@@ -215,17 +227,17 @@ class TPUCluster:
                 "folder that all of them see, such as gs://bucket/model"
             )
 
-    def load(self, path: str, *, fresh_opt: bool = False) -> None:
+    def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
         """As `CausalTransformer.load`."""
-        self._answers(self._ask("load", *[(_whole(path), fresh_opt)] * len(self.hosts)))
+        self.call("load", *[(_whole(path), fresh_opt, only_params)] * len(self.hosts))
         self.step = 0
 
     def close(self) -> None:
         """Waits for the last save, then ends all hosts; does nothing where they have ended."""
-        if self._ended:
+        if self.ended:
             return
         try:
-            self._answers(self._ask("close"))
+            self.call("close")
         finally:
             self._end()
 
@@ -244,12 +256,24 @@ class TPUCluster:
         return [(of(replicas),) for replicas in self.replicas]
 
     def _joined(self, found: list[np.ndarray], count: int) -> np.ndarray:
-        return joined(found, self.replicas)[:count]
+        at = places(self.replicas, len(found[0]) // len(self.replicas[0]))
+        return self.gathered(found, at)[:count]
+
+    def gathered(self, found: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarray:
+        """As `rows.gathered`; where it raises HostError, all hosts are ended."""
+        try:
+            return gathered(found, at)
+        except HostError as error:
+            raise self.failed(str(error)) from None
+
+    def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """What every host answers to a call of its `NetworkRunner`, with arguments of its own."""
+        return self._answers(self._ask(method, *arguments))
 
     def _ask(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """Sends a call to every host, with arguments of its own; answers come by `_answers`."""
-        if self._ended:
-            raise HostError("the hosts have been ended; make a new cluster")
+        if self.ended:
+            raise HostError(f"the hosts have been ended{self._why}; make a new cluster")
         given = arguments or [()] * len(self._actors)
         try:
             return [
@@ -258,6 +282,9 @@ class TPUCluster:
             ]
         except STORE_FULL:
             raise self._no_room("this machine") from None
+        except KeyboardInterrupt:  # some hosts have the call, and would wait for the others
+            self._end()
+            raise
 
     def _answers(self, refs: list[Any]) -> list[Any]:
         """What all calls return; the first failure of any host is the failure of all."""
@@ -267,15 +294,14 @@ class TPUCluster:
                 return ray.get(refs, timeout=self.heartbeat)
             except exceptions.GetTimeoutError:
                 if gone := self._silent(self.heartbeat):
-                    self._end()
-                    raise HostError("; ".join(gone)) from None
+                    raise self._lost("; ".join(gone)) from None
                 if time.monotonic() > deadline:
-                    raise self._failed(f"a call took more than {self.patience:.0f} s") from None
+                    raise self.failed(f"a call took more than {self.patience:.0f} s") from None
             except exceptions.RayTaskError as error:
                 raise self._told(error, refs) from None
             except exceptions.RayError as error:
                 lost = f"a call was lost ({type(error).__name__})"
-                raise self._failed(otherwise=lost) from None
+                raise self.failed(otherwise=lost) from None
 
     def _told(self, error: exceptions.RayTaskError, refs: list[Any]) -> Exception:
         """What to raise for what a host raised."""
@@ -285,14 +311,13 @@ class TPUCluster:
         if isinstance(cause, InputError):
             # A host that died in the midst of a read or a save makes the others' fail.
             if gone := self._silent(SECONDS_TO_ANSWER):
-                self._end()
-                return HostError("; ".join(gone))
+                return self._lost("; ".join(gone))
             # Of bad input all hosts say the same.  A host that does not may wait for one that has
             # given up: on a full disk, for example.
             if ray.wait(refs, num_returns=len(refs), timeout=SECONDS_TO_AGREE)[1]:
                 self._end()
             return InputError(str(cause))
-        return self._failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
+        return self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
 
     def _silent(self, seconds: float) -> list[str]:
         """The hosts that cannot say within `seconds` that they live, and what is known of them."""
@@ -308,14 +333,19 @@ class TPUCluster:
                 found.append(f"host {rank} died")
         return found
 
-    def _failed(self, told: str = "", *, otherwise: str = "") -> HostError:
+    def failed(self, told: str = "", *, otherwise: str = "") -> HostError:
         """Ends all hosts; the error to raise, which names the hosts that are gone.
 
         It tells in any case what was `told`, and what is `otherwise` where no host is gone.
         """
         gone = self._silent(SECONDS_TO_ANSWER)
+        return self._lost("; ".join([*gone, told] if told else gone or [otherwise]))
+
+    def _lost(self, why: str) -> HostError:
+        """Ends all hosts; the error to raise, which every later call repeats."""
+        self._why = f" ({why})"
         self._end()
-        return HostError("; ".join([*gone, told] if told else gone or [otherwise]))
+        return HostError(why)
 
     def _no_room(self, where: str) -> StoppedError:
         """Ends all hosts: another attempt would find the same disk."""
@@ -327,9 +357,9 @@ class TPUCluster:
 
     def _end(self) -> None:
         """Kills every process of the mesh, stopped ones too."""
-        if self._ended:
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
         kill_processes(self._actors, self._pids, self.hosts)
 
 

@@ -7,14 +7,17 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
+from mesh_transformer.generation import Chosen
+from mesh_transformer.generator import Batch
 from mesh_transformer.metrics import StepClock
 from mesh_transformer.parallel import use_virtual_devices
+from mesh_transformer.sampling import SamplerSettings
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -66,6 +69,7 @@ class NetworkRunner:
     def __init__(self, rank: int):
         self.rank = rank
         self.network: CausalTransformer | None = None
+        self._batch: Batch | None = None
         self._unread: deque[tuple[int, dict[str, Any]]] = deque()
         self._clock = StepClock()
 
@@ -124,6 +128,12 @@ class NetworkRunner:
             raise InputError("the host has no model yet; call start first")
         return self.network
 
+    @property
+    def _running(self) -> Batch:
+        if self._batch is None:
+            raise InputError("the host has no running batch yet; call batch first")
+        return self._batch
+
     @_on_host
     def init(self) -> None:
         """As `CausalTransformer.init`."""
@@ -165,6 +175,56 @@ class NetworkRunner:
         return self._started.generate(ctx, ctx_length, gen_length, options)
 
     @_on_host
+    def batch(self, rows: int) -> None:
+        """A running batch of `rows` rows of this process, in place of the one that was there."""
+        self._batch = None  # first, so that no memory holds two
+        self._batch = self._started.batch(rows)
+
+    @_on_host
+    def reserve(self, positions: int) -> None:
+        """As `Batch.reserve`."""
+        self._running.reserve(positions)
+
+    @_on_host
+    def insert(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        lengths: np.ndarray,
+        settings: SamplerSettings,
+        alternatives: int | None,
+        longest: int,
+        most: int,
+    ) -> Chosen:
+        """As `Batch.insert`, of and for this process's rows; all get the last three alike."""
+        return self._running.insert(
+            rows,
+            prompts,
+            lengths,
+            settings,
+            alternatives=alternatives,
+            longest=longest,
+            most=most,
+        )
+
+    @_on_host
+    def decode(
+        self, steps: int, alternatives: int | None, needed: int
+    ) -> tuple[np.ndarray, Chosen]:
+        """As `Batch.decode`, for this process's rows, and how many tokens each may have then.
+
+        `needed` are the positions of the row that will have most of all processes' rows.
+        """
+        self._running.reserve(needed)
+        chosen = self._running.decode(steps, alternatives)
+        return self._running.left, chosen
+
+    @_on_host
+    def only_generate(self) -> None:
+        """As `CausalTransformer.only_generate`."""
+        self._started.only_generate()
+
+    @_on_host
     def save(self, folder: str, aux: dict[str, Any] | None) -> None:
         """As `CausalTransformer.save`: all processes write their parts of one checkpoint."""
         self._started.save(folder, aux)
@@ -204,9 +264,9 @@ class NetworkRunner:
         return self._started.step, aux
 
     @_on_host
-    def load(self, path: str, fresh_opt: bool) -> None:
+    def load(self, path: str, fresh_opt: bool, only_params: bool) -> None:
         """As `CausalTransformer.load`."""
-        self._started.load(path, fresh_opt=fresh_opt)
+        self._started.load(path, fresh_opt=fresh_opt, only_params=only_params)
 
     @_on_host
     def close(self) -> None:

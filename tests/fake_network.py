@@ -32,6 +32,7 @@ class FakeNetwork:
     ):
         self.script = list(script)
         defaults = {"n_vocab": n_vocab, "window": window, "seq": window, "pe": "rotary"}
+        self.dp = 1
         self.config: Any = SimpleNamespace(**defaults | config)
         self.calls: list[tuple[Any, ...]] = []
         self.allowed = threading.Event()

@@ -19,6 +19,8 @@ import device_serve
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
+from tests.interruptions import members, sessions_of, wait_until
+from tests.small_run import write_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60
@@ -118,6 +120,42 @@ def test_answers_are_the_networks_and_sigterm_drains(model, start):
     assert [line for line in said if line.strip() and not line.startswith("compiling")] == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+@pytest.mark.slow
+def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
+    folder, network = model
+    config = write_config(tmp_path / "config.json", network.config.as_dict() | {"tpu_size": 2})
+    process = start(
+        *["--config", config, "--model-path", folder, "--local-hosts", "2"],
+        *["--port", "0", "--rows", "2", "--heartbeat", "60"],
+    )
+    url = url_of(process)
+    tokens = load_tokenizer()("Hello there")["input_ids"]
+    options = {"top_p": 0.9, "temp": 0.7, "seed": 5}
+    alone = network.generate(np.array([tokens]), np.array([len(tokens)]), 30, options)[0]
+    text = load_tokenizer().decode(alone)
+    asked = {"prompt": "Hello there", "max_tokens": 30, "top_p": 0.9, "temperature": 0.7, "seed": 5}
+    with httpx.Client(base_url=url, timeout=4 * SECONDS) as client:  # the hosts start in it
+
+        def answer() -> str:
+            found = client.post("/v1/completions", json=asked | {"ignore_eos": True})
+            return found.json()["choices"][0]["text"] if found.is_success else str(found)
+
+        assert answer() == text
+        (head,) = sessions_of(process.pid)
+        hosts = [p for p, title in members(head).items() if title.startswith("ray::NetworkRunner")]
+        assert len(hosts) == 2
+        os.kill(hosts[1], signal.SIGKILL)
+        assert "500" in answer()
+        assert answer() == text  # of new hosts
+        assert client.get("/health").json()["status"] == "ok"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 0
+    said = process.communicate()[1]
+    assert "HostError: host " in said
+    assert "all hosts start again" in said.splitlines()
+    wait_until(lambda: not members(head), "processes stay behind")
 
 
 @pytest.mark.parametrize(

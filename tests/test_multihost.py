@@ -9,6 +9,7 @@ import pytest
 from mesh_transformer.config import Config
 from mesh_transformer.rows import joined, share
 from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import HostError
 from tests.multihost import STEPS, random_batches, run
 from tests.small_run import VALUES
 
@@ -94,3 +95,13 @@ def test_shares_join_again(dp):
         np.testing.assert_array_equal(
             joined([share(rows.T, h, dp, axis=1).T for h in held], held), rows
         )
+
+
+def test_hosts_with_the_same_rows_must_agree_to_the_bit():
+    rows = np.array([[0.5, np.nan], [1.5, 2.5]])
+    np.testing.assert_array_equal(joined([rows, rows[1:]], [[0, 1], [1]]), rows)
+    np.testing.assert_array_equal(joined([rows, rows], [[0], [0]]), rows)  # NaN equals NaN
+    other = rows.copy()
+    other[1, 1] = np.nextafter(2.5, 3)
+    with pytest.raises(HostError, match="host 1 disagrees with one before it about the same rows"):
+        joined([rows, other[1:]], [[0, 1], [1]])

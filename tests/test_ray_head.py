@@ -70,7 +70,7 @@ def test_a_full_store_spills_and_a_full_disk_is_one_line(spill_folder):
             ) as told:
                 cluster.eval(tiled(batch, 100_000))
             assert "\n" not in str(told.value)
-            assert cluster._ended
+            assert cluster.ended
     assert not sessions_of(os.getpid())
 
 

@@ -55,7 +55,6 @@ LEVELS = {
     "generator": 7,
     "compilation_cache": 1,
     "text_stream": 1,
-    "repl": 9,
     "transformer_shard": 8,
     "train_actor": 9,
     "ray_head": 9,
@@ -68,9 +67,12 @@ LEVELS = {
     "tpu_vm": 9,
     "plan": 9,
     "ray_hosts": 10,
+    "cluster_batch": 8,
     "tpu_cluster": 11,
-    "build_model": 12,
-    "__init__": 13,
+    "lasting_cluster": 12,
+    "build_model": 13,
+    "repl": 13,
+    "__init__": 14,
 }
 # These drive a network that they know by its methods only (a Protocol), wherever it runs.
 DRIVERS = {

@@ -20,6 +20,10 @@ import pytest
 
 from mesh_transformer.build_model import build_model, local_machines
 from mesh_transformer.config import Config
+from mesh_transformer.generator import sampler_settings
+from mesh_transformer.serving.engine import ALTERNATIVES, Engine
+from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.scoring import score
 from mesh_transformer.train_actor import Measured
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
@@ -35,6 +39,7 @@ from tests.interruptions import (
     wait_until,
 )
 from tests.small_run import VALUES, VOCAB
+from tests.test_engine import Client, random_clients
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +117,65 @@ def test_it_answers_as_one_process(cluster, alone, tmp_path):
     assert cluster.step == 4
 
 
+def test_a_running_batch_is_that_of_one_process(cluster, alone):
+    rng = np.random.default_rng(2)
+    cluster.init()
+    alone.init()
+    batches = here, there = cluster.batch(4), alone.batch(4)
+    # Host 0 has rows 0 and 1: of some inserts it gets the most, of others nothing.
+    for rows, steps in (([1, 2, 0], 3), ([3], 5), ([2, 0], 1), ([2, 3], 9)):
+        count = len(rows)
+        prompts = [rng.integers(0, VOCAB, rng.integers(1, 40)) for _ in rows]
+        options = {"seed": rng.integers(0, 99, count), "top_p": rng.uniform(0.2, 1, count)}
+        options |= {"temp": rng.choice([0.0, 0.8, 1.3], count), "top_k": rng.integers(0, 9, count)}
+        settings, lengths = sampler_settings(options, count), rng.integers(1, 12, count)
+        given = (rows, prompts, lengths, settings)
+        assert_same(*(batch.insert(*given, alternatives=ALTERNATIVES) for batch in batches))
+        goes = np.arange(steps) < here.left[:, None]  # beyond a row's end nothing means anything
+        told = None if steps == 1 else ALTERNATIVES
+        chosen = [batch.decode(steps, told) for batch in batches]
+        assert_same(*jax.tree.map(lambda x: x[goes], chosen))  # noqa: B023
+        np.testing.assert_array_equal(here.left, there.left)
+
+    for bad, message in (([VOCAB], "outside the vocabulary"), ([], "expected token ids")):
+        with pytest.raises(InputError, match=message):
+            here.insert([0, 3], [np.array([1]), np.array(bad, int)], 3, sampler_settings({}, 2))
+    with pytest.raises(InputError, match="decode of 33 tokens, expected 1 to 32"):
+        here.decode(33)
+    with pytest.raises(InputError, match="a batch of 3 rows, expected a multiple of the 2 repl"):
+        cluster.batch(3)
+    cluster.batch(2)
+    with pytest.raises(InputError, match="a newer batch has taken this one's place"):
+        here.decode(1)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """What was chosen; logprobs sum what comes from other processes in another order."""
+    np.testing.assert_array_equal(found.token, expected.token)
+    for name in ("logprob", "top_logprob"):
+        if getattr(expected, name) is not None:
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-5)
+
+
+def test_the_engine_answers_over_hosts_as_one_process_alone(cluster, alone):
+    cluster.init()
+    alone.init()
+    engine = Engine(cluster, Metrics(4), rows=4)
+    engine.start()
+    clients = random_clients(8, seed=3, n_vocab=VOCAB, logprobs=True)
+    scored = Client(np.arange(9), 0, score=True)
+    engine.submit([client.request for client in [*clients, scored]])
+    for client in clients:
+        asked = client.request
+        options, length = asked.settings._asdict(), np.array([len(asked.prompt)])
+        wanted = alone.generate(asked.prompt[None], length, asked.length, options)[0]
+        assert client.numbers() == wanted.tolist()
+    told = scored.news.get(timeout=60).prompt
+    expected = score(alone, np.arange(9), ALTERNATIVES)
+    np.testing.assert_allclose([t.logprob for t in told[1:]], expected.logprob, atol=1e-5)
+    engine.close()
+
+
 def test_bad_input_is_told_and_ends_nothing(cluster):
     batch = random_batch(CONFIG, 2, 3)
     with pytest.raises(InputError, match="the batch has 3 sequences, expected a multiple of the 2"):
@@ -162,8 +226,8 @@ def test_a_killed_host_ends_all_and_is_named(machines, host):
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(HostError, match="have been ended"):
-        cluster.wait()
+    with pytest.raises(HostError, match=rf"have been ended \(host {host} died"):
+        cluster.batch(2)
     cluster.close()
 
 
@@ -178,7 +242,7 @@ def test_hosts_that_disagree_are_ended(machines):
         HostError, match=r"disagree after step 1: host 0 is at step 1 with loss 0\.5, host 1 is"
     ):
         agreed(1, [Measured(1, 0.5, {"loss": at}, 0) for at in (0.5, 0.5000000000000001)])
-    assert cluster._ended
+    assert cluster.ended
 
 
 def test_steps_that_nobody_reads_are_few(cluster):

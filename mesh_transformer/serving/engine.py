@@ -23,6 +23,7 @@ from mesh_transformer.serving.scoring import score
 
 ALTERNATIVES = 5  # likeliest tokens told to a request that asks for logprobs
 PREFILL_SIZES = (4, 1)  # prompts in one prefill call, the largest that fits; each is compiled
+SHARES = (4, 2, 1)  # how many of them one of several replicas may get, as they are padded
 PREFILL_TOKENS = 512  # more in one call, padding included, only where one prompt alone has more
 SHORTEST_WARM_UP = 16  # the narrowest width that prompts are padded to
 
@@ -53,6 +54,9 @@ class Network(Protocol):
     """What the engine asks of a model, wherever it runs."""
 
     config: Config
+
+    @property
+    def dp(self) -> int: ...  # replicas, each of which has as many of a batch's rows
 
     def batch(self, rows: int) -> Batch: ...
 
@@ -179,11 +183,12 @@ class Engine:
         window = config.window
         widths = [min(SHORTEST_WARM_UP * 2**n, window) for n in range(window.bit_length())]
         widths = list(dict.fromkeys(widths))
+        sizes = PREFILL_SIZES if self.network.dp == 1 else SHARES
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
             score(self.network, np.zeros(min(width, config.seq), np.int32), ALTERNATIVES)
             # With pe fixed the first token of the answer needs a position too.
             prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
-            for size in PREFILL_SIZES:
+            for size in sizes:
                 if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
                     settings = _stacked([Settings()] * size)
                     prompts, lengths = [prompt] * size, np.ones(size, np.int32)
@@ -255,17 +260,19 @@ class Engine:
         served = set(self._taken) | set(self._active.values())
         self._taken = []
         self._active.clear()
+        # First, as hosts that start again take their time.
+        for request in served:
+            self._deliver(request, Progress(ended=True, error=error))
         try:
             self._batch = self._new_batch()
         except Exception as failure:  # as above
             log.exception("no new batch can be made; the engine stops")
-            error = failure
             with self._wake:
                 self.failure = failure
-                served |= set(self._waiting)
+                waiting = list(self._waiting)
                 self._waiting.clear()
-        for request in served:
-            self._deliver(request, Progress(ended=True, error=error))
+            for request in waiting:
+                self._deliver(request, Progress(ended=True, error=failure))
 
     def _deliver(self, request: Request, progress: Progress) -> None:
         if not request.cancelled:

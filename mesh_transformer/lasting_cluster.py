@@ -1,0 +1,55 @@
+"""`LastingCluster`: a `TPUCluster` to answer with, that outlives its hosts."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mesh_transformer.cluster_batch import ClusterBatch
+from mesh_transformer.util import HostError
+
+if TYPE_CHECKING:
+    from mesh_transformer.tpu_cluster import TPUCluster
+
+ATTEMPTS = 3  # on end at which new hosts may fail before they have a batch
+SECONDS_BETWEEN = 5.0
+
+
+class LastingCluster:
+    """A cluster whose hosts are all made anew, for the next batch, once one of them has failed.
+
+    Args:
+      make: gives a new cluster, with its weights.
+    """
+
+    def __init__(self, make: "Callable[[], TPUCluster]"):
+        self._make = make
+        self._cluster = make()
+        self.config = self._cluster.config
+        self.dp = self._cluster.dp
+
+    def batch(self, rows: int) -> ClusterBatch:
+        """As `TPUCluster.batch`; HostError where new hosts fail too."""
+        failures = 0
+        while True:
+            try:
+                if self._cluster.ended:
+                    print("all hosts start again", file=sys.stderr, flush=True)
+                    self._cluster = self._make()
+                return self._cluster.batch(rows)
+            except HostError as error:
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise
+                print(error, file=sys.stderr, flush=True)
+                time.sleep(SECONDS_BETWEEN)
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """As `TPUCluster.logits`."""
+        return self._cluster.logits(tokens)
+
+    def close(self) -> None:
+        """As `TPUCluster.close`."""
+        self._cluster.close()
