@@ -132,9 +132,10 @@ class StepClock:
         self._last = time.perf_counter()
 
     def look(self, unread: Iterable[tuple[int, Mapping[str, Any]]], *, read: int = 0) -> int:
-        """Sees how many of the `unread` steps have ended, beside `read` before them not yet taken.
+        """Sees which steps have ended; how many of the `unread` ones, which it returns.
 
-        They are (step, measurements) in order, of which the `loss` has `is_ready`.
+        Those are (step, measurements) in order, of which the `loss` has `is_ready`.  The `read`
+        steps before them have, and their seconds are still to be taken.
         """
         ended = sum(1 for _ in takewhile(lambda each: each[1]["loss"].is_ready(), unread))
         new = read + ended - len(self._seconds)

@@ -172,9 +172,12 @@ def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, rank
 
     `kind` is what befalls the host of that rank, or that server of Ray's head that dies.
     """
-    own = [] if kind != "exception" else [str(step), str(rank)]
-    drive = ["-m", "tests.interruptions", "drive", config, str(folder), *own]
-    with training(folder, *(command(config, folder) if kind in SERVERS else drive)) as run:
+    words = ["-m", "tests.interruptions", "drive", config, str(folder)]
+    if kind in SERVERS:
+        words = command(config, folder)
+    elif kind == "exception":
+        words += [str(step), str(rank)]
+    with training(folder, *words) as run:
         if kind == "exception":
             # The rows of the steps in flight before it are never written: the log tells of it.
             wait_until(lambda: "KeyError" in run.log.read_text(), "the exception")
