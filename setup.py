@@ -42,6 +42,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
+        "eval": ["lm-eval>=0.4.9"],
         "dev": [
             "pytest>=9",
             "pytest-xdist>=3.6",

@@ -46,6 +46,15 @@ class LastingCluster:
                 print(error, file=sys.stderr, flush=True)
                 time.sleep(SECONDS_BETWEEN)
 
+    @property
+    def batch_size(self) -> int:
+        """As `TPUCluster.batch_size`."""
+        return self._cluster.batch_size
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As `TPUCluster.eval`."""
+        return self._cluster.eval(sample)
+
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """As `TPUCluster.logits`."""
         return self._cluster.logits(tokens)

@@ -78,7 +78,7 @@ LEVELS = {
 DRIVERS = {
     "training": {"config", "util", "flops", "metrics", "tfrecord_loader"},
     "runs": {"util", "metrics", "training", "checkpoint"},
-    "evaluation": {"config", "util", "flops", "tfrecord_loader", "training"},
+    "evaluation": {"config", "util", "sampling"},
     "serving": {"config", "util", "sampling", "text_stream", "serving"},
 }
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
@@ -88,6 +88,7 @@ HOMES = {
     "tensorflow": {"mesh_transformer/tfrecord_loader.py"},
     "orbax": {"mesh_transformer/checkpoint.py", "mesh_transformer/host_arrays.py"},
     "wandb": {"mesh_transformer/metrics.py"},
+    "lm_eval": {"mesh_transformer/evaluation.py"},
     "transformers": {"mesh_transformer/tokenizer.py", "scripts/measure_generation.py"},
     # To read .bin files, and as what generation is measured against.
     "torch": {"mesh_transformer/tensor_files.py", "scripts/measure_generation.py"},

@@ -1,0 +1,55 @@
+"""Scores a trained model with lm-eval's tasks: prints a table, and writes JSON."""
+
+import argparse
+
+from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser
+from mesh_transformer.build_model import running_model
+from mesh_transformer.util import InputError, run_script
+
+
+def parse_args() -> argparse.Namespace:
+    parser = model_parser(__doc__)
+    parser.add_argument(
+        "--tasks", help="names, with commas between (default: the config's, or six)"
+    )
+    parser.add_argument(
+        "--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples ahead of a question"
+    )
+    parser.add_argument("--limit", type=float, help="questions a task, or below 1 their share")
+    parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
+    parser.add_argument("--output", metavar="FILE", help="for the results as JSON")
+    add_host_arguments(parser, required=False)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    path, config = model_arguments(args)
+    try:
+        from mesh_transformer import evaluation
+    except ImportError as error:
+        raise InputError(
+            f"{error.name or error} is missing: pip install 'lm-eval>=0.4.9'"
+        ) from None
+
+    from mesh_transformer.compilation_cache import use_compilation_cache
+    from mesh_transformer.conversion import config_of
+    from mesh_transformer.hf_config import Tokenizer
+
+    # First, as loading takes long.
+    own = config or config_of(path)
+    tasks = args.tasks.split(",") if args.tasks else own.eval_harness_tasks
+    manager = evaluation.tasks_of(tasks or evaluation.DEFAULT_TASKS, args.include_path)
+    tokenizer = Tokenizer.of(None, own, must_fit=True).loaded
+    use_compilation_cache()
+    with running_model(args, path, config) as network:
+        results = evaluation.evaluate(
+            network, tokenizer, manager, num_fewshot=args.num_fewshot, limit=args.limit
+        )
+    if args.output:
+        evaluation.write(args.output, results)
+    print(evaluation.table(results))
+
+
+if __name__ == "__main__":
+    run_script(main)
