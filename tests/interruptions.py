@@ -81,12 +81,15 @@ def members(session: int) -> dict[int, str]:
 
 
 def sessions_of(driver: int) -> set[int]:
-    """Linux: the sessions that a process's children have begun: those of its Ray heads."""
-    children: set[int] = set()
+    """Linux: the sessions of the Ray heads among a process's children."""
+    found: set[int] = set()
     with contextlib.suppress(OSError):
-        path = Path(f"/proc/{driver}/task/{driver}/children")
-        children |= {c for c in map(int, path.read_text().split()) if os.getsid(c) == c}
-    return children
+        for child in map(int, Path(f"/proc/{driver}/task/{driver}/children").read_text().split()):
+            # Others begin sessions too: wandb's server does.
+            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            if os.getsid(child) == child and b"mesh_transformer.ray_head" in command:
+                found.add(child)
+    return found
 
 
 class Training:
