@@ -1,5 +1,6 @@
 """Scores a model with lm-eval's tasks, on a network known by its methods, wherever it runs."""
 
+import functools
 import json
 import math
 import os
@@ -218,7 +219,7 @@ def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
     Raises:
       InputError: for a name that there is not.
     """
-    manager = TaskManager(include_path=include_path)
+    manager = _manager(include_path)
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
         raise InputError(
@@ -226,6 +227,12 @@ def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
             "--include-path adds a folder of your own"
         )
     return Tasks(names, manager)
+
+
+@functools.cache
+def _manager(include_path: str | None) -> TaskManager:
+    """Which reads the names of thousands of tasks, for seconds."""
+    return TaskManager(include_path=include_path)
 
 
 def evaluate(
