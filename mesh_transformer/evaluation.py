@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.sampling import SamplerSettings
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, bucket
 
 # What the original's configs name, as lm-eval calls them now.
 DEFAULT_TASKS = ("lambada", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
@@ -200,10 +200,7 @@ def _groups(lengths: Iterable[int], rows: int, longest: int) -> Iterable[tuple[i
     order = sorted(range(len(known)), key=lambda index: -known[index])
     for begin in range(0, len(order), rows):
         group = order[begin : begin + rows]
-        width = SMALLEST
-        while width < known[group[0]] - 1:
-            width *= 2
-        yield min(width, longest), group
+        yield bucket(known[group[0]] - 1, SMALLEST, longest), group
 
 
 class Tasks(NamedTuple):

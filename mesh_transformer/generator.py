@@ -1,7 +1,6 @@
 """A running batch of prompts on a mesh, for callers that know tokens and rows but no arrays."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import Chosen, DecodeState, Prompts, Weights
 from mesh_transformer.rows import Rows
 from mesh_transformer.sampling import SamplerSettings
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, bucket
 
 SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
 SMALLEST_CACHE = 256  # as for a prompt; a cache that grows is a new compilation each time
@@ -30,12 +29,6 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "repetition_penalty": (np.float32, 1.0),
     "seed": (np.uint32, 0),
 }
-
-
-def bucket(size: int, smallest: int, largest: int | None = None) -> int:
-    """The least of `smallest` times a power of two that holds `size`; none is above `largest`."""
-    found = smallest * 2 ** math.ceil(math.log2(max(size / smallest, 1)))
-    return found if largest is None else min(found, largest)
 
 
 def sampler_settings(options: dict[str, Any], rows: int) -> SamplerSettings:

@@ -100,8 +100,3 @@ def gathered(found: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarra
             raise HostError(f"host {rank} disagrees with one before it about the same rows")
         whole[places], known[places] = rows, True
     return whole
-
-
-def joined(found: Sequence[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
-    """All rows, from what processes that hold these replicas found for theirs (see `gathered`)."""
-    return gathered(found, places(replicas, len(found[0]) // len(replicas[0])))

@@ -1,5 +1,6 @@
-"""The few helpers that belong to no other module: errors for users, and casts."""
+"""The few helpers that belong to no other module: errors for users, casts, sizes to compile for."""
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +25,12 @@ class StoppedError(RuntimeError):
 
 class HostError(StoppedError):
     """A host of several has failed: another attempt, from the newest checkpoint, may go well."""
+
+
+def bucket(size: int, smallest: int, largest: int | None = None) -> int:
+    """The least of `smallest` times a power of two that holds `size`; none is above `largest`."""
+    found = smallest * 2 ** math.ceil(math.log2(max(size / smallest, 1)))
+    return found if largest is None else min(found, largest)
 
 
 def run_script(main: Callable[[], int | None]) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -82,16 +83,21 @@ def url_of(process: subprocess.Popen) -> str:
     raise AssertionError(process.communicate()[1])
 
 
+def question_and_answer(network) -> tuple[dict[str, Any], str]:
+    """A request, and what the network says to it by itself."""
+    tokens = load_tokenizer()("Hello there")["input_ids"]
+    options = {"top_p": 0.9, "temp": 0.7, "seed": 5}
+    alone = network.generate(np.array([tokens]), np.array([len(tokens)]), 30, options)[0]
+    asked = {"prompt": "Hello there", "max_tokens": 30, "top_p": 0.9, "temperature": 0.7, "seed": 5}
+    return asked, load_tokenizer().decode(alone)
+
+
 @pytest.mark.slow
 def test_answers_are_the_networks_and_sigterm_drains(model, start):
     folder, network = model
     process = start("--model-path", folder, "--port", "0", "--rows", "4")
     url = url_of(process)
-    tokens = load_tokenizer()("Hello there")["input_ids"]
-    options = {"top_p": 0.9, "temp": 0.7, "seed": 5}
-    alone = network.generate(np.array([tokens]), np.array([len(tokens)]), 30, options)[0]
-    text = load_tokenizer().decode(alone)
-    asked = {"prompt": "Hello there", "max_tokens": 30, "top_p": 0.9, "temperature": 0.7, "seed": 5}
+    asked, text = question_and_answer(network)
     with httpx.Client(base_url=url, timeout=SECONDS) as client:
         assert client.get("/health").json() == {"status": "ok", "model": "small"}
         answer = client.post("/v1/completions", json=asked).json()
@@ -131,11 +137,7 @@ def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
         *["--port", "0", "--rows", "2", "--heartbeat", "60"],
     )
     url = url_of(process)
-    tokens = load_tokenizer()("Hello there")["input_ids"]
-    options = {"top_p": 0.9, "temp": 0.7, "seed": 5}
-    alone = network.generate(np.array([tokens]), np.array([len(tokens)]), 30, options)[0]
-    text = load_tokenizer().decode(alone)
-    asked = {"prompt": "Hello there", "max_tokens": 30, "top_p": 0.9, "temperature": 0.7, "seed": 5}
+    asked, text = question_and_answer(network)
     with httpx.Client(base_url=url, timeout=4 * SECONDS) as client:  # the hosts start in it
 
         def answer() -> str:

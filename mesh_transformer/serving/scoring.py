@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mesh_transformer.util import bucket
+
 SMALLEST = 16  # texts are padded to this width times a power of two: few compilations
 
 
@@ -27,10 +29,7 @@ def score(network: Any, text: np.ndarray, alternatives: int) -> Scored:
       network: has `logits` and `config`; see `engine.Network`.
       text: token ids [T], at most `config.seq`.
     """
-    width = SMALLEST
-    while width < len(text):
-        width *= 2
-    padded = np.zeros((1, min(width, network.config.seq)), np.int32)
+    padded = np.zeros((1, bucket(len(text), SMALLEST, network.config.seq)), np.int32)
     padded[0, : len(text)] = text
     logits_TV = jnp.asarray(network.logits(padded))[0]
     following = np.append(padded[0, 1:], 0)
