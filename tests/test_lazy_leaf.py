@@ -95,7 +95,8 @@ def test_a_conversion_holds_a_layer_at_a_time(tmp_path):
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     del params
     options = {"config": config}
-    conversion.convert(start, "original", tmp_path / "warm", "hf", **options)  # and its imports
+    for kind in ("hf", "native"):  # and their imports
+        conversion.convert(start, "original", tmp_path / f"warm-{kind}", kind, **options)
     tracemalloc.start()
     try:
         conversion.convert(start, "original", tmp_path / "native", "native", **options)
