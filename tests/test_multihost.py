@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.rows import joined, share
+from mesh_transformer.rows import gathered, places, share
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError
 from tests.multihost import STEPS, random_batches, run
@@ -28,6 +28,11 @@ RUNS = {
         {"tpu_size": 6, "cores_per_replica": 2, "n_vocab": 60, "per_replica_batch": 1},
     ),
 }
+
+
+def joined(found: list[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
+    """All rows, of what processes that hold these replicas found for theirs."""
+    return gathered(found, places(replicas, len(found[0]) // len(replicas[0])))
 
 
 def one_process(config: dict[str, Any], batches: dict[str, np.ndarray]) -> CausalTransformer:
