@@ -23,6 +23,7 @@ from mesh_transformer.util import InputError
 HEADER_BYTES = 12  # a length (uint64) and the checksum of these eight bytes
 FOOTER_BYTES = 4  # the checksum of the payload
 BATCHES_AHEAD = 4
+KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # TensorFlow's name for it
 
 
 @functools.cache
@@ -31,8 +32,14 @@ def tensorflow() -> Any:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # oneDNN announces itself whatever the log level; nothing here computes.
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    # Told to use another Keras, it does not load the one there is, which takes half of the time.
+    choice = os.environ.get(KERAS_CHOICE)
+    os.environ[KERAS_CHOICE] = "1"
     import tensorflow
 
+    del os.environ[KERAS_CHOICE]
+    if choice is not None:
+        os.environ[KERAS_CHOICE] = choice
     for kind in ("GPU", "TPU"):
         tensorflow.config.set_visible_devices([], kind)
     return tensorflow

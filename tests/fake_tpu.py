@@ -27,6 +27,8 @@ from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 from google.longrunning import operations_pb2
 from google.protobuf import any_pb2, empty_pb2
 from google.rpc import status_pb2
+from paramiko.common import AUTH_FAILED, AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+from paramiko.sftp import SFTP_OK
 
 Node = tpu_v2.Node
 Queue = tpu_v2.QueuedResourceState.State
@@ -203,7 +205,9 @@ class FakeTpuApi:
     def _new_node(self, name: str, node: Node, operation: str) -> None:
         node.name, node.state = name, Node.State.CREATING
         node.description = operation
-        node.network_endpoints = [{"ip_address": each} for each in self.addresses]
+        node.network_endpoints = [
+            tpu_v2.NetworkEndpoint(ip_address=each) for each in self.addresses
+        ]
         self.nodes[name] = node
         self.polls[name] = 0
 
@@ -390,13 +394,13 @@ class FakeHost(paramiko.ServerInterface):
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         known = username == self.user and key.get_base64() == self._public
-        return paramiko.AUTH_SUCCESSFUL if known else paramiko.AUTH_FAILED
+        return AUTH_SUCCESSFUL if known else AUTH_FAILED
 
     def get_allowed_auths(self, username: str) -> str:
         return "publickey"
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
-        return paramiko.OPEN_SUCCEEDED
+        return OPEN_SUCCEEDED
 
     def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
         self.commands.append(command.decode())
@@ -505,7 +509,7 @@ def _answer(action: Callable[[], Any]) -> Any:
         result = action()
     except OSError as error:
         return paramiko.SFTPServer.convert_errno(error.errno or 0)
-    return paramiko.SFTP_OK if result is None or isinstance(result, Path) else result
+    return SFTP_OK if result is None or isinstance(result, Path) else result
 
 
 def key_pair(folder: Path) -> Path:

@@ -161,7 +161,12 @@ def test_requests_are_begun_in_their_order(network, start):
     clients = random_clients(30, seed=6)
     for number, client in enumerate(clients):
         deliver = client.request.deliver
-        client.request.deliver = lambda p, n=number, d=deliver: (order.append(n), d(p))
+
+        def noted(progress, number=number, deliver=deliver):
+            order.append(number)
+            deliver(progress)
+
+        client.request.deliver = noted
     engine.submit([client.request for client in clients])
     network.allowed.set()
     for client in [first, *clients]:

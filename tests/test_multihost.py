@@ -35,14 +35,17 @@ def joined(found: list[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
     return gathered(found, places(replicas, len(found[0]) // len(replicas[0])))
 
 
-def one_process(config: dict[str, Any], batches: dict[str, np.ndarray]) -> CausalTransformer:
+def one_process(
+    config: dict[str, Any], batches: dict[str, np.ndarray]
+) -> tuple[CausalTransformer, list[dict[str, float]]]:
+    """A network that was trained, and what its steps found."""
     network = CausalTransformer(config, devices=jax.devices()[: config["tpu_size"]])
-    network.losses = []  # type: ignore[attr-defined]
+    steps = []
     for step in range(STEPS):
         sample = {key: batches[f"train_{key}_{step}"] for key in ("obs", "target")}
         found = network.train(sample)
-        network.losses.append({k: float(v) for k, v in found.items()})  # type: ignore[attr-defined]
-    return network
+        steps.append({k: float(v) for k, v in found.items()})
+    return network, steps
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_processes_together_are_one(tmp_path, name):
     calls = [("init", []), *(("train", step) for step in range(STEPS))]
     calls += [("eval", None), ("logits", None), ("generate", GENERATED)]
     found = run(tmp_path / "run", config, hosts, batches, calls)
-    expected = one_process(config, batches)
+    expected, steps = one_process(config, batches)
 
     replicas = [list(map(int, each["replicas"])) for each in found]
     per_host = config["tpu_size"] // hosts
@@ -64,7 +67,7 @@ def test_processes_together_are_one(tmp_path, name):
         for h in range(hosts)
     ]
     worst = 0.0
-    for step, values in enumerate(expected.losses):
+    for step, values in enumerate(steps):
         for key, value in values.items():
             theirs = [float(each[f"{step + 1}_{key}"]) for each in found]
             assert len(set(theirs)) == 1, (step, key, theirs)
