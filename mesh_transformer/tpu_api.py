@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from mesh_transformer.signals import Signals
 from mesh_transformer.tpu_spec import TpuSpec
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -89,8 +91,8 @@ class TpuApi:
     where none of these.
     """
 
-    def __init__(self, spec: TpuSpec, client: "tpu_v2.TpuClient | None" = None):
-        self._client = client or new_client()
+    def __init__(self, spec: TpuSpec, client: "tpu_v2.TpuClient | None", signals: Signals):
+        self._client: Any = _Undisturbed(client or new_client(), signals)
         project = spec.project or default_project()
         self.spec = dataclasses.replace(spec, project=project)
         self._parent = f"projects/{project}/locations/{spec.zone}"
@@ -115,7 +117,9 @@ class TpuApi:
         )
         try:
             with self._explained():
-                return method(request={"name": name}, retry=again, timeout=RPC_SECONDS)
+                # The client's own way to try again would take the pauses for requests, too.
+                request = functools.partial(method, retry=None, timeout=RPC_SECONDS)
+                return again(request)(request={"name": name})
         except _MissingError:
             return None
 
@@ -292,6 +296,22 @@ class TpuApi:
         if versions and self.spec.runtime not in versions:
             return f"its runtime versions are {', '.join(sorted(versions))}"
         return "check the accelerator type, the runtime version and the network"
+
+
+class _Undisturbed:
+    """A client whose requests no signal breaks off: it raises once the answer is there."""
+
+    def __init__(self, client: "tpu_v2.TpuClient", signals: Signals):
+        self._client, self._signals = client, signals
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def request(*arguments: Any, **options: Any) -> Any:
+            with self._signals.undisturbed():
+                return method(*arguments, **options)
+
+        return request
 
 
 class _MissingError(Exception):

@@ -3,42 +3,34 @@
 import fcntl
 import os
 import secrets
-import signal
-import threading
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from mesh_transformer.signals import Signals
 from mesh_transformer.tpu_ray import FOLDER
 from mesh_transformer.tpu_spec import TpuSpec
 from mesh_transformer.util import InputError
 
 
 class Guard:
-    """While held, signals that would end the process raise SystemExit: `with` blocks still end.
+    """While held, the process has taken `signals`, and is the only one that uses the TPU.
 
     `alone` keeps this user's other processes from holding a TPU of that name too.
     """
 
-    def __init__(self, spec: TpuSpec, *, alone: bool):
-        self._spec, self._alone = spec, alone
-        self._handlers: dict[int, Any] = {}
+    def __init__(self, spec: TpuSpec, signals: Signals, *, alone: bool):
+        self._spec, self._signals, self._alone = spec, signals, alone
         self._lock: IO[str] | None = None
 
     def hold(self) -> None:
         """Raises InputError where another process holds it."""
         if self._alone:
             self._lock = _locked(self._spec)
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python takes signals on its main thread alone.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._handlers[number] = signal.signal(number, _exit_by_signal)
+        self._signals.take()
 
     def release(self) -> None:
         """Gives back what `hold` took, as often as it is called."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
+        self._signals.give_back()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -84,7 +76,3 @@ def kept_mark(spec: TpuSpec) -> str:
 
 def _file_of(spec: TpuSpec, kind: str) -> Path:
     return Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
-
-
-def _exit_by_signal(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from tqdm import tqdm
 
 from mesh_transformer import tpu_ray
+from mesh_transformer.signals import Signals
 from mesh_transformer.tpu_api import CapacityError, PreemptedError, QuotaError, TpuApi, taken
 from mesh_transformer.tpu_guard import Guard, kept_mark
 from mesh_transformer.tpu_spec import SshOptions, TpuSpec
@@ -82,7 +83,8 @@ class TpuVm:
         self._ssh = ssh or SshOptions()
         # Says now, not when the TPU costs money, that it is missing.
         self._public_key = self._ssh.public_key()
-        self._api = TpuApi(spec, client)
+        signals = Signals()
+        self._api = TpuApi(spec, client, signals)
         self.spec = self._api.spec
         self.limits = limits or Limits()
         self._adopt, self._keep = adopt, keep
@@ -90,7 +92,7 @@ class TpuVm:
         self._may_exist = False  # a TPU of ours, made or asked for
         self._answered = True  # False while a request to make it has no answer
         self._hosts: Hosts | None = None
-        self._guard = Guard(self.spec, alone=adopt)
+        self._guard = Guard(self.spec, signals, alone=adopt)
 
     def __enter__(self) -> Self:
         self._guard.hold()

@@ -55,6 +55,7 @@ LEVELS = {
     "generator": 7,
     "compilation_cache": 1,
     "text_stream": 1,
+    "signals": 1,
     "transformer_shard": 8,
     "train_actor": 9,
     "ray_head": 9,

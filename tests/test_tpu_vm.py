@@ -51,12 +51,13 @@ def make(api, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     ssh = SshOptions(user="me", key_file=str(key_pair(tmp_path)))
 
-    def made(limits=QUICK, adopt=False, keep=False, **changes):
+    def made(limits=QUICK, adopt=False, keep=False, client=None, **changes):
         spec = TpuSpec(
             **{"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
             | {"project": "p"} | changes
         )  # fmt: skip
-        return TpuVm(spec, client=api.client(), limits=limits, ssh=ssh, adopt=adopt, keep=keep)
+        client = client or api.client()
+        return TpuVm(spec, client=client, limits=limits, ssh=ssh, adopt=adopt, keep=keep)
 
     return made
 
@@ -396,6 +397,29 @@ def test_keep_leaves_it_alive_and_says_how_to_delete(api, make, capsys):
 def test_error_in_the_block_deletes(api, make):
     with pytest.raises(KeyError), make():
         raise KeyError
+    assert not api.nodes
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_no_request_is_broken_off(api, make, number, raised):
+    """gRPC may crash in the request after it."""
+    client, answered = api.client(), []
+    create = client.create_node
+
+    def create_node(**given):
+        os.kill(os.getpid(), number)
+        answer = create(**given)
+        answered.append(answer)
+        return answer
+
+    client.create_node = create_node
+    with pytest.raises(raised), make(client=client):
+        raise AssertionError("the signal was lost")
+    assert len(answered) == 1
+    assert api.calls[-1] == "GetNode"
+    assert "DeleteNode" in api.calls
     assert not api.nodes
 
 
