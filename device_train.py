@@ -1,16 +1,21 @@
-"""Trains a model on this machine's devices; starts again where it was interrupted."""
+"""Trains a model on this machine's devices, or scores it; goes on where it was interrupted."""
 
-from mesh_transformer import training
+from mesh_transformer import training, validation
 from mesh_transformer.arguments import run_arguments, run_parser
 from mesh_transformer.util import run_script
 
 
 def main() -> None:
-    config, folder, options = run_arguments(run_parser(__doc__).parse_args())
+    args = run_parser(__doc__).parse_args()
+    config, folder, options = run_arguments(args)
 
     from mesh_transformer.transformer_shard import CausalTransformer
 
-    training.train(CausalTransformer(config, init=False), folder, **options)
+    network = CausalTransformer(config, init=False)
+    if args.mode == "eval":
+        validation.validate(network, args.tune_model_path or folder)
+    else:
+        training.train(network, folder, **options)
 
 
 if __name__ == "__main__":

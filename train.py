@@ -1,4 +1,4 @@
-"""Trains a model over many hosts, and goes on when one fails; starts again where it was stopped."""
+"""Trains a model over many hosts, or scores it; goes on when one fails, and where it stopped."""
 
 import argparse
 
@@ -19,16 +19,20 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     config, folder, options = run_arguments(args)
-    config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
+    if args.mode == "train":
+        config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
     machines = machines_of(args, config)
     if args.new:
         runs.begin_anew(folder, yes=args.yes)
     with machines as hosts:
-        runs.train(
-            lambda: build_model(config, hosts(), heartbeat=args.heartbeat, patience=args.patience),
-            folder,
-            **options,
-        )
+
+        def make():
+            return build_model(config, hosts(), heartbeat=args.heartbeat, patience=args.patience)
+
+        if args.mode == "eval":
+            runs.validate(make, args.tune_model_path or folder)
+        else:
+            runs.train(make, folder, **options)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,12 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="JSON or YAML file")
     parser.add_argument(
+        "--mode",
+        choices=("train", "eval"),
+        default="train",
+        help="eval: score the config's val_set with the newest checkpoint, or --tune-model-path",
+    )
+    parser.add_argument(
         "--tune-model-path",
         help="what a new run starts from: model folder, step_N, or Hugging Face folder",
     )
@@ -49,6 +55,9 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     """The config, the model folder and the options that `run_parser`'s flags stand for."""
     if args.fresh_opt and args.tune_model_path is None:
         raise InputError("--fresh-opt goes with --tune-model-path; give both or neither")
+    for name in ("max_steps", "fresh_opt", "new"):
+        if args.mode == "eval" and getattr(args, name, None):
+            raise InputError(f"--{name.replace('_', '-')} is for training; --mode eval has no use")
     config = Config.load(args.config, args.version)
     options = RunOptions(
         max_steps=args.max_steps, tune_model_path=args.tune_model_path, fresh_opt=args.fresh_opt

@@ -93,7 +93,8 @@ class Config:
     seed: int = 0
     bucket: str | None = None
     model_dir: str | None = None
-    train_set: str | None = None
+    train_set: str | dict[str, float] | None = field(default=None, hash=False)  # or sets: weights
+    shuffle_buffer: int = 0  # so many records are shuffled together; 0 is the index's order
     val_set: dict[str, str] = field(default_factory=dict, hash=False)
     val_batches: int = 100
     val_every: int = 500
@@ -350,7 +351,7 @@ def _check(c: Config) -> None:
     for key in positive.split(" "):
         if getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
-    at_least_0 = "warmup_steps lr end_lr weight_decay adam_eps z_loss val_batches"
+    at_least_0 = "warmup_steps lr end_lr weight_decay adam_eps z_loss shuffle_buffer val_batches"
     for key in at_least_0.split(" "):
         if getattr(c, key) < 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")

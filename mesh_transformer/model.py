@@ -141,10 +141,39 @@ def losses(
     return Losses(*cross_entropy(logits(params, tokens_BT, config, par), targets_BT, par))
 
 
+class LossWeights(NamedTuple):
+    """How much each position counts in the loss and in `last_loss`; means over a batch are 1."""
+
+    every_BT: Array
+    last_BT: Array
+
+
+def loss_weights(mask: Array, par: Parallel) -> LossWeights:
+    """Weights [..., T] under which means over all of a batch are means where `mask` is 1.
+
+    A sequence's last position is its last one with 1; where no position has 1 all weights are 0.
+    """
+    every = mask.astype(jnp.float32)
+    from_here = jnp.flip(jnp.cumsum(jnp.flip(every, -1), axis=-1), -1)
+    last = every * (from_here == 1)
+    shares = par.mean_scalar(jnp.stack((every.mean(), last.mean())))
+    scales = 1 / jnp.maximum(shares, jnp.finfo(jnp.float32).tiny)
+    return LossWeights(every * scales[0], last * scales[1])
+
+
 def train_loss(
-    params: Params, tokens_BT: Array, targets_BT: Array, config: Config, par: Parallel
+    params: Params,
+    tokens_BT: Array,
+    targets_BT: Array,
+    config: Config,
+    par: Parallel,
+    weights: LossWeights | None = None,
 ) -> tuple[Array, Array]:
     """The mean loss that training minimises, z-loss included, and that of the last position."""
     found = losses(params, tokens_BT, targets_BT, config, par)
-    z_loss = config.z_loss * jnp.mean(jnp.square(found.log_sum_BT))
-    return found.loss_BT.mean() + z_loss, found.loss_BT[:, -1].mean() + z_loss
+    if weights is None:
+        z_loss = config.z_loss * jnp.mean(jnp.square(found.log_sum_BT))
+        return found.loss_BT.mean() + z_loss, found.loss_BT[:, -1].mean() + z_loss
+    z_loss = config.z_loss * jnp.mean(weights.every_BT * jnp.square(found.log_sum_BT))
+    every = jnp.mean(weights.every_BT * found.loss_BT)
+    return every + z_loss, jnp.mean(weights.last_BT * found.loss_BT) + z_loss

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from etils import epath
 
-from mesh_transformer import training
+from mesh_transformer import training, validation
 from mesh_transformer.checkpoint import delete_step, own_steps
 from mesh_transformer.metrics import NAME
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -32,19 +32,40 @@ def train(
     Raises:
       StoppedError: when it gives up, and where `training.train` raises it.
     """
+
+    def attempt(network: training.Network) -> None:
+        training.train(
+            network,
+            folder,
+            max_steps=max_steps,
+            tune_model_path=tune_model_path,
+            fresh_opt=fresh_opt,
+        )
+
+    _until_done(make, attempt, retries)
+
+
+def validate(make: Callable[[], training.Network], path: str, *, retries: int = RETRIES) -> None:
+    """As `validation.validate`, again on a new network where a host failed."""
+
+    def attempt(network: training.Network) -> None:
+        validation.validate(network, path)
+
+    _until_done(make, attempt, retries)
+
+
+def _until_done(
+    make: Callable[[], training.Network],
+    attempt: Callable[[training.Network], None],
+    retries: int,
+) -> None:
     furthest, failures = -1, 0
     while True:
         reached = furthest
         try:
             with training.closing(make()) as network:
                 try:
-                    return training.train(
-                        network,
-                        folder,
-                        max_steps=max_steps,
-                        tune_model_path=tune_model_path,
-                        fresh_opt=fresh_opt,
-                    )
+                    return attempt(network)
                 finally:
                     reached = network.step
         except HostError as error:

@@ -57,15 +57,18 @@ def gradients(
     """Gradients of A microbatches summed in f32, their mean over dp, and what was measured.
 
     Args:
-      batch: `obs` and `target` [A, B, T], of this program's sequences.
+      batch: `obs` and `target` [A, B, T], of this program's sequences, and maybe `loss_mask`.
     """
     declared = model.declarations(config)
     params = _compute_params(params, config, par)
+    mask = batch.get("loss_mask")
+    weights = None if mask is None else model.loss_weights(mask, par)
     squares = Optimizer(config, declared).squares
     grad_fn = jax.value_and_grad(model.train_loss, has_aux=True)
 
-    def microbatch(sums: Any, tokens: tuple[Array, Array]) -> Any:
-        (loss, last_loss), grads = grad_fn(params, *tokens, config, par)
+    def microbatch(sums: Any, sample: tuple[Any, ...]) -> Any:
+        obs, target, weights = sample
+        (loss, last_loss), grads = grad_fn(params, obs, target, config, par, weights)
         grads = to_f32(grads)
         sums = jax.tree.map(jnp.add, sums, grads)
         square = par.micro_total(squares(par.micro(grads, declared)), declared)
@@ -73,7 +76,7 @@ def gradients(
 
     accumulation = batch["obs"].shape[0]
     sums, (loss, last_loss, micro_square) = jax.lax.scan(
-        microbatch, par.accumulator(params, declared), (batch["obs"], batch["target"])
+        microbatch, par.accumulator(params, declared), (batch["obs"], batch["target"], weights)
     )
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
     measured = jnp.stack(
@@ -203,7 +206,7 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(state, batch) -> (state, metrics); the old state's memory is reused."""
-    batch = dict.fromkeys(("obs", "target"), P(None, "dp"))
+    batch = P(None, "dp")  # whatever it has
     measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
     params = layout["params"]

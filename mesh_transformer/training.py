@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm import tqdm
 
-from mesh_transformer import flops
+from mesh_transformer import flops, validation
 from mesh_transformer.config import Config
 from mesh_transformer.metrics import MetricsLog, NoiseScale, StepClock
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
@@ -119,10 +119,17 @@ def _train(
     val_sets = {} if config.val_batches == 0 else config.val_set
     shape = (config.gradient_accumulation_steps, network.batch_size)
     with contextlib.closing(
-        TFRecordNewInputs(config.train_set, shape, config.seq, n_vocab=config.n_vocab)
+        TFRecordNewInputs(
+            config.train_set,
+            shape,
+            config.seq,
+            n_vocab=config.n_vocab,
+            shuffle_buffer=config.shuffle_buffer,
+            seed=config.seed,
+        )
     ) as loader:
-        for path in val_sets.values():
-            _open_val(network, path).close()  # says now, not after hours, what is wrong with it
+        for path in val_sets.values():  # says now, not after hours, what is wrong with it
+            validation.open_set(network, path).close()
         aux = network.restore(folder)
         if aux is None:
             start_weights(network, tune_model_path, fresh_opt)
@@ -160,18 +167,6 @@ def start_weights(network: Network, path: str | None, fresh_opt: bool) -> None:
         network.init()
     else:
         network.load(path, fresh_opt=fresh_opt)
-
-
-def _open_val(network: Network, path: str) -> TFRecordNewInputs:
-    config = network.config
-    return TFRecordNewInputs(
-        path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False
-    )
-
-
-def _split(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Records [..., T+1] as what the model reads and what it should say."""
-    return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
 
 
 @contextlib.contextmanager
@@ -239,8 +234,8 @@ class _Run:
         with self.bar:
             while network.step < self.total and not received:
                 with self._saving_first():
-                    tokens = self.loader.get_samples()
-                metrics = network.train(_split(tokens))
+                    sample = self.loader.get_samples()
+                metrics = network.train(sample)
                 self.pending.append((network.step, metrics))
                 self._log(self._rows(IN_FLIGHT))
                 if self.val_sets and network.step % config.val_every == 0:
@@ -314,22 +309,16 @@ class _Run:
         self._log(islice(rows, older))
         newest = next(rows)
         try:
-            losses = {name: self._val_loss(path) for name, path in self.val_sets.items()}
+            losses = {
+                name: validation.score(self.network, path).loss
+                for name, path in self.val_sets.items()
+            }
             newest |= {f"val/loss_{name}": loss for name, loss in losses.items()}
         finally:
             self._log([newest])
         shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         self.bar.write(f"step {self.network.step}: validation loss {shown}")
         self.clock.restart()
-
-    def _val_loss(self, path: str) -> float:
-        """The mean loss over the first `val_batches` batches of a set."""
-        with contextlib.closing(_open_val(self.network, path)) as batches:
-            losses = [
-                self.network.eval(_split(tokens))["loss"]
-                for _, tokens in zip(range(self.config.val_batches), batches, strict=False)
-            ]
-        return float(np.mean([np.asarray(loss) for loss in losses]))
 
     def _save(self) -> None:
         """Begins to write a checkpoint of this step, loader position and averages with it."""

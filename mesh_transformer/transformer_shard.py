@@ -117,6 +117,8 @@ class CausalTransformer:
 
         Args:
           sample: token ids `obs` and `target` [A, B, T]; B divides by the number of `replicas`.
+            Maybe `loss_mask` [A, B, T], 1 where a target bears loss and 0 elsewhere: losses are
+            then means over all that do, of all processes.
 
         Returns:
           Device scalars: `loss` (z-loss included), `last_loss`, `grad_norm` (before clipping),
@@ -136,12 +138,12 @@ class CausalTransformer:
         return metrics
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Losses of `target` after `obs`, both token ids [B, T], any B; no z-loss.
+        """Losses of `target` after `obs`, both token ids [B, T], any B; no z-loss, no mask.
 
         Returns:
           `loss` (mean over T) and `last_loss` [B], `all_loss` and `correct` [B, T].
         """
-        batch = self._batch(sample, 2)
+        batch = self._batch({key: sample[key] for key in ("obs", "target")}, 2)
         rows = len(batch["obs"])
         batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
         found = self._eval(self._params(), self._rows.place(batch, P("dp")))
@@ -298,10 +300,13 @@ class CausalTransformer:
 
     def _batch(self, sample: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
         batch = {key: self._tokens(key, sample[key], rank) for key in ("obs", "target")}
-        if batch["obs"].shape != batch["target"].shape:
-            raise InputError(
-                f"obs is {batch['obs'].shape}, target {batch['target'].shape}; expected the same"
-            )
+        if "loss_mask" in sample:
+            batch["loss_mask"] = np.asarray(sample["loss_mask"])
+        for key, found in batch.items():
+            if found.shape != batch["obs"].shape:
+                raise InputError(
+                    f"obs is {batch['obs'].shape}, {key} {found.shape}; expected the same"
+                )
         return batch
 
     def _tokens(self, name: str, tokens: np.ndarray, rank: int) -> np.ndarray:

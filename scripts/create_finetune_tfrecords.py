@@ -13,14 +13,13 @@ import random
 import tempfile
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 import numpy as np
 from text_documents import cleaner, find_files, read_pieces
 from tqdm import tqdm
 
-from mesh_transformer.tfrecord_loader import write_records
+from mesh_transformer.record_files import write_set
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError, run_script
 
@@ -200,18 +199,12 @@ def main(arguments: list[str] | None = None) -> None:
     files = find_files(options.input_path)
     if not options.preserve_data_order:
         generator.shuffle(files)
-    base = Path(options.output_dir) / options.name
-    draft, index = base.with_name(f".{base.name}.tfrecords"), base.with_name(f"{base.name}.index")
     try:
-        base.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=base.parent) as spill:
+        os.makedirs(options.output_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.output_dir) as spill:
             corpus = tokenize(files, tokenizer, options, spill)
             sequences = tqdm(pack(corpus, tokenizer, options, generator), desc="writing")
-            count = write_records(str(draft), sequences)
-        records = base.with_name(f"{base.name}_{count}.tfrecords")
-        os.replace(draft, records)
-        draft.write_text(f"{records.name}\n")
-        os.replace(draft, index)
+            records, index, count = write_set(options.output_dir, options.name, sequences)
     except OSError as error:
         raise InputError(f"{options.output_dir}: cannot be written: {error}") from error
     print(f"{records}: {count} sequences of {options.seq + 1} tokens; {index} lists it")

@@ -1,8 +1,9 @@
 """Documents from text files and archives, in pieces that fit in memory, cleaned on request.
 
-Beside create_finetune_tfrecords.py, which is its only user.
+Beside create_finetune_tfrecords.py and create_completion_tfrecords.py, its users.
 """
 
+import contextlib
 import gzip
 import io
 import json
@@ -13,7 +14,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 import zstandard
 
@@ -25,7 +26,7 @@ PIECE_CHARACTERS = 1 << 17
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zstandard.ZstdError)
 
 
-def find_files(path: str) -> list[str]:
+def find_files(path: str, types: tuple[str, ...] = FILE_TYPES) -> list[str]:
     """The file itself, or a folder's files of the known types in order of name (not deeper)."""
     if os.path.isfile(path):
         names = [path]
@@ -33,9 +34,9 @@ def find_files(path: str) -> list[str]:
         names = sorted(str(entry) for entry in Path(path).iterdir() if entry.is_file())
     else:
         raise InputError(f"{path}: no such file or folder")
-    found = [name for name in names if name.endswith(FILE_TYPES)]
+    found = [name for name in names if name.endswith(types)]
     if not found:
-        raise InputError(f"{path}: no text found, expected files ending in {', '.join(FILE_TYPES)}")
+        raise InputError(f"{path}: no text found, expected files ending in {', '.join(types)}")
     return found
 
 
@@ -48,13 +49,20 @@ def read_pieces(
     told the bytes read since it was last told.  Raises InputError naming a damaged file.
     """
     reported = 0
+    with opened(path) as raw:
+        for text in _texts(raw, path):
+            for piece in split_documents(text, separator):
+                yield piece
+                progress(raw.tell() - reported)
+                reported = raw.tell()
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """The file's bytes; what is wrong with them, whoever reads them, is an InputError naming it."""
     try:
         with open(path, "rb") as raw:
-            for text in _texts(raw, path):
-                for piece in split_documents(text, separator):
-                    yield piece
-                    progress(raw.tell() - reported)
-                    reported = raw.tell()
+            yield raw
     except UnicodeDecodeError as error:
         found = error.object[error.start : error.end]
         raise InputError(f"{path}: found the bytes {found!r}, expected UTF-8 text") from error
@@ -145,19 +153,26 @@ def _json_texts(stream: IO[bytes], path: str) -> Iterator[TextIO]:
     for number, line in enumerate(io.TextIOWrapper(stream, "utf-8", newline="\n"), 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{path}: line {number} is not JSON ({error.msg}); is the file cut short?"
-            ) from error
+        value = json_value(line, f"{path}: line {number}")
         text = value.get("text") if isinstance(value, dict) else value
         if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
             text = "\n\n".join(text)
         if not isinstance(text, str):
             raise InputError(f"{path}: line {number} has no text, expected a string or key text")
-        # JSON can escape half of a surrogate pair, which is no character and has no encoding.
-        yield io.StringIO(text.encode(errors="replace").decode())
+        yield io.StringIO(whole_characters(text))
+
+
+def json_value(line: str, where: str) -> Any:
+    """What a line of JSON says; InputError naming it where it is none."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is not JSON ({error.msg}); is the file cut short?") from error
+
+
+def whole_characters(text: str) -> str:
+    """The text with `?` for halves of surrogate pairs: JSON has them, no encoding does."""
+    return text.encode(errors="replace").decode()
 
 
 def wikitext_detokenize(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.metrics import NAME
-from mesh_transformer.tfrecord_loader import write_records
+from mesh_transformer.record_files import write_records
 
 SEQ = 16
 VOCAB = 64

@@ -49,7 +49,7 @@ def refusal(changes: dict[str, Any]) -> str:
         ({"seq": [16]}, ["seq is list [16]", "expected int"]),
         ({"val_set": ["a"]}, ["val_set is list", "expected dict of str, str"]),
         ({"val_set": {"a": 1}}, ["val_set is dict", "expected dict of str, str"]),
-        ({"train_set": 3}, ["train_set is int 3", "expected str or null"]),
+        ({"train_set": 3}, ["train_set is int 3", "expected str or dict of str, float or null"]),
         ({"eval_harness_tasks": "piqa"}, ["eval_harness_tasks is str", "expected list of str"]),
         ({"pe": "rotery"}, ["pe is str 'rotery'", "did you mean 'rotary'?", "'fixed', 't5'"]),
         ({"norm": "layer-norm"}, ["norm is str 'layer-norm'", "did you mean 'layernorm'?"]),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from mesh_transformer.tfrecord_loader import RecordSet
+from mesh_transformer.record_set import Position, RecordSet
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
 
@@ -62,11 +62,9 @@ def create(tmp_path, *options, source="in", seq=SEQ):
 
 
 def read(index, seq):
-    records = RecordSet(str(index), seq, n_vocab=50257, repeat=False)
-    zero = records.checked_position(
-        {"index": records.fingerprint, "epoch": 0, "file": 0, "record": 0, "offset": 0}
-    )
-    return np.concatenate([batch for batch, _ in records.batches(zero, (1, seq + 1))])
+    records = RecordSet(str(index), seq, n_vocab=50257)
+    rows = [row for row, _ in records.rows(Position(), repeat=False, masked=False)]
+    return np.stack([np.append(row["obs"], row["target"][-1]) for row in rows])
 
 
 def packed(tokens, length=SEQ + 1):

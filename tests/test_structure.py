@@ -29,7 +29,9 @@ LEVELS = {
     "parallel": 2,
     "sampling": 2,
     "tokenizer": 2,
-    "tfrecord_loader": 2,
+    "record_files": 2,
+    "record_set": 3,
+    "tfrecord_loader": 4,
     "flops": 2,
     "prefetch": 1,
     "storage": 1,
@@ -77,8 +79,9 @@ LEVELS = {
 }
 # These drive a network that they know by its methods only (a Protocol), wherever it runs.
 DRIVERS = {
-    "training": {"config", "util", "flops", "metrics", "tfrecord_loader"},
-    "runs": {"util", "metrics", "training", "checkpoint"},
+    "training": {"config", "util", "flops", "metrics", "tfrecord_loader", "validation"},
+    "validation": {"config", "util", "text_stream", "tfrecord_loader", "tokenizer"},
+    "runs": {"util", "metrics", "training", "validation", "checkpoint"},
     "evaluation": {"config", "util", "sampling"},
     "serving": {"config", "util", "sampling", "text_stream", "serving"},
 }
@@ -86,7 +89,7 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 
 # The files that may import each of the heavy packages.
 HOMES = {
-    "tensorflow": {"mesh_transformer/tfrecord_loader.py"},
+    "tensorflow": {"mesh_transformer/record_files.py"},
     "orbax": {"mesh_transformer/checkpoint.py", "mesh_transformer/host_arrays.py"},
     "wandb": {"mesh_transformer/metrics.py"},
     "lm_eval": {"mesh_transformer/evaluation.py"},

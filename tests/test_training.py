@@ -43,6 +43,11 @@ class Number:
         return self.made < self.network.step
 
 
+def whole_records(sample: dict[str, np.ndarray]) -> np.ndarray:
+    """Records [..., T + 1] of what the model reads and should say."""
+    return np.concatenate((sample["obs"], sample["target"][..., -1:]), axis=-1)
+
+
 class Counter:
     """A network whose loss is its step's reciprocal, and whose checkpoints are a dict."""
 
@@ -69,7 +74,7 @@ class Counter:
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         self.before_step(self.step + 1)
         np.testing.assert_array_equal(sample["obs"][..., 1:], sample["target"][..., :-1])
-        self.seen.append(np.concatenate((sample["obs"], sample["target"][..., -1:]), axis=-1))
+        self.seen.append(whole_records(sample))
         self.step += 1
         names = ("last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "learning_rate")
         return {
@@ -78,7 +83,8 @@ class Counter:
         }
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        return {"loss": np.full(len(sample["obs"]), 1.5), "at": self.step}
+        shape = sample["obs"].shape
+        return {"all_loss": np.full(shape, 1.5), "correct": np.zeros(shape, bool)}
 
     def generate(self, *_: Any) -> np.ndarray:
         raise NotImplementedError
@@ -448,7 +454,7 @@ def train_here(values: dict[str, Any], folder: Path, **options: Any) -> list[np.
     train = network.train
 
     def watched(sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        seen.append(np.concatenate((sample["obs"], sample["target"][..., -1:]), axis=-1))
+        seen.append(whole_records(sample))
         return train(sample)
 
     network.train = watched  # type: ignore[method-assign]
@@ -482,7 +488,7 @@ def test_on_another_mesh_the_same_records_and_losses(base, tmp_path, mesh, chang
     seen = train_here(changed, tmp_path / "model")
     # 2 microbatches of 4 records a step, from step 21 on.
     expected = TFRecordNewInputs(values["train_set"], 8, values["seq"])
-    batches = [expected.get_samples() for _ in range(40)]
+    batches = [whole_records(expected.get_samples()) for _ in range(40)]
     expected.close()
     np.testing.assert_array_equal(np.stack(seen), np.concatenate(batches[20:]))
     difference = relative_difference(tmp_path / "model", folder / "model", 21)

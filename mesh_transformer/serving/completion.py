@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mesh_transformer.serving.engine import Progress, Token
-from mesh_transformer.text_stream import TextStream
+from mesh_transformer.text_stream import TextStream, byte_letters
 
 PART = "bytes:"  # begins the name of a token that is only part of a character, as at OpenAI
 Finish = Literal["stop", "length"]
@@ -37,20 +37,10 @@ class Words:
         name = self.tokenizer.convert_ids_to_tokens(number)
         if name is None:  # the model's vocabulary may be larger than the tokenizer's
             return f"<|token_{number}|>"
-        byte_of = _gpt2_bytes()
+        byte_of = byte_letters()
         if not all(letter in byte_of for letter in name):
             return name
         return PART + "".join(f"\\x{byte_of[letter]:02x}" for letter in name)
-
-
-def _gpt2_bytes() -> dict[str, int]:
-    """Which byte each letter of a GPT-2 token's name stands for."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    # The unprintable bytes have letters from U+100 on.
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + at): byte for at, byte in enumerate(others)
-    }
 
 
 class Spot(NamedTuple):

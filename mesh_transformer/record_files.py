@@ -1,0 +1,187 @@
+"""TFRecord files, local or on gs://: their framing, their messages, and the indexes that list them.
+
+The library's one TensorFlow import, made when first needed: its file system (local and gs://) and
+its `Example` message.  The framing around the messages is read here, because only so can a reader
+start at any record and name the byte at which a file is damaged.
+"""
+
+import functools
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.util import InputError
+
+HEADER_BYTES = 12  # a length (uint64) and the checksum of these eight bytes
+FOOTER_BYTES = 4  # the checksum of the payload
+KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # TensorFlow's name for it
+
+
+@functools.cache
+def tensorflow() -> Any:
+    """The tensorflow module, silenced and without accelerators: JAX needs their memory."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # oneDNN announces itself whatever the log level; nothing here computes.
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    # Told to use another Keras, it does not load the one there is, which takes half of the time.
+    choice = os.environ.get(KERAS_CHOICE)
+    os.environ[KERAS_CHOICE] = "1"
+    import tensorflow
+
+    del os.environ[KERAS_CHOICE]
+    if choice is not None:
+        os.environ[KERAS_CHOICE] = choice
+    for kind in ("GPU", "TPU"):
+        tensorflow.config.set_visible_devices([], kind)
+    return tensorflow
+
+
+def read_index(index_path: str) -> list[str]:
+    tf = tensorflow()
+    try:
+        with tf.io.gfile.GFile(index_path, "rb") as file:
+            lines = file.read().decode().splitlines()
+    except tf.errors.NotFoundError as error:
+        raise InputError(f"index {index_path}: no such file; it lists record files") from error
+    except tf.errors.OpError as error:
+        raise InputError(f"index {index_path}: {_first_line(error)}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"index {index_path}: not text; an index lists .tfrecords files, one a line"
+        ) from error
+    entries = [line.strip() for line in lines if line.strip()]
+    if not entries:
+        raise InputError(f"index {index_path}: empty; list .tfrecords files, one a line")
+    return entries
+
+
+def resolve(entry: str, index_path: str) -> str:
+    """A relative path counts from the working directory, or else from the index's folder."""
+    if "://" in entry or os.path.isabs(entry) or os.path.exists(entry):
+        return entry
+    return os.path.join(os.path.dirname(index_path), entry)
+
+
+def size(index_path: str, path: str) -> int:
+    tf = tensorflow()
+    try:
+        status = tf.io.gfile.stat(path)
+    except tf.errors.OpError as error:
+        missing = isinstance(error, tf.errors.NotFoundError)
+        found = "no such file" if missing else _first_line(error)
+        raise InputError(f"{path}: {found}; index {index_path} lists it") from error
+    if status.is_directory or status.length == 0:
+        found = "a folder" if status.is_directory else "empty"
+        raise InputError(f"{path}: {found}, expected records; index {index_path} lists it")
+    return status.length
+
+
+def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
+    """The payloads of a TFRecord file from byte `offset` on, each with the byte after it."""
+    tf = tensorflow()
+    try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            file.seek(offset)
+            while header := file.read(HEADER_BYTES):
+                length = _unframe(header, 8, path, offset)
+                (count,) = struct.unpack("<Q", length)
+                framed = file.read(count + FOOTER_BYTES)
+                payload = _unframe(framed, count, path, offset)
+                offset += HEADER_BYTES + count + FOOTER_BYTES
+                yield payload, offset
+    except tf.errors.OpError as error:
+        raise InputError(f"{path}: {_first_line(error)} (record at byte {offset})") from error
+
+
+def _unframe(framed: bytes, count: int, path: str, offset: int) -> bytes:
+    """The `count` bytes before their checksum; the record that they are of starts at `offset`."""
+    if len(framed) < count + FOOTER_BYTES:
+        raise InputError(f"{path}: truncated in the record at byte {offset}; copy or make it anew")
+    data = framed[:count]
+    if struct.unpack("<I", framed[count:])[0] != _masked_checksum(data):
+        raise InputError(
+            f"{path}: corrupt record at byte {offset} (wrong checksum); copy or make it anew"
+        )
+    return data
+
+
+def _masked_checksum(data: bytes) -> int:
+    """TFRecord's checksum: CRC-32C, rotated right by 15 bits, plus a constant."""
+    import google_crc32c
+
+    checksum = google_crc32c.value(data)
+    return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
+    """The features of a serialised Example: int64 [n], or None for one of another kind."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        found = tensorflow().train.Example.FromString(payload).features.feature
+    except DecodeError as error:
+        raise InputError(f"{where} is not a tf.train.Example; make the records anew") from error
+    return {
+        name: np.array(feature.int64_list.value, np.int64)
+        if feature.WhichOneof("kind") == "int64_list"
+        else None
+        for name, feature in found.items()
+    }
+
+
+def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> int:
+    """Write integer features as records and return their number; `path` appears when complete.
+
+    A record that is an array rather than a dictionary is its feature `text`.
+    """
+    tf = tensorflow()
+    partial, count = f"{path}.partial", 0
+    try:
+        with tf.io.TFRecordWriter(partial) as writer:
+            for count, record in enumerate(records, 1):  # noqa: B007
+                named = record if isinstance(record, Mapping) else {"text": record}
+                features = {name: _integers(values) for name, values in named.items()}
+                example = tf.train.Example(features=tf.train.Features(feature=features))
+                writer.write(example.SerializeToString(deterministic=True))
+        tf.io.gfile.rename(partial, path, overwrite=True)
+    except tf.errors.OpError as error:
+        raise InputError(f"{path}: cannot be written: {_first_line(error)}") from error
+    finally:
+        if tf.io.gfile.exists(partial):
+            tf.io.gfile.remove(partial)
+    return count
+
+
+def write_set(
+    folder: str, name: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]
+) -> tuple[Path, Path, int]:
+    """Write `NAME_<number of records>.tfrecords` and `NAME.index`, which lists it, when complete.
+
+    Returns:
+      The two files, and the number of records.
+    """
+    base = Path(folder) / name
+    draft, index = base.with_name(f".{base.name}.tfrecords"), base.with_name(f"{base.name}.index")
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        count = write_records(str(draft), records)
+        written = base.with_name(f"{base.name}_{count}.tfrecords")
+        os.replace(draft, written)
+        draft.write_text(f"{written.name}\n")
+        os.replace(draft, index)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error}") from error
+    return written, index, count
+
+
+def _integers(values: np.ndarray) -> Any:
+    train = tensorflow().train
+    return train.Feature(int64_list=train.Int64List(value=np.asarray(values).tolist()))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

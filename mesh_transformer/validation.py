@@ -1,0 +1,107 @@
+"""Validation: how well a network foretells sets of records, during training or by itself."""
+
+import contextlib
+import dataclasses
+import math
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from mesh_transformer.config import Config
+from mesh_transformer.text_stream import bytes_of_tokens
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs
+from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.util import InputError
+
+
+class Network(Protocol):
+    """What is scored, wherever it runs; see `CausalTransformer`."""
+
+    config: Config
+
+    @property
+    def batch_size(self) -> int: ...
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
+    def load(self, path: str, *, fresh_opt: bool = False) -> None: ...
+
+
+@dataclasses.dataclass
+class Scores:
+    """What a network says of the tokens of a set that bear loss.
+
+    Attributes:
+      nats: the sum of their losses.
+      tokens: their number.
+      correct: how many of them were the likeliest.
+      bytes: of the text that they are; 0 where nobody counts.
+    """
+
+    nats: float = 0.0
+    tokens: int = 0
+    correct: int = 0
+    bytes: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Nats a token; NaN where no token bears loss."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    def row(self, name: str) -> str:
+        """A line of the table under `HEADING`."""
+        likely = f"{math.exp(min(self.loss, 700)):12.4f} {self.correct / max(self.tokens, 1):9.2%}"
+        bits = f"{self.nats / math.log(2) / self.bytes:14.4f}" if self.bytes else f"{'-':>14}"
+        return f"{name:20} {self.tokens:12,} {self.loss:9.4f} {likely} {bits}"
+
+
+HEADING = (
+    f"{'set':20} {'tokens':>12} {'loss':>9} {'perplexity':>12} {'accuracy':>9} {'bits/byte':>14}"
+)
+
+
+def open_set(network: Network, path: str) -> TFRecordNewInputs:
+    """A validation set's batches, once, in its index's order."""
+    config = network.config
+    return TFRecordNewInputs(
+        path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False
+    )
+
+
+def score(
+    network: Network, path: str, *, bytes_of: np.ndarray | None = None, show: bool = False
+) -> Scores:
+    """Scores of the first `val_batches` batches of a set.
+
+    Args:
+      bytes_of: how many bytes of text each token id is.
+      show: a progress bar.
+    """
+    found, most = Scores(), network.config.val_batches
+    with contextlib.closing(open_set(network, path)) as batches:
+        for sample in tqdm(islice(batches, most), path, unit="batch", disable=not show):
+            told = network.eval({key: sample[key] for key in ("obs", "target")})
+            bearing = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
+            found.nats += float(np.asarray(told["all_loss"], np.float64)[bearing].sum())
+            found.tokens += int(bearing.sum())
+            found.correct += int(np.asarray(told["correct"])[bearing].sum())
+            if bytes_of is not None:
+                found.bytes += int(bytes_of[sample["target"][bearing]].sum())
+    return found
+
+
+def validate(network: Network, path: str) -> dict[str, Scores]:
+    """Loads the weights at `path`, scores every set of the config's `val_set`, prints a table."""
+    config = network.config
+    if not config.val_set or not config.val_batches:
+        raise InputError("config: --mode eval needs the key val_set, and val_batches above 0")
+    for index in config.val_set.values():
+        open_set(network, index).close()
+    network.load(path, fresh_opt=True)
+    bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
+    found = {
+        name: score(network, index, bytes_of=bytes_of, show=True)
+        for name, index in config.val_set.items()
+    }
+    print("\n".join([HEADING, *(scores.row(name) for name, scores in found.items())]))
+    return found

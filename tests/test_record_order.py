@@ -1,0 +1,231 @@
+"""Shuffles, mixtures and masks: what is read in which order, and going on exactly there."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from mesh_transformer import record_set
+from mesh_transformer.record_files import frames, write_records
+from mesh_transformer.record_set import RecordSet
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs
+from mesh_transformer.util import InputError
+
+SEQ = 3
+FILES = (5, 1, 7, 11)
+
+
+def write_index(folder, name, files=FILES, first=0):
+    """An index of records whose every token is the record's number in all, from `first` on."""
+    folder.mkdir(exist_ok=True)
+    for part, count in enumerate(files):
+        rows = np.arange(first, first + count)[:, None].repeat(SEQ + 1, 1)
+        write_records(str(folder / f"{name}_{part}.tfrecords"), rows)
+        first += count
+    index = folder / f"{name}.index"
+    index.write_text("".join(f"{name}_{part}.tfrecords\n" for part in range(len(files))))
+    return str(index)
+
+
+def numbers(loader, batches):
+    """The records' numbers of the next batches."""
+    return [
+        int(n) for batch in itertools.islice(loader, batches) for n in batch["obs"][..., 0].flat
+    ]
+
+
+def load(index, batch_size=1, **options):
+    return TFRecordNewInputs(index, batch_size, SEQ, **options)
+
+
+@pytest.mark.parametrize("shuffle_buffer", [1, 4, 24, 100])
+def test_every_epoch_has_every_record_once_in_an_order_of_its_own(tmp_path, shuffle_buffer):
+    index = write_index(tmp_path, "a")
+    found = numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=3), 24)
+    epochs = [found[start : start + 24] for start in range(0, 120, 24)]
+    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 3  # of 24 orders of files two may be equal
+    assert epochs[0] != list(range(24))
+    assert numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=3), 24) == found
+    assert numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=4), 24) != found
+    if shuffle_buffer == 1:  # files are shuffled, their records are not
+        parts = np.split(np.arange(24), np.cumsum(FILES)[:-1])
+        begins = sorted(epochs[0].index(part[0]) for part in parts)
+        whole = [epochs[0][begin : begin + len(part)] for part in parts for begin in begins]
+        assert all(part.tolist() in whole for part in parts)
+
+
+def test_one_epoch_of_a_shuffled_set_ends(tmp_path):
+    loader = load(write_index(tmp_path, "a"), 5, shuffle_buffer=7, repeat=False)
+    assert len(set(numbers(loader, 100))) == 20  # the last full batch
+
+
+def test_sets_are_mixed_by_weight(tmp_path):
+    sets = {
+        write_index(tmp_path, "a", (50, 60)): 3,
+        write_index(tmp_path, "b", (7,), first=1000): 1.0,
+        write_index(tmp_path, "c", (3,), first=2000): 0,
+    }
+    found = numbers(load(sets, 10, seed=1), 1000)
+    counts = collections.Counter(number // 1000 for number in found)
+    # 10,000 draws: a share of 0.75 is within 0.02 but for one seed in some 300,000.
+    assert counts[0] / 10_000 == pytest.approx(0.75, abs=0.02)
+    assert set(counts) == {0, 1}
+    ours = [number for number in found if number < 1000]
+    assert ours == [n % 110 for n in range(len(ours))]  # each in its own order, over and over
+    theirs = [number for number in found if number >= 1000]
+    assert theirs == [1000 + n % 7 for n in range(len(theirs))]
+
+
+def test_equal_weights_need_not_be_shares(tmp_path):
+    a, b = write_index(tmp_path, "a"), write_index(tmp_path, "b", first=100)
+    assert numbers(load({a: 2, b: 6}), 50) == numbers(load({a: 0.25, b: 0.75}), 50)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("shuffle_buffer", [0, 1, 4, 9])
+def test_resume_at_any_record_with_another_batch_size(tmp_path, shuffle_buffer, mixed):
+    index = write_index(tmp_path, "a")
+    if mixed:
+        index = {index: 1.0, write_index(tmp_path, "b", (2, 6), first=100): 0.5}
+    options = {"shuffle_buffer": shuffle_buffer, "seed": 7}
+    expected = numbers(load(index, **options), 200)
+    loader = load(index, **options)
+    for done in range(101):
+        state = json.loads(json.dumps(loader.state()))
+        batch_size = [1, 3, (2, 2), 7][done % 4]
+        resumed = load(index, batch_size, restore_state=state, **options)
+        found = numbers(resumed, 6)
+        assert found == expected[done : done + len(found)], done
+        resumed.close()
+        loader.get_samples()
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 50])
+def test_a_resume_reads_as_much_whatever_was_read_before(tmp_path, monkeypatch, shuffle_buffer):
+    index = write_index(tmp_path, "a", (2000, 2000))
+    options = {"shuffle_buffer": shuffle_buffer}
+    loader, states = load(index, 10, **options), []
+    for _ in range(2):
+        loader.get_samples()
+        states.append(loader.state())
+        collections.deque(itertools.islice(loader, 957), maxlen=0)
+    loader.close()
+    assert states[1]["epoch"] == 2
+    read = []
+
+    def counted(path, offset):
+        for frame in frames(path, offset):
+            read.append(path)
+            yield frame
+
+    monkeypatch.setattr(record_set, "frames", counted)
+    counts = []
+    for state in states:
+        read.clear()
+        source = RecordSet(index, SEQ, None, shuffle=shuffle_buffer)
+        rows = source.rows(source.checked_position(state), repeat=True, masked=False)
+        collections.deque(itertools.islice(rows, 10), maxlen=0)
+        counts.append(len(read))
+    # The set's first record, and those asked for, or the block that they are in.
+    assert counts == [1 + max(10, shuffle_buffer)] * 2
+
+
+def write_masked(folder, name, rows):
+    """An index of masked records, (input_ids, labels, input_mask) each."""
+    named = [dict(zip(("input_ids", "labels", "input_mask"), row, strict=True)) for row in rows]
+    write_records(str(folder / f"{name}.tfrecords"), named)
+    (folder / f"{name}.index").write_text(f"{name}.tfrecords\n")
+    return str(folder / f"{name}.index")
+
+
+def test_a_mask_comes_with_its_record(tmp_path):
+    rng = np.random.default_rng(2)
+    rows = rng.integers(0, 50, (6, 3, SEQ))
+    rows[:, 2] %= 2
+    loader = load(write_masked(tmp_path, "a", rows), (1, 2), n_vocab=50, repeat=False)
+    batches = list(loader)
+    for at, key in enumerate(("obs", "target", "loss_mask")):
+        found = np.concatenate([batch[key] for batch in batches]).reshape(6, SEQ)
+        np.testing.assert_array_equal(found, rows[:, at])
+        assert found.dtype == (np.uint8 if key == "loss_mask" else np.uint32)
+
+
+def test_beside_masked_records_others_bear_loss_everywhere(tmp_path):
+    rows = np.ones((3, 3, SEQ), int)
+    rows[:, 2] = 0
+    sets = {write_index(tmp_path, "a", first=2): 1.0, write_masked(tmp_path, "b", rows): 1.0}
+    for batch in itertools.islice(load(sets, 4), 20):
+        masked = batch["obs"][:, 0] == 1
+        np.testing.assert_array_equal(
+            batch["loss_mask"], np.where(masked, 0, 1)[:, None] * rows[0, 0]
+        )
+    assert "loss_mask" not in load(write_index(tmp_path, "a")).get_samples()
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"input_mask": [0, 1, 2]}, "feature input_mask holds other numbers than 0 and 1"),
+        ({"labels": [1, 2]}, "holds 2 tokens, config key seq 3 needs 3; set seq to 2"),
+        ({"labels": [1, 2, 50]}, "holds token id 50, outside the vocabulary"),
+        ({"input_mask": None}, "has no int64 feature input_mask, found ['input_ids', 'labels']"),
+    ],
+    ids=str,
+)
+def test_bad_masked_records_are_refused(tmp_path, change, line):
+    row = {"input_ids": [1, 2, 3], "labels": [2, 3, 4], "input_mask": [0, 1, 1]} | change
+    row = {name: np.array(values) for name, values in row.items() if values is not None}
+    write_records(str(tmp_path / "a.tfrecords"), [row])
+    (tmp_path / "a.index").write_text("a.tfrecords\n")
+    with pytest.raises(InputError) as caught:
+        load(str(tmp_path / "a.index"), n_vocab=50).get_samples()
+    assert "a.tfrecords: record 0 (the first is 0)" in str(caught.value)
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0]])
+def test_weights_that_choose_nothing_are_refused(tmp_path, weights):
+    sets = {write_index(tmp_path, f"{n}"): weight for n, weight in enumerate(weights)}
+    with pytest.raises(InputError, match="expected none below 0 and one above"):
+        load(sets)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (
+            {},
+            {"shuffle_buffer": 3},
+            "with shuffle_buffer 0, now it is shuffle_buffer 3, seed 0",
+        ),
+        (
+            {"shuffle_buffer": 3},
+            {},
+            "with shuffle_buffer 3, seed 0, now it is shuffle_buffer 0",
+        ),
+        (
+            {"shuffle_buffer": 3, "seed": 1},
+            {"shuffle_buffer": 3},
+            "3, seed 1, now it is shuffle_buffer 3",
+        ),
+    ],
+    ids=str,
+)
+def test_a_position_in_another_order_is_refused(tmp_path, before, after, line):
+    index = write_index(tmp_path, "a")
+    state = load(index, **before).state()
+    with pytest.raises(InputError, match=line):
+        load(index, restore_state=state, **after)
+
+
+def test_a_position_in_another_mixture_is_refused(tmp_path):
+    a, b = write_index(tmp_path, "a"), write_index(tmp_path, "b", (2, 3))
+    state = load({a: 1, b: 1}).state()
+    with pytest.raises(InputError, match="a mixture of 2 sets, train_set now has 1"):
+        load(a, restore_state=state)
+    with pytest.raises(InputError, match="lists other files than when the position was saved"):
+        load({b: 1, a: 1}, restore_state=state)
+    load({a: 1, b: 5}, restore_state=state).close()  # other weights go on from there

@@ -1,0 +1,106 @@
+"""Scores of record sets: means over the tokens that bear loss, and bytes of the text they are."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+import device_train
+from mesh_transformer import validation
+from mesh_transformer.record_files import write_records
+from mesh_transformer.text_stream import bytes_of_tokens
+from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+
+ROWS = 11
+MESH = {"tpu_size": 8, "cores_per_replica": 4}  # batches of 2
+
+
+@pytest.fixture
+def masked(tmp_path):
+    """Random masked records, [rows, T] each, and their index."""
+    rng = np.random.default_rng(1)
+    records = rng.integers(0, 128, (3, ROWS, 16))
+    records[2] %= 2
+    names = ("input_ids", "labels", "input_mask")
+    rows = [dict(zip(names, row, strict=True)) for row in records.swapaxes(0, 1)]
+    write_records(str(tmp_path / "a.tfrecords"), rows)
+    index = tmp_path / "a.index"
+    index.write_text("a.tfrecords\n")
+    return dict(zip(("obs", "target", "loss_mask"), records, strict=True)), str(index)
+
+
+def test_scores_are_those_of_the_tokens_that_bear_loss(small, masked):
+    records, index = masked
+    network = CausalTransformer(small(**MESH, val_batches=4))
+    found = validation.score(network, index, bytes_of=np.arange(128))
+    whole = network.eval({key: records[key].astype(np.uint32) for key in ("obs", "target")})
+    bearing = records["loss_mask"][:8] == 1  # 4 batches of 2
+    loss = np.asarray(whole["all_loss"], np.float64)[:8][bearing]
+    assert found.tokens == bearing.sum()
+    assert found.loss == pytest.approx(loss.mean(), rel=1e-6)  # f32, in batches of another size
+    assert found.correct == np.asarray(whole["correct"])[:8][bearing].sum()
+    assert found.bytes == records["target"][:8][bearing].sum()
+
+
+def test_a_set_where_nothing_bears_loss_has_no_loss():
+    assert math.isnan(validation.Scores().loss)
+    assert "nan" in validation.Scores().row("empty")
+
+
+def test_tokens_stand_for_the_bytes_of_their_text():
+    tokenizer = load_tokenizer()
+    text = "Caf\u00e9 \u4e2d\u6587, don't \U0001f600\n\n  x<|endoftext|>y"
+    counts = bytes_of_tokens(tokenizer, 50400)
+    assert counts[tokenizer(text)["input_ids"]].sum() == len(
+        text.replace("<|endoftext|>", "").encode()
+    )
+    assert counts[50256:].sum() == 0  # the end of a text, and the padding of the vocabulary
+
+
+def test_the_mode_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypatch, capsys):
+    records, index = masked
+    config = small(**MESH, val_set={"made": index}, val_batches=5)
+    network = CausalTransformer(config)
+    network.save(str(tmp_path / "model"))
+    network.close()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.as_dict()))
+    flags = ["--config", str(path), "--model-dir", str(tmp_path / "model"), "--mode", "eval"]
+    monkeypatch.setattr(sys, "argv", ["device_train.py", *flags])
+    device_train.main()
+    heading, row = capsys.readouterr().out.splitlines()
+    name, tokens, loss, perplexity, accuracy, bits = row.split()
+    scores = validation.score(network, index, bytes_of=bytes_of_tokens(load_tokenizer(), 128))
+    assert (name, int(tokens)) == ("made", records["loss_mask"][:10].sum())
+    assert float(loss) == pytest.approx(scores.loss, abs=5e-5)  # as printed
+    assert float(perplexity) == pytest.approx(math.exp(scores.loss), rel=1e-4)
+    assert accuracy == f"{scores.correct / scores.tokens:.2%}"
+    assert float(bits) == pytest.approx(scores.nats / math.log(2) / scores.bytes, abs=5e-5)
+    assert heading.split() == ["set", "tokens", "loss", "perplexity", "accuracy", "bits/byte"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "line"),
+    [
+        ({"val_set": {}}, [], "config: --mode eval needs the key val_set"),
+        ({"val_batches": 0}, [], "val_batches above 0"),
+        ({}, [], "model does not exist; expected a model folder"),
+        ({}, ["--max-steps", "3"], "--max-steps is for training"),
+        ({}, ["--tune-model-path", "x", "--fresh-opt"], "--fresh-opt is for training"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_scored_is_refused(
+    small, masked, tmp_path, monkeypatch, changes, flags, line
+):
+    config = small(**(MESH | {"val_set": {"made": masked[1]}} | changes))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.as_dict()))
+    model = ["--config", str(path), "--model-dir", str(tmp_path / "model"), "--mode", "eval"]
+    monkeypatch.setattr(sys, "argv", ["device_train.py", *model, *flags])
+    with pytest.raises(InputError, match=line):
+        device_train.main()
