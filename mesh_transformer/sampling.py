@@ -5,6 +5,8 @@ Glossary: B batch (rows that know nothing of each other), V vocabulary.
 Settings are scalars or [B], and may be traced: one compilation serves every request.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -100,6 +102,32 @@ def _likeliest(logits_BV: Array) -> Array:
     return jnp.min(jnp.where(is_largest_BV, tokens_V, tokens_V[-1]), axis=-1)
 
 
+def top_tokens(logits_V: Array, count: int) -> tuple[Array, Array]:
+    """As `jax.lax.top_k`, of any leading axes: the largest logits and their tokens.
+
+    They stand in the blocks of tokens with the largest logits: no more of V is looked through.
+    """
+    vocabulary = logits_V.shape[-1]
+    size = math.ceil(vocabulary**0.5)
+    if count * size >= vocabulary:
+        return jax.lax.top_k(logits_V, count)
+    blocks_NM = _blocks(logits_V)
+    _, found_C = jax.lax.top_k(jnp.max(blocks_NM, axis=-1), count)
+    found_C = jnp.sort(found_C, axis=-1)  # so that of equal logits the lower token goes first
+    logits_CM = jnp.take_along_axis(blocks_NM, found_C[..., None], axis=-2)
+    top_C, at_C = jax.lax.top_k(logits_CM.reshape(*found_C.shape[:-1], -1), count)
+    return top_C, jnp.take_along_axis(found_C, at_C // size, axis=-1) * size + at_C % size
+
+
+def _blocks(logits_V: Array) -> Array:
+    """Logits [..., V] as blocks of about the square root of V, filled up with -inf."""
+    vocabulary = logits_V.shape[-1]
+    size = math.ceil(vocabulary**0.5)
+    behind = [(0, 0)] * (logits_V.ndim - 1) + [(0, -vocabulary % size)]
+    padded = jnp.pad(logits_V, behind, constant_values=-jnp.inf)
+    return padded.reshape(*logits_V.shape[:-1], -1, size)
+
+
 def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array:
     """One token a row, uint32 [B], drawn from softmax(logits / temp); temp 0 is argmax.
 
@@ -139,7 +167,27 @@ def nucleus_sample(
     """
     logits_BV = logits_BV.astype(jnp.float32)
     score_BV = _with_noise(key, logits_BV, temp)
-    top_p_B1, top_k_B1 = _limits(logits_BV, top_p, top_k)
+
+    def draw(_: ArrayLike, among_BV: ArrayLike) -> Array:
+        return _likeliest(jnp.where(among_BV, score_BV, -jnp.inf))
+
+    return _inside(draw, logits_BV, *_limits(logits_BV, top_p, top_k))
+
+
+def _inside(
+    draw: Callable[[ArrayLike, ArrayLike], Array],
+    logits_BV: Array,
+    top_p_B1: Array,
+    top_k_B1: Array,
+) -> Array:
+    """A draw from the tokens that nucleus and top k keep.
+
+    What is drawn outside is drawn again from the tokens that go before it, among which are all that
+    are kept: a round or two, in place of the filter's 32.
+
+    Args:
+      draw: takes the number of the round and which tokens are drawn from; gives tokens [B].
+    """
     probability_BV = jax.nn.softmax(logits_BV)
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
 
@@ -148,22 +196,40 @@ def nucleus_sample(
         logit_B1 = jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
         return (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (tokens_V < token_B1))
 
-    def checked(token_B1: Array) -> tuple[Array, Array]:
-        before_BV = before(token_B1)
+    def checked(drawn: Array, round_: ArrayLike) -> tuple[Array, Array, ArrayLike]:
+        before_BV = before(drawn)
         mass_B1 = jnp.sum(jnp.where(before_BV, probability_BV, 0), axis=-1, keepdims=True)
-        count_B1 = jnp.sum(before_BV, axis=-1, keepdims=True)
-        return token_B1, (mass_B1 <= top_p_B1) & (count_B1 < top_k_B1)
+        inside_B1 = jax.lax.cond(
+            jnp.any(top_k_B1 < logits_BV.shape[-1]),
+            lambda: jnp.sum(before_BV, axis=-1, keepdims=True) < top_k_B1,
+            lambda: top_k_B1 > 0,  # all are
+        )
+        return drawn, (mass_B1 <= top_p_B1) & inside_B1, round_
 
-    def again(drawn: tuple[Array, Array]) -> tuple[Array, Array]:
-        token_B1, inside_B1 = drawn
-        nearer_B = _likeliest(jnp.where(before(token_B1), score_BV, -jnp.inf))
-        return checked(jnp.where(inside_B1, token_B1, nearer_B[:, None]))
+    def again(drawn: tuple[Array, Array, ArrayLike]) -> tuple[Array, Array, ArrayLike]:
+        token_B1, inside_B1, round_ = drawn
+        nearer_B = draw(round_, before(token_B1))
+        return checked(jnp.where(inside_B1, token_B1, nearer_B[:, None]), round_ + 1)
 
-    # What is drawn outside is drawn again from what goes before it, with the same noise: the same
-    # token as from filtered logits, after a round or two in place of the filter's 32.
-    first = checked(_likeliest(score_BV)[:, None])
-    token_B1, _ = jax.lax.while_loop(lambda drawn: ~jnp.all(drawn[1]), again, first)
+    first = checked(draw(0, True)[:, None], jnp.int32(1))
+    token_B1, _, _ = jax.lax.while_loop(lambda drawn: ~jnp.all(drawn[1]), again, first)
     return token_B1[:, 0]
+
+
+def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
+    """One token a row from softmax(logits): a block of tokens first, then one of the block.
+
+    The Gumbel noise of two square roots of V, in place of V's.
+    """
+    logits_BNM = _blocks(logits_BV)
+    _, blocks, size = logits_BNM.shape
+    noise_B = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + size,)))(keys_B)
+    # The largest logit is 0: the sums neither overflow nor all vanish.
+    mass_BN = jnp.sum(jnp.exp(logits_BNM), axis=-1)
+    block_B = _likeliest(jnp.log(mass_BN) + noise_B[:, :blocks])
+    logits_BM = jnp.take_along_axis(logits_BNM, block_B[:, None, None], axis=1)[:, 0]
+    token_B = block_B * size + _likeliest(logits_BM + noise_B[:, blocks:])
+    return jnp.minimum(token_B, logits_BV.shape[1] - 1)  # NaNs must not lead past the last
 
 
 def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
@@ -179,33 +245,40 @@ def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
 def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: Array) -> Array:
     """Each row's next token, uint32 [B]: penalty, nucleus, top k, then temperature.
 
-    The `made_B`-th token of a row is drawn with `fold_in(key(seed), made)`.  What no row asks for
-    is not computed: the sort, which takes longer than a small model's layers, or the draw.
+    The `made_B`-th token of a row is drawn with `fold_in(key(seed), made)`.  A draw takes few
+    random numbers, as a small model's layers take less time than one for every token.  What no row
+    asks for is not computed.
     """
     logits_BV = jax.lax.cond(
         jnp.any(settings.penalty_B != 1),
         lambda: penalize(logits_BV, seen_BV, settings.penalty_B),
         lambda: logits_BV,
     )
+    greedy_B = settings.temp_B < GREEDY_BELOW
 
     def drawn() -> Array:
         keys_B = jax.vmap(lambda seed, made: jax.random.fold_in(jax.random.key(seed), made))(
             settings.seed_B, made_B
         )
+        temp_B1 = jnp.where(greedy_B, 1, settings.temp_B)[:, None]
+        # As in `_with_noise`.
+        scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temp_B1
+
+        def draw(round_: ArrayLike, among_BV: ArrayLike) -> Array:
+            now_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, round_)
+            return _draw_by_blocks(now_B, jnp.where(among_BV, scaled_BV, -jnp.inf))
+
+        top_p_B = jnp.where(greedy_B, 1, settings.top_p_B)
+        top_k_B = jnp.where(greedy_B, 0, settings.top_k_B)
         return jax.lax.cond(
-            jnp.any((settings.top_p_B < 1) | (settings.top_k_B > 0)),
-            lambda: nucleus_sample(
-                keys_B,
-                logits_BV,
-                top_p=settings.top_p_B,
-                top_k=settings.top_k_B,
-                temp=settings.temp_B,
-            ),
-            lambda: softmax_sample(keys_B, logits_BV, settings.temp_B),
+            jnp.any((top_p_B < 1) | (top_k_B > 0)),
+            lambda: _inside(draw, logits_BV, *_limits(logits_BV, top_p_B, top_k_B)),
+            lambda: draw(0, True),
         )
 
-    return jax.lax.cond(
-        jnp.any(settings.temp_B >= GREEDY_BELOW),
-        drawn,
-        lambda: _likeliest(logits_BV),
-    )
+    def nothing() -> Array:
+        return settings.seed_B  # of tokens' type; no row takes it
+
+    likeliest_B = jax.lax.cond(jnp.any(greedy_B), lambda: _likeliest(logits_BV), nothing)
+    drawn_B = jax.lax.cond(jnp.all(greedy_B), nothing, drawn)
+    return jnp.where(greedy_B, likeliest_B, drawn_B)

@@ -15,6 +15,7 @@ from mesh_transformer.sampling import (
     nucleus_filter,
     penalize,
     softmax_sample,
+    top_tokens,
 )
 
 GOLDEN = np.load(Path(__file__).parent / "data/original/sampling.npz")
@@ -158,30 +159,58 @@ def test_a_single_key_folds_in_the_row():
     np.testing.assert_array_equal(single, each)
 
 
-@pytest.mark.parametrize("rows", ["greedy", "plain", "filtered", "penalized", "all"])
-def test_what_no_row_asks_for_may_be_left_out(rows):
-    """Of a step of generation, whichever of its branches the rows need."""
-    kinds = {
-        "greedy": (0.9, 5, 0.0, 1.0),
-        "plain": (1.0, 0, 1.0, 1.0),
-        "filtered": (0.7, 9, 1.5, 1.0),
-        "penalized": (1.0, 0, 0.0, 1.4),
-    }
-    chosen = list(kinds.values()) if rows == "all" else [kinds[rows]] * 4
-    top_p, top_k, temp, penalty = (np.asarray(column) for column in zip(*chosen, strict=True))
-    seed, made = np.arange(4, dtype=np.uint32), np.array([0, 3, 1, 7], np.int32)
-    logits = random_rows(15, 4, 67)
-    seen = jnp.asarray(np.random.default_rng(16).random((4, 67)) < 0.3)
-    settings = SamplerSettings(
-        top_p.astype(np.float32), top_k, temp.astype(np.float32), penalty.astype(np.float32), seed
-    )
-    found = jax.jit(choose)(logits, settings, made, seen)
-    keys = jnp.stack(
-        [jax.random.fold_in(jax.random.key(s), m) for s, m in zip(seed, made, strict=True)]
-    )
+def settings_of(rows: list[tuple[float, int, float, float]]) -> SamplerSettings:
+    """Of rows (top_p, top_k, temperature, penalty), whose seeds are 0, 1, 2, ..."""
+    top_p, top_k, temp, penalty = (np.asarray(column) for column in zip(*rows, strict=True))
+    seed = np.arange(len(rows), dtype=np.uint32)
+    f32 = np.float32
+    return SamplerSettings(top_p.astype(f32), top_k, temp.astype(f32), penalty.astype(f32), seed)
+
+
+def test_a_step_of_generation_knows_no_neighbours():
+    """Alone a row meets only the branches that it needs itself."""
+    kinds = [(0.9, 5, 0.0, 1.0), (1.0, 0, 1.0, 1.0), (0.7, 9, 1.5, 1.0), (1.0, 0, 0.0, 1.4)]
+    kinds += [(0.6, 0, 1.0, 1.3), (1.0, 2, 0.3, 1.0)]
+    settings = settings_of(kinds * 4)
+    rows = len(settings.seed_B)
+    made = np.arange(rows, dtype=np.int32) % 5
+    logits = random_rows(15, rows, 67, ties=True)
+    seen = jnp.asarray(np.random.default_rng(16).random((rows, 67)) < 0.3)
+    step = jax.jit(choose)
+    together = np.asarray(step(logits, settings, made, seen))
+    for row in range(rows):
+        here = slice(row, row + 1)
+        own = SamplerSettings(*(setting[here] for setting in settings))
+        assert step(logits[here], own, made[here], seen[here])[0] == together[row]
     penalized = penalize(logits, seen, settings.penalty_B)
-    wanted = nucleus_sample(keys, penalized, top_p=top_p, top_k=top_k, temp=temp)
-    np.testing.assert_array_equal(found, wanted)
+    kept = nucleus_filter(penalized, settings.top_p_B, settings.top_k_B) > REMOVED
+    assert np.all(np.asarray(kept)[np.arange(rows), together])
+    greedy = settings.temp_B == 0
+    np.testing.assert_array_equal(together[greedy], np.argmax(penalized, axis=-1)[greedy])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 9, 67, 50400])
+def test_a_step_of_generation_draws_tokens_of_the_vocabulary(vocabulary):
+    """Whose last block may be filled up; the last token is by far the likeliest."""
+    settings = settings_of([(1.0, 0, 1.0, 1.0), (0.9, 0, 2.0, 1.0), (1.0, 3, 1e-5, 1.0)])
+    logits = np.full((3, vocabulary), -1e30, np.float32)
+    logits[:, -1] = [50, 0, 1e35]
+    seen, made = np.zeros((3, vocabulary), bool), np.zeros(3, np.int32)
+    found = jax.jit(choose)(jnp.asarray(logits), settings, made, seen)
+    assert found.tolist() == [vocabulary - 1] * 3
+    hopeless = jax.jit(choose)(jnp.full_like(logits, jnp.nan), settings, made, seen)
+    assert np.all(np.asarray(hopeless) < vocabulary)
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_top_tokens_are_those_of_top_k(count):
+    for shape in [(3, 2, 40), (6, 1000), (2, 50400)]:
+        logits = np.random.default_rng(count).normal(size=shape)
+        logits[0] = 1.0
+        logits = jnp.asarray(np.round(logits, 1), jnp.float32)  # of which many are equal
+        wanted = jax.lax.top_k(logits, count)
+        for found, expected in zip(top_tokens(logits, count), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_zeros_of_either_sign_are_equal():
@@ -206,17 +235,28 @@ def test_one_compilation_serves_all_settings():
     assert len(traces) == 1
 
 
-def test_tokens_come_as_often_as_the_softmax_says():
+@pytest.mark.parametrize("by", ["nucleus_sample", "choose"])
+def test_tokens_come_as_often_as_the_softmax_says(by):
     """40,000 draws: a share's standard error is at most 0.0025, so 0.0125 is five of them."""
     draws, temp = 40_000, 0.7
     logits = random_rows(13, 1, 9)
-    filtered = np.asarray(nucleus_filter(logits, 0.95))[0]
+    many = jnp.tile(logits, (draws, 1))
     keys = jax.random.split(jax.random.key(14), draws)
-    tokens = nucleus_sample(keys, jnp.tile(logits, (draws, 1)), top_p=0.95, temp=temp)
-    shares = np.bincount(np.asarray(tokens), minlength=9) / draws
-    expected = np.asarray(jax.nn.softmax(filtered / temp))
-    np.testing.assert_allclose(shares, expected, atol=0.0125)
-    assert np.all(shares[filtered <= REMOVED] == 0)
+    step = jax.jit(choose)
+    for top_p, top_k in [(0.95, 0), (1.0, 0), (1.0, 4)]:
+        if by == "choose":
+            settings = settings_of([(top_p, top_k, temp, 1.0)] * draws)
+            # Of 200 seeds 200 tokens each.
+            settings = settings._replace(seed_B=settings.seed_B // 200)
+            made = np.arange(draws, dtype=np.int32) % 200
+            tokens = step(many, settings, made, jnp.zeros(many.shape, bool))
+        else:
+            tokens = nucleus_sample(keys, many, top_p=top_p, top_k=top_k, temp=temp)
+        shares = np.bincount(np.asarray(tokens), minlength=9) / draws
+        filtered = np.asarray(nucleus_filter(logits, top_p, top_k))[0]
+        expected = np.asarray(jax.nn.softmax(filtered / temp))
+        np.testing.assert_allclose(shares, expected, atol=0.0125)
+        assert np.all(shares[filtered <= REMOVED] == 0)
 
 
 def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
