@@ -46,7 +46,7 @@ def main() -> None:
     socket = listen(args.host, args.port)
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
     use_compilation_cache()
-    with running_model(args, path, config) as network:
+    with running_model(args, path, config, only_generate=True) as network:
         metrics = Metrics(args.rows)
         engine = Engine(network, metrics, rows=args.rows, queue=args.queue)
         engine.warm_up()

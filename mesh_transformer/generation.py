@@ -18,9 +18,9 @@ from jax import Array
 from mesh_transformer import int8, model
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
-from mesh_transformer.layers import Context, LayerCache, causal_bias
+from mesh_transformer.layers import Context, LayerCache, causal_bias, cross_entropy
 from mesh_transformer.parallel import Parallel
-from mesh_transformer.sampling import SamplerSettings, choose
+from mesh_transformer.sampling import SamplerSettings, choose, top_tokens
 
 Weights = dict[str, Any]
 MATRICES = ("layers", "proj")  # the parts whose matrices 8 bits can hold
@@ -162,20 +162,52 @@ def _context(
     return Context(positions_BT, bias_BHTS, slot_B)
 
 
+def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
+    """Over the vocabulary that this program holds."""
+    whole = int8.restore(weights["proj"], config.dtype, x_BTD)
+    return model.transforms(config, par)["proj"].apply(whole, x_BTD)
+
+
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
     """Of the only position of x, over the whole vocabulary, on every device."""
-    whole = int8.restore(weights["proj"], config.dtype, x_BTD)
-    logits_BTV = model.transforms(config, par)["proj"].apply(whole, x_BTD)
+    logits_BTV = _own_logits(weights, x_BTD, config, par)
     return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
 
 
 def _say(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
     if alternatives is None:
         return Chosen(token_B)
-    logprob_BV = jax.nn.log_softmax(logits_BV)
-    top_logprob_BN, top_token_BN = jax.lax.top_k(logprob_BV, alternatives)
-    own_B1 = jnp.take_along_axis(logprob_BV, token_B[:, None].astype(jnp.int32), axis=1)
-    return Chosen(token_B, own_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)
+    log_sum_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    top_BN, top_token_BN = top_tokens(logits_BV, alternatives)
+    own_B1 = jnp.take_along_axis(logits_BV, token_B[:, None].astype(jnp.int32), axis=1)
+    logprob_B1, top_logprob_BN = own_B1 - log_sum_B1, top_BN - log_sum_B1
+    return Chosen(token_B, logprob_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)
+
+
+def score(
+    weights: Weights,
+    tokens_BT: Array,
+    following_BT: Array,
+    alternatives: int,
+    config: Config,
+    par: Parallel,
+) -> Chosen:
+    """What the model thinks of the token that follows each of `tokens`, [B, T]; nothing is chosen.
+
+    No device sees more of the logits than its own part of the vocabulary.
+    """
+    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+    context = _context(weights, positions_1T, positions_1T, None, config, par)
+    x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
+    logits_BTV = _own_logits(weights, x_BTD, config, par)
+    loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
+    # The likeliest of each part, then the likeliest of those.
+    top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
+    token_BTN = par.gather(token_BTN + par.rank() * logits_BTV.shape[-1])
+    top_BTN, at_BTN = jax.lax.top_k(par.gather(top_BTN), alternatives)
+    token_BTN = jnp.take_along_axis(token_BTN, at_BTN, axis=-1)
+    top_logprob_BTN = top_BTN - top_BTN[..., :1] - log_sum_BT[..., None]
+    return Chosen(following_BT, -loss_BT, token_BTN.astype(jnp.uint32), top_logprob_BTN)
 
 
 def prefill(

@@ -126,6 +126,7 @@ class Generator:
         self._made: tuple[Any, Weights] | None = None
         self.empty = steps.compile_empty(self.config, mesh)
         self.grow = steps.compile_grow(self.config, mesh)
+        self._score = functools.cache(functools.partial(steps.compile_score, self.config, mesh))
         self.prefill = functools.cache(functools.partial(steps.compile_prefill, self.config, mesh))
         self.decode = functools.cache(functools.partial(steps.compile_decode, self.config, mesh))
 
@@ -145,6 +146,14 @@ class Generator:
     def keep(self, params: Any) -> None:
         """Makes the weights of `params` and does not hold on to `params` themselves."""
         self._made = (None, self.weights(params))
+
+    def score(self, params: Any, tokens: np.ndarray, alternatives: int) -> Chosen:
+        """See `CausalTransformer.score`."""
+        if tokens.shape[1] < 2:
+            raise InputError(f"score: tokens is {tokens.shape}, expected 2 or more in each row")
+        placed = self.rows.place(self.rows.pad(tokens), P("dp"))
+        scored = self._score(alternatives)(self.weights(params), placed[:, :-1], placed[:, 1:])
+        return jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
 
     def batch(self, params: Any, rows: int) -> "Batch":
         """A batch of `rows` idle rows of this process, a multiple of its replicas."""

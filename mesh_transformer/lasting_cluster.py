@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mesh_transformer.cluster_batch import ClusterBatch
+from mesh_transformer.generation import Chosen
 from mesh_transformer.util import HostError
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class LastingCluster:
         """As `TPUCluster.eval`."""
         return self._cluster.eval(sample)
 
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """As `TPUCluster.logits`."""
-        return self._cluster.logits(tokens)
+    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+        """As `TPUCluster.score`."""
+        return self._cluster.score(tokens, alternatives)
 
     def close(self) -> None:
         """As `TPUCluster.close`."""

@@ -270,6 +270,14 @@ def compile_grow(config: Config, mesh: Mesh) -> Callable[..., generation.DecodeS
     return jax.jit(generation.grow, static_argnums=1, out_shardings=layout)
 
 
+def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[..., Any]:
+    """(weights, tokens, following) -> what the model thinks of what follows each token."""
+    rows = P("dp")
+    function = functools.partial(generation.score, alternatives=alternatives)
+    specs = (generation.weight_specs(config), rows, rows)
+    return _compiled(function, config, mesh, specs, rows)
+
+
 def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
     """(weights, batch, prompts) -> (batch, what was chosen); the old batch's memory is reused."""
     rows, state = P("dp"), _decode_specs(config)

@@ -26,6 +26,7 @@ from ray import exceptions
 
 from mesh_transformer.cluster_batch import ClusterBatch
 from mesh_transformer.config import Config
+from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import OPTIONS, check_prompts, sampler_settings
 from mesh_transformer.ray_hosts import Host, kill_processes, start_process
 from mesh_transformer.rows import gathered, places, share
@@ -160,10 +161,11 @@ class TPUCluster:
         found = self.call("eval", *self._shares(padded))
         return {name: self._joined([each[name] for each in found], count) for name in found[0]}
 
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """As `CausalTransformer.logits`, in a numpy array."""
-        found = self.call("logits", *self._shares(self._padded(tokens)))
-        return self._joined(found, len(tokens))
+    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+        """As `CausalTransformer.score`."""
+        shares = self._shares(self._padded(tokens))
+        found = self.call("score", *[(*share, alternatives) for share in shares])
+        return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*found, strict=True)))
 
     def generate(
         self,
@@ -255,7 +257,7 @@ class TPUCluster:
 
         return [(of(replicas),) for replicas in self.replicas]
 
-    def _joined(self, found: list[np.ndarray], count: int) -> np.ndarray:
+    def _joined(self, found: Sequence[np.ndarray], count: int) -> np.ndarray:
         at = places(self.replicas, len(found[0]) // len(self.replicas[0]))
         return self.gathered(found, at)[:count]
 

@@ -163,9 +163,9 @@ class NetworkRunner:
         return {name: np.asarray(found) for name, found in self._started.eval(sample).items()}
 
     @_on_host
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """As `CausalTransformer.logits`, of and for this process's rows."""
-        return np.asarray(self._started.logits(tokens))
+    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+        """As `CausalTransformer.score`, of and for this process's rows."""
+        return self._started.score(tokens, alternatives)
 
     @_on_host
     def generate(

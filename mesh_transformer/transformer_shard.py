@@ -18,6 +18,7 @@ from mesh_transformer import conversion, flops
 from mesh_transformer import step as steps
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
+from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import Batch, Generator
 from mesh_transformer.native_checkpoint import saved_config
 from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
@@ -155,6 +156,19 @@ class CausalTransformer:
         padded = self._rows.place(self._rows.pad(tokens), P("dp"))
         return self._rows.fetch(self._logits(self._params(), padded), len(tokens))
 
+    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+        """What the model thinks of each of `tokens` [B, T] but the first, given those before it.
+
+        Args:
+          tokens: at least two in a row, at most one more than `config.seq`.
+          alternatives: how many of the likeliest tokens in its place to tell.
+
+        Returns:
+          As numpy arrays [B, T - 1, ...], of the weights that `generate` reads.
+        """
+        tokens = self._tokens("tokens", tokens, 2, longest=self.config.seq + 1)
+        return self._generator.score(self._own_params(), tokens, alternatives)
+
     def generate(
         self,
         ctx: ArrayLike,
@@ -184,7 +198,7 @@ class CausalTransformer:
         return self._generator.batch(self._own_params(), rows)
 
     def only_generate(self) -> None:
-        """Keeps what `generate` and `batch` read and lets the state go, and its memory.
+        """Keeps what `generate`, `batch` and `score` read and lets the state go, and its memory.
 
         Nothing else works then, until a state is made or loaded.
         """
@@ -309,15 +323,17 @@ class CausalTransformer:
                 )
         return batch
 
-    def _tokens(self, name: str, tokens: np.ndarray, rank: int) -> np.ndarray:
-        """Token ids as the model takes them, checked against seq and the vocabulary."""
-        tokens = np.asarray(tokens)
+    def _tokens(
+        self, name: str, tokens: np.ndarray, rank: int, longest: int | None = None
+    ) -> np.ndarray:
+        """Token ids as the model takes them, checked against their number and the vocabulary."""
+        tokens, longest = np.asarray(tokens), longest or self.config.seq
         if not np.issubdtype(tokens.dtype, np.integer):
             raise InputError(f"{name} is {tokens.dtype}, expected integer token ids")
-        if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > self.config.seq:
+        if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > longest:
             raise InputError(
                 f"{name} is {tokens.shape}, expected {rank} non-empty dimensions, the last at most "
-                f"seq {self.config.seq}"
+                f"{longest} (seq is {self.config.seq})"
             )
         if tokens.min() < 0 or tokens.max() >= self.config.n_vocab:
             raise InputError(
@@ -338,8 +354,8 @@ def load(
     Args:
       path: a model folder (its newest checkpoint), one step_N of it, or a Hugging Face folder.
       config: a Config, a dict or a path; of a dict only the model's own keys are required.
-        Default: the checkpoint's own, on as many of this machine's devices as divide its mp.  The
-        original's checkpoints have none.
+        Default: the checkpoint's own, on as many accelerators as divide its mp, or on one CPU
+        device, which has all cores.  The original's checkpoints have none.
       optimizer: take Adam's moments too; otherwise training makes fresh ones.
     """
     given = None if config is None else Config.of(config)
@@ -354,12 +370,16 @@ def load(
 
 
 def _fitted(path: AnyPath) -> Config:
-    """The config of `path` for the devices here: the largest mp that divides its own and theirs."""
+    """The config of `path` for the devices here: the largest mp that divides its own and theirs.
+
+    Virtual CPU devices would share the same cores, and talk to each other besides.
+    """
     saved = conversion.config_of(path)
     assert saved.tpu_size is not None
     # Some to spare: their number cannot change once JAX runs, and another model may want more.
     use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
     if saved.norm == "layernorm-desync":
         return saved  # its parameters are those of one mp
-    shards = math.gcd(saved.cores_per_replica, jax.device_count())
+    on_cpu = jax.default_backend() == "cpu"
+    shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
     return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)

@@ -65,11 +65,16 @@ class FakeNetwork:
         top = np.broadcast_to(np.arange(alternatives), (*tokens.shape, alternatives))
         return FakeChosen(tokens, -1 - tokens / self.config.n_vocab, top, -0.1 * (1 + top))
 
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """[1, T, V], of the same values whatever came before."""
-        self.call("logits", tokens.shape[1])
-        row = np.random.default_rng(0).normal(size=self.config.n_vocab).astype(np.float32)
-        return np.broadcast_to(row, (1, tokens.shape[1], self.config.n_vocab))
+    def logprobs(self) -> np.ndarray:
+        """[V], what `score` thinks of every token, whatever came before."""
+        row = np.random.default_rng(0).normal(size=self.config.n_vocab)
+        return row - np.log(np.exp(row).sum())
+
+    def score(self, tokens: np.ndarray, alternatives: int) -> FakeChosen:
+        self.call("score", tokens.shape[1])
+        said, row = tokens[:, 1:], self.logprobs()
+        top = np.broadcast_to(np.argsort(-row)[:alternatives], (*said.shape, alternatives))
+        return FakeChosen(said, row[said], top, row[top])
 
 
 class FakeBatch:

@@ -45,8 +45,8 @@ def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any
         return {name: np.asarray(each) for name, each in found.items()}
     if name == "eval":
         return runner.eval({key: mine(f"eval_{key}") for key in ("obs", "target")})
-    if name == "logits":
-        return {"logits": runner.logits(mine("eval_obs"))}
+    if name == "score":
+        return runner.score(mine("eval_obs"), given)._asdict()
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
         return {"tokens": runner.generate(mine("ctx"), mine("length"), given, options)}

@@ -224,15 +224,12 @@ def test_scoring_tells_the_prompt_first(network, start):
     engine.submit([both.request, alone.request])
     scores = [client.news.get(timeout=SECONDS) for client in (both, alone)]
     assert [score.ended for score in scores] == [False, True]
-    logits = network.logits(np.zeros((1, 1)))[0, 0].astype(np.float64)
-    logprobs = logits - np.log(np.exp(logits).sum())
+    logprobs = network.logprobs()
     for score in scores:
         assert [token.number for token in score.prompt] == prompt
         assert score.prompt[0].logprob is None
-        # f32 against f64 over a vocabulary of 50400.
-        found = [token.logprob for token in score.prompt[1:]]
-        np.testing.assert_allclose(found, logprobs[[6, 7]], rtol=1e-5)
-        assert score.prompt[1].top[0][0] == logits.argmax()
+        assert [token.logprob for token in score.prompt[1:]] == logprobs[[6, 7]].tolist()
+        assert score.prompt[1].top[0][0] == logprobs.argmax()
     assert both.numbers() == network.answer(prompt, 0, 3)
 
 
@@ -248,6 +245,11 @@ def test_failure_ends_those_who_run_and_none_besides(network, start):
     for client in others:
         assert client.numbers() == network.answer([2], 0, 3)
     assert engine.failure is None
+    # They waited until all was compiled again, as at the start.
+    anew = FakeNetwork(network.script)
+    Engine(anew, Metrics(2), rows=2).warm_up()
+    begin = network.calls.index(("batch",), 1)
+    assert network.calls[begin : begin + len(anew.calls)] == anew.calls
 
 
 def test_network_that_cannot_go_on_stops_the_engine(network, start):
@@ -324,7 +326,7 @@ def padded(call):
     """A call as it is compiled: prompts at the widths that the network pads them to."""
     kind, *sizes = call
     if kind != "insert":
-        return kind, *(sizes if kind == "logits" else [])
+        return kind, *(sizes if kind == "score" else [])
     count, width = sizes
     return kind, count, min(max(1 << (width - 1).bit_length(), 16), 1000)
 

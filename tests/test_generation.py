@@ -14,7 +14,7 @@ from mesh_transformer import generation, generator, model, step
 from mesh_transformer.config import Config
 from mesh_transformer.generator import MOST_STEPS, Batch, sampler_settings
 from mesh_transformer.parallel import Auto, named
-from mesh_transformer.sampling import nucleus_sample, penalize
+from mesh_transformer.sampling import choose, penalize
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import DATA
@@ -202,16 +202,16 @@ def test_rows_that_come_and_go_say_what_they_say_alone(place):
 
 
 def test_sampled_tokens_are_draws_from_the_full_pass_s_logits():
-    """Row by row the sampler's own key, `fold_in(key(seed), made)`, on uncached logits."""
+    """Row by row the sampler's own choice, of that seed and so many tokens, on uncached logits."""
     config = small_config()
     prompts = np.stack(random_prompts(config, [6, 6]))
     options = LIVELY | {"seed": [11, 12]}
     found = network_of(config).generate(prompts, [6, 6], 5, options)
     run, text = full_pass(config, base_of(config)), np.zeros((2, 16), np.uint32)
     text[:, :6] = prompts
+    settings, seen = sampler_settings(options, 2), jnp.zeros((2, config.n_vocab), bool)
     for at in range(5):
-        keys = jnp.stack([jax.random.fold_in(jax.random.key(seed), at) for seed in (11, 12)])
-        drawn = nucleus_sample(keys, run(text)[:, 5 + at], top_p=0.9, temp=1.0)
+        drawn = choose(run(text)[:, 5 + at], settings, jnp.full(2, at), seen)
         np.testing.assert_array_equal(found[:, at], drawn)
         text[:, 6 + at] = drawn
     assert found[0].tolist() != found[1].tolist()

@@ -26,8 +26,8 @@ class FakeCluster:
             raise self.error
         return self.number, rows
 
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens + self.number
+    def score(self, tokens: np.ndarray, alternatives: int) -> np.ndarray:
+        return tokens + alternatives * self.number
 
     def close(self) -> None:
         self.ended = True
@@ -53,7 +53,7 @@ def test_hosts_are_made_anew_once_they_have_ended(cluster, made, capsys):
     assert cluster.batch(4) == cluster.batch(4) == (0, 4)
     made[0].ended = True
     assert cluster.batch(6) == (1, 6)
-    assert cluster.logits(np.zeros(2)).tolist() == [1, 1]
+    assert cluster.score(np.zeros(2), 5).tolist() == [5, 5]
     made[1].error = HostError("host 1 died")  # in the call itself, while the engine was idle
     assert cluster.batch(6) == (2, 6)
     assert capsys.readouterr().err.splitlines() == [

@@ -16,6 +16,7 @@ from tests.small_run import VALUES
 # f32 rounds to 6e-8; gloo and the one process's own collectives add in different orders.
 OTHER_PROCESSES = 1e-5
 GENERATED = 6
+SCORED = 5  # the likeliest tokens
 
 RUNS = {
     "2 hosts": (2, {}),
@@ -56,7 +57,7 @@ def test_processes_together_are_one(tmp_path, name):
     config = VALUES | changes
     batches = random_batches(Config(**config))
     calls = [("init", []), *(("train", step) for step in range(STEPS))]
-    calls += [("eval", None), ("logits", None), ("generate", GENERATED)]
+    calls += [("eval", None), ("score", SCORED), ("generate", GENERATED)]
     found = run(tmp_path / "run", config, hosts, batches, calls)
     expected, steps = one_process(config, batches)
 
@@ -82,8 +83,8 @@ def test_processes_together_are_one(tmp_path, name):
     evaluated = expected.eval({key: batches[f"eval_{key}"] for key in ("obs", "target")})
     for key, value in evaluated.items():
         np.testing.assert_allclose(together(f"{number}_{key}"), value, rtol=1e-5, atol=1e-6)
-    logits = np.asarray(expected.logits(batches["eval_obs"]))
-    np.testing.assert_allclose(together(f"{number + 1}_logits"), logits, rtol=0, atol=1e-5)
+    for key, value in expected.score(batches["eval_obs"], SCORED)._asdict().items():
+        np.testing.assert_allclose(together(f"{number + 1}_{key}"), value, rtol=0, atol=1e-5)
     options = {key: batches[key] for key in ("seed", "top_p")}
     tokens = expected.generate(batches["ctx"], batches["length"], GENERATED, options)
     np.testing.assert_array_equal(together(f"{number + 2}_tokens"), tokens)

@@ -37,6 +37,14 @@ def test_evaluation_is_the_original_s(variant, partitioning):
     np.testing.assert_array_equal(found["correct"], golden["eval_step0.correct"])
     theirs = golden["eval_step0.logits"]
     np.testing.assert_allclose(logits, theirs, atol=2e-5, rtol=0)
+    logprobs = np.asarray(jax.nn.log_softmax(theirs))
+    scored = network.score(tokens, 3)
+    np.testing.assert_array_equal(scored.token, tokens[:, 1:])
+    said = -golden["eval_step0.all_loss"]
+    np.testing.assert_allclose(scored.logprob, said, atol=2e-5, rtol=0)
+    own = np.take_along_axis(logprobs, scored.top_token.astype(int), axis=-1)
+    for top in (own, -np.sort(-logprobs)[..., :3]):
+        np.testing.assert_allclose(scored.top_logprob, top, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])

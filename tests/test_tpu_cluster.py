@@ -23,7 +23,6 @@ from mesh_transformer.config import Config
 from mesh_transformer.generator import sampler_settings
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.scoring import score
 from mesh_transformer.train_actor import Measured
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
@@ -94,8 +93,9 @@ def test_it_answers_as_one_process(cluster, alone, tmp_path):
         batch = random_batch(CONFIG, rows, seed=rows)
         for name, value in alone.eval(batch).items():
             np.testing.assert_allclose(cluster.eval(batch)[name], value, rtol=1e-5, atol=1e-6)
-        logits = cluster.logits(batch["obs"])
-        np.testing.assert_allclose(logits, alone.logits(batch["obs"]), rtol=0, atol=1e-5)
+        scored = zip(cluster.score(batch["obs"], 3), alone.score(batch["obs"], 3), strict=True)
+        for found, value in scored:
+            np.testing.assert_allclose(found, value, rtol=0, atol=1e-5)
     rng = np.random.default_rng(0)
     prompts, length = rng.integers(0, VOCAB, (5, 40)), np.asarray([1, 3, 2, 12, 9])
     options = {"seed": np.arange(5), "top_p": np.linspace(0.2, 1, 5), "temp": 0.8}
@@ -171,8 +171,8 @@ def test_the_engine_answers_over_hosts_as_one_process_alone(cluster, alone):
         wanted = alone.generate(asked.prompt[None], length, asked.length, options)[0]
         assert client.numbers() == wanted.tolist()
     told = scored.news.get(timeout=60).prompt
-    expected = score(alone, np.arange(9), ALTERNATIVES)
-    np.testing.assert_allclose([t.logprob for t in told[1:]], expected.logprob, atol=1e-5)
+    expected = alone.score(np.arange(9)[None], ALTERNATIVES)
+    np.testing.assert_allclose([t.logprob for t in told[1:]], expected.logprob[0], atol=1e-5)
     engine.close()
 
 
@@ -191,7 +191,7 @@ def test_bad_input_is_told_and_ends_nothing(cluster):
         cluster.generate(np.zeros((2, 4), int), [1, 4], 3, {"heat": 1})
     with pytest.raises(InputError, match="nowhere"):
         cluster.load("nowhere/at_all")
-    assert len(cluster.logits(random_batch(CONFIG, 2)["obs"])) == 2
+    assert len(cluster.eval(random_batch(CONFIG, 2))["loss"]) == 2
 
 
 def test_a_folder_on_a_disk_of_each_host_s_own_is_refused(cluster, monkeypatch, tmp_path):

@@ -19,13 +19,13 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.sampling import SamplerSettings
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.scoring import score
+from mesh_transformer.util import bucket
 
 ALTERNATIVES = 5  # likeliest tokens told to a request that asks for logprobs
 PREFILL_SIZES = (4, 1)  # prompts in one prefill call, the largest that fits; each is compiled
 SHARES = (4, 2, 1)  # how many of them one of several replicas may get, as they are padded
 PREFILL_TOKENS = 512  # more in one call, padding included, only where one prompt alone has more
-SHORTEST_WARM_UP = 16  # the narrowest width that prompts are padded to
+SHORTEST = 16  # the narrowest width that texts are padded to
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Network(Protocol):
 
     def batch(self, rows: int) -> Batch: ...
 
-    def logits(self, tokens: np.ndarray) -> Any: ...
+    def score(self, tokens: np.ndarray, alternatives: int) -> Any: ...
 
 
 class Settings(NamedTuple):
@@ -178,14 +178,14 @@ class Engine:
         self._worker.start()
 
     def warm_up(self) -> None:
-        """Compiles what requests will need, so that none has to wait for it; before `start`."""
+        """Compiles what requests will need, so that none has to wait for it; ahead of them all."""
         config = self.network.config
         window = config.window
-        widths = [min(SHORTEST_WARM_UP * 2**n, window) for n in range(window.bit_length())]
+        widths = [min(SHORTEST * 2**n, window) for n in range(window.bit_length())]
         widths = list(dict.fromkeys(widths))
         sizes = PREFILL_SIZES if self.network.dp == 1 else SHARES
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
-            score(self.network, np.zeros(min(width, config.seq), np.int32), ALTERNATIVES)
+            self._scored(np.zeros(min(width, config.seq), np.int32))
             # With pe fixed the first token of the answer needs a position too.
             prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
             for size in sizes:
@@ -265,6 +265,7 @@ class Engine:
             self._deliver(request, Progress(ended=True, error=error))
         try:
             self._batch = self._new_batch()
+            self.warm_up()  # hosts that started again know no program yet
         except Exception as failure:  # as above
             log.exception("no new batch can be made; the engine stops")
             with self._wake:
@@ -308,7 +309,7 @@ class Engine:
 
     def _score(self, request: Request) -> None:
         """Tells what the model thinks of a prompt, whose first token follows nothing."""
-        found = score(self.network, request.prompt, ALTERNATIVES)
+        found = self._scored(request.prompt)
         self._metrics.prompt_tokens(len(request.prompt))
         prompt = [Token(int(request.prompt[0])), *_tokens(found)]
         self._deliver(request, Progress(prompt=prompt, ended=request.length == 0))
@@ -316,6 +317,13 @@ class Engine:
         if request.length and not request.cancelled:
             with self._wake:
                 self._waiting.appendleft(request)  # it was the first
+
+    def _scored(self, text: np.ndarray) -> Any:
+        """What the network thinks of each token of a text but the first."""
+        width = bucket(len(text) - 1, SHORTEST, self.network.config.seq)
+        padded = np.zeros((1, width + 1), np.int32)
+        padded[0, : len(text)] = text
+        return _part(self.network.score(padded, ALTERNATIVES), (0, slice(len(text) - 1)))
 
     def _prefill(self, taken: list[Request]) -> None:
         began = time.perf_counter()
