@@ -24,7 +24,7 @@ from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.fake_network import FakeNetwork
 
-SECONDS = 30  # that any of this may take before it counts as hanging
+SECONDS = 120  # that any of this may take before it counts as hanging
 
 
 class Client:
