@@ -9,8 +9,10 @@ def main() -> None:
     args = run_parser(__doc__).parse_args()
     config, folder, options = run_arguments(args)
 
+    from mesh_transformer.compilation_cache import use_compilation_cache
     from mesh_transformer.transformer_shard import CausalTransformer
 
+    use_compilation_cache()
     network = CausalTransformer(config, init=False)
     if args.mode == "eval":
         validation.validate(network, args.tune_model_path or folder)

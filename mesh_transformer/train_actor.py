@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from mesh_transformer.compilation_cache import use_compilation_cache
 from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import Batch
 from mesh_transformer.metrics import StepClock
@@ -104,6 +105,7 @@ class NetworkRunner:
           What the driver has to know: `replicas`, `dp`, `batch_size`, `noise_batches` and
           `peak_flops`.
         """
+        use_compilation_cache()
         if devices is not None:
             use_virtual_devices(devices)
         if processes > 1:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from mesh_transformer.config import Config
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of a test's time is compilation, and most of that LLVM's; XLA's own passes stay as they are.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-# Scripts that run in here keep nothing in the user's cache.
-os.environ["MESH_TRANSFORMER_CACHE"] = ""
+# What tests start compiles a program once a session.  In here hardly one is compiled twice, and to
+# write them all would take longer.
+jax.config.update("jax_enable_compilation_cache", False)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of its session
+    _compiled = tempfile.TemporaryDirectory(prefix="compiled")
+    os.environ["MESH_TRANSFORMER_CACHE"] = _compiled.name
 
 DATA = Path(__file__).parent / "data"
 

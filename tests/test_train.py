@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -39,16 +40,22 @@ def run_to_end(folder: Path, *words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-def test_any_number_of_hosts_is_one_process(tmp_path, version):
+def test_any_number_of_hosts_is_one_process(tmp_path, monkeypatch, version):
     config = write_config(tmp_path / "config.json", run_values(tmp_path, **VERSIONS[version]))
     one, many = tmp_path / "one", tmp_path / "many"
-    alone = ["device_train.py", "--config", config, "--version", version]
-    run_to_end(one, *alone, "--model-dir", str(one))
+
+    def alone(folder: Path) -> None:
+        """In this process, as device_train.py needs no other."""
+        words = ["--config", config, "--version", version, "--model-dir", str(folder)]
+        monkeypatch.setattr("sys.argv", ["device_train.py", *words])
+        runpy.run_path(str(ROOT / "device_train.py"))["main"]()
+
+    alone(one)
     # The run moves from 2 hosts to 4, to 1, to no cluster at all, by its checkpoints.
     for hosts, steps in ((2, 20), (4, 24), (1, 27)):
         more = ("--version", version, "--max-steps", str(steps))
         run_to_end(many, *command(config, many, *more, hosts=hosts))
-    run_to_end(many, *alone, "--model-dir", str(many))
+    alone(many)
 
     found, expected = rows_of(many), rows_of(one)
     assert [row["step"] for row in found] == list(range(1, 31))
