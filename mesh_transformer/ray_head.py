@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 from mesh_transformer.util import StoppedError
 
@@ -153,19 +152,22 @@ def main() -> None:
     """Runs the head until standard input ends or a server dies, then kills its whole session."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when it is over
-    import ray
+    # `ray.init` does the same, but has no way to leave out two servers: one looks at all processes'
+    # logs ten times a second, for drivers that print them, one makes machines in a cloud.
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
 
-    context: Any = ray.init(
-        address="local",  # whatever else of Ray's runs on this machine
+    parameters = RayParams(
         num_cpus=0,
         num_gpus=0,
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
+        include_log_monitor=False,  # type: ignore[arg-type]
+        no_monitor=True,
         object_store_memory=int(sys.argv[1]),
     )
+    node = Node(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True)
     try:
-        print(f"address: {context.address_info['gcs_address']}", flush=True)
+        print(f"address: {node.gcs_address}", flush=True)
         _watch(_servers())
     finally:  # of a driver that has not even waited for the address, too
         _kill_session(os.getsid(0))

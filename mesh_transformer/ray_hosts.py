@@ -83,6 +83,7 @@ def start_process(rank: int, host: Host) -> Any:
         variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     remote: Any = ray.remote  # whose declared types know no options by name
     options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"health": 1}}
+    options["enable_task_events"] = False  # what only a dashboard would show
     runner = remote(**options, **_on(host), runtime_env={"env_vars": variables})(NetworkRunner)
     return runner.remote(rank)
 
