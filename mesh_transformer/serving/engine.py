@@ -22,8 +22,7 @@ from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 
 ALTERNATIVES = 5  # likeliest tokens told to a request that asks for logprobs
-PREFILL_SIZES = (4, 1)  # prompts in one prefill call, the largest that fits; each is compiled
-SHARES = (4, 2, 1)  # how many of them one of several replicas may get, as they are padded
+PREFILL_SIZES = (4, 2, 1)  # prompts in one prefill call, the largest that fits; each is compiled
 PREFILL_TOKENS = 512  # more in one call, padding included, only where one prompt alone has more
 SHORTEST = 16  # the narrowest width that texts are padded to
 
@@ -183,12 +182,11 @@ class Engine:
         window = config.window
         widths = [min(SHORTEST * 2**n, window) for n in range(window.bit_length())]
         widths = list(dict.fromkeys(widths))
-        sizes = PREFILL_SIZES if self.network.dp == 1 else SHARES
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
             self._scored(np.zeros(min(width, config.seq), np.int32))
             # With pe fixed the first token of the answer needs a position too.
             prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
-            for size in sizes:
+            for size in PREFILL_SIZES:
                 if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
                     settings = _stacked([Settings()] * size)
                     prompts, lengths = [prompt] * size, np.ones(size, np.int32)
