@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import device_serve
+from mesh_transformer.serving.server import listen
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -158,6 +159,14 @@ def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
     assert "HostError: host " in said
     assert "all hosts start again" in said.splitlines()
     wait_until(lambda: not members(head), "processes stay behind")
+
+
+def test_connections_wait_for_the_server():
+    """Which has the port for itself from then on."""
+    with contextlib.closing(listen("127.0.0.1", 0)) as found:
+        socket.create_connection(found.getsockname(), timeout=SECONDS).close()
+        with pytest.raises(InputError, match="another --port"):
+            listen("127.0.0.1", found.getsockname()[1])
 
 
 @pytest.mark.parametrize(

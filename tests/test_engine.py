@@ -334,7 +334,7 @@ def padded(call):
 @pytest.mark.slow
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_a_real_network_answers_as_when_alone(small, partitioning):
-    config = small(seq=32, tpu_size=8, cores_per_replica=4, partitioning=partitioning)
+    config = small(seq=32, tpu_size=4, cores_per_replica=2, partitioning=partitioning)
     network = CausalTransformer(config)
     clients = random_clients(40, seed=9, n_vocab=128, logprobs=True)
     engine = Engine(network, Metrics(8), rows=8)

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mesh_transformer.util import InputError
 
 HEADER_SECONDS = 10.0  # for a request's head to come in
+BACKLOG = 2048  # connections that may wait to be taken
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -30,6 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.listen(BACKLOG)
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
         remedy = "another program has it; give another --port" if busy else str(error)
@@ -60,6 +62,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
         log_level="error",  # of what clients send wrong they alone hear
         server_header=False,
         timeout_graceful_shutdown=drain_seconds,
+        backlog=BACKLOG,
     )
     return uvicorn.Server(config)
 
