@@ -1,6 +1,7 @@
 """The process: a socket, uvicorn on it, and a quiet end."""
 
 import asyncio
+import contextlib
 import errno
 import signal
 import socket
@@ -28,10 +29,12 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(BACKLOG)
+        with contextlib.ExitStack() as unless_taken:
+            found = unless_taken.enter_context(socket.socket(family, kind, protocol))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(BACKLOG)
+            unless_taken.pop_all()
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
         remedy = "another program has it; give another --port" if busy else str(error)
