@@ -86,7 +86,7 @@ def test_command_serves_from_what_is_copied(tmp_path):
     process = subprocess.Popen(
         [changed.get(word, word) for word in command],
         cwd=app,
-        env=environment,
+        env=environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
         stdout=subprocess.PIPE,
         text=True,
     )
