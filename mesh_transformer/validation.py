@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+from collections import deque
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from mesh_transformer.text_stream import bytes_of_tokens
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
+
+IN_FLIGHT = 2  # batches dispatched before what is told of the oldest is read
 
 
 class Network(Protocol):
@@ -48,6 +51,17 @@ class Scores:
         """Nats a token; NaN where no token bears loss."""
         return self.nats / self.tokens if self.tokens else math.nan
 
+    def add(
+        self, sample: dict[str, np.ndarray], told: dict[str, Any], bytes_of: np.ndarray | None
+    ) -> None:
+        """Counts a batch, and what `Network.eval` tells of it, in."""
+        bearing = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
+        self.nats += float(np.asarray(told["all_loss"], np.float64)[bearing].sum())
+        self.tokens += int(bearing.sum())
+        self.correct += int(np.asarray(told["correct"])[bearing].sum())
+        if bytes_of is not None:
+            self.bytes += int(bytes_of[sample["target"][bearing]].sum())
+
     def row(self, name: str) -> str:
         """A line of the table under `HEADING`."""
         likely = f"{math.exp(min(self.loss, 700)):12.4f} {self.correct / max(self.tokens, 1):9.2%}"
@@ -78,15 +92,15 @@ def score(
       show: a progress bar.
     """
     found, most = Scores(), network.config.val_batches
+    pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
     with contextlib.closing(open_set(network, path)) as batches:
         for sample in tqdm(islice(batches, most), path, unit="batch", disable=not show):
             told = network.eval({key: sample[key] for key in ("obs", "target")})
-            bearing = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
-            found.nats += float(np.asarray(told["all_loss"], np.float64)[bearing].sum())
-            found.tokens += int(bearing.sum())
-            found.correct += int(np.asarray(told["correct"])[bearing].sum())
-            if bytes_of is not None:
-                found.bytes += int(bytes_of[sample["target"][bearing]].sum())
+            pending.append((sample, told))
+            if len(pending) > IN_FLIGHT:
+                found.add(*pending.popleft(), bytes_of)
+    for each in pending:
+        found.add(*each, bytes_of)
     return found
 
 
