@@ -19,7 +19,7 @@ setup(
         "ml-dtypes>=0.5",
         "orbax-checkpoint>=0.12",
         "tensorstore>=0.1.70",
-        "ray[default]>=2.60",
+        "ray[default]>=2.60,<3",  # ray_head.py starts Ray's servers by its private `Node`
         "google-cloud-tpu>=1.28",
         "fabric>=3.2",
         "etils[epath-gcs]",

@@ -256,7 +256,7 @@ def test_steps_that_nobody_reads_are_few(cluster):
 
 
 def test_a_host_that_hangs_while_it_is_made_is_named_and_ends(machines, monkeypatch):
-    monkeypatch.setattr("mesh_transformer.tpu_cluster.SECONDS_TO_START", 8.0)
+    monkeypatch.setattr("mesh_transformer.tpu_cluster.SECONDS_TO_START", 15.0)
     (head,) = sessions_of(os.getpid())
 
     def made() -> list[int]:
