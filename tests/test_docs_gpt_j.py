@@ -1,7 +1,5 @@
 """The commands of docs/gpt-j.md, run on a tiny model under the names that they use."""
 
-import json
-import runpy
 from pathlib import Path
 
 import jax
@@ -11,32 +9,24 @@ import pytest
 from mesh_transformer import hf, original_checkpoint
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
-from tests.documents import ROOT, python_commands
+from tests.documents import new_place, python_commands, run_here
 
 # What the commands are not run with: records and answers as long as GPT-J's take a while.
 SHORTER = {"scripts/create_finetune_tfrecords.py": ["--seq", "32"]}
 SAMPLERS = ("device_sample.py", "resharding_example.py")
 TINY = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
+TINY |= {"total_steps": 2, "gradient_accumulation_steps": 1, "tpu_size": 8}
 
 
 @pytest.mark.slow
 def test_the_commands_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as where a script is started
-    Path("configs").mkdir()
-    for name in ("6B_roto_256.json", "example_config.json"):
-        values = json.loads((ROOT / "configs" / name).read_text()) | TINY
-        values |= {"total_steps": 2, "gradient_accumulation_steps": 1, "tpu_size": 8}
-        del values["wandb_project"]
-        Path("configs", name).write_text(json.dumps(values))
+    new_place(tmp_path, monkeypatch, ("6B_roto_256.json", "example_config.json"), **TINY)
     config = Config.load("configs/6B_roto_256.json")
     state = jax.tree.map(np.asarray, CausalTransformer(config).state)
     original_checkpoint.write("model", state, config)
     Path("model/step_0").rename("step_383500")
     hf.write("gpt-j-6b", state, config)
     hf.write("cut", state, config, trim_vocab=True)
-    Path("my_text").mkdir()
-    Path("my_text/one.txt").write_text("a herd of unicorns " * 2000)
 
     found = python_commands("gpt-j.md")
     assert len(found) >= 8
@@ -46,10 +36,7 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     found.append([*cut, "--config", "configs/6B_roto_256.json"])
     for script, *flags in found:
         shorter = ["--length", "4"] if script in SAMPLERS else SHORTER.get(script, [])
-        monkeypatch.setattr("sys.argv", [script, *flags, *shorter])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        assert not ended.value.code, (script, flags, capsys.readouterr())
+        run_here([script, *flags, *shorter], monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert printed.count("EleutherAI is") == 2
     assert "logits differ by" in printed

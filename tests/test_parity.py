@@ -37,6 +37,7 @@ def test_evaluation_is_the_original_s(variant, partitioning):
     np.testing.assert_array_equal(found["correct"], golden["eval_step0.correct"])
     theirs = golden["eval_step0.logits"]
     np.testing.assert_allclose(logits, theirs, atol=2e-5, rtol=0)
+    # As close as the logits that they are differences of.
     logprobs = np.asarray(jax.nn.log_softmax(theirs))
     scored = network.score(tokens, 3)
     np.testing.assert_array_equal(scored.token, tokens[:, 1:])
