@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -12,7 +13,7 @@ from mesh_transformer.serving import gate
 from mesh_transformer.serving.gate import Keys
 from mesh_transformer.util import InputError
 from tests.hostile_requests import BODIES, WRONG
-from tests.live_server import check_error, connected, held, post, wait_for
+from tests.live_server import SECONDS, check_error, connected, held, post, wait_for
 
 pytest_plugins = ["tests.live_fixtures"]
 
@@ -149,9 +150,17 @@ def test_failing_network_is_a_500_and_the_next_request_goes_well(live):
 
 
 def test_network_that_fails_for_good(serve):
-    live = serve()
-    live.network.failures = [RuntimeError("device lost"), RuntimeError("still lost")]
-    assert live.refused({"prompt": "x"})[0] == 500
+    live = serve(rows=1)
+    live.network.allowed.clear()
+    with ThreadPoolExecutor(2) as pool:
+        served = pool.submit(live.refused, {"prompt": "x"})
+        wait_for(lambda: live.network.waits)
+        waiting = pool.submit(live.refused, {"prompt": "x"})
+        wait_for(lambda: live.engine.waiting == 1)
+        live.network.failures = [RuntimeError("device lost"), RuntimeError("still lost")]
+        live.network.allowed.set()
+        assert served.result(SECONDS)[0] == 500
+        assert waiting.result(SECONDS)[0] == 503
     status, error = live.refused({"prompt": "x"})
     assert (status, error["type"]) == (503, "server_error")
     assert live.http.get("/health").status_code == 503

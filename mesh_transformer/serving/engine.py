@@ -123,7 +123,10 @@ class QueueFullError(Exception):
 
 
 class StoppedEngineError(Exception):
-    """The engine takes no more requests: it is closing, or its network has failed for good."""
+    """The engine serves no more requests: it is closing, or its network has failed for good."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
 
 
 class Engine:
@@ -205,7 +208,7 @@ class Engine:
         """
         with self._wake:
             if self._closing or self.failure is not None:
-                raise StoppedEngineError("the server is stopping")
+                raise StoppedEngineError
             free = self.rows - len(self._active) - len(self._taken)
             if len(self._waiting) + len(requests) > self.queue + max(free, 0):
                 raise QueueFullError(len(self._waiting), self._retry_after())
@@ -270,8 +273,10 @@ class Engine:
                 self.failure = failure
                 waiting = list(self._waiting)
                 self._waiting.clear()
+            stopped = StoppedEngineError()
+            stopped.__cause__ = failure
             for request in waiting:
-                self._deliver(request, Progress(ended=True, error=failure))
+                self._deliver(request, Progress(ended=True, error=stopped))
 
     def _deliver(self, request: Request, progress: Progress) -> None:
         if not request.cancelled:

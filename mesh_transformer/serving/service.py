@@ -205,7 +205,7 @@ class Completion:
             headers = {"Retry-After": str(error.retry_after)}
             raise ApiError(429, str(error), code="queue_full", headers=headers) from None
         except StoppedEngineError as error:
-            raise ApiError(503, str(error), headers={"Retry-After": "10"}) from None
+            raise _stopped(error) from None
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(index, piece) of all answers, as they come."""
@@ -215,6 +215,8 @@ class Completion:
             if index not in running:
                 continue
             choice = self._choices[index]
+            if isinstance(progress.error, StoppedEngineError):
+                raise _stopped(progress.error) from progress.error
             if progress.error is not None:
                 raise ApiError(500, "the model failed while it answered") from progress.error
             piece = choice.answer.feed(progress)
@@ -287,6 +289,10 @@ class Completion:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
+
+
+def _stopped(error: StoppedEngineError) -> ApiError:
+    return ApiError(503, str(error), headers={"Retry-After": "10"})
 
 
 def _top(words: Words, spot: Spot, count: int) -> dict[str, float] | None:
