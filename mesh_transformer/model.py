@@ -18,6 +18,7 @@ from jax import Array
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared, record_declarations
 from mesh_transformer.layers import (
+    MASKED,
     Context,
     Embedding,
     Projection,
@@ -102,10 +103,23 @@ def _remat(run: Callable[..., Any], policy: str) -> Callable[..., Any]:
     return jax.checkpoint(run, policy=saved, prevent_cse=False)
 
 
-def _forward(params: Params, tokens_BT: Array, config: Config, par: Parallel) -> Array:
-    """The residual stream x_BTD before the last norm."""
+def _runs(segments_BT: Array) -> tuple[Array, Array]:
+    """The number of the run of equal numbers that each position is in, and its place in that."""
+    index_T = jnp.arange(segments_BT.shape[-1])
+    begins_BT = jnp.diff(segments_BT, axis=-1, prepend=segments_BT[:, :1]) != 0
+    starts_BT = jax.lax.cummax(jnp.where(begins_BT, index_T, 0), axis=1)
+    return jnp.cumsum(begins_BT, axis=-1), index_T - starts_BT
+
+
+def _forward(
+    params: Params, tokens_BT: Array, config: Config, par: Parallel, segments_BT: Array | None
+) -> Array:
+    """The residual stream x_BTD before the last norm; segments do not see each other."""
     parts, declared = transforms(config, par), declarations(config)
-    positions_BT = jnp.arange(tokens_BT.shape[-1])[None]
+    positions_BT, apart_BHTS = jnp.arange(tokens_BT.shape[-1])[None], None
+    if segments_BT is not None:
+        run_BT, positions_BT = _runs(segments_BT)
+        apart_BHTS = (run_BT[:, :, None] != run_BT[:, None, :])[:, None]
 
     def apply(part: str, *args: Array) -> Any:
         whole = par.collect(params[part], declared[part], config.dtype)
@@ -114,6 +128,8 @@ def _forward(params: Params, tokens_BT: Array, config: Config, par: Parallel) ->
     bias_BHTS = causal_bias(positions_BT, positions_BT, config.window)
     if config.pe == "t5":
         bias_BHTS += apply("relative", positions_BT, positions_BT)
+    if apart_BHTS is not None:
+        bias_BHTS = jnp.where(apart_BHTS, MASKED, bias_BHTS)
     context = Context(positions_BT, bias_BHTS)
     one_layer = map_declared(lambda d: d.unstack(), declared["layers"])
 
@@ -127,18 +143,34 @@ def _forward(params: Params, tokens_BT: Array, config: Config, par: Parallel) ->
     return jax.lax.scan(body, apply("embed", tokens_BT, positions_BT), params["layers"])[0]
 
 
-def logits(params: Params, tokens_BT: Array, config: Config, par: Parallel) -> Array:
-    """Next-token logits_BTV in f32, of the vocabulary that this program holds."""
-    x_BTD = _forward(params, tokens_BT, config, par)
+def logits(
+    params: Params,
+    tokens_BT: Array,
+    config: Config,
+    par: Parallel,
+    segments_BT: Array | None = None,
+) -> Array:
+    """Next-token logits_BTV in f32, of the vocabulary that this program holds.
+
+    Where several texts share a sequence, each is a run of one number in `segments`, and reads and
+    stands as it would alone.
+    """
+    x_BTD = _forward(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
     return transforms(config, par)["proj"].apply(whole, x_BTD)
 
 
 def losses(
-    params: Params, tokens_BT: Array, targets_BT: Array, config: Config, par: Parallel
+    params: Params,
+    tokens_BT: Array,
+    targets_BT: Array,
+    config: Config,
+    par: Parallel,
+    segments_BT: Array | None = None,
 ) -> Losses:
-    """Cross entropy at every position, in nats."""
-    return Losses(*cross_entropy(logits(params, tokens_BT, config, par), targets_BT, par))
+    """Cross entropy at every position, in nats; for `segments` see `logits`."""
+    found_BTV = logits(params, tokens_BT, config, par, segments_BT)
+    return Losses(*cross_entropy(found_BTV, targets_BT, par))
 
 
 class LossWeights(NamedTuple):
@@ -148,14 +180,21 @@ class LossWeights(NamedTuple):
     last_BT: Array
 
 
-def loss_weights(mask: Array, par: Parallel) -> LossWeights:
+def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
     """Weights [..., T] under which means over all of a batch are means where `mask` is 1.
 
-    A sequence's last position is its last one with 1; where no position has 1 all weights are 0.
+    The last position of a sequence, or of each of its `segments`, is its last one with 1; where no
+    position has 1 all weights are 0.
     """
-    every = mask.astype(jnp.float32)
-    from_here = jnp.flip(jnp.cumsum(jnp.flip(every, -1), axis=-1), -1)
-    last = every * (from_here == 1)
+    every, length = mask.astype(jnp.float32), mask.shape[-1]
+    if segments is None:
+        segments = jnp.zeros_like(mask, jnp.int32)
+    # Behind all others stands a position with 1 of a segment of its own.
+    index = jnp.where(mask != 0, jnp.arange(length), length)
+    onward = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
+    following = jnp.concatenate((onward[..., 1:], jnp.full_like(onward[..., :1], length)), -1)
+    others = jnp.concatenate((segments, jnp.full_like(segments[..., :1], -1)), -1)
+    last = every * (jnp.take_along_axis(others, following, axis=-1) != segments)
     shares = par.mean_scalar(jnp.stack((every.mean(), last.mean())))
     scales = 1 / jnp.maximum(shares, jnp.finfo(jnp.float32).tiny)
     return LossWeights(every * scales[0], last * scales[1])
@@ -168,9 +207,10 @@ def train_loss(
     config: Config,
     par: Parallel,
     weights: LossWeights | None = None,
+    segments_BT: Array | None = None,
 ) -> tuple[Array, Array]:
     """The mean loss that training minimises, z-loss included, and that of the last position."""
-    found = losses(params, tokens_BT, targets_BT, config, par)
+    found = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
     if weights is None:
         z_loss = config.z_loss * jnp.mean(jnp.square(found.log_sum_BT))
         return found.loss_BT.mean() + z_loss, found.loss_BT[:, -1].mean() + z_loss

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -13,9 +13,11 @@ import numpy as np
 from mesh_transformer.record_files import features, frames, read_index, resolve, size
 from mesh_transformer.util import InputError
 
+DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
 # What is drawn, each from a stream of its own.
 STREAMS = ("files", "records", "sets")
-Row = dict[str, np.ndarray]  # obs, target: uint32 [T]; loss_mask: uint8 [T], 1 = bears loss
+# obs, target: uint32 [T]; maybe loss_mask: uint8 [T], 1 = bears loss; maybe segment_ids: int32 [T]
+Row = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RecordSet:
 
     A record is T + 1 tokens (int64 feature `text`), all of which bear loss, or has the int64
     features `input_ids`, `labels` (which follow them) and `input_mask` (1 where a label bears
-    loss), [T] each.
+    loss), [T] each, and `segment_ids` where it holds several texts: a number for each.
 
     Args:
       shuffle: 0 for the index's order.  Else every epoch takes the files in an order of its own,
@@ -51,7 +53,7 @@ class RecordSet:
       seed: what the orders are drawn from.
 
     Attributes:
-      masked: whether the records tell which tokens bear loss.
+      extras: what its rows have besides `obs` and `target`, as its first record tells.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class RecordSet:
         self.shuffle, self.seed = shuffle, seed
         first, _ = next(frames(self.paths[0], 0))
         found = features(first, _where(self.paths[0], 0))
-        self.masked = "input_ids" in found and "text" not in found
+        self.extras: frozenset[str] = frozenset()
+        if "input_ids" in found and "text" not in found:
+            self.extras = frozenset({"loss_mask"} | (found.keys() & {"segment_ids"}))
 
     def require(self, count: int) -> None:
         """Raises InputError where the whole set has fewer than `count` records."""
@@ -116,17 +120,20 @@ class RecordSet:
         return position
 
     def rows(
-        self, position: Position, *, repeat: bool, masked: bool
+        self, position: Position, *, repeat: bool, extras: Collection[str] = ()
     ) -> Iterator[tuple[Row, Position]]:
         """The records from a position on, each with the position after it.
 
         Args:
           repeat: whether an epoch follows the next, endlessly.
-          masked: whether rows have `loss_mask`.
+          extras: what rows have besides, where the set has it not: all bears loss, in one segment.
         """
         found = self._shuffled(position, repeat) if self.shuffle else self._listed(position, repeat)
         for payload, where, after in found:
-            yield self._row(features(payload, where), where, masked), after
+            row = self._row(features(payload, where), where)
+            for key in set(extras) - row.keys():
+                row[key] = np.ones(self.seq, DTYPES[key])
+            yield row, after
 
     def _files(self, epoch: int) -> list[int]:
         """The files' numbers in the epoch's order."""
@@ -165,12 +172,11 @@ class RecordSet:
             else:
                 return
 
-    def _row(self, found: dict[str, np.ndarray | None], where: str, masked: bool) -> Row:
+    def _row(self, found: dict[str, np.ndarray | None], where: str) -> Row:
         """A record as what the model reads, what it should say, and where that counts."""
-        if "text" in found or not self.masked:
+        if "text" in found or not self.extras:
             text = self._tokens("text", found, where, self.seq + 1)
-            row = {"obs": text[:-1], "target": text[1:]}
-            return row | {"loss_mask": np.ones(self.seq, np.uint8)} if masked else row
+            return {"obs": text[:-1], "target": text[1:]}
         row = {
             "obs": self._tokens("input_ids", found, where, self.seq),
             "target": self._tokens("labels", found, where, self.seq),
@@ -178,7 +184,16 @@ class RecordSet:
         mask = self._numbers("input_mask", found, where, self.seq)
         if ((mask != 0) & (mask != 1)).any():
             raise InputError(f"{where}: feature input_mask holds other numbers than 0 and 1")
-        return row | {"loss_mask": mask.astype(np.uint8)}
+        row["loss_mask"] = mask.astype(DTYPES["loss_mask"])
+        if "segment_ids" in found:
+            if "segment_ids" not in self.extras:
+                raise InputError(
+                    f"{where} has the feature segment_ids, the first record of {self.index_path} "
+                    "has not; give packed records an index of their own"
+                )
+            segments = self._numbers("segment_ids", found, where, self.seq)
+            row["segment_ids"] = segments.astype(DTYPES["segment_ids"])
+        return row
 
     def _tokens(
         self, name: str, found: dict[str, np.ndarray | None], where: str, count: int

@@ -57,26 +57,28 @@ def gradients(
     """Gradients of A microbatches summed in f32, their mean over dp, and what was measured.
 
     Args:
-      batch: `obs` and `target` [A, B, T], of this program's sequences, and maybe `loss_mask`.
+      batch: `obs` and `target` [A, B, T], of this program's sequences, and maybe `loss_mask` and
+        `segment_ids` (see `CausalTransformer.train`).
     """
     declared = model.declarations(config)
     params = _compute_params(params, config, par)
-    mask = batch.get("loss_mask")
-    weights = None if mask is None else model.loss_weights(mask, par)
+    mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
+    weights = None if mask is None else model.loss_weights(mask, par, segments)
     squares = Optimizer(config, declared).squares
     grad_fn = jax.value_and_grad(model.train_loss, has_aux=True)
 
     def microbatch(sums: Any, sample: tuple[Any, ...]) -> Any:
-        obs, target, weights = sample
-        (loss, last_loss), grads = grad_fn(params, obs, target, config, par, weights)
+        obs, target, weights, segments = sample
+        (loss, last_loss), grads = grad_fn(params, obs, target, config, par, weights, segments)
         grads = to_f32(grads)
         sums = jax.tree.map(jnp.add, sums, grads)
         square = par.micro_total(squares(par.micro(grads, declared)), declared)
         return sums, (loss, last_loss, square)
 
     accumulation = batch["obs"].shape[0]
+    samples = (batch["obs"], batch["target"], weights, segments)
     sums, (loss, last_loss, micro_square) = jax.lax.scan(
-        microbatch, par.accumulator(params, declared), (batch["obs"], batch["target"], weights)
+        microbatch, par.accumulator(params, declared), samples
     )
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
     measured = jnp.stack(
@@ -104,7 +106,8 @@ def update(state: State, grads: Any, norm: Array, config: Config) -> State:
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
     """Loss and hits of every token; `obs` and `target` [B, T]; no z-loss, as in the original."""
     params = _compute_params(params, config, par)
-    found = model.losses(params, batch["obs"], batch["target"], config, par)
+    segments = batch.get("segment_ids")
+    found = model.losses(params, batch["obs"], batch["target"], config, par, segments)
     return {
         "loss": found.loss_BT.mean(axis=-1),
         "last_loss": found.loss_BT[:, -1],
@@ -229,7 +232,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(params, batch) -> losses a token."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
-    specs = (state_specs(config, mesh)["params"], {"obs": P("dp"), "target": P("dp")})
+    specs = (state_specs(config, mesh)["params"], P("dp"))
     return _compiled(eval_step, config, mesh, specs, outputs)
 
 

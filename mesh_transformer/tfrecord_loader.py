@@ -18,11 +18,12 @@ class TFRecordNewInputs:
     """Batches of token records, endlessly or (`repeat=False`) once.
 
     A batch is what a network trains on: `obs` and `target`, uint32 [*batch_size, T], and, where a
-    record of the sets tells which tokens bear loss, `loss_mask` (uint8, 1 = bears loss).  Records
-    come in the index's order, or shuffled (see `RecordSet`); those left at a file's end begin the
-    next batch with the next file's (and epoch's), so any batch size gives the same sequence of
-    records.  A background thread reads a few batches ahead.  Raises InputError for whatever is
-    wrong with the files, here or when a record is reached.
+    set's records tell which tokens bear loss, `loss_mask` (uint8, 1 = bears loss), or which of
+    several texts each is of, `segment_ids` (int32).  Records come in the index's order, or shuffled
+    (see `RecordSet`); those left at a file's end begin the next batch with the next file's (and
+    epoch's), so any batch size gives the same sequence of records.  A background thread reads a
+    few batches ahead.  Raises InputError for whatever is wrong with the files, here or when a
+    record is reached.
 
     Args:
       index_path: an index; or indexes and their weights, which set each record is drawn from.
@@ -118,7 +119,7 @@ class Mixture:
 
     def __init__(self, sets: Sequence[RecordSet], weights: Sequence[float], seed: int):
         self.sets, self.seed = sets, seed
-        self.masked = any(each.masked for each in sets)
+        self.extras = frozenset[str]().union(*(each.extras for each in sets))
         total = sum(weights)
         if total <= 0 or min(weights) < 0:  # no set at all has a total of 0
             raise InputError(
@@ -132,7 +133,7 @@ class Mixture:
         """The records from a place on, each with the place after it."""
         drawn, positions = place.drawn, list(place.positions)
         sources = [
-            each.rows(position, repeat=repeat, masked=self.masked)
+            each.rows(position, repeat=repeat, extras=self.extras)
             for each, position in zip(self.sets, positions, strict=True)
         ]
         for chosen in self._choices(drawn):

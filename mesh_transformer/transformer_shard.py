@@ -119,7 +119,8 @@ class CausalTransformer:
         Args:
           sample: token ids `obs` and `target` [A, B, T]; B divides by the number of `replicas`.
             Maybe `loss_mask` [A, B, T], 1 where a target bears loss and 0 elsewhere: losses are
-            then means over all that do, of all processes.
+            then means over all that do, of all processes.  Maybe `segment_ids` [A, B, T]: each
+            run of one number is a text that does not see the others, as if in a sequence alone.
 
         Returns:
           Device scalars: `loss` (z-loss included), `last_loss`, `grad_norm` (before clipping),
@@ -141,10 +142,12 @@ class CausalTransformer:
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """Losses of `target` after `obs`, both token ids [B, T], any B; no z-loss, no mask.
 
+        There may be `segment_ids`, as for `train`.
+
         Returns:
           `loss` (mean over T) and `last_loss` [B], `all_loss` and `correct` [B, T].
         """
-        batch = self._batch({key: sample[key] for key in ("obs", "target")}, 2)
+        batch = self._batch({key: x for key, x in sample.items() if key != "loss_mask"}, 2)
         rows = len(batch["obs"])
         batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
         found = self._eval(self._params(), self._rows.place(batch, P("dp")))
@@ -314,8 +317,9 @@ class CausalTransformer:
 
     def _batch(self, sample: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
         batch = {key: self._tokens(key, sample[key], rank) for key in ("obs", "target")}
-        if "loss_mask" in sample:
-            batch["loss_mask"] = np.asarray(sample["loss_mask"])
+        for key, dtype in (("loss_mask", np.uint8), ("segment_ids", np.int32)):
+            if key in sample:
+                batch[key] = np.asarray(sample[key]).astype(dtype, copy=False)
         for key, found in batch.items():
             if found.shape != batch["obs"].shape:
                 raise InputError(

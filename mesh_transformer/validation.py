@@ -95,7 +95,7 @@ def score(
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
     with contextlib.closing(open_set(network, path)) as batches:
         for sample in tqdm(islice(batches, most), path, unit="batch", disable=not show):
-            told = network.eval({key: sample[key] for key in ("obs", "target")})
+            told = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, told))
             if len(pending) > IN_FLIGHT:
                 found.add(*pending.popleft(), bytes_of)

@@ -63,7 +63,7 @@ def create(tmp_path, *options, source="in", seq=SEQ):
 
 def read(index, seq):
     records = RecordSet(str(index), seq, n_vocab=50257)
-    rows = [row for row, _ in records.rows(Position(), repeat=False, masked=False)]
+    rows = [row for row, _ in records.rows(Position(), repeat=False)]
     return np.stack([np.append(row["obs"], row["target"][-1]) for row in rows])
 
 

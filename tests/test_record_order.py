@@ -126,7 +126,7 @@ def test_a_resume_reads_as_much_whatever_was_read_before(tmp_path, monkeypatch, 
     for state in states:
         read.clear()
         source = RecordSet(index, SEQ, None, shuffle=shuffle_buffer)
-        rows = source.rows(source.checked_position(state), repeat=True, masked=False)
+        rows = source.rows(source.checked_position(state), repeat=True)
         collections.deque(itertools.islice(rows, 10), maxlen=0)
         counts.append(len(read))
     # The set's first record, and those asked for, or the block that they are in.

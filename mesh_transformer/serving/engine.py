@@ -25,6 +25,7 @@ ALTERNATIVES = 5  # likeliest tokens told to a request that asks for logprobs
 PREFILL_SIZES = (4, 2, 1)  # prompts in one prefill call, the largest that fits; each is compiled
 PREFILL_TOKENS = 512  # more in one call, padding included, only where one prompt alone has more
 SHORTEST = 16  # the narrowest width that texts are padded to
+STOPPING = "the server is stopping"
 
 log = logging.getLogger(__name__)
 
@@ -125,9 +126,6 @@ class QueueFullError(Exception):
 class StoppedEngineError(Exception):
     """The engine serves no more requests: it is closing, or its network has failed for good."""
 
-    def __init__(self) -> None:
-        super().__init__("the server is stopping")
-
 
 class Engine:
     """Serves requests on a network, many at once.
@@ -208,7 +206,7 @@ class Engine:
         """
         with self._wake:
             if self._closing or self.failure is not None:
-                raise StoppedEngineError
+                raise StoppedEngineError(STOPPING)
             free = self.rows - len(self._active) - len(self._taken)
             if len(self._waiting) + len(requests) > self.queue + max(free, 0):
                 raise QueueFullError(len(self._waiting), self._retry_after())
@@ -273,7 +271,7 @@ class Engine:
                 self.failure = failure
                 waiting = list(self._waiting)
                 self._waiting.clear()
-            stopped = StoppedEngineError()
+            stopped = StoppedEngineError(STOPPING)
             stopped.__cause__ = failure
             for request in waiting:
                 self._deliver(request, Progress(ended=True, error=stopped))
