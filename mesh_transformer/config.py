@@ -5,12 +5,12 @@ import difflib
 import json
 import math
 import os
-import types
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mesh_transformer.util import InputError
+from mesh_transformer.value_types import describe, mismatch
 
 Norm = Literal[
     "layernorm",
@@ -223,7 +223,7 @@ class Config:
         values = _parse(path, text)
         if not isinstance(values, dict):
             raise InputError(
-                f"config {path}: found {_describe(values)}, expected one mapping of keys to values"
+                f"config {path}: found {describe(values)}, expected one mapping of keys to values"
             )
         if version is not None:
             values = {k: v for k, v in values.items() if k not in ("block", "partitioning")}
@@ -278,67 +278,12 @@ def _parse(path: str, text: str) -> Any:
         ) from None
 
 
-def _describe(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"
-
-
-def _matches(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value is of a field's annotated type (bool is no int; int is a float)."""
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, option) for option in arguments)
-    if origin is Literal:
-        return any(value == option and type(value) is type(option) for option in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_matches(v, arguments[0]) for v in value)
-    if origin is dict:
-        pairs = value.items() if isinstance(value, dict) else [(None, None)]
-        return all(_matches(k, arguments[0]) and _matches(v, arguments[1]) for k, v in pairs)
-    if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, wanted)
-
-
-def _expected(wanted: Any) -> str:
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_expected(a) for a in arguments)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(a) for a in arguments)
-    if origin in (list, dict):
-        return f"{origin.__name__} of {', '.join(_expected(a) for a in arguments)}"
-    return "null" if wanted is type(None) else wanted.__name__
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _typed(key: str, value: Any, wanted: Any) -> Any:
     if key == "val_set" and value is None:
         return {}
-    if not _matches(value, wanted):
-        hint = ""
-        if isinstance(value, str) and "Literal" in str(wanted):
-            options = [a for a in _literals(wanted) if isinstance(a, str)]
-            close = difflib.get_close_matches(value, options, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-        elif isinstance(value, str) and _matches(0.5, wanted) and _is_number(value):
-            hint = "; to YAML a number with an exponent has a point: 1.0e-4"
-        raise InputError(f"{key} is {_describe(value)}, expected {_expected(wanted)}{hint}")
+    if expected := mismatch(value, wanted):
+        raise InputError(f"{key} is {describe(value)}, {expected}")
     return float(value) if wanted is float else value
-
-
-def _literals(wanted: Any) -> list[Any]:
-    if typing.get_origin(wanted) is Literal:
-        return list(typing.get_args(wanted))
-    return [a for option in typing.get_args(wanted) for a in _literals(option)]
 
 
 def _check(c: Config) -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mesh_transformer.attention import causal_bias
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared, record_declarations
 from mesh_transformer.layers import (
@@ -24,7 +25,6 @@ from mesh_transformer.layers import (
     Projection,
     RelativePosition,
     TransformerLayer,
-    causal_bias,
     cross_entropy,
 )
 from mesh_transformer.parallel import Auto, Parallel

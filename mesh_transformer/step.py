@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import generation, model
+from mesh_transformer.attention import LayerCache
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration
-from mesh_transformer.layers import LayerCache
 from mesh_transformer.optimizer import Optimizer
 from mesh_transformer.parallel import Auto, Manual, Parallel, named
 from mesh_transformer.sampling import SamplerSettings

@@ -11,18 +11,15 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.attention import MASKED, attend, causal_bias, rotate
 from mesh_transformer.config import Config
 from mesh_transformer.layers import (
-    MASKED,
     Embedding,
     Norm,
     Projection,
     RelativePosition,
-    attend,
-    causal_bias,
     cross_entropy,
     lookup,
-    rotate,
     t5_bucket,
 )
 from mesh_transformer.parallel import Auto, Manual

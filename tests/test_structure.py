@@ -20,6 +20,8 @@ PACKAGE = ROOT / "mesh_transformer"
 # A module may import the package's modules of a lower level alone.
 LEVELS = {
     "util": 0,
+    "value_types": 0,
+    "attention": 1,
     "casts": 1,
     "config": 1,
     "declaration": 1,
