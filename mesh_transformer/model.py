@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.attention import causal_bias
+from mesh_transformer.attention import MASKED, causal_bias
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared, record_declarations
 from mesh_transformer.layers import (
-    MASKED,
     Context,
     Embedding,
     Projection,
