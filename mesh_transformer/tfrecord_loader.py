@@ -29,6 +29,8 @@ class TFRecordNewInputs:
       index_path: an index; or indexes and their weights, which set each record is drawn from.
         A set of a mixture that has been read begins again, whatever the others do.
       sample_size: T.
+      partial: whether, where `repeat` is False, records too few for a batch make a shorter one, of
+        a batch size that is one number.
       shuffle_buffer: 0 for the index's order, else the records that are shuffled together.
       seed: what mixture and shuffle are drawn from.
     """
@@ -41,6 +43,7 @@ class TFRecordNewInputs:
         *,
         n_vocab: int | None = None,
         repeat: bool = True,
+        partial: bool = False,
         shuffle_buffer: int = 0,
         seed: int = 0,
         restore_state: dict | None = None,
@@ -52,10 +55,10 @@ class TFRecordNewInputs:
             RecordSet(path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed)
             for path in weights
         ]
-        if len(sets) == 1:
+        if len(sets) == 1 and not partial:
             sets[0].require(int(np.prod(self._shape)))
         self._mixture = Mixture(sets, list(weights.values()), seed)
-        self._repeat = repeat
+        self._repeat, self._partial = repeat, partial
         self._place = self._mixture.beginning
         self._ahead: Prefetch[tuple[Row, Place]] | None = None
         if restore_state is not None:
@@ -68,7 +71,7 @@ class TFRecordNewInputs:
         return self.get_samples()
 
     def get_samples(self) -> Row:
-        """The next batch; StopIteration after the last full one where `repeat` is False."""
+        """The next batch; StopIteration after the last one where `repeat` is False."""
         if self._ahead is None:
             self._ahead = Prefetch(self._batches(), BATCHES_AHEAD)
         batch, self._place = next(self._ahead)
@@ -78,9 +81,12 @@ class TFRecordNewInputs:
         """Full batches, each with the place after it."""
         rows = self._mixture.rows(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
-        while len(chunk := list(islice(rows, count))) == count:
+        while chunk := list(islice(rows, count)):
+            if len(chunk) < count and not self._partial:
+                return
             stacked = {key: np.stack([row[key] for row, _ in chunk]) for key in chunk[0][0]}
-            batch = {key: rows.reshape(*self._shape, -1) for key, rows in stacked.items()}
+            shape = self._shape if len(chunk) == count else (len(chunk),)
+            batch = {key: rows.reshape(*shape, -1) for key, rows in stacked.items()}
             yield batch, chunk[-1][1]
 
     def sample_once(self) -> "TFRecordNewInputs":

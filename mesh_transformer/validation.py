@@ -78,8 +78,19 @@ def open_set(network: Network, path: str) -> TFRecordNewInputs:
     """A validation set's batches, once, in its index's order."""
     config = network.config
     return TFRecordNewInputs(
-        path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False
+        path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
     )
+
+
+def _filled(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+    """A batch of `size` rows, whose shape is compiled already; those added bear no loss."""
+    missing = size - len(sample["obs"])
+    if not missing:
+        return sample
+    sample = {"loss_mask": np.ones(sample["obs"].shape, np.uint8)} | sample
+    filled = {key: np.pad(rows, ((0, missing), (0, 0)), "edge") for key, rows in sample.items()}
+    filled["loss_mask"][-missing:] = 0
+    return filled
 
 
 def score(
@@ -94,7 +105,8 @@ def score(
     found, most = Scores(), network.config.val_batches
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
     with contextlib.closing(open_set(network, path)) as batches:
-        for sample in tqdm(islice(batches, most), path, unit="batch", disable=not show):
+        for each in tqdm(islice(batches, most), path, unit="batch", disable=not show):
+            sample = _filled(each, network.batch_size)
             told = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, told))
             if len(pending) > IN_FLIGHT:

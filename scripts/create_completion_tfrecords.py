@@ -3,10 +3,13 @@
 Each line of the input is a JSON object with the strings `prompt` and `completion`; whatever is to
 stand between the two belongs to one of them.  A record is one such pair, the end-of-text token and
 padding: the features `input_ids`, `labels` (the tokens after them) and `input_mask` (1 where a
-label is of the completion or ends it), as in Cerebras' records.  Records keep the lines' order.
+label is of the completion or ends it), as in Cerebras' records.  With `--pack` it is as many pairs
+as fit, and `segment_ids` tells them apart: each trains as it would alone, and none waits for the
+padding of the others.  Records keep the lines' order.
 """
 
 import argparse
+import dataclasses
 import io
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -31,6 +34,18 @@ class Pair(NamedTuple):
     completion: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A pair's tokens, the end-of-text token last, and how many of them are its prompt."""
+
+    tokens: list[int]
+    prompt: int
+
+    def __len__(self) -> int:
+        """How many places of a record it takes: the end is foretold, but never read."""
+        return len(self.tokens) - 1
+
+
 class Bad:
     """What becomes of a line that cannot be used: an error, or `--skip-bad`'s count."""
 
@@ -53,6 +68,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-dir", default=".", help="default: the current folder")
     parser.add_argument("--seq", type=int, default=2048, help="the config's seq (%(default)s)")
     parser.add_argument("--tokenizer", help="a folder or a hub name; default: gpt2")
+    parser.add_argument(
+        "--pack", action="store_true", help="as many pairs in a record as fit; none sees another"
+    )
     parser.add_argument(
         "--skip-bad", action="store_true", help="leave out, and count, lines that cannot be used"
     )
@@ -91,10 +109,22 @@ def parsed(line: bytes, where: str) -> Pair:
     return Pair(where, *map(whole_characters, texts))
 
 
-def records(
-    pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad
+def read_records(
+    pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad, *, pack: bool
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The pairs as records."""
+    """The pairs as records: each in one of its own, or as many in each as follow and fit."""
+    texts: list[Text] = []
+    for text in tokenized(pairs, tokenizer, seq, bad):
+        if texts and not (pack and sum(map(len, texts)) + len(text) <= seq):
+            yield record(texts, tokenizer.eos_token_id, seq, pack=pack)
+            texts = []
+        texts.append(text)
+    if texts:
+        yield record(texts, tokenizer.eos_token_id, seq, pack=pack)
+
+
+def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad) -> Iterator[Text]:
+    """The pairs' tokens; those that are too long are `bad`."""
 
     def encode(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -103,26 +133,29 @@ def records(
     while batch := list(islice(pairs, TOGETHER)):
         prompts, completions = (encode([pair[at] for pair in batch]) for at in (1, 2))
         for pair, prompt, completion in zip(batch, prompts, completions, strict=True):
-            try:
-                yield record(prompt, completion, tokenizer.eos_token_id, seq, pair.where)
-            except InputError as error:
-                bad(error)
+            text = Text([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
+            if len(text) <= seq:
+                yield text
+            else:
+                found = f"{len(prompt)} tokens of prompt and {len(completion)} of completion"
+                room = f"--seq {seq} has room for {seq} together"
+                bad(InputError(f"{pair.where}: {found}, {room}"))
 
 
-def record(
-    prompt: list[int], completion: list[int], end: int, seq: int, where: str
-) -> dict[str, np.ndarray]:
-    """One pair as the model reads it; InputError naming its line where it is too long."""
-    tokens = [*prompt, *completion, end]
-    if len(tokens) > seq + 1:
-        raise InputError(
-            f"{where}: {len(prompt)} tokens of prompt and {len(completion)} of completion, "
-            f"--seq {seq} has room for {seq} together"
-        )
-    padded = np.array(tokens + [end] * (seq + 1 - len(tokens)))
-    labels = np.arange(1, seq + 1)  # whose places in `padded` these are
-    mask = (labels >= len(prompt)) & (labels < len(tokens))
-    return {"input_ids": padded[:-1], "labels": padded[1:], "input_mask": mask.astype(int)}
+def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
+    """Texts as the model reads them one after the other, and padding."""
+    columns = {
+        "input_ids": [text.tokens[:-1] for text in texts],
+        "labels": [text.tokens[1:] for text in texts],
+        "input_mask": [[at >= text.prompt for at in range(1, len(text) + 1)] for text in texts],
+    }
+    if pack:  # the padding is segment 0
+        columns["segment_ids"] = [[n] * len(text) for n, text in enumerate(texts, 1)]
+    padding = dict.fromkeys(columns, 0) | {"input_ids": end, "labels": end}
+    return {
+        name: np.array([*chain(*parts), *[padding[name]] * (seq - sum(map(len, texts)))], int)
+        for name, parts in columns.items()
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -136,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     files = find_files(options.input_path, FILE_TYPES)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:
         pairs = (pair for file in files for pair in read_pairs(file, bad, bar.update))
-        rows = records(pairs, tokenizer, options.seq, bad)
+        rows = read_records(pairs, tokenizer, options.seq, bad, pack=options.pack)
         first = next(rows, None)
         if first is None:
             raise InputError(f"{options.input_path}: found no pairs, and {bad.count} bad lines")

@@ -355,10 +355,6 @@ BAD_VALUES = [
         {"train_set": "{}/short.index"},
         r"index {}/short.index: found 5 records in all, one batch needs 8; ",
     ),
-    (
-        {"val_set": {"x": "{}/short.index"}, "per_replica_batch": 4},
-        r"index {}/short.index: found 5 records in all, one batch needs 8; ",
-    ),
     ({"val_set": {"x": "{}/no.index"}}, r"index {}/no.index: no such file; "),
     (
         {"d_model": 64, "pe_rotary_dims": 8},
