@@ -95,6 +95,7 @@ class Config:
     model_dir: str | None = None
     train_set: str | dict[str, float] | None = field(default=None, hash=False)  # or sets: weights
     shuffle_buffer: int = 0  # so many records are shuffled together; 0 is the index's order
+    hosts_read: bool = False  # each host reads its own part of train_set, which all of them see
     val_set: dict[str, str] = field(default_factory=dict, hash=False)
     val_batches: int = 100
     val_every: int = 500

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,13 @@ class Position:
     record: int = 0
     offset: int = 0
     taken: int = 0
+
+
+class Record(NamedTuple):
+    """A record as it was read, and its name for error lines."""
+
+    payload: bytes
+    where: str
 
 
 class RecordSet:
@@ -119,21 +126,25 @@ class RecordSet:
             )
         return position
 
-    def rows(
-        self, position: Position, *, repeat: bool, extras: Collection[str] = ()
-    ) -> Iterator[tuple[Row, Position]]:
+    def records(self, position: Position, *, repeat: bool) -> Iterator[tuple[Record, Position]]:
         """The records from a position on, each with the position after it.
 
         Args:
           repeat: whether an epoch follows the next, endlessly.
-          extras: what rows have besides, where the set has it not: all bears loss, in one segment.
         """
-        found = self._shuffled(position, repeat) if self.shuffle else self._listed(position, repeat)
-        for payload, where, after in found:
-            row = self._row(features(payload, where), where)
-            for key in set(extras) - row.keys():
-                row[key] = np.ones(self.seq, DTYPES[key])
-            yield row, after
+        return self._shuffled(position, repeat) if self.shuffle else self._listed(position, repeat)
+
+    def row(self, record: Record, extras: Collection[str] = ()) -> Row:
+        """A record as what the model reads, what it should say, and where that counts.
+
+        Args:
+          extras: what the row has besides, where the set has it not: all bears loss, in one
+            segment.
+        """
+        row = self._row(features(*record), record.where)
+        for key in set(extras) - row.keys():
+            row[key] = np.ones(self.seq, DTYPES[key])
+        return row
 
     def _files(self, epoch: int) -> list[int]:
         """The files' numbers in the epoch's order."""
@@ -141,21 +152,21 @@ class RecordSet:
             return list(range(len(self.paths)))
         return random(self.seed, "files", epoch).permutation(len(self.paths)).tolist()
 
-    def _listed(self, position: Position, repeat: bool) -> Iterator[tuple[bytes, str, Position]]:
-        """The files' records one after the other: the record, its name, the position after it."""
+    def _listed(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
+        """The files' records one after the other."""
         while True:
             for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
                 path = self.paths[file]
                 for payload, offset in frames(path, position.offset):
-                    where = _where(path, position.record)
+                    record = Record(payload, _where(path, position.record))
                     position = Position(position.epoch, place, position.record + 1, offset)
-                    yield payload, where, position
+                    yield record, position
                 position = Position(position.epoch, place + 1)
             if not repeat:
                 return
             position = Position(position.epoch + 1)
 
-    def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[bytes, str, Position]]:
+    def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
         """Block after block of `_listed`; those that an epoch begins do not reach into the next."""
         while True:
             start = dataclasses.replace(position, taken=0)
@@ -163,17 +174,16 @@ class RecordSet:
             key = (start.epoch, start.file, start.record)
             order = random(self.seed, "records", *key).permutation(len(block))
             for taken in range(position.taken, len(block)):
-                payload, where, _ = block[order[taken]]
-                yield payload, where, dataclasses.replace(start, taken=taken + 1)
+                record, _ = block[order[taken]]
+                yield record, dataclasses.replace(start, taken=taken + 1)
             if len(block) == self.shuffle:
-                position = block[-1][2]
+                position = block[-1][1]
             elif repeat:
                 position = Position(start.epoch + 1)
             else:
                 return
 
     def _row(self, found: dict[str, np.ndarray | None], where: str) -> Row:
-        """A record as what the model reads, what it should say, and where that counts."""
         if "text" in found or not self.extras:
             text = self._tokens("text", found, where, self.seq + 1)
             return {"obs": text[:-1], "target": text[1:]}

@@ -1,11 +1,13 @@
 """Indexes of TFRecords to batches, with a position exact to the record."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.config import Config
 from mesh_transformer.prefetch import Prefetch
 from mesh_transformer.record_set import Position, RecordSet, Row, random
 from mesh_transformer.util import InputError
@@ -31,6 +33,8 @@ class TFRecordNewInputs:
       sample_size: T.
       partial: whether, where `repeat` is False, records too few for a batch make a shorter one, of
         a batch size that is one number.
+      columns: which of the sequences along the last number of the batch size are wanted; records
+        of the others are read, but not looked at.
       shuffle_buffer: 0 for the index's order, else the records that are shuffled together.
       seed: what mixture and shuffle are drawn from.
     """
@@ -44,19 +48,22 @@ class TFRecordNewInputs:
         n_vocab: int | None = None,
         repeat: bool = True,
         partial: bool = False,
+        columns: Sequence[int] | None = None,
         shuffle_buffer: int = 0,
         seed: int = 0,
         restore_state: dict | None = None,
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         weights = {index_path: 1.0} if isinstance(index_path, str) else dict(index_path)
+        wanted = np.arange(int(np.prod(self._shape))).reshape(self._shape)
+        self._wanted = wanted if columns is None else wanted[..., list(columns)]
         self._once = (index_path, batch_size, sample_size, n_vocab)
         sets = [
             RecordSet(path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed)
             for path in weights
         ]
         if len(sets) == 1 and not partial:
-            sets[0].require(int(np.prod(self._shape)))
+            sets[0].require(wanted.size)
         self._mixture = Mixture(sets, list(weights.values()), seed)
         self._repeat, self._partial = repeat, partial
         self._place = self._mixture.beginning
@@ -79,14 +86,17 @@ class TFRecordNewInputs:
 
     def _batches(self) -> Iterator[tuple[Row, "Place"]]:
         """Full batches, each with the place after it."""
-        rows = self._mixture.rows(self._place, repeat=self._repeat)
+        records = self._mixture.records(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
-        while chunk := list(islice(rows, count)):
+        while chunk := list(islice(records, count)):
             if len(chunk) < count and not self._partial:
                 return
-            stacked = {key: np.stack([row[key] for row, _ in chunk]) for key in chunk[0][0]}
-            shape = self._shape if len(chunk) == count else (len(chunk),)
-            batch = {key: rows.reshape(*shape, -1) for key, rows in stacked.items()}
+            wanted = self._wanted if len(chunk) == count else np.arange(len(chunk))
+            rows = [chunk[at][0]() for at in wanted.flat]
+            batch = {
+                key: np.stack([row[key] for row in rows]).reshape(*wanted.shape, -1)
+                for key in rows[0]
+            }
             yield batch, chunk[-1][1]
 
     def sample_once(self) -> "TFRecordNewInputs":
@@ -113,6 +123,22 @@ class TFRecordNewInputs:
         self._ahead = None
 
 
+def open_train_set(
+    config: Config, batch_size: int, columns: Sequence[int] | None = None
+) -> TFRecordNewInputs:
+    """What a config trains on, [A, batch_size, T] at a time; for `columns` see there."""
+    assert config.train_set is not None
+    return TFRecordNewInputs(
+        config.train_set,
+        (config.gradient_accumulation_steps, batch_size),
+        config.seq,
+        n_vocab=config.n_vocab,
+        columns=columns,
+        shuffle_buffer=config.shuffle_buffer,
+        seed=config.seed,
+    )
+
+
 class Place(NamedTuple):
     """Where a mixture is: how many records were drawn, and the position in each of its sets."""
 
@@ -135,19 +161,20 @@ class Mixture:
         self.shares[-1] = 1.0  # whatever the sum was rounded to
         self.beginning = Place(0, (Position(),) * len(sets))
 
-    def rows(self, place: Place, *, repeat: bool) -> Iterator[tuple[Row, Place]]:
-        """The records from a place on, each with the place after it."""
+    def records(self, place: Place, *, repeat: bool) -> Iterator[tuple[Callable[[], Row], Place]]:
+        """What gives the row of each record from a place on, and the place after it."""
         drawn, positions = place.drawn, list(place.positions)
         sources = [
-            each.rows(position, repeat=repeat, extras=self.extras)
+            each.records(position, repeat=repeat)
             for each, position in zip(self.sets, positions, strict=True)
         ]
         for chosen in self._choices(drawn):
             found = next(sources[chosen], None)
             if found is None:
                 return
-            row, positions[chosen] = found
+            record, positions[chosen] = found
             drawn += 1
+            row = functools.partial(self.sets[chosen].row, record, self.extras)
             yield row, Place(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:

@@ -10,7 +10,6 @@ them and becomes one HostError: what is left is the newest checkpoint, from whic
 goes on (`runs.train`).
 """
 
-import dataclasses
 import itertools
 import os
 import secrets
@@ -25,12 +24,16 @@ from numpy.typing import ArrayLike
 from ray import exceptions
 
 from mesh_transformer.cluster_batch import ClusterBatch
+from mesh_transformer.cluster_step import Number, Reading
+from mesh_transformer.cluster_train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.config import Config
 from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import OPTIONS, check_prompts, sampler_settings
 from mesh_transformer.ray_hosts import Host, kill_processes, start_process
 from mesh_transformer.rows import gathered, places, share
 from mesh_transformer.step import MEASURED
+from mesh_transformer.storage import local_path
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.train_actor import Measured
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -66,7 +69,7 @@ class TPUCluster:
         self.heartbeat = heartbeat
         self.patience = patience
         self.step = 0
-        self._unread: deque[_Reading] = deque()
+        self._unread: deque[Reading] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
         self.ended = False  # whether the hosts are gone
@@ -109,6 +112,12 @@ class TPUCluster:
         self.call("init")
         self.step = 0
 
+    def open_train_set(self) -> TFRecordNewInputs | ClusterTrainSet:
+        """The batches that the config trains on, read here or on the hosts."""
+        if self.config.hosts_read:
+            return ClusterTrainSet(self)
+        return open_train_set(self.config, self.batch_size)
+
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """One update with token ids `obs` and `target` [A, B, T]; returns at once.
 
@@ -118,20 +127,23 @@ class TPUCluster:
           What `CausalTransformer.train` measures, and `host_seconds/<rank>`, how long the step
           took there: numbers that wait for the step when they are read (`float`).
         """
-        if sample["obs"].shape[1] % self.dp:
-            raise InputError(
-                f"train: the batch has {sample['obs'].shape[1]} sequences, "
-                f"expected a multiple of the {self.dp} replicas"
-            )
+        shares: list[tuple[Any]] = [(None,)] * len(self.hosts)
+        if sample is not READ_ON_HOSTS:
+            if sample["obs"].shape[1] % self.dp:
+                raise InputError(
+                    f"train: the batch has {sample['obs'].shape[1]} sequences, "
+                    f"expected a multiple of the {self.dp} replicas"
+                )
+            shares = self._shares(sample, axis=1)
         if len(self._unread) >= MOST_UNREAD:
             self.read(self._unread[0])
         self.step += 1
-        reading = _Reading(self.step, self._ask("train", *self._shares(sample, axis=1)))
+        reading = Reading(self.step, self._ask("train", *shares))
         self._unread.append(reading)
         seconds = [f"host_seconds/{rank}" for rank in range(len(self.hosts))]
-        return {name: _Number(self, reading, name) for name in (*METRICS, *seconds)}
+        return {name: Number(self.read, reading, name) for name in (*METRICS, *seconds)}
 
-    def read(self, reading: "_Reading") -> dict[str, float]:
+    def read(self, reading: Reading) -> dict[str, float]:
         """What a step measured, after those before it."""
         while reading.values is None:
             oldest = self._unread.popleft()
@@ -198,7 +210,7 @@ class TPUCluster:
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """As `CausalTransformer.save`: all hosts' parts are committed together or not at all."""
-        self.call("save", *[(_whole(folder), aux)] * len(self.hosts))
+        self.call("save", *[(local_path(folder), aux)] * len(self.hosts))
 
     def wait(self) -> None:
         """As `CausalTransformer.wait`."""
@@ -207,7 +219,7 @@ class TPUCluster:
     def restore(self, folder: str) -> dict[str, Any] | None:
         """As `CausalTransformer.restore`; InputError where hosts have a folder each."""
         self._check_shared(folder)
-        found = self.call("restore", *[(_whole(folder),)] * len(self.hosts))
+        found = self.call("restore", *[(local_path(folder),)] * len(self.hosts))
         self.step, aux = found[0]
         return aux
 
@@ -218,7 +230,7 @@ class TPUCluster:
         """
         if "://" in folder or len({host.address for host in self.hosts}) == 1:
             return
-        path = os.path.join(_whole(folder), f".{secrets.token_hex(8)}.shared")
+        path = os.path.join(local_path(folder), f".{secrets.token_hex(8)}.shared")
         self._answers([self._actors[0].leave.remote(path)])
         seen = self._answers([actor.sees.remote(path) for actor in self._actors])
         self._answers([self._actors[0].take_away.remote(path)])
@@ -231,7 +243,7 @@ class TPUCluster:
 
     def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
         """As `CausalTransformer.load`."""
-        self.call("load", *[(_whole(path), fresh_opt, only_params)] * len(self.hosts))
+        self.call("load", *[(local_path(path), fresh_opt, only_params)] * len(self.hosts))
         self.step = 0
 
     def close(self) -> None:
@@ -363,35 +375,6 @@ class TPUCluster:
             return
         self.ended = True
         kill_processes(self._actors, self._pids, self.hosts)
-
-
-@dataclasses.dataclass
-class _Reading:
-    """A step on its way: the calls that dispatch it, then what it measured."""
-
-    step: int
-    dispatched: list[Any]
-    values: dict[str, float] | None = None
-    ended: bool = False  # on all hosts, as far as they have said
-
-
-class _Number:
-    """One of a step's measurements, waited for when read."""
-
-    def __init__(self, cluster: TPUCluster, reading: _Reading, name: str):
-        self._cluster, self._reading, self._name = cluster, reading, name
-
-    def __float__(self) -> float:
-        return self._cluster.read(self._reading)[self._name]
-
-    def is_ready(self) -> bool:
-        """Whether the step is known to have ended; only reading one before it finds out."""
-        return self._reading.ended or self._reading.values is not None
-
-
-def _whole(path: str) -> str:
-    """A local path as hosts with another working folder find it; a URI stays."""
-    return path if "://" in path else os.path.abspath(path)
 
 
 def _one_line(error: BaseException) -> str:

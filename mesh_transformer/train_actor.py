@@ -18,7 +18,9 @@ from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import Batch
 from mesh_transformer.metrics import StepClock
 from mesh_transformer.parallel import use_virtual_devices
+from mesh_transformer.rows import places
 from mesh_transformer.sampling import SamplerSettings
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -73,6 +75,8 @@ class NetworkRunner:
         self._batch: Batch | None = None
         self._unread: deque[tuple[int, dict[str, Any]]] = deque()
         self._clock = StepClock()
+        self._train_set: TFRecordNewInputs | None = None
+        self._read: deque[dict[str, np.ndarray]] = deque()  # batches that no step had yet
 
     def pid(self) -> int:
         """This process's id, on its own machine."""
@@ -142,9 +146,35 @@ class NetworkRunner:
         self._started.init()
 
     @_on_host
-    def train(self, sample: dict[str, np.ndarray]) -> None:
-        """Dispatches one step on this process's rows [A, B, T]."""
+    def open_train_set(
+        self, train_set: str | dict[str, float], state: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Begins to read this process's rows, from a state on; the state that it is in then."""
         network = self._started
+        if self._train_set is not None:
+            self._train_set.close()
+        self._read.clear()
+        config = network.config.replace(train_set=train_set)
+        (columns,) = places([network.replicas], network.batch_size // network.dp)
+        self._train_set = open_train_set(config, network.batch_size, columns.tolist())
+        if state is not None:
+            self._train_set.restore(state)
+        return self._train_set.state()
+
+    @_on_host
+    def read(self) -> dict[str, Any]:
+        """Reads the next batch, for a `train` without one; the state after it."""
+        if self._train_set is None:
+            raise InputError("the host reads no records yet; call open_train_set first")
+        self._read.append(self._train_set.get_samples())
+        return self._train_set.state()
+
+    @_on_host
+    def train(self, sample: dict[str, np.ndarray] | None) -> None:
+        """Dispatches one step on this process's rows [A, B, T]; None: on those that it has read."""
+        network = self._started
+        if sample is None:
+            sample = self._read.popleft()
         if not self._unread:
             self._clock.restart()
         metrics = network.train(sample)

@@ -19,10 +19,18 @@ from tqdm import tqdm
 from mesh_transformer import flops, validation
 from mesh_transformer.config import Config
 from mesh_transformer.metrics import MetricsLog, NoiseScale, StepClock
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
+
+
+class TrainSet(Protocol):
+    """Batches for a network to train on, wherever they are read; see `TFRecordNewInputs`."""
+
+    def get_samples(self) -> dict[str, np.ndarray]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Network(Protocol):
@@ -43,6 +51,7 @@ class Network(Protocol):
     def peak_flops(self) -> float | None: ...
 
     def init(self) -> None: ...
+    def open_train_set(self) -> TrainSet: ...
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
     def generate(
@@ -115,19 +124,8 @@ def _train(
 ) -> None:
     """Trains until step `total`, or until a signal is `received`; what is done is saved then."""
     config = network.config
-    assert config.train_set is not None
     val_sets = {} if config.val_batches == 0 else config.val_set
-    shape = (config.gradient_accumulation_steps, network.batch_size)
-    with contextlib.closing(
-        TFRecordNewInputs(
-            config.train_set,
-            shape,
-            config.seq,
-            n_vocab=config.n_vocab,
-            shuffle_buffer=config.shuffle_buffer,
-            seed=config.seed,
-        )
-    ) as loader:
+    with contextlib.closing(network.open_train_set()) as loader:
         for path in val_sets.values():  # says now, not after hours, what is wrong with it
             validation.open_set(network, path).close()
         aux = network.restore(folder)
@@ -208,7 +206,7 @@ class _Run:
         self,
         network: Network,
         folder: str,
-        loader: TFRecordNewInputs,
+        loader: TrainSet,
         val_sets: dict[str, str],
         log: MetricsLog,
         noise: NoiseScale,

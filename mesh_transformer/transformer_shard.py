@@ -25,6 +25,7 @@ from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
 from mesh_transformer.rows import Rows
 from mesh_transformer.state_tree import placed
 from mesh_transformer.storage import AnyPath, local_path
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # virtual CPU devices, at least, where a model's own number is not given
@@ -110,6 +111,10 @@ class CausalTransformer:
     @functools.cached_property
     def _logits(self) -> Any:
         return steps.compile_logits(self.config, self.mesh)
+
+    def open_train_set(self) -> TFRecordNewInputs:
+        """The batches that the config trains on."""
+        return open_train_set(self.config, self.batch_size)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
         """One optimizer update; returns at once, before the devices are done.

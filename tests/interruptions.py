@@ -29,7 +29,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.metrics import NAME
 from tests.multihost import random_batches, started
 from tests.multihost import run as run_hosts
-from tests.small_run import TIMES, VALUES, run_values, write_config
+from tests.small_run import TIMES, VALUES, mixed_values, write_config
 
 ROOT = Path(__file__).parent.parent
 HEARTBEAT = 10
@@ -155,7 +155,7 @@ def command(config: str, folder: Path, *more: str, hosts: int = HOSTS) -> list[s
 
 def uninterrupted(folder: Path, **changes: Any) -> tuple[str, Path]:
     """A config and the folder of a whole run of it."""
-    config = write_config(folder / "config.json", run_values(folder, **changes))
+    config = write_config(folder / "config.json", mixed_values(folder, **changes))
     with training(folder / "whole", *command(config, folder / "whole")) as run:
         assert run.process.wait(SECONDS) == 0, run.log.read_text()
         run.assert_nothing_is_left()

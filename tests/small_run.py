@@ -57,6 +57,14 @@ def run_values(folder: Path, **changes: Any) -> dict[str, Any]:
     return VALUES | {"train_set": train_set, "val_set": val_set} | changes
 
 
+def mixed_values(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Config values of a run on two sets, mixed and shuffled."""
+    values = run_values(folder)
+    other = write_set(folder, "other", {"one": 5, "two": 9}, seed=2)
+    sets = {values["train_set"]: 3.0, other: 1.0}
+    return values | {"train_set": sets, "shuffle_buffer": 10} | changes
+
+
 def write_config(path: Path, values: dict[str, Any]) -> str:
     path.write_text(json.dumps(values))
     return str(path)

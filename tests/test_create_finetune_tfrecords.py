@@ -63,7 +63,7 @@ def create(tmp_path, *options, source="in", seq=SEQ):
 
 def read(index, seq):
     records = RecordSet(str(index), seq, n_vocab=50257)
-    rows = [row for row, _ in records.rows(Position(), repeat=False)]
+    rows = [records.row(record) for record, _ in records.records(Position(), repeat=False)]
     return np.stack([np.append(row["obs"], row["target"][-1]) for row in rows])
 
 

@@ -103,6 +103,30 @@ def test_resume_at_any_record_with_another_batch_size(tmp_path, shuffle_buffer, 
         loader.get_samples()
 
 
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_hosts_that_read_their_own_part_read_all_of_it(tmp_path, hosts):
+    index = {write_index(tmp_path, "a"): 2.0, write_index(tmp_path, "b", (2, 6), first=100): 1.0}
+    options = {"shuffle_buffer": 4, "seed": 7}
+    expected = load(index, (3, 4), **options)
+    parts = np.split(np.arange(4), hosts)
+    state = None
+    for _ in range(10):  # each batch by loaders that begin where those before them were
+        loaders = [
+            load(index, (3, 4), columns=part.tolist(), restore_state=state, **options)
+            for part in parts
+        ]
+        found = [loader.get_samples() for loader in loaders]
+        for name, rows in expected.get_samples().items():
+            np.testing.assert_array_equal(
+                np.concatenate([own[name] for own in found], axis=1), rows
+            )
+        states = [loader.state() for loader in loaders]
+        assert states == [expected.state()] * hosts
+        state = states[0]
+        for loader in loaders:
+            loader.close()
+
+
 @pytest.mark.parametrize("shuffle_buffer", [0, 50])
 def test_a_resume_reads_as_much_whatever_was_read_before(tmp_path, monkeypatch, shuffle_buffer):
     index = write_index(tmp_path, "a", (2000, 2000))
@@ -126,7 +150,7 @@ def test_a_resume_reads_as_much_whatever_was_read_before(tmp_path, monkeypatch, 
     for state in states:
         read.clear()
         source = RecordSet(index, SEQ, None, shuffle=shuffle_buffer)
-        rows = source.rows(source.checked_position(state), repeat=True)
+        rows = source.records(source.checked_position(state), repeat=True)
         collections.deque(itertools.islice(rows, 10), maxlen=0)
         counts.append(len(read))
     # The set's first record, and those asked for, or the block that they are in.

@@ -73,6 +73,8 @@ LEVELS = {
     "plan": 9,
     "ray_hosts": 10,
     "cluster_batch": 8,
+    "cluster_step": 1,
+    "cluster_train_set": 2,
     "tpu_cluster": 11,
     "lasting_cluster": 12,
     "build_model": 13,

@@ -1,6 +1,7 @@
 """train.py as its users run it: over local hosts, interrupted, and what keeps it from beginning."""
 
 import contextlib
+import functools
 import json
 import os
 import runpy
@@ -24,13 +25,17 @@ from tests.interruptions import (
     training,
     wait_until,
 )
-from tests.small_run import run_values, write_config
+from tests.small_run import mixed_values, run_values, write_config
 
 # f32 rounds to 6e-8; on other processes sums are in another order, over 30 updates.
 OTHER_PROCESSES = 1e-5
 
 TOKEN = "a-token-of-ray-that-nobody-else-may-see"
-VERSIONS = {"1": {}, "2": {"zero": 1}}
+# How it is split, and where its records are read: by the hosts, mixed and shuffled, or the driver.
+VERSIONS = {
+    "1": functools.partial(mixed_values, hosts_read=True),
+    "2": functools.partial(run_values, zero=1),
+}
 
 
 def run_to_end(folder: Path, *words: str) -> None:
@@ -41,7 +46,7 @@ def run_to_end(folder: Path, *words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_any_number_of_hosts_is_one_process(tmp_path, monkeypatch, version):
-    config = write_config(tmp_path / "config.json", run_values(tmp_path, **VERSIONS[version]))
+    config = write_config(tmp_path / "config.json", VERSIONS[version](tmp_path))
     one, many = tmp_path / "one", tmp_path / "many"
 
     def alone(folder: Path) -> None:
@@ -76,7 +81,7 @@ def test_any_number_of_hosts_is_one_process(tmp_path, monkeypatch, version):
 def whole(tmp_path_factory) -> tuple[str, Path]:
     """A config, and the folder of a run over two hosts that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    config = write_config(folder / "config.json", run_values(folder))
+    config = write_config(folder / "config.json", mixed_values(folder))
     run_to_end(folder / "model", *command(config, folder / "model"))
     return config, folder / "model"
 
@@ -84,7 +89,12 @@ def whole(tmp_path_factory) -> tuple[str, Path]:
 @pytest.mark.slow
 def test_stopped_and_killed_drivers_leave_nothing_and_the_next_goes_on(whole, tmp_path):
     config, expected = whole
+    # Read by the hosts at last, no record is another.
+    values = json.loads(Path(config).read_text()) | {"hosts_read": True}
+    hosts_read = write_config(tmp_path / "hosts_read.json", values)
     for step, number in ((3, signal.SIGINT), (9, signal.SIGKILL), (16, signal.SIGTERM)):
+        if step == 9:
+            config = hosts_read
         with training(tmp_path, *command(config, tmp_path)) as run:
             wait_until(lambda: last_step(tmp_path) >= step, f"step {step}")  # noqa: B023
             assert len(run.hosts()) == 2

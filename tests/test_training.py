@@ -18,7 +18,7 @@ import pytest
 import mesh_transformer
 from mesh_transformer import metrics, training
 from mesh_transformer.config import Config
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.conftest import random_batch
@@ -70,6 +70,9 @@ class Counter:
 
     def load(self, path: str, *, fresh_opt: bool = False) -> None:
         self.calls.append(f"load {path} {fresh_opt}")
+
+    def open_train_set(self) -> TFRecordNewInputs:
+        return open_train_set(self.config, self.batch_size)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         self.before_step(self.step + 1)
