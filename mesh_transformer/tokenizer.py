@@ -2,11 +2,12 @@
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.util import InputError
 
@@ -38,6 +39,36 @@ def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
     if folder.exists() or source.startswith((".", "/", "~")):
         raise InputError(f"tokenizer {source}: not a folder; give a folder, a hub name or gpt2")
     return _from_hub(source)
+
+
+def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+    """Each text's tokens, without added ones; the work is spread over the cores.
+
+    The library beneath is asked at once, and for the tokens alone: what transformers gathers
+    beside them costs a third of the time.
+    """
+    backend = _backend(tokenizer)
+    if backend is None:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The sha256 of all that a tokenizer's result depends on, as far as it can be written down."""
+    backend = _backend(tokenizer)
+    told = (
+        json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    )
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
+    """The library's own tokenizer, which cuts and pads nothing, or None where all is Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
 
 
 def _packaged_vocabulary() -> Path:

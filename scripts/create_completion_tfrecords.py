@@ -10,18 +10,24 @@ padding of the others.  Records keep the lines' order.
 
 import argparse
 import dataclasses
-import io
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import zstandard
-from text_documents import find_files, json_value, opened, whole_characters
+from input_files import (
+    Bad,
+    BadInputError,
+    find_files,
+    json_lines,
+    opened,
+    told,
+    whole_characters,
+)
 from tqdm import tqdm
 
 from mesh_transformer.record_files import write_set
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.tokenizer import encode_batch, load_tokenizer
 from mesh_transformer.util import InputError, run_script
 
 FILE_TYPES = (".jsonl", ".jsonl.zst")
@@ -46,19 +52,6 @@ class Text:
         return len(self.tokens) - 1
 
 
-class Bad:
-    """What becomes of a line that cannot be used: an error, or `--skip-bad`'s count."""
-
-    def __init__(self, skip: bool):
-        self.skip, self.count = skip, 0
-
-    def __call__(self, error: InputError) -> None:
-        if not self.skip:
-            raise InputError(f"{error}; mend it, or leave such lines out with --skip-bad")
-        tqdm.write(f"left out: {error}")
-        self.count += 1
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Make training records from prompts and completions."
@@ -79,33 +72,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def read_pairs(path: str, bad: Bad, progress: Callable[[int], object]) -> Iterator[Pair]:
     """The pairs of a file; `progress` is told of its bytes as they are read."""
-    with opened(path) as raw:
-        stream = raw
-        if path.endswith(".zst"):
-            decompressor = zstandard.ZstdDecompressor()
-            stream = io.BufferedReader(decompressor.stream_reader(raw, read_across_frames=True))
+    with opened(path, bad) as raw:
         before = 0
-        for number, line in enumerate(stream, 1):
+        for where, value in json_lines(raw, path, bad):
             progress(raw.tell() - before)
             before = raw.tell()
-            if line.strip():
-                try:
-                    yield parsed(line, f"{path}: line {number}")
-                except InputError as error:
-                    bad(error)
+            try:
+                yield pair_of(value, where)
+            except BadInputError as error:
+                bad(error)
 
 
-def parsed(line: bytes, where: str) -> Pair:
-    """One line's pair; InputError naming the line where it is none."""
-    try:
-        value = json_value(line.decode(), where)
-    except UnicodeDecodeError as error:
-        found = error.object[error.start : error.end]
-        raise InputError(f"{where} holds the bytes {found!r}, expected UTF-8 text") from error
+def pair_of(value: Any, where: str) -> Pair:
+    """What one line says as a pair; BadInputError naming the line where it is none."""
     found = value if isinstance(value, dict) else {}
     texts = [found[key] for key in Pair._fields[1:] if isinstance(found.get(key), str)]
     if len(texts) < 2 or not texts[1]:
-        raise InputError(f"{where}: expected strings prompt and completion, the latter not empty")
+        raise BadInputError(
+            "no pair", f"{where}: expected strings prompt and completion, the latter not empty"
+        )
     return Pair(where, *map(whole_characters, texts))
 
 
@@ -125,13 +110,11 @@ def read_records(
 
 def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad) -> Iterator[Text]:
     """The pairs' tokens; those that are too long are `bad`."""
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
     pairs = iter(pairs)
     while batch := list(islice(pairs, TOGETHER)):
-        prompts, completions = (encode([pair[at] for pair in batch]) for at in (1, 2))
+        prompts, completions = (
+            encode_batch(tokenizer, [pair[at] for pair in batch]) for at in (1, 2)
+        )
         for pair, prompt, completion in zip(batch, prompts, completions, strict=True):
             text = Text([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
             if len(text) <= seq:
@@ -139,7 +122,7 @@ def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad) -> Iterator[
             else:
                 found = f"{len(prompt)} tokens of prompt and {len(completion)} of completion"
                 room = f"--seq {seq} has room for {seq} together"
-                bad(InputError(f"{pair.where}: {found}, {room}"))
+                bad(BadInputError("too long", f"{pair.where}: {found}, {room}"))
 
 
 def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
@@ -172,9 +155,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows = read_records(pairs, tokenizer, options.seq, bad, pack=options.pack)
         first = next(rows, None)
         if first is None:
-            raise InputError(f"{options.input_path}: found no pairs, and {bad.count} bad lines")
+            left_out = f" (left out: {told(bad.counts)})" if bad.count else ""
+            raise InputError(f"{options.input_path}: found no pairs{left_out}")
         written, index, count = write_set(options.output_dir, options.name, chain([first], rows))
-    left_out = f"; {bad.count} lines left out" if bad.count else ""
+    left_out = f"; left out: {told(bad.counts)}" if bad.count else ""
     print(f"{written}: {count} records of {options.seq} tokens; {index} lists it{left_out}")
 
 

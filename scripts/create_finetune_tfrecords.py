@@ -1,40 +1,89 @@
-"""Text files and archives to one file of token records, in the original's format.
+"""Text files and archives to token records, in the original's format.
 
-Documents are tokenised once, in order of file, into a temporary file; shuffling and packing then
-move only their numbers (about 24 bytes a document and 8 a sequence), so a corpus may be larger
-than memory.  For one epoch the sequences, and with the same seed and file order their order, are
-the original's.  Original: the tokens left over after a shuffled epoch, and a last sequence that
-was exactly full, were lost; here they begin the next epoch.
+Documents are tokenised once, in order of file, into a folder beside the result; shuffling and
+packing then move only their numbers, so a corpus may be larger than memory.  Stopped at any
+moment, the same command goes on, and the result is the same to the byte.  For one epoch the
+sequences, and with the same seed and file order their order, are the original's.  Original: the
+tokens left over after a shuffled epoch, and a last sequence that was exactly full, were lost; here
+they begin the next epoch.
 """
 
 import argparse
-import os
+import collections
+import contextlib
+import dataclasses
+import fcntl
 import random
-import tempfile
-from array import array
+import shutil
 from collections.abc import Iterator
-from typing import IO
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-from text_documents import cleaner, find_files, read_pieces
-from tqdm import tqdm
+from input_files import find_files, told
+from record_parts import publish, write_parts
+from sequence_packing import Order, sequences
+from text_cleaning import cleaner
+from text_documents import FILE_TYPES
+from token_corpus import PROGRESS, Corpus, Source, Tokenizing
 
-from mesh_transformer.record_files import write_set
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.util import InputError, run_script
 
-BATCH_CHARACTERS = 1 << 21  # sixteen pieces of a long document, for as many cores
+# Options on which the result depends; the rest of it is in the files of text.
+SETTINGS = (
+    "seq",
+    "normalize_with_ftfy",
+    "normalize_with_wikitext_detokenize",
+    "min_unique_tokens",
+    "n_repack_epochs",
+    "seed",
+    "preserve_data_order",
+    "sequences_per_file",
+)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the model's training records from text.")
     parser.add_argument(
-        "input_path", help="a file or a folder of .txt, .jsonl.zst, .xz and .tar.gz files"
+        "input_path",
+        help="a file or a folder of .txt, .jsonl, .jsonl.zst, .xz and .tar.gz files",
     )
-    parser.add_argument("name", help="writes NAME_<number of sequences>.tfrecords and NAME.index")
+    parser.add_argument(
+        "name", help="writes NAME_<number of sequences>.tfrecords, NAME.index, NAME.manifest.json"
+    )
     parser.add_argument("--output-dir", default=".", help="default: the current folder")
     parser.add_argument("--seq", type=positive, default=2048, help="the config's seq (%(default)s)")
     parser.add_argument("--tokenizer", help="a folder or a hub name; default: gpt2")
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave out, and count, documents and parts of files that cannot be used",
+    )
+    parser.add_argument(
+        "--new", action="store_true", help="drop what a stopped run of the same name has done"
+    )
+    parser.add_argument(
+        "--sequences-per-file",
+        type=positive,
+        metavar="N",
+        help="write files of N, NAME_<file>_<N>.tfrecords (default: all in one)",
+    )
+    add_cleaning(parser)
+    packing = parser.add_argument_group("order and packing")
+    packing.add_argument(
+        "--n-repack-epochs",
+        type=positive,
+        default=1,
+        help="write the text this many times, shuffled and packed anew each time",
+    )
+    packing.add_argument("--seed", type=int, default=10, help="of the shuffles (%(default)s)")
+    packing.add_argument("--preserve-data-order", action="store_true", help="do not shuffle")
+    parser.add_argument("--verbose", action="store_true", help="print the sequences left out")
+    return parser.parse_args(arguments)
+
+
+def add_cleaning(parser: argparse.ArgumentParser) -> None:
     cleaning = parser.add_argument_group("cleaning")
     cleaning.add_argument("--normalize-with-ftfy", action="store_true", help="repair garbled text")
     cleaning.add_argument(
@@ -49,17 +98,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="leave out sequences with fewer different tokens, whose gradients can be large; "
         "200 is a good value, 0 (the default) keeps all",
     )
-    packing = parser.add_argument_group("order and packing")
-    packing.add_argument(
-        "--n-repack-epochs",
-        type=positive,
-        default=1,
-        help="write the text this many times, shuffled and packed anew each time",
-    )
-    packing.add_argument("--seed", type=int, default=10, help="of the shuffles (%(default)s)")
-    packing.add_argument("--preserve-data-order", action="store_true", help="do not shuffle")
-    parser.add_argument("--verbose", action="store_true", help="print the sequences left out")
-    return parser.parse_args(arguments)
 
 
 def positive(text: str) -> int:
@@ -69,125 +107,108 @@ def positive(text: str) -> int:
     return number
 
 
-class Corpus:
-    """Tokenised documents one after another: `tokens`, and the token after each document."""
+@contextlib.contextmanager
+def work_folder(folder: Path, new: bool) -> Iterator[None]:
+    """Makes the folder in which a set is made, and holds it against other runs.
 
-    def __init__(self, tokens: np.ndarray, ends: np.ndarray):
-        self.tokens = tokens
-        self.starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-        self.sizes = ends - self.starts
-
-
-class Packing:
-    """`carry` and the documents in `order` as one run of tokens, cut into sequences."""
-
-    def __init__(self, corpus: Corpus, order: np.ndarray, carry: np.ndarray, length: int):
-        self.corpus, self.order, self.carry, self.length = corpus, order, carry, length
-        # Part 0 is the carry, part i is document order[i - 1].
-        self.ends = len(carry) + np.cumsum(np.concatenate([[0], corpus.sizes[order]]))
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) // self.length
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return self._read(number * self.length, (number + 1) * self.length)
-
-    def remainder(self) -> np.ndarray:
-        """The tokens after the last whole sequence."""
-        return self._read(len(self) * self.length, int(self.ends[-1]))
-
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        parts = [self.carry[start:stop]]
-        start = max(start, len(self.carry))
-        while start < stop:
-            part = int(np.searchsorted(self.ends, start, side="right"))
-            document = self.order[part - 1]
-            first = self.corpus.starts[document] + start - self.ends[part - 1]
-            count = min(stop, self.ends[part]) - start
-            parts.append(self.corpus.tokens[first : first + count])
-            start += count
-        return np.concatenate(parts)
+    It is removed at the end, and after an error before any progress was saved.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{folder}: another run is at work there; wait for it") from error
+        if new or not (folder / PROGRESS).exists():
+            for path in folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+        try:
+            yield
+        except InputError:
+            if not (folder / PROGRESS).exists():
+                shutil.rmtree(folder)
+            raise
+        shutil.rmtree(folder)
 
 
-def tokenize(files: list[str], tokenizer, options: argparse.Namespace, spill: IO[bytes]) -> Corpus:
-    """All documents of the files, each followed by the end-of-text token, kept in `spill`."""
-    clean = cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    ends = array("q")
-
-    def write(batch: list[tuple[str, bool]]) -> None:
-        texts = [clean(text) for text, _ in batch]
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)[
-            "input_ids"
-        ]
-        for tokens, (_, is_end) in zip(encoded, batch, strict=True):
-            suffix = [tokenizer.eos_token_id] if is_end else []
-            spill.write(np.array(tokens + suffix, dtype).tobytes())
-            if is_end:
-                ends.append(spill.tell() // dtype.itemsize)
-
-    size = sum(os.path.getsize(file) for file in files)
-    with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
-        for batch in batches(files, tokenizer.eos_token, bar):
-            write(batch)
-    if not ends:
-        raise InputError(f"{options.input_path}: all its files are empty; expected text")
-    spill.flush()
-    return Corpus(np.memmap(spill, dtype, mode="r"), np.array(ends))
-
-
-def batches(files: list[str], separator: str, bar: tqdm) -> Iterator[list[tuple[str, bool]]]:
-    """The files' pieces in batches: the tokenizer spreads each over the cores."""
-    batch, characters = [], 0
-    for file in files:
-        for piece in read_pieces(file, separator, bar.update):
-            batch.append(piece)
-            characters += len(piece[0])
-            if characters >= BATCH_CHARACTERS or len(batch) >= 1000:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def pack(
-    corpus: Corpus, tokenizer, options: argparse.Namespace, generator: random.Random
-) -> Iterator[np.ndarray]:
-    """The sequences of all epochs, `seq + 1` tokens each, in the order to be written."""
-    length = options.seq + 1
-    order = array("q", range(len(corpus.sizes)))
-    carry = corpus.tokens[:0]
-    written = 0
-    for _ in range(options.n_repack_epochs):
-        if not options.preserve_data_order:
-            generator.shuffle(order)  # type: ignore[arg-type]
-        packing = Packing(corpus, np.array(order), carry, length)
-        kept = array("q", select(packing, tokenizer, options))
-        if not options.preserve_data_order:
-            generator.shuffle(kept)  # type: ignore[arg-type]
-        for number in kept:
-            yield packing[number]
-        written += len(kept)
-        carry = packing.remainder()
-    if not written:
-        raise InputError(
-            f"{options.input_path}: found {len(corpus.tokens)} tokens, but no sequence of {length} "
-            f"with {max(options.min_unique_tokens, 1)} different ones; add text, or lower --seq "
-            "or --min-unique-tokens"
-        )
+def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
+    """Makes the set in the folder `work` and publishes it as `base`; says what it is."""
+    settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
+    of_tokenizer = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
+    generator = random.Random(options.seed)
+    files = find_files(options.input_path, FILE_TYPES)
+    if not options.preserve_data_order:
+        generator.shuffle(files)
+    tokenizing = Tokenizing(
+        work,
+        files,
+        tokenizer,
+        settings | {"tokenizer": of_tokenizer["sha256"]},
+        cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize),
+        options.skip_bad,
+    )
+    corpus = tokenizing.run()
+    sources = tokenizing.progress.sources
+    skipped = skipped_in(sources)
+    order = Order(
+        options.seq + 1,
+        options.n_repack_epochs,
+        not options.preserve_data_order,
+        options.min_unique_tokens,
+        options.verbose,
+    )
+    found = sequences(corpus, order, tokenizer, generator)
+    first = next(found, None)
+    if first is None:
+        (work / PROGRESS).unlink()  # to go on would end here again
+        raise nothing_found(options, corpus, skipped)
+    parts = write_parts(work, chain([first], found), options.sequences_per_file)
+    manifest = {
+        "tokens_per_sequence": order.length,
+        "documents": len(corpus.sizes),
+        "tokens": len(corpus.tokens),
+        "skipped": skipped,
+        "tokenizer": of_tokenizer,
+        "options": settings,
+        "sources": [manifested(source) for source in sources],
+    }
+    index = publish(base, parts, manifest)
+    count = sum(written for _, written in parts)
+    names = index.read_text(encoding="utf-8").split()
+    first = base.with_name(names[0])
+    others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    left_out = f"; left out: {told(skipped)}" if skipped else ""
+    return (
+        f"{first}{others}: {count} sequences of {order.length} tokens; {index} lists it{left_out}"
+    )
 
 
-def select(packing: Packing, tokenizer, options: argparse.Namespace) -> Iterator[int]:
-    """The numbers of the sequences that are varied enough."""
-    for number in range(len(packing)):
-        if options.min_unique_tokens > 0:
-            found = len(np.unique(packing[number]))
-            if found < options.min_unique_tokens:
-                if options.verbose:
-                    text = tokenizer.decode(packing[number])
-                    tqdm.write(f"left out, {found} different tokens: {text!r}")
-                continue
-        yield number
+def nothing_found(
+    options: argparse.Namespace, corpus: Corpus, skipped: dict[str, int]
+) -> InputError:
+    left_out = f" (left out: {told(skipped)})" if skipped else ""
+    if not len(corpus.sizes):
+        return InputError(f"{options.input_path}: all its files are empty{left_out}; expected text")
+    return InputError(
+        f"{options.input_path}: found {len(corpus.tokens)} tokens{left_out}, but no sequence of "
+        f"{options.seq + 1} with {max(options.min_unique_tokens, 1)} different ones; add text, or "
+        "lower --seq or --min-unique-tokens"
+    )
+
+
+def skipped_in(sources: list[Source]) -> dict[str, int]:
+    counts: collections.Counter[str] = collections.Counter()
+    for source in sources:
+        counts.update(source.skipped)
+    return dict(sorted(counts.items()))
+
+
+def manifested(source: Source) -> dict[str, Any]:
+    """What a copy of the file elsewhere has in common with it."""
+    values = dataclasses.asdict(source)
+    del values["changed"]
+    return values
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -195,19 +216,14 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer}: has no end-of-text token; choose another")
-    generator = random.Random(options.seed)
-    files = find_files(options.input_path)
-    if not options.preserve_data_order:
-        generator.shuffle(files)
+    base = Path(options.output_dir) / options.name
+    work = base.with_name(f"{base.name}.partial")
     try:
-        os.makedirs(options.output_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=options.output_dir) as spill:
-            corpus = tokenize(files, tokenizer, options, spill)
-            sequences = tqdm(pack(corpus, tokenizer, options, generator), desc="writing")
-            records, index, count = write_set(options.output_dir, options.name, sequences)
+        with work_folder(work, options.new):
+            said = make(options, tokenizer, base, work)
     except OSError as error:
         raise InputError(f"{options.output_dir}: cannot be written: {error}") from error
-    print(f"{records}: {count} sequences of {options.seq + 1} tokens; {index} lists it")
+    print(said)
 
 
 if __name__ == "__main__":

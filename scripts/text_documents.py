@@ -1,75 +1,85 @@
-"""Documents from text files and archives, in pieces that fit in memory, cleaned on request.
+"""Documents from text files and archives, in pieces that fit in memory.
 
-Beside create_finetune_tfrecords.py and create_completion_tfrecords.py, its users.
+Beside create_finetune_tfrecords.py, its user.
 """
 
-import contextlib
 import gzip
 import io
-import json
 import lzma
 import os
-import re
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, NamedTuple, TextIO
 
-import zstandard
+from input_files import Bad, BadInputError, json_lines, not_utf8, opened, whole_characters
 
-from mesh_transformer.util import InputError
-
-FILE_TYPES = (".jsonl.zst", ".txt", ".xz", ".tar.gz")
-# Longer documents are cleaned and tokenised in pieces, so that no document need fit in memory.
-PIECE_CHARACTERS = 1 << 17
-DAMAGE = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zstandard.ZstdError)
+FILE_TYPES = (".jsonl.zst", ".txt", ".xz", ".tar.gz", ".jsonl")
+# Longer documents are cleaned and tokenised in pieces, so that no document need fit in memory;
+# the tokenizer is fastest at about this size.
+PIECE_CHARACTERS = 1 << 14
+LONGEST_RUN = 1 << 20  # characters without a place to cut
 
 
-def find_files(path: str, types: tuple[str, ...] = FILE_TYPES) -> list[str]:
-    """The file itself, or a folder's files of the known types in order of name (not deeper)."""
-    if os.path.isfile(path):
-        names = [path]
-    elif os.path.isdir(path):
-        names = sorted(str(entry) for entry in Path(path).iterdir() if entry.is_file())
-    else:
-        raise InputError(f"{path}: no such file or folder")
-    found = [name for name in names if name.endswith(types)]
-    if not found:
-        raise InputError(f"{path}: no text found, expected files ending in {', '.join(types)}")
-    return found
+class Piece(NamedTuple):
+    """Part of a document.
+
+    Attributes:
+      is_end: whether the document ends with it.
+      is_bad: the document's earlier pieces are to be dropped, there will be no more of it.
+    """
+
+    text: str
+    is_end: bool = False
+    is_bad: bool = False
 
 
 def read_pieces(
-    path: str, separator: str, progress: Callable[[int], object]
-) -> Iterator[tuple[str, bool]]:
-    """The file's documents as pieces of text, each with whether it ends its document.
+    path: str, separator: str, bad: Bad, progress: Callable[[int], object]
+) -> Iterator[Piece]:
+    """The file's documents, piece by piece.
 
     `separator` inside a text splits it into documents; empty ones are left out.  `progress` is
-    told the bytes read since it was last told.  Raises InputError naming a damaged file.
+    told the bytes read since it was last told.  Raises InputError naming a bad document or file,
+    unless `bad` skips it.
     """
-    reported = 0
-    with opened(path) as raw:
-        for text in _texts(raw, path):
-            for piece in split_documents(text, separator):
+    reported, is_open = 0, False
+    with opened(path, bad) as raw:
+        for where, text in _texts(raw, path, bad):
+            for piece in _checked(split_documents(text, separator), where, bad):
+                is_open = not piece.is_end and not piece.is_bad
                 yield piece
                 progress(raw.tell() - reported)
                 reported = raw.tell()
+    if is_open:  # the file ended in the midst of it
+        yield Piece("", is_bad=True)
+    progress(os.path.getsize(path) - reported)
 
 
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[BinaryIO]:
-    """The file's bytes; what is wrong with them, whoever reads them, is an InputError naming it."""
+def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterator[Piece]:
+    """The pieces of a text's documents, less those of documents that are not UTF-8."""
+    number, is_first, is_dropped = 1, True, False
+    for text, is_end in pieces:
+        if not is_dropped and (found := undecoded(text)):
+            bad(not_utf8(f"{where}: document {number}", found))
+            is_dropped = True
+            if not is_first:
+                yield Piece("", is_bad=True)
+        if not is_dropped:
+            yield Piece(text, is_end)
+        is_first = is_end
+        if is_end:
+            number, is_dropped = number + 1, False
+
+
+def undecoded(text: str) -> bytes:
+    """The first bytes that the text's decoder could not read (`surrogateescape`d), or none."""
+    if text.isascii():
+        return b""
     try:
-        with open(path, "rb") as raw:
-            yield raw
-    except UnicodeDecodeError as error:
-        found = error.object[error.start : error.end]
-        raise InputError(f"{path}: found the bytes {found!r}, expected UTF-8 text") from error
-    except DAMAGE as error:
-        raise InputError(f"{path}: damaged or cut short: {error}") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start : error.end].encode(errors="surrogateescape")
+    return b""
 
 
 def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
@@ -77,139 +87,89 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
 
     A long document is cut only before a newline (or, in a long line, a space) that follows a
     visible character.  GPT-2's word pattern never crosses such a place, so the pieces' tokens are
-    exactly the document's.
+    exactly the document's; a run without such a place is cut at LONGEST_RUN all the same.
     """
-    rest, started = "", False
+    rest, started, searched = "", False, 0
     while block := text.read(PIECE_CHARACTERS):
         *documents, rest = (rest + block).split(separator)
         for document in documents:
             if document or started:
                 yield document, True
-            started = False
-        if len(rest) > PIECE_CHARACTERS and (cut := _last_safe_cut(rest)):
-            yield rest[:cut], False
-            rest, started = rest[cut:], True
+            started, searched = False, 0
+        if len(rest) > PIECE_CHARACTERS:
+            cut = _last_safe_cut(rest, searched)
+            if not cut and len(rest) > LONGEST_RUN:
+                cut = len(rest) - len(separator)  # of which the end may be the first part
+            if cut:
+                yield rest[:cut], False
+                rest, started = rest[cut:], True
+            searched = 0 if cut else len(rest)
     if rest or started:
         yield rest, True
 
 
-def _last_safe_cut(text: str) -> int:
-    """The last newline, or else space, that follows a visible character, or 0."""
+def _last_safe_cut(text: str, start: int) -> int:
+    """The last newline, or else space, from `start` on that follows a visible character, or 0."""
     for mark in "\n ":
-        cut = text.rfind(mark)
+        cut = text.rfind(mark, start)
         while cut > 0 and text[cut - 1].isspace():
-            cut = text.rfind(mark, 0, cut)
+            cut = text.rfind(mark, start, cut)
         if cut > 0:
             return cut
     return 0
 
 
-def _texts(raw: BinaryIO, path: str) -> Iterator[TextIO]:
-    """The texts of a file: itself, an archive's members, or a JSON line each."""
-    if path.endswith(".txt"):
-        yield from _decoded(raw, newline=None)
-    elif path.endswith(".jsonl.zst"):
-        decompressor = zstandard.ZstdDecompressor()
-        yield from _json_texts(decompressor.stream_reader(raw, read_across_frames=True), path)
+def _texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
+    """The texts of a file, itself, an archive's members, or a JSON line each, and their names."""
+    if path.endswith((".jsonl", ".jsonl.zst")):
+        yield from _json_texts(raw, path, bad)
     elif path.endswith(".tar.gz"):
         yield from _member_texts(gzip.GzipFile(fileobj=raw), path)
-    else:
+    elif path.endswith(".xz"):
         yield from _xz_texts(raw, path)
+    else:
+        yield from _decoded(raw, path, newline=None)
 
 
-def _decoded(stream: IO[bytes], newline: str | None) -> Iterator[TextIO]:
-    text = io.TextIOWrapper(stream, "utf-8", newline=newline)
-    yield text
+def _decoded(stream: IO[bytes], where: str, newline: str | None) -> Iterator[tuple[str, TextIO]]:
+    text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline=newline)
+    yield where, text
     text.detach()  # or it would close the stream, whose position is still asked for
 
 
-def _xz_texts(raw: IO[bytes], path: str) -> Iterator[TextIO]:
+def _xz_texts(raw: IO[bytes], where: str) -> Iterator[tuple[str, TextIO]]:
     """Of a compressed tar (the form of OpenWebText) or else of one compressed text."""
     with lzma.open(raw) as decompressed:
         stream = io.BufferedReader(decompressed, tarfile.BLOCKSIZE)  # type: ignore[arg-type]
         if stream.peek(tarfile.BLOCKSIZE)[257:262] == b"ustar":
-            yield from _member_texts(stream, path)
+            yield from _member_texts(stream, where)
         else:
-            yield from _decoded(stream, newline="")
+            yield from _decoded(stream, where, newline="")
 
 
-def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[TextIO]:
+def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, TextIO]]:
     """Of each file in a tar; members that are .xz themselves are opened too."""
     with tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in archive:
-            contents = archive.extractfile(member)
+            contents = archive.extractfile(member) if member.isreg() else None
             if contents is None:
                 continue
+            where = f"{path}: {member.name}"
             if member.name.endswith(".xz"):
-                yield from _xz_texts(contents, f"{path}: {member.name}")
+                yield from _xz_texts(contents, where)
             else:
-                yield from _decoded(contents, newline="")
+                yield from _decoded(contents, where, newline="")
     while stream.read(tarfile.RECORDSIZE):  # to its end, where the decompressor checks its sums
         pass
 
 
-def _json_texts(stream: IO[bytes], path: str) -> Iterator[TextIO]:
+def _json_texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
     """Of JSON lines: each a string, or an object whose `text` is one (or a list of paragraphs)."""
-    for number, line in enumerate(io.TextIOWrapper(stream, "utf-8", newline="\n"), 1):
-        if not line.strip():
-            continue
-        value = json_value(line, f"{path}: line {number}")
-        text = value.get("text") if isinstance(value, dict) else value
+    for where, value in json_lines(raw, path, bad):
+        text: Any = value.get("text") if isinstance(value, dict) else value
         if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
             text = "\n\n".join(text)
-        if not isinstance(text, str):
-            raise InputError(f"{path}: line {number} has no text, expected a string or key text")
-        yield io.StringIO(whole_characters(text))
-
-
-def json_value(line: str, where: str) -> Any:
-    """What a line of JSON says; InputError naming it where it is none."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where} is not JSON ({error.msg}); is the file cut short?") from error
-
-
-def whole_characters(text: str) -> str:
-    """The text with `?` for halves of surrogate pairs: JSON has them, no encoding does."""
-    return text.encode(errors="replace").decode()
-
-
-def wikitext_detokenize(text: str) -> str:
-    """Undo WikiText's spacing of punctuation, by the original's rules in the original's order.
-
-    Original: one more rule, for years written `' 90s`, was in another language's notation: it
-    never matched such a year and damaged what it did match.  It is left out.
-    """
-    text = text.replace("s '", "s'")
-    for mark in "-,.":
-        text = text.replace(f" @{mark}@ ", mark)
-    for mark in ":;.!?,":
-        text = text.replace(f" {mark} ", f"{mark} ")
-    for opening, closing in ("()", "[]", "{}", '""', "''"):
-        inside = f"[^{re.escape(closing)}]*?"
-        pattern = rf"{re.escape(opening)}\s*({inside})\s*{re.escape(closing)}"
-        text = re.sub(pattern, rf"{opening}\1{closing}", text)
-    for count in (4, 3, 2):
-        text = text.replace(" ".join("=" * count), "=" * count)
-    for spaced, joined in ((" \u00b0 ", "\u00b0"), (" \n", "\n"), ("\n ", "\n")):
-        text = text.replace(spaced, joined)
-    return text.replace(" N ", " 1 ").replace(" 's", "'s")
-
-
-def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
-    """The chosen clean-ups as one function: ftfy's repair of garbled text, then WikiText's."""
-    steps: list[Callable[[str], str]] = []
-    if use_ftfy:
-        import ftfy
-
-        steps.append(lambda text: ftfy.fix_text(text, normalization="NFKC"))
-    if use_wikitext:
-        steps.append(wikitext_detokenize)
-
-    def clean(text: str) -> str:
-        for step in steps:
-            text = step(text)
-        return text
-
-    return clean
+        if isinstance(text, str):
+            yield where, io.StringIO(whole_characters(text))
+        else:
+            bad(BadInputError("no text", f"{where} has no text, expected a string or key text"))

@@ -22,6 +22,7 @@ from mesh_transformer.util import InputError
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import create_finetune_tfrecords as script  # noqa: E402  # pyright: ignore[reportMissingImports]
+import text_cleaning  # noqa: E402  # pyright: ignore[reportMissingImports]
 import text_documents  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 SEQ = 16
@@ -125,6 +126,7 @@ def test_the_same_seed_gives_the_same_file_and_another_seed_another(tmp_path, do
     assert not np.array_equal(first, other)
     assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == [
         "set.index",
+        "set.manifest.json",
         f"set_{len(first)}.tfrecords",
     ]
 
@@ -262,7 +264,7 @@ def test_ftfy_repairs_garbled_text_first(tmp_path, tokenizer):
     ],
 )
 def test_wikitext_spacing_is_undone(spaced, joined):
-    assert text_documents.wikitext_detokenize(spaced) == joined
+    assert text_cleaning.wikitext_detokenize(spaced) == joined
 
 
 def test_wikitext_option_reaches_the_records(tmp_path, tokenizer):
@@ -285,9 +287,9 @@ BAD_FILES = {
     "key.jsonl.zst": (lambda: zstandard.compress(b'{"body": "a"}'), "line 1 has no text"),
     "noise.jsonl.zst": (lambda: b"not zstandard at all", "damaged or cut short"),
     "cut.tar.gz": (lambda: tar_of(["a" * 9999], "w:gz")[:-9], "damaged or cut short"),
-    "noise.tar.gz": (lambda: b"not gzip", "cannot be read"),
+    "noise.tar.gz": (lambda: b"not gzip", "damaged or cut short"),
     "cut.xz": (lambda: lzma.compress(b"abc " * 9999)[:-30], "damaged or cut short"),
-    "latin.txt": (lambda: "caf\u00e9 a".encode("latin-1"), r"found the bytes .*UTF-8"),
+    "latin.txt": (lambda: "caf\u00e9 a".encode("latin-1"), r"document 1 holds the bytes .*UTF-8"),
     "empty.txt": (lambda: b"", "all its files are empty"),
     "short.txt": (lambda: b"so few words", "found 4 tokens, but no sequence of 17"),
 }
