@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from input_files import Bad, find_files
@@ -33,8 +34,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     files = find_files(args.folder, (".txt",))
-    tokenizer = load_tokenizer()
-    backend = tokenizer.backend_tokenizer
+    tokenizer: Any = load_tokenizer()
     if args.cut:
         found = (read_pieces(file, tokenizer.eos_token, Bad(False), int) for file in files)
         texts = [piece.text for pieces in found for piece in pieces]
@@ -44,7 +44,7 @@ def main() -> int:
 
     def plain() -> float:
         began = time.perf_counter()
-        backend.encode_batch(texts, add_special_tokens=False)
+        tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
         return time.perf_counter() - began
 
     def ours() -> float:
@@ -54,7 +54,8 @@ def main() -> int:
             tokenizing.run()
             return time.perf_counter() - began
 
-    plain(), ours()  # the threads start, the files come into the cache
+    for each in (plain, ours):  # the threads start, the files come into the cache
+        each()
     pairs = [
         (plain(), ours()) if turn % 2 else (ours(), plain())[::-1] for turn in range(args.pairs)
     ]
