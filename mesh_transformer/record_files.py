@@ -18,6 +18,8 @@ from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # a length (uint64) and the checksum of these eight bytes
 FOOTER_BYTES = 4  # the checksum of the payload
+LONGEST_PATH = 4096  # characters
+UNCHECKED_BYTES = 1 << 24  # of a record; the file's size, which may be far away, is not asked for
 KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # TensorFlow's name for it
 
 
@@ -54,6 +56,11 @@ def read_index(index_path: str) -> list[str]:
             f"index {index_path}: not text; an index lists .tfrecords files, one a line"
         ) from error
     entries = [line.strip() for line in lines if line.strip()]
+    longest = max(map(len, entries), default=0)
+    if longest > LONGEST_PATH:
+        raise InputError(
+            f"index {index_path}: a line of {longest} characters; list .tfrecords files, one a line"
+        )
     if not entries:
         raise InputError(f"index {index_path}: empty; list .tfrecords files, one a line")
     return entries
@@ -89,7 +96,9 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
             while header := file.read(HEADER_BYTES):
                 length = _unframe(header, 8, path, offset)
                 (count,) = struct.unpack("<Q", length)
-                framed = file.read(count + FOOTER_BYTES)
+                # TensorFlow takes all the memory first, and crashes where there is not so much.
+                has_room = count < UNCHECKED_BYTES or offset + count < file.size()
+                framed = file.read(count + FOOTER_BYTES) if has_room else b""
                 payload = _unframe(framed, count, path, offset)
                 offset += HEADER_BYTES + count + FOOTER_BYTES
                 yield payload, offset
