@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from mesh_transformer.record_set import Position, RecordSet
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
 from tests import killed_tokenizing
@@ -118,8 +118,8 @@ def test_batches_files_and_cores_do_not_matter(tmp_path, monkeypatch, source):
 
 
 def records(folder):
-    found = RecordSet(str(folder / "set.index"), SEQ, None)
-    return np.stack([row["obs"] for row, _ in found.rows(Position(), repeat=False)])
+    found = TFRecordNewInputs(str(folder / "set.index"), 1, SEQ, repeat=False)
+    return np.concatenate([batch["obs"] for batch in found])
 
 
 def test_the_manifest_says_what_is_there(tmp_path, source):
