@@ -4,7 +4,8 @@ import argparse
 
 from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser
 from mesh_transformer.build_model import running_model
-from mesh_transformer.util import InputError, run_script
+from mesh_transformer.harness import DEFAULT_TASKS, Harness, write
+from mesh_transformer.util import run_script
 
 
 def parse_args() -> argparse.Namespace:
@@ -25,30 +26,27 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
-    try:
-        from mesh_transformer import evaluation
-    except ImportError as error:
-        raise InputError(
-            f"{error.name or error} is missing: pip install 'lm-eval>=0.4.9'"
-        ) from None
 
     from mesh_transformer.compilation_cache import use_compilation_cache
     from mesh_transformer.conversion import config_of
-    from mesh_transformer.hf_config import Tokenizer
 
-    # First, as loading takes long.
     own = config or config_of(path)
-    tasks = args.tasks.split(",") if args.tasks else own.eval_harness_tasks
-    manager = evaluation.tasks_of(tasks or evaluation.DEFAULT_TASKS, args.include_path)
-    tokenizer = Tokenizer.of(None, own, must_fit=True).loaded
+    names = args.tasks.split(",") if args.tasks else own.eval_harness_tasks
+    # First, as loading takes long.
+    harness = Harness(
+        own,
+        names or DEFAULT_TASKS,
+        include_path=args.include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+    )
     use_compilation_cache()
     with running_model(args, path, config) as network:
-        results = evaluation.evaluate(
-            network, tokenizer, manager, num_fewshot=args.num_fewshot, limit=args.limit
-        )
+        results = harness.results(network)
+    assert results is not None  # as nothing stops it
     if args.output:
-        evaluation.write(args.output, results)
-    print(evaluation.table(results))
+        write(args.output, results)
+    print(harness.table(results))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
-        "eval": ["lm-eval>=0.4.9"],
+        "eval": ["lm-eval>=0.4.13"],
         "dev": [
             "pytest>=9",
             "pytest-xdist>=3.6",
@@ -50,7 +50,7 @@ setup(
             "pyright[nodejs]==1.1.414",
             "httpx>=0.27",
             "openai>=2",
-            "lm-eval[api]>=0.4.9",
+            "lm-eval[api]>=0.4.13",
             "nbclient>=0.10",
             "ipykernel>=6.29",
         ],

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mesh_transformer import runs
+from mesh_transformer import harness, runs
 from mesh_transformer.arguments import add_host_arguments, run_arguments, run_parser
 from mesh_transformer.build_model import build_model, machines_of
 from mesh_transformer.util import run_script
@@ -21,6 +21,7 @@ def main() -> None:
     config, folder, options = run_arguments(args)
     if args.mode == "train":
         config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
+    harness.opened(config)  # before a TPU is made, if its tasks cannot be had
     machines = machines_of(args, config)
     if args.new:
         runs.begin_anew(folder, yes=args.yes)

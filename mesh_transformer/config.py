@@ -104,6 +104,7 @@ class Config:
     keep_every: int = 10000
     tokenizer: str = "gpt2"
     eval_harness_tasks: list[str] = field(default_factory=list, hash=False)
+    eval_harness_limit: int | None = None  # questions of each task; None: all
     name: str = "mesh-transformer"
     wandb_project: str | None = None
     comment: str = ""

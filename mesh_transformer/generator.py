@@ -147,6 +147,11 @@ class Generator:
         """Makes the weights of `params` and does not hold on to `params` themselves."""
         self._made = (None, self.weights(params))
 
+    def forget(self) -> None:
+        """Lets the weights of parameters go that are about to change, and their memory."""
+        if self._made is not None and self._made[0] is not None:
+            self._made = None
+
     def score(self, params: Any, tokens: np.ndarray, alternatives: int) -> Chosen:
         """See `CausalTransformer.score`."""
         if tokens.shape[1] < 2:

@@ -150,7 +150,8 @@ def write(
     with whole_folder(folder) as temporary:
         with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
             tensor_files.write(temporary, tensors, shard_bytes, bar)
-        write_configs(temporary, config, rows, tensors[0].dtype)
+        end_of_text = kept.loaded.eos_token_id if kept.fits else None
+        write_configs(temporary, config, rows, tensors[0].dtype, end_of_text)
         kept.save(temporary)
 
 

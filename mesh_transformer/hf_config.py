@@ -40,7 +40,6 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-_END_OF_TEXT = 50256  # GPT-2's
 # The sha256 of GPT-2's words in the order of their numbers, a line each.
 _GPT2_WORDS = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 _FILLER = re.compile(r"<\|extratoken_\d+\|>")
@@ -126,9 +125,13 @@ def check_expressible(config: Config) -> None:
             )
 
 
-def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype) -> None:
-    """config.json and generation_config.json, with the keys that transformers writes."""
-    end_of_text = _END_OF_TEXT if rows > _END_OF_TEXT else None
+def write_configs(
+    folder: str, config: Config, rows: int, dtype: np.dtype, end_of_text: int | None
+) -> None:
+    """config.json and generation_config.json, with the keys that transformers writes.
+
+    `end_of_text` is the token at which generation stops.
+    """
     tokens = {
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,

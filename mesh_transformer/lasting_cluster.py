@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 ATTEMPTS = 3  # on end at which new hosts may fail before they have a batch
 SECONDS_BETWEEN = 5.0
 
+Answer = TypeVar("Answer")
+
 
 class LastingCluster:
-    """A cluster whose hosts are all made anew, for the next batch, once one of them has failed.
+    """A cluster whose hosts are all made anew, for the next question, once one of them has failed.
 
     Args:
       make: gives a new cluster, with its weights.
@@ -33,13 +35,20 @@ class LastingCluster:
 
     def batch(self, rows: int) -> ClusterBatch:
         """As `TPUCluster.batch`; HostError where new hosts fail too."""
+        return self._lasting(lambda cluster: cluster.batch(rows))
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As `TPUCluster.eval`; HostError where new hosts fail too."""
+        return self._lasting(lambda cluster: cluster.eval(sample))
+
+    def _lasting(self, ask: "Callable[[TPUCluster], Answer]") -> "Answer":
         failures = 0
         while True:
             try:
                 if self._cluster.ended:
                     print("all hosts start again", file=sys.stderr, flush=True)
                     self._cluster = self._make()
-                return self._cluster.batch(rows)
+                return ask(self._cluster)
             except HostError as error:
                 failures += 1
                 if failures == ATTEMPTS:
@@ -51,10 +60,6 @@ class LastingCluster:
     def batch_size(self) -> int:
         """As `TPUCluster.batch_size`."""
         return self._cluster.batch_size
-
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """As `TPUCluster.eval`."""
-        return self._cluster.eval(sample)
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
         """As `TPUCluster.score`."""

@@ -175,6 +175,7 @@ class NetworkRunner:
         network = self._started
         if sample is None:
             sample = self._read.popleft()
+        self._batch = None  # whose weights are about to be old
         if not self._unread:
             self._clock.restart()
         metrics = network.train(sample)

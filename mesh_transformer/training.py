@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm import tqdm
 
-from mesh_transformer import flops, validation
+from mesh_transformer import flops, harness, validation
 from mesh_transformer.config import Config
 from mesh_transformer.metrics import MetricsLog, NoiseScale, StepClock
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -61,6 +61,7 @@ class Network(Protocol):
         gen_length: int,
         sampler_options: dict[str, Any] | None = None,
     ) -> np.ndarray: ...
+    def batch(self, rows: int) -> Any: ...
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None: ...
     def wait(self) -> None: ...
     def restore(self, folder: str) -> dict[str, Any] | None: ...
@@ -125,6 +126,7 @@ def _train(
     """Trains until step `total`, or until a signal is `received`; what is done is saved then."""
     config = network.config
     val_sets = {} if config.val_batches == 0 else config.val_set
+    asked = harness.opened(config)
     with contextlib.closing(network.open_train_set()) as loader:
         for path in val_sets.values():  # says now, not after hours, what is wrong with it
             validation.open_set(network, path).close()
@@ -142,7 +144,7 @@ def _train(
             noise.restore(aux["noise"])
         log = MetricsLog(folder, config, network.step, aux.get("wandb"))
         with contextlib.closing(log):
-            _Run(network, folder, loader, val_sets, log, noise, total).run(received)
+            _Run(network, folder, loader, val_sets, asked, log, noise, total).run(received)
 
 
 @contextlib.contextmanager
@@ -208,6 +210,7 @@ class _Run:
         folder: str,
         loader: TrainSet,
         val_sets: dict[str, str],
+        asked: harness.Harness | None,
         log: MetricsLog,
         noise: NoiseScale,
         total: int,
@@ -217,6 +220,7 @@ class _Run:
         self.folder = folder
         self.loader = loader
         self.val_sets = val_sets
+        self.harness = asked
         self.log = log
         self.noise = noise
         self.total = total
@@ -236,9 +240,9 @@ class _Run:
                 metrics = network.train(sample)
                 self.pending.append((network.step, metrics))
                 self._log(self._rows(IN_FLIGHT))
-                if self.val_sets and network.step % config.val_every == 0:
+                if network.step % config.val_every == 0 and (self.val_sets or self.harness):
                     with self._saving_first():
-                        self._validate()
+                        self._validate(received)
                 if network.step % config.ckpt_every == 0:
                     self._save()
             self._finish()
@@ -301,21 +305,26 @@ class _Run:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
 
-    def _validate(self) -> None:
+    def _validate(self, received: list[int]) -> None:
+        """Adds to the newest step's row how well the network does; no tasks once a signal came."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
         newest = next(rows)
+        told = []
         try:
-            losses = {
-                name: validation.score(self.network, path).loss
-                for name, path in self.val_sets.items()
-            }
-            newest |= {f"val/loss_{name}": loss for name, loss in losses.items()}
+            for name, path in self.val_sets.items():
+                newest[f"val/loss_{name}"] = loss = validation.score(self.network, path).loss
+                told.append(f"validation loss {name} {loss:.4f}")
+            if self.harness:
+                results = self.harness.results(self.network, lambda: bool(received))
+                found = {} if results is None else harness.numbers(results)
+                newest |= {f"eval/{name}": value for name, value in found.items()}
+                told += [f"{name} {value:.4f}" for name, value in found.items()]
         finally:
             self._log([newest])
-        shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        self.bar.write(f"step {self.network.step}: validation loss {shown}")
+        if told:
+            self.bar.write(f"step {self.network.step}: {', '.join(told)}")
         self.clock.restart()
 
     def _save(self) -> None:

@@ -138,6 +138,7 @@ class CausalTransformer:
                 f"expected a multiple of the {len(self.replicas)} replicas"
             )
         state = self._loaded()
+        self._generator.forget()
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state["params"])
         self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))

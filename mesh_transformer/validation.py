@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer import harness
 from mesh_transformer.config import Config
 from mesh_transformer.text_stream import bytes_of_tokens
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
@@ -27,6 +28,7 @@ class Network(Protocol):
     @property
     def batch_size(self) -> int: ...
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
+    def batch(self, rows: int) -> Any: ...
     def load(self, path: str, *, fresh_opt: bool = False) -> None: ...
 
 
@@ -117,17 +119,24 @@ def score(
 
 
 def validate(network: Network, path: str) -> dict[str, Scores]:
-    """Loads the weights at `path`, scores every set of the config's `val_set`, prints a table."""
+    """Loads the weights at `path`; prints what it says of every `val_set`, and lm-eval's tasks."""
     config = network.config
-    if not config.val_set or not config.val_batches:
-        raise InputError("config: --mode eval needs the key val_set, and val_batches above 0")
-    for index in config.val_set.values():
+    sets = config.val_set if config.val_batches else {}
+    asked = harness.opened(config)
+    if not sets and asked is None:
+        raise InputError(
+            "config: --mode eval needs the key val_set, and val_batches above 0, or "
+            "eval_harness_tasks"
+        )
+    for index in sets.values():
         open_set(network, index).close()
     network.load(path, fresh_opt=True)
-    bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
-    found = {
-        name: score(network, index, bytes_of=bytes_of, show=True)
-        for name, index in config.val_set.items()
-    }
-    print("\n".join([HEADING, *(scores.row(name) for name, scores in found.items())]))
+    found = {}
+    if sets:
+        bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
+        for name, index in sets.items():
+            found[name] = score(network, index, bytes_of=bytes_of, show=True)
+        print("\n".join([HEADING, *(scores.row(name) for name, scores in found.items())]))
+    if asked and (results := asked.results(network)):
+        print(asked.table(results))
     return found

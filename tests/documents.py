@@ -34,7 +34,8 @@ def new_place(
     Path("configs").mkdir()
     for name in configs:
         values = json.loads((ROOT / "configs" / name).read_text()) | changes
-        values.pop("wandb_project", None)
+        for key in ("wandb_project", "eval_harness_tasks"):
+            values.pop(key, None)
         Path("configs", name).write_text(json.dumps(values))
     Path("my_text").mkdir()
     Path("my_text/one.txt").write_text("a herd of unicorns " * 2000)

@@ -84,7 +84,7 @@ def test_what_transformers_writes_is_read_and_the_other_way(tmp_path):
             eos_token_id=None,
         )
         (tmp_path / f"ours{trial}").mkdir()
-        write_configs(str(tmp_path / f"ours{trial}"), config, vocab, np.dtype(np.float16))
+        write_configs(str(tmp_path / f"ours{trial}"), config, vocab, np.dtype(np.float16), None)
         found = GPTJConfig.from_pretrained(tmp_path / f"ours{trial}")
         theirs.architectures, theirs.dtype = ["GPTJForCausalLM"], found.dtype
         assert str(found.dtype).endswith("float16")
@@ -95,8 +95,8 @@ def test_what_transformers_writes_is_read_and_the_other_way(tmp_path):
 
 
 def test_the_end_of_text_is_named_where_there_is_one(tmp_path):
-    for rows, expected in ((50257, 50256), (50256, None)):
-        write_configs(str(tmp_path), GPTJ, rows, np.dtype(np.float32))
+    for expected in (50256, 0, None):
+        write_configs(str(tmp_path), GPTJ, 50257, np.dtype(np.float32), expected)
         assert GPTJConfig.from_pretrained(tmp_path).eos_token_id == expected
         assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected
 

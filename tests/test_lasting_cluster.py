@@ -26,6 +26,8 @@ class FakeCluster:
             raise self.error
         return self.number, rows
 
+    eval = batch
+
     def score(self, tokens: np.ndarray, alternatives: int) -> np.ndarray:
         return tokens + alternatives * self.number
 
@@ -56,13 +58,17 @@ def test_hosts_are_made_anew_once_they_have_ended(cluster, made, capsys):
     assert cluster.score(np.zeros(2), 5).tolist() == [5, 5]
     made[1].error = HostError("host 1 died")  # in the call itself, while the engine was idle
     assert cluster.batch(6) == (2, 6)
+    made[2].error = HostError("host 0 died")
+    assert cluster.eval(5) == (3, 5)
     assert capsys.readouterr().err.splitlines() == [
         "all hosts start again",
         "host 1 died",
         "all hosts start again",
+        "host 0 died",
+        "all hosts start again",
     ]
     cluster.close()
-    assert [each.ended for each in made] == [True] * 3
+    assert [each.ended for each in made] == [True] * 4
 
 
 def test_bad_input_ends_nothing(cluster, made):

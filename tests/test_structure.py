@@ -83,10 +83,12 @@ LEVELS = {
 }
 # These drive a network that they know by its methods only (a Protocol), wherever it runs.
 DRIVERS = {
-    "training": {"config", "util", "flops", "metrics", "tfrecord_loader", "validation"},
-    "validation": {"config", "util", "text_stream", "tfrecord_loader", "tokenizer"},
+    "training": {"config", "util", "flops", "metrics", "tfrecord_loader", "validation", "harness"},
+    "validation": {"config", "util", "text_stream", "tfrecord_loader", "tokenizer", "harness"},
     "runs": {"util", "metrics", "training", "validation", "checkpoint"},
-    "evaluation": {"config", "util", "sampling"},
+    "network_lm": {"config", "util", "sampling"},
+    "evaluation": {"config", "util", "network_lm"},
+    "harness": {"config", "util", "hf_config", "evaluation", "network_lm"},
     "serving": {"config", "util", "sampling", "text_stream", "serving"},
 }
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
@@ -96,7 +98,7 @@ HOMES = {
     "tensorflow": {"mesh_transformer/record_files.py"},
     "orbax": {"mesh_transformer/checkpoint.py", "mesh_transformer/host_arrays.py"},
     "wandb": {"mesh_transformer/metrics.py"},
-    "lm_eval": {"mesh_transformer/evaluation.py"},
+    "lm_eval": {"mesh_transformer/evaluation.py", "mesh_transformer/network_lm.py"},
     "transformers": {"mesh_transformer/tokenizer.py", "scripts/measure_generation.py"},
     # To read .bin files, and as what generation is measured against.
     "torch": {"mesh_transformer/tensor_files.py", "scripts/measure_generation.py"},

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import jax
 import numpy as np
 import pytest
 
+import eval_harness
+from mesh_transformer import harness, training, validation
 from mesh_transformer.build_model import build_model, local_machines
 from mesh_transformer.config import Config
 from mesh_transformer.generator import sampler_settings
@@ -26,6 +30,7 @@ from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.train_actor import Measured
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
+from tests import made_tasks
 from tests.conftest import random_batch
 from tests.interruptions import (
     KINDS,
@@ -37,7 +42,7 @@ from tests.interruptions import (
     uninterrupted,
     wait_until,
 )
-from tests.small_run import VALUES, VOCAB
+from tests.small_run import VALUES, VOCAB, assert_same_rows, rows_of, run_values, write_config
 from tests.test_engine import Client, random_clients
 
 pytestmark = pytest.mark.slow
@@ -175,6 +180,52 @@ def test_the_engine_answers_over_hosts_as_one_process_alone(cluster, alone):
     # As above: the other order of sums over hosts.
     np.testing.assert_allclose([t.logprob for t in told[1:]], expected.logprob[0], atol=1e-5)
     engine.close()
+
+
+def test_tasks_are_asked_while_it_trains(cluster, alone, tmp_path, monkeypatch, capsys):
+    """On hosts as in one process, once for each step, and as the script says of what was saved."""
+    values = run_values(tmp_path, total_steps=4, val_every=2, ckpt_every=3, eval_harness_limit=6)
+    monkeypatch.chdir(made_tasks.FOLDER)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    tasks = {"eval_harness_tasks": ["choice.yaml", "generation.yaml", "rolling.yaml"]}
+    config = Config(**values, **tasks, tokenizer=made_tasks.save_tokenizer(tmp_path / "tokenizer"))
+    for network in (cluster, alone):
+        monkeypatch.setattr(network, "config", config)
+        monkeypatch.setattr(network, "close", network.wait)
+    one, many = str(tmp_path / "one"), str(tmp_path / "many")
+    training.train(alone, one)
+    training.train(cluster, many)
+    rows = rows_of(many)
+    shutil.rmtree(tmp_path / "many" / "step_4")  # as if killed while that was saved
+    training.train(cluster, many)
+    assert_same_rows(told(rows_of(many)), told(rows))
+    for found, expected in zip(told(rows), told(rows_of(one)), strict=True):
+        assert found == pytest.approx(expected, rel=OTHER_PROCESSES)
+    scores = {name[5:]: value for name, value in rows[-1].items() if name.startswith("eval/")}
+    assert scores.keys() == {name[5:] for name in rows[1] if name.startswith("eval/")}
+    wanted = {"made_choice/acc_stderr", "made_generation/chrf", "made_rolling/bits_per_byte"}
+    assert wanted < scores.keys()
+    assert not [name for row in rows[::2] for name in row if name.startswith("eval/")]
+
+    hosts = contextlib.nullcontext(lambda: cluster.hosts)
+    monkeypatch.setattr("mesh_transformer.build_model.machines_of", lambda *_: hosts)
+    monkeypatch.setattr("mesh_transformer.build_model.build_model", lambda *_, **__: cluster)
+    output = tmp_path / "told.json"
+    written = write_config(tmp_path / "config.json", config.as_dict())
+    flags = ["--config", written, "--model-path", many, "--limit", "6", "--local-hosts", "2"]
+    monkeypatch.setattr("sys.argv", ["eval_harness.py", *flags, "--output", str(output)])
+    eval_harness.main()
+    assert harness.numbers(json.loads(output.read_text())) == pytest.approx(scores, rel=1e-6)
+    capsys.readouterr()
+    validation.validate(alone, many)
+    printed = capsys.readouterr().out
+    assert "|made_choice" in printed
+    assert "perplexity" in printed
+
+
+def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows less what hosts tell of themselves."""
+    return [{k: v for k, v in row.items() if not k.startswith("host_seconds/")} for row in rows]
 
 
 def test_bad_input_is_told_and_ends_nothing(cluster):
