@@ -42,7 +42,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
-        "eval": ["lm-eval>=0.4.13"],
+        "eval": ["lm-eval>=0.4.13", "rouge-score>=0.1.2"],
         "dev": [
             "pytest>=9",
             "pytest-xdist>=3.6",
@@ -51,6 +51,7 @@ setup(
             "httpx>=0.27",
             "openai>=2",
             "lm-eval[api]>=0.4.13",
+            "rouge-score>=0.1.2",
             "nbclient>=0.10",
             "ipykernel>=6.29",
         ],

@@ -97,6 +97,7 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 HOMES = {
     "tensorflow": {"mesh_transformer/record_files.py"},
     "orbax": {"mesh_transformer/checkpoint.py", "mesh_transformer/host_arrays.py"},
+    "rouge_score": {"scripts/score_summaries.py"},
     "wandb": {"mesh_transformer/metrics.py"},
     "lm_eval": {"mesh_transformer/evaluation.py", "mesh_transformer/network_lm.py"},
     "transformers": {"mesh_transformer/tokenizer.py", "scripts/measure_generation.py"},
