@@ -21,34 +21,43 @@ LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 def compare(
-    source: AnyPath, source_kind: Format, target: AnyPath, target_kind: Format, config: Config
+    source: AnyPath,
+    source_kind: Format,
+    target: AnyPath,
+    target_kind: Format,
+    config: Config,
+    base: AnyPath | None = None,
 ) -> tuple[float, float]:
     """How far apart the logits of two checkpoints are on a fixed prompt, and how far they may be.
 
     Both are the largest difference over the spread of the source's logits; what may be depends on
-    the target's dtype.  They are read one after the other.
+    the target's dtype.  They are read one after the other; `base` is the source's, see
+    `conversion.read`.
     """
-    both: list[tuple[str, Format]] = [
-        (local_path(source), source_kind),
-        (local_path(target), target_kind),
+    both: list[tuple[str, Format, AnyPath | None]] = [
+        (local_path(source), source_kind, base),
+        (local_path(target), target_kind, None),
     ]
     # Hugging Face's vocabulary may be without the padding that the config has.
-    sizes = [hf_config.read_config(path).n_vocab for path, kind in both if kind == "hf"]
+    sizes = [hf_config.read_config(path).n_vocab for path, kind, _ in both if kind == "hf"]
     tokens = min([config.n_vocab, *sizes])
     (before, _), (after, dtype) = (
-        _logits(path, kind, None if kind == "hf" else config, tokens) for path, kind in both
+        _logits(path, kind, None if kind == "hf" else config, tokens, base)
+        for path, kind, base in both
     )
     spread = before.max() - np.median(before)  # the same, whatever is added to all
     return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
 
 
-def _logits(path: str, kind: Format, config: Config | None, tokens: int) -> tuple[np.ndarray, str]:
+def _logits(
+    path: str, kind: Format, config: Config | None, tokens: int, base: AnyPath | None
+) -> tuple[np.ndarray, str]:
     """f32 logits [T, tokens] after each token of a fixed prompt, and the dtype of the weights.
 
     Of the first `tokens` of the vocabulary alone.  Computed in f32 whatever the weights' dtype, on
     one device; of the layers' weights one layer's are cast at a time.
     """
-    config, state = conversion.read(path, kind, config, optimizer=False, lazy=True)
+    config, state = conversion.read(path, kind, config, optimizer=False, lazy=True, base=base)
     prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
     params = _on_device(state)["params"]
     dtype = params["embed"]["embedding"]["w"].dtype.name

@@ -24,6 +24,13 @@ Norm = Literal[
 
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 
+# Which matrices of a block adapters can sit on; the first ones are the default.
+LORA_TARGETS = {
+    "gptj": ("q", "v", "k", "o", "fc", "out"),
+    "geglu": ("fused_in", "fused_out"),
+}
+LORA_DEFAULTS = {"gptj": 2, "geglu": 1}
+
 
 @dataclass(frozen=True)
 class Config:
@@ -88,6 +95,11 @@ class Config:
     original_bias_copies: int = 1
     noise_scale_alpha: float = 0.01
 
+    # LoRA: adapters alone are trained, on a model that is given (docs/lora.md).
+    lora_rank: int = 0  # 0: all of the model is trained
+    lora_alpha: float | None = None  # None: lora_rank; what an adapter adds times this over rank
+    lora_targets: list[str] | None = field(default=None, hash=False)  # None: by block
+
     # The run.
     total_steps: int | None = None
     seed: int = 0
@@ -130,7 +142,13 @@ class Config:
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
             "tpu_size": self.cores_per_replica,
+            "lora_alpha": float(self.lora_rank),
+            "lora_targets": self._lora_defaults(),
         }
+
+    def _lora_defaults(self) -> list[str]:
+        block = self.block or ("geglu" if self.version == 2 else "gptj")
+        return list(LORA_TARGETS[block][: LORA_DEFAULTS[block]])
 
     @property
     def d_head(self) -> int:
@@ -155,6 +173,21 @@ class Config:
         assert self.attention_window is not None
         return self.attention_window
 
+    @property
+    def lora_scale(self) -> float:
+        """What an adapter's output is multiplied by."""
+        assert self.lora_alpha is not None
+        return self.lora_alpha / self.lora_rank
+
+    def adapts(self, target: str) -> bool:
+        """Whether an adapter sits on a matrix of every layer."""
+        assert self.lora_targets is not None
+        return self.lora_rank > 0 and target in self.lora_targets
+
+    def merged(self) -> "Config":
+        """The config of the model without adapters, as their base is, or they merged into it."""
+        return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
+
     def replace(self, **changes: Any) -> "Config":
         """A copy with `changes`; keys that were at their derived default follow them."""
         return Config(**(self.as_dict() | changes))
@@ -169,26 +202,6 @@ class Config:
             if values[key] == default:
                 values[key] = None
         return values
-
-    def check_same_model(self, saved: dict[str, Any], where: str) -> None:
-        """Raises InputError where weights saved under another config would compute otherwise.
-
-        Their shapes may still agree: heads, norm or rotary dims leave no trace in them.
-        """
-        there = Config.from_dict(saved, f"{where}: saved config")
-        for key in ("block", "norm", "pe", "n_heads", "head_size", "pe_rotary_dims"):
-            if getattr(there, key) != getattr(self, key):
-                raise InputError(
-                    f"{where}: its model has {key} {getattr(there, key)!r}, the config "
-                    f"{getattr(self, key)!r}; use the config that it was trained with"
-                )
-        # At its default a window is all of seq, which may change from run to run.
-        chosen = there.window != there.seq or self.window != self.seq
-        if chosen and there.window != self.window:
-            raise InputError(
-                f"{where}: its model has attention_window {there.window}, the config "
-                f"{self.window}; use the config that it was trained with"
-            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config") -> "Config":
@@ -314,7 +327,27 @@ def _check(c: Config) -> None:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
         )
+    _check_lora(c)
     _check_divisions(c)
+
+
+def _check_lora(c: Config) -> None:
+    if not 0 <= c.lora_rank <= c.d_model:
+        raise InputError(f"lora_rank is {c.lora_rank}, expected 0 (off) to d_model ({c.d_model})")
+    assert c.lora_alpha is not None
+    assert c.lora_targets is not None
+    assert c.block is not None
+    if c.lora_rank and c.lora_alpha <= 0:
+        raise InputError(f"lora_alpha is {c.lora_alpha}, expected above 0")
+    allowed = LORA_TARGETS[c.block]
+    for target in c.lora_targets:
+        if target not in allowed:
+            raise InputError(
+                f"lora_targets has {target!r}, expected some of {', '.join(allowed)} "
+                f"(block {c.block})"
+            )
+    if len(set(c.lora_targets)) < max(len(c.lora_targets), 1):
+        raise InputError(f"lora_targets is {c.lora_targets}, expected at least one, each once")
 
 
 def _check_divisions(c: Config) -> None:

@@ -20,6 +20,10 @@ from mesh_transformer import (
 )
 from mesh_transformer.checkpoint import find, find_aux
 from mesh_transformer.config import Config
+from mesh_transformer.lazy_leaf import in_memory
+from mesh_transformer.lora import Base, saved_base
+from mesh_transformer.merged_leaves import merged_leaves
+from mesh_transformer.same_model import check_same_model
 from mesh_transformer.storage import AnyPath, check_free, is_uri, local_path, step_number
 from mesh_transformer.util import InputError
 
@@ -120,14 +124,18 @@ def read(
     dtype: DTypeLike | None = None,
     optimizer: bool = True,
     lazy: bool = False,
+    base: AnyPath | None = None,
 ) -> tuple[Config, dict[str, Any]]:
     """The checkpoint at `path` (a model folder, newest step, or one step_N) and its config.
+
+    Adapters are merged into the model that they were trained on, weights alone.
 
     Args:
       config: may be None where the checkpoint tells its own; else it must be of the same model.
       dtype: parameters are cast to it as they are read; None: they keep their own.
       optimizer: take Adam's moments where there are any.
       lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
+      base: where that model is, if no more where it was.
 
     Raises:
       InputError: where it cannot be read, does not fit the config, or needs one.
@@ -135,12 +143,44 @@ def read(
     path = local_path(path)
     if kind == "hf":
         return hf.read(path, config=config, dtype=dtype, lazy=lazy)
+    recorded = saved_base(find_aux(path), path) if kind == "native" else None
+    if recorded is not None:
+        config, state = _merged(path, config, recorded, base, dtype)
+        return config, state if lazy else in_memory(state)
+    if base is not None:
+        raise InputError(f"--base goes with adapters, and {path} is a whole model; leave it out")
     wanted: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": lazy}
     if kind == "native":
         return native_checkpoint.read(path, config=config, **wanted)
     if config is None:
         raise _tells_none(path)
     return config, original_checkpoint.read(path, config, **wanted)
+
+
+def _merged(
+    path: str,
+    config: Config | None,
+    recorded: Base,
+    moved: AnyPath | None,
+    dtype: DTypeLike | None,
+) -> tuple[Config, dict[str, Any]]:
+    """The adapters at `path`, merged lazily into the model that is now at `moved`."""
+    own, adapters = native_checkpoint.read(path, optimizer=False)
+    config = (config or own).merged()
+    check_same_model(config, own.as_dict(), path)
+    place = recorded.path if moved is None else local_path(moved)
+    try:
+        kind = format_of(place)
+    except InputError:
+        raise InputError(
+            f"{path}: the model that its adapters were trained on is not at {place} (no checkpoint "
+            "is there); give its place now as --base"
+        ) from None
+    _, state = read(place, kind, config, optimizer=False, lazy=True)
+    params = merged_leaves(
+        state["params"], adapters["params"], own.lora_scale, recorded, path, dtype=dtype
+    )
+    return config, {"params": params, "step": adapters["step"]}
 
 
 def convert(
@@ -156,6 +196,7 @@ def convert(
     step: int | None = None,
     trim_vocab: bool = False,
     tokenizer: str | None = None,
+    base: AnyPath | None = None,
 ) -> Written:
     """Writes the checkpoint `source` anew as `target`: another format, dtype or number of shards.
 
@@ -169,6 +210,7 @@ def convert(
       shards: of the original's format; default: the config's cores_per_replica.
       trim_vocab: cut the padding off Hugging Face's vocabulary.
       tokenizer: takes the place of the config's.
+      base: see `read`.
 
     Raises:
       InputError: for what cannot be read or written; then nothing is at `target`.
@@ -177,7 +219,7 @@ def convert(
     _check_target(target, target_kind)
     try:
         path = step_of(source, source_kind, step)
-        config = config or _told(path, source_kind)
+        config = (config or _told(path, source_kind)).merged()
         if source_kind == "hf" and target_kind == "original":
             _check_rows(target, config, shards)
         # Now, as reading takes long: is it there, and is it this model's?
@@ -185,7 +227,8 @@ def convert(
             config = config.replace(tokenizer=tokenizer)
             hf_config.Tokenizer.of(tokenizer, config, must_fit=True)
         optimizer = not slim and target_kind != "hf"
-        _, state = read(path, source_kind, config, dtype=dtype, optimizer=optimizer, lazy=True)
+        wanted: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": True, "base": base}
+        _, state = read(path, source_kind, config, **wanted)
     except InputError:
         _check_kind(source, source_kind)
         raise

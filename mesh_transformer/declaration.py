@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,24 +15,28 @@ class Declaration:
     """All that a parameter says of itself; layouts, decay and conversion follow from it.
 
     `spec` is its layout over mp.  `summed` marks a bias that the original adds on every shard
-    before its psum (so that its shards hold b / mp each); `stacked` a leading axis of layers.
+    before its psum (so that its shards hold b / mp each); `adapter` what LoRA adds to a model, of
+    which it is all that is trained, the rest is `frozen`; `stacked` a leading axis of layers.
     """
 
     shape: tuple[int, ...]
     spec: P
     decay: bool
     summed: bool
+    adapter: bool = False
+    frozen: bool = False
     stacked: bool = False
 
     def stack(self, layers: int) -> "Declaration":
         """The same parameter of all layers, one above the other."""
         spec = P(None, *self.spec)
-        return Declaration((layers, *self.shape), spec, self.decay, self.summed, True)
+        return replace(self, shape=(layers, *self.shape), spec=spec, stacked=True)
 
     def unstack(self) -> "Declaration":
         """One layer's of a stacked one."""
         assert self.stacked
-        return Declaration(self.shape[1:], P(*tuple(self.spec)[1:]), self.decay, self.summed)
+        spec = P(*tuple(self.spec)[1:])
+        return replace(self, shape=self.shape[1:], spec=spec, stacked=False)
 
     def zero_axis(self, dp: int) -> int | None:
         """Which axis ZeRO splits over dp: the longest that dp divides, beside mp's own.
@@ -63,6 +67,25 @@ def is_declaration(node: Any) -> bool:
 def map_declared(function: Callable[..., Any], declared: Any, *trees: Any) -> Any:
     """`jax.tree.map` over a tree of declarations and others of its structure."""
     return jax.tree.map(function, declared, *trees, is_leaf=is_declaration)
+
+
+def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
+    """The leaves of nested dicts that are trained, and those that are frozen, as two of them."""
+    trained, frozen = {}, {}
+    for name, node in declared.items():
+        if is_declaration(node):
+            (frozen if node.frozen else trained)[name] = tree[name]
+            continue
+        for part, found in zip((trained, frozen), partition(node, tree[name]), strict=True):
+            if found:
+                part[name] = found
+    return trained, frozen
+
+
+def joined(one: Any, other: Any) -> Any:
+    """The nested dicts of which `partition` made two."""
+    both = {name: joined(one[name], other[name]) for name in one.keys() & other.keys()}
+    return one | other | both
 
 
 _declarations: ContextVar[dict[str, dict[str, Declaration]] | None] = ContextVar(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer import int8, model
+from mesh_transformer import int8, lora, model
 from mesh_transformer.attention import LayerCache, causal_bias
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
@@ -64,11 +64,12 @@ class DecodeState(NamedTuple):
 
 
 def weights_of(params: model.Params, config: Config) -> Weights:
-    """The parameters in the type and the arrays that generation reads."""
+    """The parameters in the type and the arrays that generation reads, without adapters."""
     declared = weight_declarations(config)
 
     def one(layer: int) -> Any:
-        return jax.tree.map(lambda x: x[layer], params["layers"])
+        modules = jax.tree.map(lambda x: x[layer], params["layers"])
+        return lora.merged(modules, config.lora_scale) if config.lora_rank else modules
 
     weights = params | {"layers": tuple(one(layer) for layer in range(config.layers))}
     if not config.int8_weights:
@@ -80,7 +81,7 @@ def weights_of(params: model.Params, config: Config) -> Weights:
 
 def weight_declarations(config: Config) -> Weights:
     """What each array of `weights_of` declares, but for its type."""
-    declared = model.declarations(config)
+    declared = model.declarations(config.merged())
     one = map_declared(lambda d: d.unstack(), declared["layers"])
     return declared | {"layers": (one,) * config.layers}
 

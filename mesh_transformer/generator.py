@@ -120,7 +120,9 @@ class Generator:
     def __init__(self, config: Config, mesh: Mesh, rows: Rows):
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # Weights are whole but for mp, whatever ZeRO makes of the state.
-        self.config = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
+        own = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
+        self._weights = steps.compile_weights(own, mesh)
+        self.config = own.merged()
         self.mesh = mesh
         self.rows = rows
         self._made: tuple[Any, Weights] | None = None
@@ -140,7 +142,7 @@ class Generator:
             raise InputError("the model has no weights yet; restore or load a checkpoint first")
         if self._made is None or (params is not None and self._made[0] is not params):
             self._made = None  # first, so that no memory holds two
-            self._made = (params, steps.compile_weights(self.config, self.mesh)(params))
+            self._made = (params, self._weights(params))
         return self._made[1]
 
     def keep(self, params: Any) -> None:

@@ -19,6 +19,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.declaration import Declaration, map_declared
 from mesh_transformer.hf_config import Tokenizer, check_expressible, read_config, write_configs
 from mesh_transformer.lazy_leaf import LazyLeaf, in_memory
+from mesh_transformer.same_model import check_same_model
 from mesh_transformer.state_tree import check_state
 from mesh_transformer.tensor_files import DTYPES, Stored, Tensor
 from mesh_transformer.util import InputError
@@ -186,7 +187,7 @@ def _check_same(folder: str, found: Config, config: Config) -> None:
                 f"{where}: {key} is {getattr(found, key)}, the config has {getattr(config, key)}; "
                 "use the model's own config"
             )
-    config.check_same_model(found.as_dict(), where)
+    check_same_model(config, found.as_dict(), where)
     if found.n_vocab > config.n_vocab:
         raise InputError(
             f"{where}: vocab_size is {found.n_vocab}, the config's n_vocab {config.n_vocab}; "

@@ -6,6 +6,7 @@ of a projection, V vocabulary this program sees, L layers, G norm groups (1, or 
 layernorm-desync the shards that this program holds).
 """
 
+import math
 from typing import NamedTuple
 
 import haiku as hk
@@ -16,6 +17,7 @@ from jax import Array
 
 from mesh_transformer.attention import LayerCache, attend, rotate, write
 from mesh_transformer.config import Config
+from mesh_transformer.lora import adapter_names
 from mesh_transformer.parallel import Axes, Parallel, param
 
 T5_BUCKETS = 32
@@ -96,6 +98,41 @@ def _standardize(x_BTD: Array) -> Array:
     return (x_BTD - mean) * jax.lax.rsqrt(variance + 1e-5)
 
 
+def _adapter(
+    config: Config, par: Parallel, target: str, weight: str, shape: tuple[int, ...], axes: Axes
+) -> tuple[Array, Array] | None:
+    """LoRA (Hu 2021) beside a weight of this module, or None: a [in, R] and b [R, out], zero first.
+
+    What they add to a product is `config.lora_scale` times x @ a @ b.  They are split as the
+    weight is; its inputs are the axes up to the one that mp splits, or before it.
+
+    Args:
+      target: the matrix, as `config.lora_targets` names it.
+      shape, axes: the weight's own.
+    """
+    if not config.adapts(target):
+        return None
+    inputs = len(shape) - 1 if axes[0] == "mp" else 1
+    name_a, name_b = adapter_names(weight)
+    shape_a, axes_a = (*shape[:inputs], config.lora_rank), (*axes[:inputs], None)
+    shape_b, axes_b = (config.lora_rank, *shape[inputs:]), (None, *axes[inputs:])
+    init = fan_in_init(math.prod(shape[:inputs]))
+    zeros = hk.initializers.Constant(0.0)
+    return (
+        param(par, name_a, shape_a, axes_a, init, decay=True, adapter=True),
+        param(par, name_b, shape_b, axes_b, zeros, decay=True, adapter=True),
+    )
+
+
+def _adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
+    """What an adapter adds, [B, T, columns], where mp splits them; each reads its norm group."""
+    a_DR, b = adapter
+    b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
+    low_GBTR = jnp.einsum("GBTD,DR->GBTR", x_GBTD, a_DR) * scale
+    y_BTGN = jnp.einsum("GBTR,RGN->BTGN", low_GBTR, b_RGN)
+    return y_BTGN.reshape(*y_BTGN.shape[:2], -1)
+
+
 class Linear(hk.Module):
     """A matmul whose columns mp splits; every column reads its own norm group.
 
@@ -104,6 +141,7 @@ class Linear(hk.Module):
 
     def __init__(
         self,
+        config: Config,
         par: Parallel,
         columns: int,
         name: str,
@@ -111,6 +149,7 @@ class Linear(hk.Module):
         dtype: jax.typing.DTypeLike | None = None,
     ):
         super().__init__(name=name)
+        self.config = config
         self.par = par
         self.columns = columns
         self.with_bias = with_bias
@@ -118,14 +157,17 @@ class Linear(hk.Module):
 
     def __call__(self, x_GBTD: Array) -> Array:
         groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
-        shape = (width, self.columns)
-        w_DN = param(self.par, "w", shape, (None, "mp"), fan_in_init(width), decay=True)
+        shape, axes = (width, self.columns), (None, "mp")
+        w_DN = param(self.par, "w", shape, axes, fan_in_init(width), decay=True)
         if groups == 1:  # a plain matmul, which the remat policy "dots" knows to save
             y_BTN = jnp.matmul(x_GBTD[0], w_DN, preferred_element_type=self.dtype)
         else:
             w_DGN = w_DN.reshape(width, groups, -1)
             y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=self.dtype)
             y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
+        adapter = _adapter(self.config, self.par, self.name, "w", shape, axes)
+        if adapter is not None:
+            y_BTN += _adapted_columns(x_GBTD, adapter, self.config.lora_scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
             y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros)
@@ -239,15 +281,14 @@ class TransformerLayer(hk.Module):
         width = c.n_heads * c.d_head
 
         def heads(name: str) -> Array:
-            y_BTN = Linear(par, width, name, with_bias=False)(x_GBTD)
+            y_BTN = Linear(c, par, width, name, with_bias=False)(x_GBTD)
             return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
 
         attended_BTHK, cache = self._attention(heads("q"), heads("k"), heads("v"), context, cache)
         attended_BTN = attended_BTHK.reshape(*attended_BTHK.shape[:2], -1)
-        hidden_BTF = jax.nn.gelu(Linear(par, c.d_ff, "fc")(x_GBTD), approximate=True)
-        w_ND = param(par, "o", (width, c.d_model), ("mp", None), _output_init(c), decay=True)
-        w_FD = param(par, "out", (c.d_ff, c.d_model), ("mp", None), _output_init(c), decay=True)
-        return attended_BTN @ w_ND + hidden_BTF @ w_FD, cache
+        hidden_BTF = jax.nn.gelu(Linear(c, par, c.d_ff, "fc")(x_GBTD), approximate=True)
+        attended_BTD = self._output("o", attended_BTN, (width,))
+        return attended_BTD + self._output("out", hidden_BTF, (c.d_ff,)), cache
 
     @hk.transparent
     def _geglu(
@@ -268,14 +309,30 @@ class TransformerLayer(hk.Module):
             w_DGHC = w_DHC.reshape(c.d_model, groups, -1, columns)
             y_BTGHC = jnp.einsum("GBTD,DGHC->BTGHC", x_GBTD, w_DGHC)
             y_BTHC = y_BTGHC.reshape(*y_BTGHC.shape[:2], -1, columns) + b_HC
+        adapter = _adapter(c, par, "fused_in", "fused_in", shape, axes)
+        if adapter is not None:
+            y_BTHC += _adapted_columns(x_GBTD, adapter, c.lora_scale).reshape(y_BTHC.shape)
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
         hidden_BTHF = jax.nn.gelu(gate_BTHF, approximate=True) * value_BTHF
-        shape, axes = (c.n_heads, rows, c.d_model), ("mp", None, None)
-        w_HCD = param(par, "fused_out", shape, axes, _output_init(c), decay=True)
         joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
-        return jnp.einsum("BTHC,HCD->BTD", joined_BTHC, w_HCD), cache
+        return self._output("fused_out", joined_BTHC, (c.n_heads, rows)), cache
+
+    @hk.transparent
+    def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
+        """A matmul into the residual stream, whose rows (the first axis of `inputs`) mp splits.
+
+        x is [B, T, inputs]; what it gives is this program's part of a sum over mp.
+        """
+        c, par, axes = self.config, self.par, len(inputs)
+        shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
+        y_BTD = jnp.tensordot(x, param(par, name, shape, split, _output_init(c), decay=True), axes)
+        adapter = _adapter(c, par, name, name, shape, split)
+        if adapter is None:
+            return y_BTD
+        low_BTR = jnp.tensordot(x, adapter[0], axes) * c.lora_scale
+        return y_BTD + low_BTR @ adapter[1]
 
     def _attention(
         self,
@@ -311,7 +368,7 @@ class Projection(hk.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         x_GBTD = Norm(self.config, self.par)(x_BTD)
-        return Linear(self.par, self.config.n_vocab, "head", dtype=jnp.float32)(x_GBTD)
+        return Linear(self.config, self.par, self.config.n_vocab, "head", dtype=jnp.float32)(x_GBTD)
 
 
 def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> tuple[Array, ...]:

@@ -6,6 +6,7 @@ array}}; those of the layers are stacked on a leading L.
 Array names end in their shape: B batch, T query, S key, D model, H heads, V vocabulary.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,12 @@ from jax import Array
 
 from mesh_transformer.attention import MASKED, causal_bias
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import map_declared, record_declarations
+from mesh_transformer.declaration import (
+    Declaration,
+    map_declared,
+    partition,
+    record_declarations,
+)
 from mesh_transformer.layers import (
     Context,
     Embedding,
@@ -80,18 +86,24 @@ def declarations(config: Config) -> Params:
     with record_declarations() as found:
         shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
 
+    def declaration(part: str, one: Declaration) -> Declaration:
+        one = dataclasses.replace(one, frozen=config.lora_rank > 0 and not one.adapter)
+        return one.stack(config.layers) if part == "layers" else one
+
     return {
         part: {
-            module: {
-                name: found[module][name].stack(config.layers)
-                if part == "layers"
-                else found[module][name]
-                for name in leaves
-            }
+            module: {name: declaration(part, found[module][name]) for name in leaves}
             for module, leaves in modules.items()
         }
         for part, modules in shapes.items()
     }
+
+
+@functools.cache
+def trained(config: Config) -> Params:
+    """What every trained parameter declares: with lora_rank those of the adapters alone."""
+    declared = declarations(config)
+    return partition(declared, declared)[0]
 
 
 def _remat(run: Callable[..., Any], policy: str) -> Callable[..., Any]:

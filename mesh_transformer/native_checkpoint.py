@@ -12,6 +12,7 @@ from mesh_transformer import model
 from mesh_transformer.checkpoint import Checkpoints, find
 from mesh_transformer.config import Config
 from mesh_transformer.lazy_leaf import in_memory
+from mesh_transformer.same_model import check_same_model
 from mesh_transformer.state_tree import Path, check_match, expected, leaves
 from mesh_transformer.util import InputError
 from mesh_transformer.whole_folder import whole_folder
@@ -26,6 +27,8 @@ def read(
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """The state at `path` (a model folder, newest step, or one step_N) and its config.
+
+    With `lora_rank` in the config the parameters are the adapters alone.
 
     Args:
       config: takes the place of the saved one, whose model it must be.
@@ -45,10 +48,10 @@ def read(
         values = saved_config(checkpoints.aux(step), where)
         if config is None:
             config = Config.from_dict(values, f"{where}: saved config")
-        config.check_same_model(values, where)
+        check_same_model(config, values, where)
         saved = checkpoints.leaves(step)
         full = optimizer and ("opt_state", "count") in saved
-        wanted = expected(model.declarations(config), optimizer=full)
+        wanted = expected(model.trained(config), optimizer=full)
         check_match(where, saved, wanted)
         state: dict[str, Any] = {}
         for key in wanted:

@@ -160,18 +160,25 @@ class Parallel(abc.ABC):
         return self.shard(self._differing(jnp.zeros(shape, dtype), *axes), *axes)
 
     def _zero_axis(self, declaration: Declaration) -> int | None:
-        return declaration.zero_axis(self.dp) if self.zero_stage else None
+        # What is frozen has neither moments nor gradients to split: only to gather it a layer at
+        # a time saves memory.
+        if not self.zero_stage or (declaration.frozen and self.zero_stage < 3):
+            return None
+        return declaration.zero_axis(self.dp)
 
     def at_rest(self, declared: Any) -> Any:
         """The layouts of the state."""
-        if not self.zero_stage:
-            return map_declared(lambda d: d.spec, declared)
-        return map_declared(lambda d: d.at_rest(self.dp), declared)
+
+        def layout(d: Declaration) -> P:
+            return d.spec if self._zero_axis(d) is None else d.at_rest(self.dp)
+
+        return map_declared(layout, declared)
 
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
         """Once a step: the state's parameters as the forward pass takes them, in `dtype`.
 
         ZeRO 3 leaves what it splits in f32, for `collect` to cast: so its gradients are f32 too.
+        What is frozen has none.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
@@ -179,10 +186,21 @@ class Parallel(abc.ABC):
             if axis is None:
                 return self._differing(x.astype(dtype), "dp")
             if self.zero_stage == 3:
-                return x.astype(jnp.float32)
+                return x.astype(dtype if d.frozen else jnp.float32)
             return self._on_parts(lambda x: _gather_cast(x, axis, dtype), d.spec)(x)
 
         return map_declared(copy, declared, params)
+
+    def spread(self, params: Any, declared: Any) -> Any:
+        """Once a microbatch: parameters that all of a layer's parts read, as `fan_out` takes them.
+
+        So their gradients are summed over mp together; each in its layer would be a word more.
+        """
+
+        def one(d: Declaration, x: Array) -> Array:
+            return x if "mp" in tuple(d.spec) or not d.adapter else self.fan_out(x)
+
+        return map_declared(one, declared, params)
 
     def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
         """At the point of use: the parameters of one part, whole but for mp, in `dtype`."""
@@ -350,13 +368,14 @@ def param(
     *,
     decay: bool = False,
     summed: bool = False,
+    adapter: bool = False,
 ) -> Array:
     """A parameter of the current Haiku module, declared once: global shape, layout, initialiser.
 
     Args:
       axes: which mesh axis splits each array axis.
       decay: whether weight decay applies (the original decays matrices alone).
-      summed: see `Declaration`.
+      summed, adapter: see `Declaration`.
     """
-    declare(current_name(), name, Declaration(shape, P(*axes), decay, summed))
+    declare(current_name(), name, Declaration(shape, P(*axes), decay, summed, adapter))
     return hk.get_parameter(name, par.local(shape, axes), init=init)

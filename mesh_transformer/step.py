@@ -11,10 +11,10 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import generation, model
+from mesh_transformer import generation, lora, model
 from mesh_transformer.attention import LayerCache
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import is_declaration
+from mesh_transformer.declaration import is_declaration, joined, partition
 from mesh_transformer.optimizer import Optimizer
 from mesh_transformer.parallel import Auto, Manual, Parallel, named
 from mesh_transformer.sampling import SamplerSettings
@@ -25,23 +25,29 @@ Batch = dict[str, Array]
 
 
 def init_state(config: Config, key: Array) -> State:
-    """A fresh state: params, Adam's moments, and the count of updates done; all global."""
-    params = model.init(config, key)
-    optimizer = Optimizer(config, model.declarations(config))
-    stored = to_bf16(params) if config.early_cast else params
+    """A fresh state: params, Adam's moments, and the count of updates done; all global.
+
+    What is frozen has no moments, and is kept in the compute dtype: it does not move.
+    """
+    declared = model.declarations(config)
+    trained, frozen = partition(declared, model.init(config, key))
+    optimizer = Optimizer(config, model.trained(config))
+    stored = to_bf16(trained) if config.early_cast else trained
+    frozen = jax.tree.map(lambda x: x.astype(config.dtype), frozen)
     return {
-        "params": stored,
-        "opt_state": optimizer.init(params),
+        "params": joined(frozen, stored),
+        "opt_state": optimizer.init(trained),
         "step": jnp.zeros((), jnp.int32),
     }
 
 
 def state_specs(config: Config, mesh: Mesh) -> State:
     """The layout at rest of every leaf of the state."""
-    rest = _parallel(config, mesh).at_rest(model.declarations(config))
+    par = _parallel(config, mesh)
+    moments = par.at_rest(model.trained(config))
     return {
-        "params": rest,
-        "opt_state": {"count": P(), "mu": rest, "nu": rest},
+        "params": par.at_rest(model.declarations(config)),
+        "opt_state": {"count": P(), "mu": moments, "nu": moments},
         "step": P(),
     }
 
@@ -56,20 +62,27 @@ def gradients(
 ) -> tuple[Any, dict[str, Array]]:
     """Gradients of A microbatches summed in f32, their mean over dp, and what was measured.
 
+    Only what is trained has one.
+
     Args:
       batch: `obs` and `target` [A, B, T], of this program's sequences, and maybe `loss_mask` and
         `segment_ids` (see `CausalTransformer.train`).
     """
-    declared = model.declarations(config)
-    params = _compute_params(params, config, par)
+    declared = model.trained(config)
+    own = _compute_params(params, config, par)
+    trained, frozen = partition(model.declarations(config), own)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights = None if mask is None else model.loss_weights(mask, par, segments)
     squares = Optimizer(config, declared).squares
-    grad_fn = jax.value_and_grad(model.train_loss, has_aux=True)
+
+    def loss_of(trained: Any, *sample: Any) -> tuple[Array, Array]:
+        params = joined(frozen, par.spread(trained, declared))
+        return model.train_loss(params, sample[0], sample[1], config, par, *sample[2:])
+
+    grad_fn = jax.value_and_grad(loss_of, has_aux=True)
 
     def microbatch(sums: Any, sample: tuple[Any, ...]) -> Any:
-        obs, target, weights, segments = sample
-        (loss, last_loss), grads = grad_fn(params, obs, target, config, par, weights, segments)
+        (loss, last_loss), grads = grad_fn(trained, *sample)
         grads = to_f32(grads)
         sums = jax.tree.map(jnp.add, sums, grads)
         square = par.micro_total(squares(par.micro(grads, declared)), declared)
@@ -78,7 +91,7 @@ def gradients(
     accumulation = batch["obs"].shape[0]
     samples = (batch["obs"], batch["target"], weights, segments)
     sums, (loss, last_loss, micro_square) = jax.lax.scan(
-        microbatch, par.accumulator(params, declared), samples
+        microbatch, par.accumulator(trained, declared), samples
     )
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
     measured = jnp.stack(
@@ -96,11 +109,10 @@ def gradients(
 
 def update(state: State, grads: Any, norm: Array, config: Config) -> State:
     """One optimizer step; leaf by leaf, in the layout at rest, with no word between devices."""
-    optimizer = Optimizer(config, model.declarations(config))
-    params, opt_state = optimizer.update(
-        grads, state["opt_state"], state["params"], state["step"], norm
-    )
-    return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+    optimizer = Optimizer(config, model.trained(config))
+    trained, frozen = partition(model.declarations(config), state["params"])
+    trained, opt_state = optimizer.update(grads, state["opt_state"], trained, state["step"], norm)
+    return {"params": joined(frozen, trained), "opt_state": opt_state, "step": state["step"] + 1}
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
@@ -128,7 +140,7 @@ def check_zero(config: Config, mesh: Mesh) -> None:
         return
     dp = mesh.shape["dp"]
     declared = jax.tree_util.tree_leaves_with_path(
-        model.declarations(config), is_leaf=is_declaration
+        model.declarations(config.merged()), is_leaf=is_declaration
     )
     for path, declaration in declared:
         if declaration.decay and declaration.zero_axis(dp) is None:
@@ -189,6 +201,23 @@ def _compiled(
     )
 
 
+def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
+    """A function from a key to fresh adapters, without the parameters that they sit on."""
+    declared = model.declarations(config)
+
+    def fresh(key: Array) -> Any:
+        return partition(declared, init_state(config, key)["params"])[0]
+
+    layout = partition(declared, state_specs(config, mesh)["params"])[0]
+    return jax.jit(fresh, out_shardings=named(mesh, layout))
+
+
+def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
+    """A function from frozen parameters to a checksum of each, of its numbers in `dtype`."""
+    checksum = functools.partial(lora.checksum, dtype=dtype)
+    return jax.jit(functools.partial(jax.tree.map, checksum), out_shardings=named(mesh, P()))
+
+
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
 
 
@@ -200,8 +229,8 @@ def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
 
 
 def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """A function from params to fresh moments."""
-    optimizer = Optimizer(config, model.declarations(config))
+    """A function from trained params to fresh moments."""
+    optimizer = Optimizer(config, model.trained(config))
     return jax.jit(
         optimizer.init, out_shardings=named(mesh, state_specs(config, mesh)["opt_state"])
     )
@@ -212,9 +241,9 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     batch = P(None, "dp")  # whatever it has
     measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
-    params = layout["params"]
-    optimizer = Optimizer(config, model.declarations(config))
-    measure = _partition(gradients, config, mesh, (params, batch), (params, measured))
+    optimizer = Optimizer(config, model.trained(config))
+    specs = (layout["params"], batch), (layout["opt_state"]["mu"], measured)
+    measure = _partition(gradients, config, mesh, *specs)
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         grads, metrics = measure(state["params"], batch)

@@ -216,10 +216,11 @@ class TPUCluster:
         """As `CausalTransformer.wait`."""
         self.call("wait")
 
-    def restore(self, folder: str) -> dict[str, Any] | None:
+    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
         """As `CausalTransformer.restore`; InputError where hosts have a folder each."""
         self._check_shared(folder)
-        found = self.call("restore", *[(local_path(folder),)] * len(self.hosts))
+        there = None if base is None else local_path(base)
+        found = self.call("restore", *[(local_path(folder), there)] * len(self.hosts))
         self.step, aux = found[0]
         return aux
 

@@ -14,16 +14,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
-from mesh_transformer import conversion, flops
+from mesh_transformer import conversion, flops, loading, lora
 from mesh_transformer import step as steps
-from mesh_transformer.checkpoint import Checkpoints, find
+from mesh_transformer.checkpoint import Checkpoints
 from mesh_transformer.config import Config
+from mesh_transformer.declaration import joined
 from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import Batch, Generator
 from mesh_transformer.native_checkpoint import saved_config
-from mesh_transformer.parallel import make_mesh, named, use_virtual_devices
+from mesh_transformer.parallel import make_mesh, use_virtual_devices
 from mesh_transformer.rows import Rows
-from mesh_transformer.state_tree import placed
+from mesh_transformer.same_model import check_same_run
 from mesh_transformer.storage import AnyPath, local_path
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.util import InputError
@@ -63,11 +64,20 @@ class CausalTransformer:
         self._folder: str | None = None  # that of `_checkpoints`, as the caller named it
         self.step = 0  # updates done, known without waiting for the device
         self.state: steps.State | None = None
+        self._base: lora.Base | None = None  # what adapters are trained on
         if init:
             self.init()
 
     def init(self) -> None:
-        """Fresh weights and optimizer from `config.seed`; the step becomes 0."""
+        """Fresh weights and optimizer from `config.seed`; the step becomes 0.
+
+        Raises InputError with `lora_rank`: adapters are trained on a model that there is.
+        """
+        if self.config.lora_rank:
+            raise InputError(
+                f"config: lora_rank is {self.config.lora_rank}: adapters are trained on a model; "
+                "load one first (--tune-model-path)"
+            )
         key = jax.random.key(self.config.seed)
         self.state = steps.compile_init(self.config, self.mesh)(key)
         self.step = 0
@@ -140,7 +150,7 @@ class CausalTransformer:
         state = self._loaded()
         self._generator.forget()
         if "opt_state" not in state:
-            state["opt_state"] = self._fresh_moments(state["params"])
+            state["opt_state"] = self._fresh_moments(state)
         self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))
         self.step += 1
         return metrics
@@ -215,10 +225,13 @@ class CausalTransformer:
         self.state = None
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on."""
-        self._writer(folder).save(
-            self.step, self._loaded(), {"config": self.config.as_dict()} | (aux or {})
-        )
+        """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on.
+
+        With `lora_rank` what is written are the adapters, their moments, and where their base is.
+        """
+        state = loading.saved_part(self._loaded(), self.config)
+        told = {"config": self.config.as_dict()} | lora.told(self._base)
+        self._writer(folder).save(self.step, state, told | (aux or {}))
 
     def wait(self) -> None:
         """Waits for the last save; raises InputError where it failed."""
@@ -231,8 +244,10 @@ class CausalTransformer:
             self._checkpoints.close()
             self._checkpoints = None
 
-    def restore(self, folder: str) -> dict[str, Any] | None:
+    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
         """Goes on from a model folder's newest checkpoint: its `aux`, or None without one.
+
+        Of adapters the base comes from where it was, or else from `base`.
 
         Raises:
           InputError: where it holds another model's, or one of another format.
@@ -242,9 +257,14 @@ class CausalTransformer:
         if newest is None:
             conversion.check_vacant(folder)
             return None
-        restored, aux = checkpoints.restore(newest, self._template()), checkpoints.aux(newest)
-        where = f"{folder}/step_{newest}"
-        self.config.check_same_model(saved_config(aux, where), where)
+        aux, where = checkpoints.aux(newest), f"{folder}/step_{newest}"
+        check_same_run(self.config, saved_config(aux, where), where)
+        wanted = loading.saved_part(loading.template(self.config, self.mesh), self.config)
+        restored = checkpoints.restore(newest, wanted)
+        if (recorded := lora.saved_base(aux, where)) is not None:
+            places = [recorded.path, *([] if base is None else [local_path(base)])]
+            frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
+            restored["params"] = joined(frozen, restored["params"])
         self.state, self.step = restored, newest
         return aux
 
@@ -253,53 +273,23 @@ class CausalTransformer:
 
         `path` is a model folder (its newest step), one of its step_N, or a Hugging Face folder.
         Adam's moments come along where there are any, else they are made anew, as `fresh_opt`
-        makes them in any case; `only_params` leaves them out until the model is trained.
+        makes them in any case; `only_params` leaves them out until the model is trained.  With
+        `lora_rank` a `path` without adapters is the base of fresh ones.
 
         Raises:
           InputError: where it cannot be read, or is of another model than the config's.
         """
-        path = local_path(path)
-        kind = conversion.format_of(path)
-        wanted = self._template()
-        del wanted["step"]
-        if fresh_opt or only_params:
-            del wanted["opt_state"]
-        if kind == "native":
-            loaded = self._load_native(path, wanted)
-        else:
-            dtype = jnp.bfloat16 if self.config.early_cast else jnp.float32
-            optimizer = "opt_state" in wanted
-            _, host = conversion.read(
-                path, kind, self.config, dtype=dtype, optimizer=optimizer, lazy=True
-            )
-            loaded = placed(host, {key: leaf for key, leaf in wanted.items() if key in host})
-        if "opt_state" not in loaded and not only_params:
-            loaded["opt_state"] = self._fresh_moments(loaded["params"])
-        self.step = 0
+        optimizer = not fresh_opt and not only_params
+        found = loading.load(path, self.config, self.mesh, optimizer=optimizer)
+        if "opt_state" not in found.state and not only_params:
+            found.state["opt_state"] = self._fresh_moments(found.state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
-        self.state = loaded | {"step": zero}
+        self.step, self._base = 0, found.base
+        self.state = found.state | {"step": zero}
 
-    def _load_native(self, path: str, wanted: steps.State) -> steps.State:
-        """What of `wanted` is there, every leaf read straight into its layout."""
-        folder, number = find(path)
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            where = f"{folder}/step_{number}"
-            self.config.check_same_model(saved_config(checkpoints.aux(number), where), where)
-            there = {key[0] for key in checkpoints.leaves(number)}
-            only = [key for key in wanted if key in there or key == "params"]
-            return checkpoints.restore(number, wanted, only=only)
-
-    def _fresh_moments(self, params: Any) -> Any:
-        return steps.compile_opt_state(self.config, self.mesh)(params)
-
-    def _template(self) -> steps.State:
-        """Shapes and layouts of the state, with nothing in them."""
-        shapes = jax.eval_shape(functools.partial(steps.init_state, self.config), jax.random.key(0))
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            named(self.mesh, steps.state_specs(self.config, self.mesh)),
-        )
+    def _fresh_moments(self, state: steps.State) -> Any:
+        trained = loading.saved_part(state, self.config)["params"]
+        return steps.compile_opt_state(self.config, self.mesh)(trained)
 
     def _writer(self, folder: str) -> Checkpoints:
         if self._checkpoints is None or self._folder != folder:

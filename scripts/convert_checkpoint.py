@@ -52,6 +52,12 @@ def parse_args() -> argparse.Namespace:
         help="a folder, hub name or gpt2, of --to hf or native (default: the config's)",
     )
     parser.add_argument(
+        "--base",
+        metavar="PATH",
+        help="where the model is now that the adapters of --from native were trained on, which "
+        "they are merged into (default: where it was)",
+    )
+    parser.add_argument(
         "--verify", action="store_true", help="read both again and compare their logits"
     )
     args = parser.parse_args()
@@ -92,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
         step=args.step,
         trim_vocab=args.trim_vocab,
         tokenizer=args.tokenizer,
+        base=args.base,
     )
     optimizer = ", with the optimizer" if written.optimizer else ""
     print(f"wrote {written.path}: {target_kind} format, weights in {written.dtype}{optimizer}")
@@ -100,7 +107,9 @@ def run(args: argparse.Namespace) -> None:
         print(f"its tokenizer is {tokenizer}, which must stay there; --tokenizer names another")
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
-        found, bound = comparison.compare(source, source_kind, target, target_kind, written.config)
+        found, bound = comparison.compare(
+            source, source_kind, target, target_kind, written.config, args.base
+        )
         print(f"logits differ by {found:.1e} of their spread; {bound:.0e} is expected at most")
         if not found <= bound:
             raise StoppedError(f"{target}: its logits are not those of {source}; do not use it")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.same_model import check_same_model
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
@@ -77,6 +78,12 @@ def refusal(changes: dict[str, Any]) -> str:
         ({"tpu_size": 6, "cores_per_replica": 4}, ["tpu_size is 6", "cores_per_replica 4"]),
         ({"pe_rotary_dims": 10}, ["pe_rotary_dims is 10", "above the head size 8", "lower"]),
         ({"pe_rotary_dims": 5}, ["pe_rotary_dims is 5", "positive even number"]),
+        ({"lora_rank": -1}, ["lora_rank is -1", "0 (off) to d_model (64)"]),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, ["lora_alpha is 0.0", "above 0"]),
+        ({"lora_targets": ["q", "w"]}, ["lora_targets has 'w'", "q, v, k, o, fc, out"]),
+        ({"lora_targets": ["q"], "version": 2}, ["lora_targets has 'q'", "fused_in, fused_out"]),
+        ({"lora_targets": ["q", "q"]}, ["lora_targets is ['q', 'q']", "each once"]),
+        ({"lora_targets": []}, ["lora_targets is []", "at least one"]),
         ({"pe_rotary_dims": 0}, ["pe_rotary_dims is 0", "positive even number"]),
         ({"layers": 0}, ["layers is 0", "expected at least 1"]),
         ({"n_heads": 0}, ["n_heads is 0", "expected at least 1"]),
@@ -245,19 +252,19 @@ def test_keys_at_their_derived_default_follow_a_replacement():
 )
 def test_weights_of_another_model_are_refused_though_their_shapes_may_agree(key, value):
     config = Config(**SMALL)
-    config.check_same_model(config.as_dict(), "runs/step_3")
+    check_same_model(config, config.as_dict(), "runs/step_3")
     with pytest.raises(InputError, match=rf"^runs/step_3: its model has {key} .*{value}"):
-        config.check_same_model(config.replace(**{key: value}).as_dict(), "runs/step_3")
+        check_same_model(config, config.replace(**{key: value}).as_dict(), "runs/step_3")
 
 
 def test_a_window_is_the_model_s_unless_it_is_all_of_seq():
     config = Config(**SMALL)
-    config.check_same_model(config.replace(seq=8).as_dict(), "there")
+    check_same_model(config, config.replace(seq=8).as_dict(), "there")
     narrow = config.replace(attention_window=4)
-    narrow.check_same_model(narrow.replace(seq=8).as_dict(), "there")
+    check_same_model(narrow, narrow.replace(seq=8).as_dict(), "there")
     for one, other in ((config, narrow), (narrow, config)):
         with pytest.raises(InputError, match=r"^there: its model has attention_window \d+, the "):
-            one.check_same_model(other.as_dict(), "there")
+            check_same_model(one, other.as_dict(), "there")
 
 
 def test_numbers_must_be_finite():

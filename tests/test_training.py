@@ -98,7 +98,7 @@ class Counter:
     def wait(self) -> None:
         self.calls.append("wait")
 
-    def restore(self, folder: str) -> dict[str, Any] | None:
+    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
         if not self.saved:
             return None
         self.step = max(self.saved)
