@@ -1,7 +1,7 @@
 """How much a model computes per token, and how much a device can: FLOPs, MFU, peaks.
 
-Formulas: 6N is Kaplan et al. 2020 (2N forward, 4N backward); the attention term and MFU are
-Chowdhery et al. 2022 (PaLM), appendix B.
+Formulas: 6N is Kaplan et al. 2020 (2N forward, 4N backward, half of it for the weights' own
+gradients); the attention term and MFU are Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
 import functools
@@ -56,7 +56,10 @@ def matmul_params(config: Config) -> int:
 
 
 def n_params(config: Config) -> int:
-    """Trained parameters, each once: a bias the original copies to every shard counts once."""
+    """The model's parameters, each once: a bias the original copies to every shard counts once.
+
+    Adapters do not count.
+    """
     width, vocabulary = config.d_model, config.n_vocab
     if config.block == "gptj":
         layer_biases = config.d_ff + width
@@ -73,8 +76,11 @@ def n_params(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> int:
-    """6N: forward and backward of one token, N being `matmul_params`; attention left out."""
-    return 6 * matmul_params(config)
+    """6N: forward and backward of one token, N being `matmul_params`; attention left out.
+
+    With `lora_rank` 4N: frozen weights have no gradient.  Adapters' own work is left out too.
+    """
+    return (4 if config.lora_rank else 6) * matmul_params(config)
 
 
 def palm_flops_per_token(config: Config) -> int:

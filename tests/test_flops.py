@@ -38,6 +38,9 @@ def test_gptj_6b_needs_39_gigaflops_a_token():
     matrices = 28 * 12 * 4096**2 + 2 * 50400 * 4096
     assert flops.flops_per_token(GPTJ_6B) == 6 * matrices
     assert round(flops.palm_flops_per_token(GPTJ_6B) / 1e9, 2) == 39.12
+    adapters = GPTJ_6B.replace(lora_rank=8)
+    assert flops.flops_per_token(adapters) == 4 * matrices
+    assert flops.n_params(adapters) == flops.n_params(GPTJ_6B)
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
