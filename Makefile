@@ -1,18 +1,26 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test venv lint lock
+.PHONY: quickstart test venv libtpu lint lock
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
 quickstart: venv
 	$(BIN)/python scripts/quickstart.py
 
 # Installs what the tests need and runs them all, on two cores; `$(BIN)/pytest -m "not slow"` is the quick part.
-test: .venv/test lint
+test: .venv/test libtpu lint
 	$(BIN)/pytest -q -n 2
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
 venv: .venv/run
+
+# The compiler for TPUs, with which scripts/plan.py needs none.  Not everybody can have it, and it
+# has a folder of its own: where JAX finds it on a machine without TPUs, every process is warned.
+libtpu: .venv/libtpu
+.venv/libtpu: requirements-libtpu.txt .venv/run
+	rm -rf $@
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ -r $< || \
+	  echo "libtpu cannot be installed here: plans for TPUs are not tested" >&2
 
 lint: .venv/test
 	$(BIN)/ruff check
@@ -36,3 +44,4 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 lock:
 	$(LOCK) -o requirements.txt
 	$(LOCK) --extra dev -o requirements-dev.txt
+	echo libtpu==0.0.42.1 | $(subst setup.py,-,$(LOCK)) -o requirements-libtpu.txt

@@ -1,6 +1,5 @@
 """From a checkpoint of any format to a state on a mesh, every leaf in its layout at rest."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from mesh_transformer.conversion import Format
 from mesh_transformer.declaration import joined, partition
 from mesh_transformer.lora import Base, saved_base
 from mesh_transformer.native_checkpoint import saved_config
-from mesh_transformer.parallel import named
 from mesh_transformer.same_model import check_same_model
 from mesh_transformer.state_tree import leaves, placed
 from mesh_transformer.storage import AnyPath, local_path
@@ -28,16 +26,6 @@ class Loaded(NamedTuple):
 
     state: steps.State
     base: Base | None
-
-
-def template(config: Config, mesh: Mesh) -> steps.State:
-    """Shapes and layouts of the state, with nothing in them."""
-    shapes = jax.eval_shape(functools.partial(steps.init_state, config), jax.random.key(0))
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        named(mesh, steps.state_specs(config, mesh)),
-    )
 
 
 def saved_part(state: steps.State, config: Config) -> steps.State:
@@ -56,7 +44,7 @@ def load(path: AnyPath, config: Config, mesh: Mesh, *, optimizer: bool) -> Loade
     """
     path = local_path(path)
     kind = conversion.format_of(path)
-    wanted = template(config, mesh)
+    wanted = steps.abstract_state(config, mesh)
     del wanted["step"]
     if not optimizer:
         del wanted["opt_state"]
@@ -84,7 +72,7 @@ def load_base(
     Raises:
       InputError: where none of the places has them.
     """
-    _, wanted = partition(model.declarations(config), template(config, mesh)["params"])
+    _, wanted = partition(model.declarations(config), steps.abstract_state(config, mesh)["params"])
     refusals = []
     for place in places:
         try:

@@ -41,6 +41,16 @@ def init_state(config: Config, key: Array) -> State:
     }
 
 
+def abstract_state(config: Config, mesh: Mesh) -> State:
+    """Shapes and layouts of the state, with nothing in them."""
+    shapes = jax.eval_shape(functools.partial(init_state, config), jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        named(mesh, state_specs(config, mesh)),
+    )
+
+
 def state_specs(config: Config, mesh: Mesh) -> State:
     """The layout at rest of every leaf of the state."""
     par = _parallel(config, mesh)

@@ -259,7 +259,7 @@ class CausalTransformer:
             return None
         aux, where = checkpoints.aux(newest), f"{folder}/step_{newest}"
         check_same_run(self.config, saved_config(aux, where), where)
-        wanted = loading.saved_part(loading.template(self.config, self.mesh), self.config)
+        wanted = loading.saved_part(steps.abstract_state(self.config, self.mesh), self.config)
         restored = checkpoints.restore(newest, wanted)
         if (recorded := lora.saved_base(aux, where)) is not None:
             places = [recorded.path, *([] if base is None else [local_path(base)])]

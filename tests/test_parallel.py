@@ -18,53 +18,19 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import model, step
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import Declaration
+from mesh_transformer.hlo import Collective, Groups, Loop, groups_of, parse
 from mesh_transformer.parallel import Manual, make_mesh
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 
-COLLECTIVES = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
-COLLECTIVE = re.compile(rf" = (.*?) ({COLLECTIVES})(?:-start)?\((.*)$")
 DP, MP, ACCUMULATION, ROWS = 2, 4, 4, 3
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One array that devices exchange: a combined collective counts once for each."""
-
-    kind: str
-    shape: tuple[int, ...]
-    groups: frozenset[frozenset[int]]
-    where: str  # JAX's name of the operation
-
-
-def over(axis: str) -> frozenset[frozenset[int]]:
+def over(axis: str) -> Groups:
     """The device groups of a collective over one mesh axis."""
     devices = np.arange(DP * MP).reshape(DP, MP)
     rows = devices if axis == "mp" else devices.T
     return frozenset(frozenset(map(int, row)) for row in rows)
-
-
-def groups_of(text: str) -> frozenset[frozenset[int]]:
-    """`replica_groups` in any of its three notations."""
-    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
-    if listed:
-        rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
-        return frozenset(frozenset(row) for row in rows)
-    named = re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text)
-    if named:
-        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        over = [axis for axis in sizes if f"'{axis}'" in named[2]]
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        ids = np.moveaxis(ids, [list(sizes).index(axis) for axis in over], range(-len(over), 0))
-        rows = ids.reshape(-1, math.prod(sizes[axis] for axis in over))
-        return frozenset(frozenset(map(int, row)) for row in rows)
-    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if found is None:
-        return frozenset()
-    shape, source, order = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
-    ids = np.arange(math.prod(source)).reshape(source)
-    ids = (ids.transpose(order) if order else ids).reshape(shape)
-    return frozenset(frozenset(map(int, row)) for row in ids)
 
 
 @pytest.mark.parametrize(
@@ -79,71 +45,26 @@ def test_groups_are_read_in_every_notation(text):
     assert groups_of(text) == over("dp")
 
 
-def collectives_of(line: str) -> list[Collective]:
-    found = COLLECTIVE.search(line)
-    if found is None:
-        return []
-    result, kind, rest = found.groups()
-    name = re.search(r'op_name="([^"]*)"', rest)
-    shapes = re.findall(r"\b(?:f32|bf16|s32|u32|pred)\[([\d,]*)\]", result)
-    return [
-        Collective(
-            kind,
-            tuple(int(n) for n in shape.split(",") if n),
-            groups_of(rest),
-            name[1] if name else "",
-        )
-        for shape in shapes
-    ]
-
-
 @dataclass
 class Program:
-    """A compiled program's text by computation, and the bytes of its arguments that it reuses."""
+    """A compiled program, and the bytes of its arguments that it reuses."""
 
-    computations: dict[str, list[str]]
+    whole: Loop
     reused: int
-
-    @classmethod
-    def parse(cls, text: str, reused: int) -> "Program":
-        computations: dict[str, list[str]] = {}
-        lines: list[str] = []
-        for line in text.splitlines():
-            header = re.match(r"(ENTRY )?%(\S+) .*\{$", line)
-            if header:
-                lines = computations.setdefault("ENTRY" if header[1] else header[2], [])
-            else:
-                lines.append(line)
-        return cls(computations, reused)
-
-    def below(self, name: str) -> tuple[list[Collective], list[str]]:
-        """The collectives that one run of a computation does itself, and its loops' bodies."""
-        collectives, loops = [], []
-        for line in self.computations[name]:
-            body = re.search(r" while\(.*body=%([^\s,]+)", line)
-            if body:
-                loops.append(body[1])
-                continue
-            collectives += collectives_of(line)
-            for called in re.findall(r"(?:calls|to_apply)=%([^\s,)]+)", line):
-                inner, bodies = self.below(called)
-                collectives += inner
-                loops += bodies
-        return collectives, loops
 
     def loops(self) -> tuple[list[Collective], list[list[Collective]], list[list[Collective]]]:
         """What runs once a step, in each microbatch loop, and in each layer loop within."""
-        once, outer = self.below("ENTRY")
-        microbatch = [self.below(body) for body in outer]
-        layer = [self.below(body) for _, bodies in microbatch for body in bodies]
-        assert not any(bodies for _, bodies in layer)
-        return once, [found for found, _ in microbatch], [found for found, _ in layer]
+        assert {loop.trips for loop in self.whole.loops} == {ACCUMULATION}
+        layer = [loop for microbatch in self.whole.loops for loop in microbatch.loops]
+        assert not any(loop.loops for loop in layer)
+        microbatch = [loop.collectives for loop in self.whole.loops]
+        return self.whole.collectives, microbatch, [loop.collectives for loop in layer]
 
 
 def compiled_step(**changes: Any) -> Program:
     """The train step on 2 x 4 devices, four microbatches of 3 sequences a replica."""
     compiled = lowered_step(**changes).compile()
-    return Program.parse(compiled.as_text(), compiled.memory_analysis().alias_size_in_bytes)
+    return Program(parse(compiled.as_text()), compiled.memory_analysis().alias_size_in_bytes)
 
 
 def lowered_step(**changes: Any) -> Any:

@@ -62,6 +62,22 @@ def test_one_epoch_of_a_shuffled_set_ends(tmp_path):
     assert len(set(numbers(loader, 100))) == 20  # the last full batch
 
 
+def test_a_file_that_is_listed_twice_is_read_twice(tmp_path):
+    index = write_index(tmp_path, "a", (2, 3))
+    with open(index, "a") as file:
+        file.write("a_0.tfrecords\n")
+    expected = [0, 1, 2, 3, 4, 0, 1] * 2
+    loader = load(index)
+    for done in range(7):
+        resumed = load(index, restore_state=loader.state())
+        assert numbers(resumed, 7) == expected[done : done + 7]
+        resumed.close()
+        loader.get_samples()
+    assert collections.Counter(numbers(load(index, shuffle_buffer=3), 7)) == collections.Counter(
+        expected[:7]
+    )
+
+
 def test_sets_are_mixed_by_weight(tmp_path):
     sets = {
         write_index(tmp_path, "a", (50, 60)): 3,

@@ -74,6 +74,8 @@ LEVELS = {
     "tpu_guard": 5,
     "arguments": 3,
     "tpu_vm": 9,
+    "hlo": 1,
+    "topology": 3,
     "plan": 9,
     "ray_hosts": 11,
     "cluster_batch": 8,

@@ -1,0 +1,64 @@
+"""Tells whether a config's training fits a TPU slice that you need not have.
+
+Compiles the real train step for it with libtpu (`make libtpu`).  Exit status 0 where it fits, 1
+where it does not.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from mesh_transformer.config import Config
+from mesh_transformer.util import run_script
+
+GIB = 2**30
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--topology", required=True, help="v3-8, v4-256, v5e-256, v5p:16x16x24 ...")
+    parser.add_argument("--dp", type=int, help="replicas (default: the devices over mp)")
+    parser.add_argument("--mp", type=int, help="devices of one (default: cores_per_replica)")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 3), help="default: the config's")
+    parser.add_argument("--batch", type=int, help="sequences a replica (default: the config's)")
+    parser.add_argument("--accumulate", type=int, help="microbatches (default: the config's)")
+    parser.add_argument("--remat", choices=("full", "dots", "none"), help="default: the config's")
+    parser.add_argument("--fast", action="store_true", help="compile quickly; the peak is rougher")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args()
+
+
+def main() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    args = parse_args()
+
+    from mesh_transformer.plan import plan
+    from mesh_transformer.topology import topology
+
+    slice_ = topology(args.topology)
+    config = Config.load(args.config)
+    mp = args.mp or (slice_.devices // args.dp if args.dp else None)
+    mp = mp or min(config.cores_per_replica, slice_.devices)
+    changes: dict[str, Any] = {
+        "cores_per_replica": mp,
+        "tpu_size": slice_.devices,
+        "zero": args.zero,
+        "per_replica_batch": args.batch,
+        "gradient_accumulation_steps": args.accumulate,
+        "remat": args.remat,
+    }
+    changes = {key: value for key, value in changes.items() if value is not None}
+    found = plan(config.replace(**changes), slice_, fast=args.fast)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found)))
+    else:
+        print(found.table())
+    sys.exit(not found.fits)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,86 @@
+"""Plans for TPU slices: their names and grids, what fits, and what does not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesh_transformer import flops
+from mesh_transformer.config import Config
+from mesh_transformer.topology import LIBRARY, topology
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+
+needs_libtpu = pytest.mark.skipif(
+    not LIBRARY.exists(), reason="libtpu is not installed; not every platform has it"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "grid", "devices"),
+    [
+        ("v2-8", "v2", (2, 2), 8),
+        ("v3-8", "v3", (2, 2), 8),
+        ("v3-32", "v3", (4, 4), 32),
+        ("v3-256", "v3", (8, 16), 256),
+        ("v4-8", "v4", (2, 2, 1), 4),
+        ("v4-32", "v4", (2, 2, 4), 16),
+        ("v4-256", "v4", (4, 4, 8), 128),
+        ("v5e-8", "v5e", (2, 4), 8),
+        ("v5litepod-256", "v5e", (16, 16), 256),
+        ("v5p-128", "v5p", (4, 4, 4), 64),
+        ("v5p:16x16x24", "v5p", (16, 16, 24), 6144),
+        ("v6e-64", "v6e", (8, 8), 64),
+    ],
+)
+def test_a_slice_has_the_grid_and_the_devices_that_its_name_says(name, generation, grid, devices):
+    found = topology(name)
+    assert (found.generation, found.grid, found.devices) == (generation, grid, devices)
+
+
+@pytest.mark.parametrize("name", ["", "v3", "v9-8", "v3-6", "v5p-7", "v5e-0", "h100-8", "v9:2x2"])
+def test_a_name_that_no_slice_has_is_refused(name):
+    with pytest.raises(InputError, match=r"topology is '"):
+        topology(name)
+
+
+def plan(config: Path, *words: str) -> tuple[int, dict]:
+    """The exit status and the one object on stdout."""
+    command = [sys.executable, "scripts/plan.py", "--config", str(config), *words, "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_gpt_j_fits_a_v3_8():
+    path = ROOT / "configs" / "6B_roto_256.json"
+    status, found = plan(path, "--topology", "v3-8", "--accumulate", "1", "--fast")
+    assert (status, found["fits"]) == (0, True)
+    assert (found["devices"], found["dp"], found["mp"]) == (8, 1, 8)
+    # Parameters and both moments in f32 by eighths; norms and biases are whole on each.
+    assert 12 * found["parameters"] / 8 < found["state_bytes"] < 8.5 * GIB
+    assert found["state_bytes"] < found["peak_bytes"] < found["hbm_bytes"] == int(15.48 * GIB)
+    reduced = found["collectives"]
+    assert (reduced["layer_forward"], reduced["layer_backward"]) == (1, 1)
+    config = Config.load(str(path))
+    assert found["flops_per_step"] == flops.palm_flops_per_token(config) * config.seq
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_does_not_fit_says_by_how_much(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | {"cores_per_replica": 4, "seq": 2048, "d_model": 1024}))
+    status, found = plan(path, "--topology", "v2-8", "--mp", "8", "--batch", "4096", "--fast")
+    assert (status, found["fits"], found["collectives"]) == (1, False, None)
+    assert found["mp"] == 8
+    assert found["peak_bytes"] > found["hbm_bytes"]
