@@ -82,14 +82,15 @@ def activations(collectives: list[Collective]) -> list[Collective]:
     return [c for c in collectives if c.kind == "all-reduce" and math.prod(c.shape) == size]
 
 
-def check_gradients_are_reduced_once_a_step(program: Program, zero: int) -> None:
+def check_gradients_are_reduced_once_a_step(program: Program, zero: int, **changes: Any) -> None:
     once, microbatch, layer = program.loops()
     inside = [c for found in (*microbatch, *layer) for c in found]
     assert {c.groups for c in inside} == {over("mp")}
 
     # Over dp every gradient is summed exactly once a step, beside four metrics.
-    declared = model.declarations(Config.from_dict(SMALL | {"layers": 4}))
-    leaves = jax.tree.leaves(declared, is_leaf=lambda node: isinstance(node, Declaration))
+    declared = model.declarations(Config.from_dict(SMALL | {"layers": 4} | changes))
+    every = jax.tree.leaves(declared, is_leaf=lambda node: isinstance(node, Declaration))
+    leaves = [d for d in every if not d.frozen]
     entries = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in leaves)
     size = {"all-reduce": 1, "reduce-scatter": DP}
     summed = sum(
@@ -100,12 +101,14 @@ def check_gradients_are_reduced_once_a_step(program: Program, zero: int) -> None
     assert summed == entries + 4
 
     # The new state takes the old one's memory: f32 parameters, two moments, two counts.
+    frozen = [d for d in every if d.frozen]
+    kept = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in frozen)
     split = [1 if d.zero_axis(DP) is None or not zero else DP for d in leaves]
     held = sum(
         math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) // parts
         for d, parts in zip(leaves, split, strict=True)
     )
-    assert program.reused == 4 * (3 * held + 2)
+    assert program.reused == 4 * (3 * held + kept + 2)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,19 @@ def test_a_layer_reduces_one_activation_each_way_and_a_step_its_gradients_once(r
     assert "transpose" not in forward[0].where
     assert "transpose" in backward[0].where
     check_gradients_are_reduced_once_a_step(program, zero)
+
+
+def test_adapters_add_no_activation_to_what_devices_exchange():
+    adapters = {"lora_rank": 2, "lora_targets": ["q", "k", "v", "o", "fc", "out"]}
+    program = compiled_step(**adapters, zero=1)
+    check_gradients_are_reduced_once_a_step(program, 1, **adapters)
+    _, (microbatch,), layer = program.loops()
+    for found in filter(None, layer):
+        assert len(found) == len(activations(found)) == 1
+    # A factor that mp does not split reads or feeds all of its parts: its gradient is summed over
+    # them once a microbatch, for all layers together, not once in every layer.
+    factors = [(4, 64, 2)] * 4 + [(4, 2, 64)] * 2
+    assert sorted(c.shape for c in microbatch if c.shape in factors) == sorted(factors)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
