@@ -38,7 +38,8 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tune-model-path",
-        help="what a new run starts from: model folder, step_N, or Hugging Face folder",
+        help="what a new run starts from: model folder, step_N, or Hugging Face folder; with "
+        "lora_rank the base, and where it is now",
     )
     parser.add_argument(
         "--fresh-opt", action="store_true", help="do not take the optimizer of --tune-model-path"

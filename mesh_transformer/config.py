@@ -95,7 +95,7 @@ class Config:
     original_bias_copies: int = 1
     noise_scale_alpha: float = 0.01
 
-    # LoRA: adapters alone are trained, on a model that is given (docs/lora.md).
+    # LoRA: adapters alone are trained, on a model that is given (docs/finetune.md).
     lora_rank: int = 0  # 0: all of the model is trained
     lora_alpha: float | None = None  # None: lora_rank; what an adapter adds times this over rank
     lora_targets: list[str] | None = field(default=None, hash=False)  # None: by block

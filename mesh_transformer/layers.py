@@ -104,7 +104,7 @@ def _adapter(
     """LoRA (Hu 2021) beside a weight of this module, or None: a [in, R] and b [R, out], zero first.
 
     What they add to a product is `config.lora_scale` times x @ a @ b.  They are split as the
-    weight is; its inputs are the axes up to the one that mp splits, or before it.
+    weight is.  Where mp splits its first axis all but the last are inputs, else the first alone.
 
     Args:
       target: the matrix, as `config.lora_targets` names it.

@@ -83,7 +83,8 @@ def train(
     """Trains until the global step is `max_steps` (default: the config's `total_steps`).
 
     Goes on from the newest checkpoint in `folder`; without one starts from the weights at
-    `tune_model_path`, or from fresh ones.  Saves every `ckpt_every` steps, at the end, and on
+    `tune_model_path`, or from fresh ones; where the base of adapters has moved since, that path
+    tells it.  Saves every `ckpt_every` steps, at the end, and on
     SIGTERM, Ctrl-C or SIGHUP (its terminal closes), after which it returns.
 
     Raises:
