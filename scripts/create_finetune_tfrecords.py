@@ -149,38 +149,38 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
         options.skip_bad,
     )
     corpus = tokenizing.run()
-    sources = tokenizing.progress.sources
-    skipped = skipped_in(sources)
-    order = Order(
-        options.seq + 1,
-        options.n_repack_epochs,
-        not options.preserve_data_order,
-        options.min_unique_tokens,
-        options.verbose,
-    )
-    found = sequences(corpus, order, tokenizer, generator)
+    skipped = skipped_in(tokenizing.progress.sources)
+    found = sequences(corpus, order_of(options), tokenizer, generator)
     first = next(found, None)
     if first is None:
         (work / PROGRESS).unlink()  # to go on would end here again
         raise nothing_found(options, corpus, skipped)
     parts = write_parts(work, chain([first], found), options.sequences_per_file)
     manifest = {
-        "tokens_per_sequence": order.length,
+        "tokens_per_sequence": options.seq + 1,
         "documents": len(corpus.sizes),
         "tokens": len(corpus.tokens),
         "skipped": skipped,
         "tokenizer": of_tokenizer,
         "options": settings,
-        "sources": [manifested(source) for source in sources],
+        "sources": [manifested(source) for source in tokenizing.progress.sources],
     }
     index = publish(base, parts, manifest)
-    count = sum(written for _, written in parts)
     names = index.read_text(encoding="utf-8").split()
-    first = base.with_name(names[0])
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    count = sum(written for _, written in parts)
     left_out = f"; left out: {told(skipped)}" if skipped else ""
-    return (
-        f"{first}{others}: {count} sequences of {order.length} tokens; {index} lists it{left_out}"
+    made = f"{count} sequences of {options.seq + 1} tokens"
+    return f"{base.with_name(names[0])}{others}: {made}; {index} lists it{left_out}"
+
+
+def order_of(options: argparse.Namespace) -> Order:
+    return Order(
+        options.seq + 1,
+        options.n_repack_epochs,
+        not options.preserve_data_order,
+        options.min_unique_tokens,
+        options.verbose,
     )
 
 

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zstandard
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["To", "be,", "or", "not", "question!\n", "'tis", "don't", "caf\u00e9", "42", "\u4e2d"]
-LONGEST = 60  # requests until a kill: a whole run makes some more
+LONGEST = 100  # requests until a kill: about as many as a whole run makes
 
 
 def write_text(folder: Path) -> None:
@@ -38,8 +39,8 @@ def write_text(folder: Path) -> None:
     (folder / "3.jsonl.zst").write_bytes(frames)
 
 
-def main_in_child(arguments: list[str], kill_after: int | None) -> int:
-    """Runs the script in a fork, killed after so many requests; its wait status."""
+def main_in_child(script: Any, arguments: list[str], kill_after: int | None) -> int:
+    """Runs the script, a module, in a fork, killed after so many requests; its wait status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -55,9 +56,7 @@ def main_in_child(arguments: list[str], kill_after: int | None) -> int:
 
         if kill_after is not None:
             sys.addaudithook(count)
-        import create_finetune_tfrecords  # pyright: ignore[reportMissingImports]
-
-        create_finetune_tfrecords.main(arguments)
+        script.main(arguments)
         status = 0
     finally:
         os._exit(status)
@@ -66,7 +65,7 @@ def main_in_child(arguments: list[str], kill_after: int | None) -> int:
 def run(folder: Path, kills: int) -> None:
     """Goes on until so many were killed, each set then made to its end."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    import create_finetune_tfrecords  # pyright: ignore[reportMissingImports]
+    import create_finetune_tfrecords as script  # pyright: ignore[reportMissingImports]
     import text_documents  # pyright: ignore[reportMissingImports]
     import token_corpus  # pyright: ignore[reportMissingImports]
 
@@ -78,14 +77,14 @@ def run(folder: Path, kills: int) -> None:
 
     record_files.tensorflow()
     loaded = tokenizer.load_tokenizer()
-    create_finetune_tfrecords.load_tokenizer = lambda _: loaded
+    script.load_tokenizer = lambda _: loaded
     write_text(folder / "in")
 
     def arguments(name: str) -> list[str]:
-        options = ["--sequences-per-file", "20", "--seq", "16", "--n-repack-epochs", "2"]
+        options = ["--sequences-per-file", "150", "--seq", "16", "--n-repack-epochs", "2"]
         return [str(folder / "in"), "set", "--output-dir", str(folder / name), *options]
 
-    assert main_in_child(arguments("whole"), None) == 0
+    assert main_in_child(script, arguments("whole"), None) == 0
     expected = contents(folder / "whole")
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
@@ -93,7 +92,7 @@ def run(folder: Path, kills: int) -> None:
     while killed < kills:
         name = f"set_{sets}"
         while killed < kills:
-            status = main_in_child(arguments(name), generator.randrange(LONGEST))
+            status = main_in_child(script, arguments(name), generator.randrange(LONGEST))
             assert status in (0, signal.SIGKILL), status
             if status == 0:
                 break
@@ -101,7 +100,7 @@ def run(folder: Path, kills: int) -> None:
             assert not (folder / name / "set.index").exists() or (
                 contents(folder / name).items() >= expected.items()
             )
-        assert main_in_child(arguments(name), None) == 0
+        assert main_in_child(script, arguments(name), None) == 0
         assert contents(folder / name) == expected, name
         sets += 1
     print(f"{killed} killed, {sets} sets equal to the uninterrupted one", flush=True)

@@ -195,7 +195,8 @@ def pieces(path) -> list[text_documents.Piece]:
     return list(text_documents.read_pieces(str(path), "<|endoftext|>", bad, int))
 
 
-def test_of_bad_text_its_document_is_left_out(run, tmp_path):
+def test_of_bad_text_its_document_is_left_out(run, tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 500)  # some are tokenised before
     documents = [b"a " * 3000, b"b \xff c", b"d " * 3000 + b"\xc3", b"\xf0\x9f\x98\x80 e"]
     content = b"<|endoftext|>".join(documents)
     for name, packed in (("bad.txt", content), ("bad.tar.gz", gzip.compress(tar(content)))):
@@ -207,7 +208,8 @@ def test_of_bad_text_its_document_is_left_out(run, tmp_path):
         assert said.endswith("; left out: 2 not UTF-8")
         manifest = json.loads((tmp_path / "out" / "set.manifest.json").read_text())
         (source,) = (each for each in manifest["sources"] if each["name"] == name)
-        assert source["documents"] == 2
+        good = [tokenizer.encode(documents[at].decode()) for at in (0, 3)]
+        assert (source["documents"], source["tokens"]) == (2, sum(map(len, good)) + 2)
         (tmp_path / "in" / name).unlink()
 
 
