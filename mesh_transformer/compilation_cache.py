@@ -1,7 +1,9 @@
 """Compiled programs in a folder of the user's, so that a second start compiles nothing."""
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,3 +27,30 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     # By default what compiles within a second is not kept; a start has hundreds of those.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if "://" not in folder:
+        _write_in_every_process()
+
+
+def _write_in_every_process() -> None:
+    """Has each process of several keep what it compiles; by itself JAX has the first do so alone.
+
+    That spares storage which all of them share.  But hosts have a disk each, without which all but
+    the first would compile anew at every start; and on CPUs a process's programs are its own.  JAX
+    has no setting for this: where its inside is not the one known here, it stays as it is.
+    """
+    try:
+        from jax._src import compiler, distributed
+
+        write, state = compiler._cache_write, distributed.global_state
+    except (ImportError, AttributeError):
+        return
+
+    @functools.wraps(write)
+    def write_here(*args: Any, **kwargs: Any) -> None:
+        rank, state.process_id = state.process_id, 0
+        try:
+            write(*args, **kwargs)
+        finally:
+            state.process_id = rank
+
+    compiler._cache_write = write_here
