@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -162,6 +162,14 @@ def uninterrupted(folder: Path, **changes: Any) -> tuple[str, Path]:
     return config, folder / "whole"
 
 
+class Interruption(NamedTuple):
+    """What befalls a run after a step: the host of a rank, or one of Ray's `SERVERS`."""
+
+    kind: str
+    step: int
+    rank: int = 0
+
+
 @dataclasses.dataclass
 class Outcome:
     """What an interruption did: seconds until the run was further than before, and its words."""
@@ -170,42 +178,54 @@ class Outcome:
     said: str
 
 
-def interrupt(config: str, whole: Path, folder: Path, kind: str, step: int, rank: int) -> Outcome:
-    """Disturbs a run after `step`; checks that it mends itself.
+def interrupt(
+    config: str, whole: Path, folder: Path, interruptions: Sequence[Interruption]
+) -> list[Outcome]:
+    """Disturbs one run several times; checks that it mends itself, and ends as if undisturbed.
 
-    `kind` is what befalls the host of that rank, or that server of Ray's head that dies.
+    There may be one exception among them.
     """
     words = ["-m", "tests.interruptions", "drive", config, str(folder)]
-    if kind in SERVERS:
-        words = command(config, folder)
-    elif kind == "exception":
-        words += [str(step), str(rank)]
+    words += [str(n) for each in interruptions if each.kind == "exception" for n in each[1:]]
     with training(folder, *words) as run:
-        if kind == "exception":
-            # The rows of the steps in flight before it are never written: the log tells of it.
-            wait_until(lambda: "KeyError" in run.log.read_text(), "the exception")
-            began = time.monotonic()
-        else:
-            wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
-            began = time.monotonic()
-            if kind in SERVERS:
-                os.kill(*run.ray_processes(kind), signal.SIGKILL)
-            else:
-                pids = json.loads((folder / PIDS).read_text())
-                os.kill(pids[rank], getattr(signal, kind))
-        wait_until(lambda: "all hosts start again" in run.log.read_text(), "the failure is seen")
-        reached = last_step(folder)
-        wait_until(lambda: last_step(folder) > reached, "the run goes on")
-        run.find_heads()  # another than before, where that has died
-        seconds = time.monotonic() - began
+        found = [_disturb(run, each, number) for number, each in enumerate(interruptions)]
         assert run.process.wait(SECONDS) == 0, run.log.read_text()
         run.assert_nothing_is_left()
-        text = run.log.read_text()
     assert_same(folder, whole)
-    said = next(line for line in text.splitlines() if "host " in line and "error" not in line)
+    return found
+
+
+def _disturb(run: Training, wanted: Interruption, before: int) -> Outcome:
+    """One of a run's interruptions, after so many others: what became of it."""
+    folder, (kind, step, rank) = run.folder, wanted
+    said_before = len(run.log.read_text())
+
+    def said() -> str:
+        return run.log.read_text()[said_before:]
+
+    if kind == "exception":
+        # The rows of the steps in flight before it are never written: the log tells of it.
+        wait_until(lambda: "KeyError" in said(), "the exception")
+        began = time.monotonic()
+    else:
+        wait_until(lambda: run.find_heads() or run.ray_processes("raylet"), "Ray")
+        servers = run.ray_processes(kind)  # before the step, after which each millisecond counts
+        wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
+        began = time.monotonic()
+        if kind in SERVERS:
+            os.kill(*servers, signal.SIGKILL)
+        else:
+            pids = json.loads((folder / PIDS).read_text())
+            os.kill(pids[rank], getattr(signal, kind))
+    wait_until(lambda: "all hosts start again" in said(), f"failure {before + 1} is seen")
+    reached = last_step(folder)
+    wait_until(lambda: last_step(folder) > reached, "the run goes on")
+    run.find_heads()  # another than before, where that has died
+    seconds = time.monotonic() - began
+    told = next(line for line in said().splitlines() if "host " in line and "error" not in line)
     if kind not in SERVERS:
-        assert re.search(rf"host {rank}\b", said), said
-    return Outcome(seconds, said.split("\r")[-1])
+        assert re.search(rf"host {rank}\b", told), told
+    return Outcome(seconds, told.split("\r")[-1])
 
 
 def assert_same(folder: Path, whole: Path) -> None:
@@ -267,7 +287,8 @@ def many_hosts(count: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         config, whole = uninterrupted(Path(name))
         for number, (kind, step, rank) in enumerate(plan):
-            outcome = interrupt(config, whole, Path(name) / f"{number}", kind, step, rank)
+            wanted = [Interruption(kind, step, rank)]
+            (outcome,) = interrupt(config, whole, Path(name) / f"{number}", wanted)
             print(
                 f"{kind} of host {rank} after step {step}: {outcome.seconds:.1f} s; {outcome.said}",
                 flush=True,

@@ -19,7 +19,8 @@ from tests.interruptions import SECONDS, last_step, training, wait_until
 PAGE = "pods.md"
 # As quick as a step can be with the vocabulary of the records.
 TINY = {"layers": 2, "d_model": 32, "pe_rotary_dims": 4, "per_replica_batch": 1, "val_batches": 1}
-SHORTER = {"device_sample.py": ["--length", "4"]}
+TINY |= {"total_steps": 80, "ckpt_every": 25, "val_every": 25}
+SHORTER = {"device_sample.py": ["--length", "4"], "train.py": ["--max-steps", "60"]}
 
 
 def said_on_the_page(first: str) -> str:

@@ -57,7 +57,10 @@ def test_processes_together_are_one(tmp_path, name):
     config = VALUES | changes
     batches = random_batches(Config(**config))
     calls = [("init", []), *(("train", step) for step in range(STEPS))]
-    calls += [("eval", None), ("score", SCORED), ("generate", GENERATED)]
+    calls += [("eval", None), ("score", SCORED)]
+    # Compiled by each host for itself; more hosts share no more of a row than two do.
+    generates = hosts == 2
+    calls += [("generate", GENERATED)] * generates
     found = run(tmp_path / "run", config, hosts, batches, calls)
     expected, steps = one_process(config, batches)
 
@@ -87,6 +90,8 @@ def test_processes_together_are_one(tmp_path, name):
         np.testing.assert_allclose(
             together(f"{number + 1}_{key}"), value, rtol=0, atol=OTHER_PROCESSES
         )
+    if not generates:
+        return
     options = {key: batches[key] for key in ("seed", "top_p")}
     tokens = expected.generate(batches["ctx"], batches["length"], GENERATED, options)
     np.testing.assert_array_equal(together(f"{number + 2}_tokens"), tokens)

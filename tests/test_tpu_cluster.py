@@ -35,6 +35,7 @@ from tests.conftest import random_batch
 from tests.interruptions import (
     KINDS,
     LONGEST,
+    Interruption,
     interrupt,
     interrupted_saves,
     members,
@@ -390,13 +391,18 @@ def whole(tmp_path_factory) -> tuple[str, Path]:
     return uninterrupted(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "raylet"])
-def test_a_run_goes_on_by_itself(whole, tmp_path, kind):
-    moments = {"SIGKILL": (3, 0), "SIGSTOP": (11, 1), "exception": (20, 0), "raylet": (8, 0)}
-    step, rank = moments[kind]
-    outcome = interrupt(*whole, tmp_path, kind, step, rank)
-    print(f"{kind} after step {step}: {outcome.seconds:.1f} s; {outcome.said}")
-    assert outcome.seconds < LONGEST
+def test_a_run_goes_on_by_itself(whole, tmp_path):
+    """One run, which everything befalls in turn: before a checkpoint, and after one of its own."""
+    wanted = [
+        Interruption("SIGKILL", 3, 0),
+        Interruption("raylet", 8),
+        Interruption("SIGSTOP", 15, 1),
+        Interruption("exception", 23, 0),
+    ]
+    assert {each.kind for each in wanted} == {*KINDS, "raylet"}
+    for each, outcome in zip(wanted, interrupt(*whole, tmp_path, wanted), strict=True):
+        print(f"{each}: {outcome.seconds:.1f} s; {outcome.said}")
+        assert outcome.seconds < LONGEST
 
 
 def test_a_save_cut_short_never_counts(tmp_path):
