@@ -70,7 +70,7 @@ class Plan:
             f"{self.partitioning}, ZeRO {self.zero}, remat {self.remat}, batch "
             f"{self.per_replica_batch} a replica x {self.accumulation} microbatches",
             f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP a "
-            f"token (6N + 12LHQT), {self.flops_per_step / 1e12:,.1f} TFLOP a step",
+            f"token (weights + 12LHQT), {self.flops_per_step / 1e12:,.1f} TFLOP a step",
             f"memory of a device: state {self.state_bytes / GIB:.2f} GiB, peak "
             f"{self.peak_bytes / GIB:.2f} of {self.hbm_bytes / GIB:.2f}: {verdict}",
         ]
