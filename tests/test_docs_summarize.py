@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
 from tests.documents import ROOT, new_place, python_commands, run_here
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -41,6 +43,11 @@ def test_the_recipe_runs(tmp_path, monkeypatch, capsys):
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
     found = python_commands("summarize.md")
     assert len(found) == 7
+    # In place of the first, which docs/finetune.md has too: a model to begin with, untrained.
+    assert found.pop(0) == ["device_train.py", "--config", "configs/tiny.json"]
+    network = CausalTransformer(Config.load("configs/tiny.json"))
+    network.save("runs/tiny")
+    network.wait()
     for words in found:
         run_here([*words, *FEWER.get(words[0], [])], monkeypatch, capsys)
     printed = capsys.readouterr().out
