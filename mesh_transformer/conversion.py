@@ -21,7 +21,7 @@ from mesh_transformer import (
 from mesh_transformer.checkpoint import find, find_aux
 from mesh_transformer.config import Config
 from mesh_transformer.lazy_leaf import in_memory
-from mesh_transformer.lora import Base, saved_base
+from mesh_transformer.lora import MOVED, Base, saved_base
 from mesh_transformer.merged_leaves import merged_leaves
 from mesh_transformer.same_model import check_same_model
 from mesh_transformer.storage import AnyPath, check_free, is_uri, local_path, step_number
@@ -174,7 +174,7 @@ def _merged(
     except InputError:
         raise InputError(
             f"{path}: the model that its adapters were trained on is not at {place} (no checkpoint "
-            "is there); give its place now as --base"
+            f"is there); {MOVED}"
         ) from None
     _, state = read(place, kind, config, optimizer=False, lazy=True)
     params = merged_leaves(

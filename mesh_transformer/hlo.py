@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+WITH_OPERANDS = ("all-gather", "collective-permute")  # their -start tells these, then the results
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
@@ -73,9 +74,13 @@ def _collectives_of(line: str) -> list[Collective]:
     result, kind, rest = found.groups()
     name = re.search(r'op_name="([^"]*)"', rest)
     where, groups = name[1] if name else "", groups_of(rest)
+    arrays = _ARRAY.findall(result)
+    if f" {kind}-start(" in line and kind in WITH_OPERANDS:
+        arrays = [each for each in arrays if each != ("u32", "")]  # contexts
+        arrays = arrays[len(arrays) // 2 :]
     return [
         Collective(kind, tuple(int(n) for n in shape.split(",") if n), dtype, groups, where)
-        for dtype, shape in _ARRAY.findall(result)
+        for dtype, shape in arrays
     ]
 
 

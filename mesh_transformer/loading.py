@@ -13,7 +13,7 @@ from mesh_transformer.checkpoint import Checkpoints, find, find_aux
 from mesh_transformer.config import Config
 from mesh_transformer.conversion import Format
 from mesh_transformer.declaration import joined, partition
-from mesh_transformer.lora import Base, saved_base
+from mesh_transformer.lora import MOVED, Base, saved_base
 from mesh_transformer.native_checkpoint import saved_config
 from mesh_transformer.same_model import check_same_model
 from mesh_transformer.state_tree import leaves, placed
@@ -81,6 +81,9 @@ def load_base(
         except InputError:
             refusals.append(f"{place} (no checkpoint is there)")
             continue
+        if kind == "native" and saved_base(find_aux(place), place) is not None:
+            refusals.append(f"{place} (adapters are there)")
+            continue
         frozen = _read(place, kind, config.merged(), {"params": wanted})["params"]
         base = Base(place, _checksums(frozen, config, mesh))
         changed = recorded and recorded.difference(base)
@@ -90,7 +93,7 @@ def load_base(
         del frozen  # before another is read
     raise InputError(
         f"{where}: the model that its adapters were trained on is not at {', '.join(refusals)}; "
-        "give its place now (--tune-model-path in training, --base in convert_checkpoint.py)"
+        f"{MOVED}"
     )
 
 

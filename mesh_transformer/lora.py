@@ -14,6 +14,11 @@ from jax import Array
 
 from mesh_transformer.util import InputError
 
+# What to do where a base is not in its place.
+MOVED = (
+    "put it back, or give its place now: to a run that goes on as --tune-model-path, else to "
+    "convert_checkpoint.py as --base, which merges the adapters into it"
+)
 _CHUNK = 1 << 22  # entries of which a host's checksum is made at a time
 _BITS = {"float32": jnp.uint32, "bfloat16": jnp.uint16}
 

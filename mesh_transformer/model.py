@@ -114,12 +114,12 @@ def _remat(run: Callable[..., Any], policy: str) -> Callable[..., Any]:
     return jax.checkpoint(run, policy=saved, prevent_cse=False)
 
 
-def _runs(segments_BT: Array) -> tuple[Array, Array]:
-    """The number of the run of equal numbers that each position is in, and its place in that."""
-    index_T = jnp.arange(segments_BT.shape[-1])
-    begins_BT = jnp.diff(segments_BT, axis=-1, prepend=segments_BT[:, :1]) != 0
-    starts_BT = jax.lax.cummax(jnp.where(begins_BT, index_T, 0), axis=1)
-    return jnp.cumsum(begins_BT, axis=-1), index_T - starts_BT
+def _runs(segments: Array) -> tuple[Array, Array]:
+    """The number of the run of equal numbers that each position [..., T] is in, its place there."""
+    index_T = jnp.arange(segments.shape[-1])
+    begins = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
+    starts = jax.lax.cummax(jnp.where(begins, index_T, 0), axis=segments.ndim - 1)
+    return jnp.cumsum(begins, axis=-1), index_T - starts
 
 
 def _forward(
@@ -198,14 +198,13 @@ def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> L
     position has 1 all weights are 0.
     """
     every, length = mask.astype(jnp.float32), mask.shape[-1]
-    if segments is None:
-        segments = jnp.zeros_like(mask, jnp.int32)
-    # Behind all others stands a position with 1 of a segment of its own.
+    runs = jnp.zeros_like(mask, jnp.int32) if segments is None else _runs(segments)[0]
+    # Behind all others stands a position with 1 of a run of its own.
     index = jnp.where(mask != 0, jnp.arange(length), length)
     onward = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
     following = jnp.concatenate((onward[..., 1:], jnp.full_like(onward[..., :1], length)), -1)
-    others = jnp.concatenate((segments, jnp.full_like(segments[..., :1], -1)), -1)
-    last = every * (jnp.take_along_axis(others, following, axis=-1) != segments)
+    others = jnp.concatenate((runs, jnp.full_like(runs[..., :1], -1)), -1)
+    last = every * (jnp.take_along_axis(others, following, axis=-1) != runs)
     shares = par.mean_scalar(jnp.stack((every.mean(), last.mean())))
     scales = 1 / jnp.maximum(shares, jnp.finfo(jnp.float32).tiny)
     return LossWeights(every * scales[0], last * scales[1])

@@ -132,11 +132,13 @@ class NetworkLM(TemplateLM):
         answers: dict[int, str] = {}
         with _bar("generating", len(asked), disable_tqdm) as bar:
             for _, _, group in _groups(map(len, prompts), self.network.batch_size, self.max_length):
-                given = [prompts[index] for index in group], [asked[index] for index in group]
+                chosen = [prompts[index] for index in group], [asked[index] for index in group]
+                # Each has a seed of its own: some tasks ask for several answers to one prompt.
+                given = (*chosen, np.array(group, np.uint32), end)
                 try:
-                    texts = self._continued(*given, end)
+                    texts = self._continued(*given)
                 except HostError:  # a lasting cluster has new hosts; of another the next call fails
-                    texts = self._continued(*given, end)
+                    texts = self._continued(*given)
                 answers |= zip(group, texts, strict=True)
                 bar.update(len(group))
         return [answers[index] for index in range(len(asked))]
@@ -156,7 +158,11 @@ class NetworkLM(TemplateLM):
             raise StoppedAskingError
 
     def _continued(
-        self, prompts: Sequence[np.ndarray], asked: Sequence["_Generation"], end: str
+        self,
+        prompts: Sequence[np.ndarray],
+        asked: Sequence["_Generation"],
+        seeds: np.ndarray,
+        end: str,
     ) -> list[str]:
         """The answers to one batch of prompts, which ends when all of them have."""
         batch = self.network.batch(self.network.batch_size)
@@ -166,7 +172,7 @@ class NetworkLM(TemplateLM):
             np.array([each.top_k for each in asked], np.int32),
             np.array([each.temp for each in asked], np.float32),
             np.ones(len(asked), np.float32),
-            np.zeros(len(asked), np.uint32),
+            seeds,
         )
         # All rows at once: those of a mesh's replicas are filled alike.
         first = batch.insert(range(len(prompts)), prompts, lengths, settings)

@@ -194,7 +194,8 @@ class Parallel(abc.ABC):
     def spread(self, params: Any, declared: Any) -> Any:
         """Once a microbatch: parameters that all of a layer's parts read, as `fan_out` takes them.
 
-        So their gradients are summed over mp together; each in its layer would be a word more.
+        So their gradients are summed over mp together, in the compute dtype as activations are;
+        each in its layer would be a word more.
         """
 
         def one(d: Declaration, x: Array) -> Array:

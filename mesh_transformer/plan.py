@@ -16,14 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import flops, hlo, step
 from mesh_transformer.config import Config
-from mesh_transformer.topology import Topology
+from mesh_transformer.topology import GIB, Topology
 from mesh_transformer.util import InputError
 
 # The compiler crashes over ZeRO 3's reductions inside a loop of microbatches.
 OPTIONS = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
 FAST = {"exec_time_optimization_effort": -1.0}  # the same collectives, the peak within 8 percent
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM")
-GIB = 2**30
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 

@@ -262,8 +262,11 @@ class _Run:
         """Bad records met here cost no step that is done: a mended file goes on from there."""
         try:
             yield
-        except InputError:
-            self._finish()
+        except InputError as error:
+            try:
+                self._finish()
+            except HostError:  # no new hosts would find the records any better
+                raise error from None
             raise
 
     def _rows(self, left: int) -> Iterator[dict[str, float]]:

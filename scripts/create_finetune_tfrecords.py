@@ -129,6 +129,8 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
             if not (folder / PROGRESS).exists():
                 shutil.rmtree(folder)
             raise
+        # First, as without it whoever finds the rest begins anew.
+        (folder / PROGRESS).unlink()
         shutil.rmtree(folder)
 
 
@@ -222,7 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
         with work_folder(work, options.new):
             said = make(options, tokenizer, base, work)
     except OSError as error:
-        raise InputError(f"{options.output_dir}: cannot be written: {error}") from error
+        where = error.filename or options.output_dir
+        raise InputError(f"{where}: {error.strerror or error}") from error
     print(said)
 
 

@@ -12,9 +12,7 @@ import sys
 from typing import Any
 
 from mesh_transformer.config import Config
-from mesh_transformer.util import run_script
-
-GIB = 2**30
+from mesh_transformer.util import InputError, run_script
 
 
 def parse_args() -> argparse.Namespace:
@@ -32,6 +30,16 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> int:
+    """mp, of which either or both of dp and mp may be given; InputError where they do not fit."""
+    if mp is None:
+        mp = min(default, devices) if dp is None else devices // max(dp, 1)
+    if mp < 1 or devices % mp or dp not in (None, devices // mp):
+        asked = f"--dp {dp or 'any'} x --mp {mp}"
+        raise InputError(f"{asked} is not a mesh of the slice's {devices} devices; change either")
+    return mp
+
+
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     args = parse_args()
@@ -41,8 +49,7 @@ def main() -> None:
 
     slice_ = topology(args.topology)
     config = Config.load(args.config)
-    mp = args.mp or (slice_.devices // args.dp if args.dp else None)
-    mp = mp or min(config.cores_per_replica, slice_.devices)
+    mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)
     changes: dict[str, Any] = {
         "cores_per_replica": mp,
         "tpu_size": slice_.devices,

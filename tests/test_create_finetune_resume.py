@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -88,6 +89,16 @@ def test_stopped_and_called_again_the_bytes_are_the_same(tmp_path, monkeypatch, 
             except Stopped:
                 assert not list(out.glob("*.tfrecords"))
         assert create(source, out, *options) == expected, place
+
+
+def test_stopped_in_the_clean_up_it_begins_anew(tmp_path, monkeypatch, source):
+    expected = create(source, tmp_path / "out")
+    stop_at(monkeypatch, shutil, "rmtree", 1)
+    with pytest.raises(Stopped):
+        create(source, tmp_path / "out")
+    (partial,) = (tmp_path / "out").glob("*.partial")
+    next(path for path in partial.iterdir() if path.name != "lock").unlink()
+    assert create(source, tmp_path / "out") == expected
 
 
 def test_what_is_through_is_not_read_again(tmp_path, monkeypatch, source):

@@ -122,6 +122,12 @@ def test_answers_end_where_their_task_says(model, monkeypatch):
     ]
     assert answers(temperature=0.7, do_sample=True) != free
     assert answers(temperature=0.0, do_sample=True, top_k=1) == free
+    # A task may ask the same several times: other draws, but in another run the same.
+    sampled = {"max_gen_toks": 10, "do_sample": True, "temperature": 1.0}
+    repeats = [asked(contexts[0], sampled)] * 9
+    first, again = (model.generate_until(repeats, disable_tqdm=True) for _ in range(2))
+    assert first == again
+    assert len(set(first)) > 4
     lost = [HostError("host 1 died")]
     batch = model.network.batch
 

@@ -235,12 +235,12 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
     shutil.move(folder / "base", moved)
     try:
         gone = rf"trained on is not at {base} \(no checkpoint is there\)[,;]"
-        with pytest.raises(InputError, match=rf"{gone} give its place now"):
+        with pytest.raises(InputError, match=rf"{gone} put it back"):
             load(adapters, config)
-        with pytest.raises(InputError, match=rf"{gone} give its place now as --base"):
+        with pytest.raises(InputError, match=rf"{gone} put it back"):
             conversion.convert(adapters, "native", tmp_path / "merged", "hf")
         leaf = "proj/projection/head/b"
-        changed = rf"{gone} {other}/step_1 \(another in the leaf {leaf}\); give its place"
+        changed = rf"{gone} {other}/step_1 \(another in the leaf {leaf}\); put it back"
         with pytest.raises(InputError, match=changed):
             network.restore(str(adapters), str(other))
         with pytest.raises(
@@ -248,6 +248,8 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
         ):
             conversion.convert(adapters, "native", tmp_path / "merged", "hf", base=other)
         assert not (tmp_path / "merged").exists()
+        with pytest.raises(InputError, match=rf"{gone} {adapters}/step_\d+ \(adapters are there"):
+            network.restore(str(adapters), str(adapters))
         conversion.convert(adapters, "native", tmp_path / "merged", "hf", base=moved)
         network.restore(str(adapters), str(moved))
         network.step = 3

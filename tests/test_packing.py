@@ -5,10 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer import validation
+from mesh_transformer import model, validation
+from mesh_transformer.parallel import Auto
 from mesh_transformer.record_files import write_set
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -100,6 +102,15 @@ def test_a_packed_set_trains_as_it_does_unpacked(indexes, partitioning, dp, mp):
     packed = run(on_mesh(CONFIG, partitioning, mp, 0), dp, mp, batch)
     differences = largest_differences(packed, alone)
     assert max(differences.values()) < 1e-5, differences  # as tests/test_step.py
+
+
+def test_each_run_of_a_number_is_a_text_and_has_a_last_position():
+    segments = np.array([[1, 1, 2, 2, 1, 1, -1, -1], [5] * 8])
+    mask = np.array([[1, 1, 0, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0, 0, 0]])
+    weights = model.loss_weights(jnp.asarray(mask), Auto(), jnp.asarray(segments))
+    last = np.array([[0, 1, 0, 0, 1, 0, 0, 1], [0, 0, 1, 0, 0, 0, 0, 0]])
+    np.testing.assert_allclose(weights.last_BT, last / last.mean(), rtol=1e-6)  # f32
+    np.testing.assert_allclose(weights.every_BT, mask / mask.mean(), rtol=1e-6)
 
 
 def test_beside_packed_records_others_are_of_one_text(tmp_path, indexes):

@@ -45,6 +45,24 @@ def test_groups_are_read_in_every_notation(text):
     assert groups_of(text) == over("dp")
 
 
+def test_of_an_asynchronous_collective_the_result_counts():
+    lines = (
+        "ENTRY %main () -> f32[] {",
+        "  %a = (f32[2,8], f32[16,8]) all-gather-start(f32[2,8] %x), replica_groups={{0,1}}",
+        "  %b = (bf16[4], bf16[4], u32[], u32[]) collective-permute-start(bf16[4] %y)",
+        "  %c = (f32[3], s32[5]) all-reduce-start(f32[3] %z, s32[5] %w), replica_groups={{0},{1}}",
+        "  %d = f32[16,8] all-gather-done((f32[2,8], f32[16,8]) %a)",
+        "}",
+    )
+    found = parse("\n".join(lines)).collectives
+    assert [(c.kind, c.shape, c.bytes, c.is_alone) for c in found] == [
+        ("all-gather", (16, 8), 512, False),
+        ("collective-permute", (4,), 8, False),
+        ("all-reduce", (3,), 12, True),
+        ("all-reduce", (5,), 20, True),
+    ]
+
+
 @dataclass
 class Program:
     """A compiled program, and the bytes of its arguments that it reuses."""

@@ -13,6 +13,9 @@ from mesh_transformer.topology import LIBRARY, topology
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import plan as script  # pyright: ignore[reportMissingImports]
+
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 
@@ -47,6 +50,20 @@ def test_a_slice_has_the_grid_and_the_devices_that_its_name_says(name, generatio
 def test_a_name_that_no_slice_has_is_refused(name):
     with pytest.raises(InputError, match=r"topology is '"):
         topology(name)
+
+
+@pytest.mark.parametrize(
+    ("dp", "mp", "found"),
+    [(None, None, 4), (None, 2, 2), (4, None, 2), (2, 4, 4), (1, 8, 8)],
+)
+def test_the_mesh_is_the_one_that_was_asked_for(dp, mp, found):
+    assert script.replica_size(dp, mp, default=4, devices=8) == found
+
+
+@pytest.mark.parametrize(("dp", "mp"), [(3, None), (16, None), (0, None), (2, 2), (None, 3)])
+def test_a_mesh_of_other_devices_is_refused(dp, mp):
+    with pytest.raises(InputError, match="is not a mesh of the slice's 8 devices"):
+        script.replica_size(dp, mp, default=4, devices=8)
 
 
 def plan(config: Path, *words: str) -> tuple[int, dict]:

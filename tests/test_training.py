@@ -307,6 +307,28 @@ def test_a_corrupt_validation_record_loses_no_step(counter, tmp_path):
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
 
 
+def test_bad_records_are_told_even_where_the_hosts_have_ended(counter, tmp_path):
+    network = counter(ckpt_every=1000, val_every=1000)
+    loader = network.open_train_set()
+    sample = loader.get_samples()
+    loader.close()
+    answers = [sample, sample, InputError("train_one.tfrecords: corrupt")]
+
+    def get_samples():
+        answer = answers.pop(0)
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
+
+    def wait():
+        raise HostError("the hosts have been ended")
+
+    loader.get_samples, network.wait = get_samples, wait
+    network.open_train_set = lambda: loader
+    with pytest.raises(InputError, match=r"train_one\.tfrecords: corrupt"):
+        training.train(network, str(tmp_path))
+
+
 def test_what_keeps_training_from_beginning(counter, tmp_path):
     cases = [
         ({"train_set": None}, {}, "training needs the key 'train_set'"),
