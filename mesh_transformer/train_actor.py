@@ -291,7 +291,7 @@ class NetworkRunner:
         os.remove(path)
 
     @_on_host
-    def restore(self, folder: str, base: str | None) -> tuple[int, dict[str, Any] | None]:
+    def restore(self, folder: str, base: str | None = None) -> tuple[int, dict[str, Any] | None]:
         """As `CausalTransformer.restore`, with the step that it is at then."""
         aux = self._started.restore(folder, base)
         return self._started.step, aux

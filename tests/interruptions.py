@@ -327,6 +327,15 @@ def has_reached(model: Path, moment: str, step: int) -> bool:
     return False
 
 
+def step_reached(model: Path, moment: str, first: int) -> int | None:
+    """A step, `first` or one after it, whose save is as far as that: one may go by unseen."""
+    with contextlib.suppress(FileNotFoundError):
+        names = [re.match(r"step_(\d+)", path.name) for path in model.iterdir()]
+        steps = sorted({int(name[1]) for name in names if name})
+        return next((n for n in steps if n >= first and has_reached(model, moment, n)), None)
+    return None
+
+
 def interrupted_saves(
     folder: Path, count: int, seed: int = 0, last: int = 60, moments: Sequence[str] = (*MOMENTS,)
 ) -> Iterator[str]:
@@ -337,7 +346,7 @@ def interrupted_saves(
     """
     rng = random.Random(seed)
     batches = random_batches(Config(**VALUES))
-    saving = ("train_and_save", [str(folder / "whole_model"), last + 10])
+    saving = ("train_and_save", [str(folder / "whole_model"), last + 20])
     run_hosts(folder / "whole", VALUES | {"keep_n": 1000}, 2, batches, [("init", []), saving])
     model = folder / "model"
     saving = ("train_and_save", [str(model), 10**6])
@@ -348,8 +357,13 @@ def interrupted_saves(
         config = VALUES | {"keep_n": 1}
         with started(folder / f"{number}", config, 2, batches, [begin, saving]) as hosts:
             # Far enough for a checkpoint before it, not beyond what there is to compare with.
-            wanted = newest + rng.randint(2, max(2, (last - newest) // (count - number)))
-            wait_until(lambda: has_reached(model, moment, wanted), moment, pause=0)  # noqa: B023
+            first = newest + rng.randint(2, max(2, (last - newest) // (count - number)))
+
+            def reached() -> int | None:
+                assert all(host.poll() is None for host in hosts), "a host has ended by itself"  # noqa: B023
+                return step_reached(model, moment, first)  # noqa: B023
+
+            wanted = wait_until(reached, moment, pause=0)
             time.sleep(rng.uniform(0, 0.005))
             # Only the first process commits and deletes.
             rank = 0 if "commit" in moment or "deletion" in moment else rng.randrange(2)
