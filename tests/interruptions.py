@@ -360,7 +360,7 @@ def interrupted_saves(
             first = newest + rng.randint(2, max(2, (last - newest) // (count - number)))
 
             def reached() -> int | None:
-                assert all(host.poll() is None for host in hosts), "a host has ended by itself"  # noqa: B023
+                assert all(host.poll() is None for host in hosts), "a host has ended by itself"
                 return step_reached(model, moment, first)  # noqa: B023
 
             wanted = wait_until(reached, moment, pause=0)
