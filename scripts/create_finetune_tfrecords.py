@@ -130,7 +130,7 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
                 shutil.rmtree(folder)
             raise
         # First, as without it whoever finds the rest begins anew.
-        (folder / PROGRESS).unlink()
+        (folder / PROGRESS).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
@@ -224,8 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
         with work_folder(work, options.new):
             said = make(options, tokenizer, base, work)
     except OSError as error:
-        where = error.filename or options.output_dir
-        raise InputError(f"{where}: {error.strerror or error}") from error
+        where = Path(error.filename or options.output_dir)
+        done = "written" if where.is_relative_to(options.output_dir) else "read"
+        raise InputError(f"{where}: cannot be {done}: {error.strerror or error}") from error
     print(said)
 
 

@@ -201,6 +201,8 @@ def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, ended)
+    # A shell's background jobs ignore it.
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
     network = counter()
     network.before_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 6 else None
     network.wait = lambda: os.kill(os.getpid(), number)
@@ -210,6 +212,7 @@ def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
         assert signal.getsignal(signal.SIGTERM) is ended
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupted)
     assert max(network.saved) == 6
     assert network.calls == ["init"]
 
