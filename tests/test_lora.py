@@ -216,7 +216,7 @@ def test_a_merged_export_has_the_logits_of_the_adapters(runs, tmp_path):
         np.testing.assert_allclose(exported, expected, rtol=0, atol=1e-5)
     assert "lora" not in find_aux(str(tmp_path / "native"))
 
-    merged = load(folder / "adapters", config.merged())
+    merged = load(folder / "adapters", config.merged())  # rounded as above; logprobs are as large
     np.testing.assert_allclose(logits(merged), expected, rtol=0, atol=1e-5)
     tokens = np.arange(12).reshape(2, 6)
     scores = [each.score(tokens, 0).logprob for each in (found, merged)]
