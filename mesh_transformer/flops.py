@@ -1,37 +1,69 @@
-"""How much a model computes per token, and how much a device can: FLOPs, MFU, peaks.
+"""How much a model computes per token, and how much a device can: FLOPs, MFU, HFU, peaks.
 
 Formulas: 6N is Kaplan et al. 2020 (2N forward, 4N backward, half of it for the weights' own
-gradients); the attention term and MFU are Chowdhery et al. 2022 (PaLM), appendix B.
+gradients); the attention term, MFU and HFU are Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
+import dataclasses
 import functools
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mesh_transformer.config import Config
+from mesh_transformer.util import InputError
 
 T5_BUCKETS = 32  # relative distances that pe=t5 tells apart
 
-# Dense bf16 FLOP/s of one JAX device, from the vendors' data sheets; the first name that
-# `device_kind` contains counts.  A JAX device is one core of a TPU v2, v3 or 7x, else one chip.
-PEAKS = (
-    ("TPU v2", 22.5e12),
-    ("TPU v3", 61.5e12),
-    ("TPU v4 lite", 138e12),
-    ("TPU v4", 275e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5e", 197e12),
-    ("TPU v5", 459e12),
-    ("TPU v6", 918e12),
-    ("TPU7x", 1153.5e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("A100", 312e12),
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What one JAX device can: a core of a TPU v2, v3 or 7x (half a chip), else a chip.
+
+    Attributes:
+      kind: what its `device_kind` contains.
+      peak: dense bf16 FLOP/s.
+      hbm: bytes/s of its memory.
+      interconnect: bytes/s that it can send over all its links together.
+      links: how many those are; a ring of devices along one axis of a torus uses two of them.
+      source: where the figures are from.
+    """
+
+    name: str
+    kind: str
+    peak: float
+    hbm: float
+    interconnect: float
+    links: int
+    source: str
+
+
+_DOCS = "cloud.google.com/tpu/docs"
+_TRAINING = "Jouppi et al. 2020 (A domain-specific supercomputer for training neural networks)"
+_NVIDIA = "NVIDIA's data sheet"
+# A vendor's figure for links "in both directions" counts half.  The first kind that a device's
+# name contains counts.
+HARDWARE = (
+    # 4 links of 496 and 656 Gbit/s a chip.
+    Hardware("v2", "TPU v2", 22.5e12, 350e9, 124e9, 4, f"{_DOCS}/v2; links: {_TRAINING}"),
+    Hardware("v3", "TPU v3", 61.5e12, 450e9, 164e9, 4, f"{_DOCS}/v3; links: {_TRAINING}"),
+    Hardware("v4i", "TPU v4 lite", 138e12, 614e9, 100e9, 2, "Jouppi et al. 2021 (Ten lessons)"),
+    # 6 links of 50 GB/s (Jouppi et al. 2023, TPU v4).
+    Hardware("v4", "TPU v4", 275e12, 1228e9, 300e9, 6, f"{_DOCS}/v4"),
+    Hardware("v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e"),
+    Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e"),
+    Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p"),
+    Hardware("v6e", "TPU v6", 918e12, 1638e9, 400e9, 4, f"{_DOCS}/v6e"),
+    Hardware("7x", "TPU7x", 1153.5e12, 3690e9, 300e9, 6, f"{_DOCS}/tpu7x"),
+    Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA),
+    Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA),
+    Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA),
+    Hardware("h200", "H200", 989e12, 4800e9, 450e9, 2, _NVIDIA),
+    Hardware("a100", "A100", 312e12, 2039e9, 300e9, 2, _NVIDIA),
 )
 
 
@@ -90,23 +122,67 @@ def palm_flops_per_token(config: Config) -> int:
     return flops_per_token(config) + 12 * attention
 
 
+def causal_flops_per_token(config: Config) -> int:
+    """6N + 6 L H K T: half the attention, as a causal mask leaves it."""
+    return (flops_per_token(config) + palm_flops_per_token(config)) // 2
+
+
+def hardware_flops_per_token(config: Config) -> int:
+    """PaLM's count and what `remat` computes again in the backward pass.
+
+    full: a layer's forward pass, less its last matmuls, whose outputs no gradient needs; dots:
+    the two products of attention, all others being kept; none: nothing.
+    """
+    attention = 4 * config.layers * config.n_heads * config.d_head * config.seq
+    outputs = (config.n_heads * config.d_head + config.d_ff) * config.d_model
+    inputs = 2 * config.layers * (_layer_matrices(config) - outputs)
+    again = {"full": inputs + attention, "dots": attention, "none": 0}[config.remat]
+    return palm_flops_per_token(config) + again
+
+
 def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
     """Model FLOPs utilisation, 0 to 1; `peak` is the FLOP/s of all devices together."""
     return tokens_per_sec * palm_flops_per_token(config) / peak
 
 
-def peak_flops(device: Device) -> float | None:
-    """Dense bf16 FLOP/s of one device; None for a kind this table does not know.
+def hfu(config: Config, tokens_per_sec: float, peak: float) -> float:
+    """Hardware FLOPs utilisation: what is computed again counts too."""
+    return tokens_per_sec * hardware_flops_per_token(config) / peak
 
-    A CPU has no data sheet: the fastest of a few f32 matmuls counts, run once per process,
-    and the virtual devices of one host each get an equal part.
+
+def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
+    """The hardware of that name; `cpu` is this machine's, measured: its peak in `dtype`.
+
+    Raises:
+      InputError: for a name that is not in the table.
+    """
+    if name == "cpu":
+        speed = _measured_copy()
+        return Hardware("cpu", "cpu", _measured_flops(dtype), speed, speed, 2, "measured here")
+    for each in HARDWARE:
+        if each.name == name:
+            return each
+    known = ", ".join(dict.fromkeys(["cpu", *(each.name for each in HARDWARE)]))
+    raise InputError(f"hardware is {name!r}, which is unknown; take one of {known}")
+
+
+def hardware_of(device: Device) -> Hardware | None:
+    """The row of the table for an accelerator; None for a kind it does not have, and for CPUs."""
+    matching = (each for each in HARDWARE if each.kind in device.device_kind)
+    return None if device.platform == "cpu" else next(matching, None)
+
+
+def peak_flops(device: Device, dtype: str = "bfloat16") -> float | None:
+    """FLOP/s of one device; None for a kind that the table does not know.
+
+    An accelerator's is its dense bf16 peak, whatever `dtype` is.  A CPU has no data sheet: the
+    fastest of a few matmuls in `dtype` counts, run once per process, and the virtual devices of
+    one host each get an equal part.
     """
     if device.platform == "cpu":
-        return _measured_flops() / jax.local_device_count("cpu")
-    for name, peak in PEAKS:
-        if name in device.device_kind:
-            return peak
-    return None
+        return _measured_flops(dtype) / jax.local_device_count("cpu")
+    found = hardware_of(device)
+    return found.peak if found else None
 
 
 def _layer_matrices(config: Config) -> int:
@@ -131,15 +207,27 @@ def _norm_params(config: Config) -> int:
     }[config.norm]
 
 
-@functools.cache
-def _measured_flops(size: int = 1024, tries: int = 5) -> float:
-    device = jax.local_devices(backend="cpu")[0]
-    matrix = jax.device_put(jnp.ones((size, size), jnp.float32), device)
-    multiply = jax.jit(jnp.matmul)
-    multiply(matrix, matrix).block_until_ready()
+def _fastest(function: Callable[[], Any], tries: int = 5) -> float:
+    """Seconds of the fastest run, the first left out."""
+    function()
     seconds = []
     for _ in range(tries):
         start = time.perf_counter()
-        multiply(matrix, matrix).block_until_ready()
+        function()
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
+    return min(seconds)
+
+
+@functools.cache
+def _measured_flops(dtype: str, size: int = 1024) -> float:
+    device = jax.local_devices(backend="cpu")[0]
+    matrix = jax.device_put(jnp.ones((size, size), dtype), device)
+    multiply = jax.jit(jnp.matmul)
+    return 2 * size**3 / _fastest(lambda: multiply(matrix, matrix).block_until_ready())
+
+
+@functools.cache
+def _measured_copy(size: int = 2**27) -> float:
+    """Bytes/s read and written as one array is copied to another, by one thread."""
+    source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
+    return 2 * size / _fastest(lambda: np.copyto(target, source))

@@ -305,7 +305,7 @@ class _Run:
             shown = {"loss": f"{row['train/loss']:.4f}"}
             shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
             if self.peak is not None:
-                shown["MFU"] = f"{row['train/mfu']:.1%}"
+                shown["MFU"] = f"{row['train/mfu']:.1%} of {self.peak / 1e12:,.4g} TFLOP/s"
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
 

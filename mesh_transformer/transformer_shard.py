@@ -107,7 +107,7 @@ class CausalTransformer:
     @property
     def peak_flops(self) -> float | None:
         """FLOP/s that all of the mesh's devices can do together; None where not known."""
-        one = flops.peak_flops(self.mesh.devices.flat[0])
+        one = flops.peak_flops(self.mesh.devices.flat[0], self.config.dtype)
         return None if one is None else one * self.mesh.size
 
     @functools.cached_property

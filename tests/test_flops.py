@@ -1,16 +1,21 @@
 """Parameter counts and FLOPs against figures published for GPT-J-6B and counts by hand."""
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from mesh_transformer import flops, model
 from mesh_transformer.config import Config, Norm
 from mesh_transformer.declaration import is_declaration
+from mesh_transformer.parallel import Auto
+from mesh_transformer.util import InputError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GPTJ_6B = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50400, pe_rotary_dims=64)
@@ -70,12 +75,59 @@ def test_the_configs_have_the_size_they_are_named_after(name, billions):
     assert flops.n_params(config) == pytest.approx(billions * 1e9, rel=0.02)
 
 
+def test_gptj_6b_by_every_way_of_counting():
+    """By hand, L 28, D = HK = 4096, T 2048: attention 12 L D T is 2.819 GF a token; a layer's
+    forward pass has 24 D^2, of which what comes out last is 10 D^2 (HK to D and 4D to D)."""
+    width, layers, length = 4096, 28, 2048
+    palm = flops.palm_flops_per_token(GPTJ_6B)
+    attention = 12 * layers * width * length
+    assert palm - flops.causal_flops_per_token(GPTJ_6B) == attention // 2
+    assert round(flops.causal_flops_per_token(GPTJ_6B) / 1e9, 2) == 37.71
+    again = layers * (24 - 10) * width**2 + attention // 3
+    assert flops.hardware_flops_per_token(GPTJ_6B.replace(remat="full")) == palm + again
+    assert flops.hardware_flops_per_token(GPTJ_6B.replace(remat="dots")) == palm + attention // 3
+    assert flops.hardware_flops_per_token(GPTJ_6B.replace(remat="none")) == palm
+
+
+def multiplied(jaxpr) -> int:
+    """FLOPs of every matmul of a traced program, those of loops as often as they run."""
+    total = 0
+    for one in jaxpr.eqns:
+        times = one.params["length"] if one.primitive.name == "scan" else 1
+        total += times * sum(multiplied(inner) for inner in jaxprs_in_params(one.params))
+        if one.primitive.name == "dot_general":
+            (contracted, _), _ = one.params["dimension_numbers"]
+            shape = one.invars[0].aval.shape
+            depth = math.prod(shape[axis] for axis in contracted)
+            total += 2 * depth * math.prod(one.outvars[0].aval.shape)
+    return total
+
+
+@pytest.mark.parametrize("block", ["gptj", "geglu"])
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+def test_hardware_flops_are_the_matmuls_that_a_step_has(remat, block):
+    """All but the embedding's, which PaLM counts and nobody computes."""
+    config = small(remat=remat, block=block)
+    tokens = jnp.zeros((2, config.seq), jnp.int32)
+
+    def loss(params):
+        return model.train_loss(params, tokens, tokens, config, Auto())[0]
+
+    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    traced = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+    embedding = 6 * config.n_vocab * config.d_model
+    expected = flops.hardware_flops_per_token(config) - embedding
+    assert multiplied(traced) == tokens.size * expected
+
+
 def test_mfu_is_1_at_the_peak():
     config = small()
     peak = 3e12
     tokens_per_sec = peak / flops.palm_flops_per_token(config)
     assert flops.mfu(config, tokens_per_sec, peak) == pytest.approx(1)
     assert flops.mfu(config, tokens_per_sec / 4, peak) == pytest.approx(0.25)
+    more = flops.hardware_flops_per_token(config) / flops.palm_flops_per_token(config)
+    assert flops.hfu(config, tokens_per_sec, peak) == pytest.approx(more)
 
 
 @dataclass
@@ -106,6 +158,19 @@ class Device:
 def test_peak_of_a_device_kind(kind, platform, tera):
     peak = flops.peak_flops(Device(kind, platform))  # type: ignore[arg-type]
     assert peak == (None if tera is None else tera * 1e12)
+
+
+def test_hardware_by_name():
+    """A chip's figures are its cores' together; a device's kind and its name find the same row."""
+    one = flops.hardware("v3")
+    assert (2 * one.peak, 2 * one.hbm) == (123e12, 900e9)
+    assert flops.hardware_of(Device("TPU v3", "tpu")) is one
+    assert flops.hardware_of(Device("NVIDIA H200", "gpu")) is flops.hardware("h200")
+    assert flops.hardware("v5p").interconnect == 600e9
+    for each in flops.HARDWARE:
+        assert flops.hardware(each.name).peak == each.peak
+    with pytest.raises(InputError, match=r"hardware is 'v9', .* take one of cpu, v2, v3"):
+        flops.hardware("v9")
 
 
 def test_a_cpu_is_measured_once_and_shared_by_its_virtual_devices():
