@@ -41,6 +41,15 @@ class Hardware:
     links: int
     source: str
 
+    def part(self, count: int) -> "Hardware":
+        """One of `count` devices that share it."""
+        return dataclasses.replace(
+            self,
+            peak=self.peak / count,
+            hbm=self.hbm / count,
+            interconnect=self.interconnect / count,
+        )
+
 
 _DOCS = "cloud.google.com/tpu/docs"
 _TRAINING = "Jouppi et al. 2020 (A domain-specific supercomputer for training neural networks)"

@@ -24,6 +24,7 @@ class Collective:
       shape, dtype: of the result on one device.
       groups: which devices take part together; empty where all do.
       where: JAX's name of the operation.
+      chain: names a collective that runs beside other work, in pieces; empty where it is whole.
     """
 
     kind: str
@@ -31,17 +32,22 @@ class Collective:
     dtype: str
     groups: Groups
     where: str
+    chain: str = ""
 
     @property
     def bytes(self) -> int:
         """Of the result on one device."""
-        width = _BYTES.get(self.dtype) or int(self.dtype[1:]) // 8
-        return math.prod(self.shape) * width
+        return math.prod(self.shape) * width(self.dtype)
 
     @property
     def is_alone(self) -> bool:
         """Whether every device talks to itself alone."""
         return bool(self.groups) and all(len(group) == 1 for group in self.groups)
+
+
+def width(dtype: str) -> int:
+    """Bytes of one number of a type as the text names it."""
+    return _BYTES.get(dtype) or max(int(dtype[1:]) // 8, 1)
 
 
 def groups_of(text: str) -> Groups:
@@ -74,12 +80,20 @@ def _collectives_of(line: str) -> list[Collective]:
     result, kind, rest = found.groups()
     name = re.search(r'op_name="([^"]*)"', rest)
     where, groups = name[1] if name else "", groups_of(rest)
+    chain = re.search(r'chain_id="(\w+)"', rest)
     arrays = _ARRAY.findall(result)
     if f" {kind}-start(" in line and kind in WITH_OPERANDS:
         arrays = [each for each in arrays if each != ("u32", "")]  # contexts
         arrays = arrays[len(arrays) // 2 :]
     return [
-        Collective(kind, tuple(int(n) for n in shape.split(",") if n), dtype, groups, where)
+        Collective(
+            kind,
+            tuple(int(n) for n in shape.split(",") if n),
+            dtype,
+            groups,
+            where,
+            chain[1] if chain else "",
+        )
         for dtype, shape in arrays
     ]
 
@@ -116,33 +130,50 @@ class Loop:
 
 def parse(text: str) -> Loop:
     """A compiled program (its HLO) as a loop that runs once."""
-    computations: dict[str, list[str]] = {}
+    return _loop(computations(text), "ENTRY", 1)
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation of a program, by its name; the whole's is ENTRY."""
+    found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%(\S+) .*\{$", line)
         if header:
-            lines = computations.setdefault("ENTRY" if header[1] else header[2], [])
+            lines = found.setdefault("ENTRY" if header[1] else header[2], [])
         else:
             lines.append(line)
-    return _loop(computations, "ENTRY", 1)
+    return found
 
 
-def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> Loop:
-    found = Loop(trips, [], [])
+def _loop(computations: dict[str, list[str]], name: str, times: int | None) -> Loop:
+    found = Loop(times, [], [])
     for line in computations[name]:
         body = re.search(r" while\(.*body=%([^\s,]+)", line)
         if body:
-            found.loops.append(_loop(computations, body[1], _trips(computations, line)))
+            found.loops.append(_loop(computations, body[1], trips(computations, line)))
             continue
         found.collectives += _collectives_of(line)
         for called in re.findall(r"(?:calls|to_apply)=%([^\s,)]+)", line):
             inner = _loop(computations, called, 1)
             found.collectives += inner.collectives
             found.loops += inner.loops
+    found.collectives = _joined(found.collectives)
     return found
 
 
-def _trips(computations: dict[str, list[str]], line: str) -> int | None:
+def _joined(collectives: list[Collective]) -> list[Collective]:
+    """The same, each that runs in pieces once."""
+    chains: set[str] = set()
+    joined = []
+    for each in collectives:
+        if each.chain not in chains:
+            joined.append(each)
+        chains |= {each.chain} - {""}
+    return joined
+
+
+def trips(computations: dict[str, list[str]], line: str) -> int | None:
     """How often a loop runs: as its line says, or else the one number that it counts up to."""
     told = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if told:

@@ -1,12 +1,15 @@
-"""Whether a training step fits a TPU slice, and what its devices will say to each other.
+"""Whether a program fits a slice of devices, and what its devices will say to each other.
 
-The real step is compiled, for devices that need not exist; the figures are the compiler's own.
+The real step is compiled, for devices that need not exist; the figures are the compiler's own,
+but for those called an estimate.
 """
 
+import collections
 import dataclasses
 import math
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,14 +19,36 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import flops, hlo, step
 from mesh_transformer.config import Config
-from mesh_transformer.topology import GIB, Topology
+from mesh_transformer.hlo_bytes import Program
+from mesh_transformer.roofline import Estimate, estimate, sent
+from mesh_transformer.topology import GIB, Slice
 from mesh_transformer.util import InputError
 
-# The compiler crashes over ZeRO 3's reductions inside a loop of microbatches.
-OPTIONS = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
 FAST = {"exec_time_optimization_effort": -1.0}  # the same collectives, the peak within 8 percent
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind in one place.
+
+    Attributes:
+      axis: of the mesh, along which devices take part.
+      place: "layer forward" and "layer backward" are in the loop over layers, "microbatch" in the
+        loop over microbatches (where there are several), "loop" in another one.
+      count: arrays a step.
+      bytes: of the results on one device, in a step.
+      sent: bytes that one device sends for them (`roofline.sent`).
+    """
+
+    kind: str
+    axis: str
+    dtype: str
+    place: str
+    count: int
+    bytes: int
+    sent: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +58,36 @@ class Traffic:
     layer_forward: int  # activation all-reduces in the loop over layers, forward
     layer_backward: int
     bytes_by_kind: dict[str, int]  # in the whole step
+    exchanges: list[Exchange]
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        return [
+            f"activation all-reduces in the loop over layers: {self.layer_forward} forward, "
+            f"{self.layer_backward} backward",
+            *(
+                f"  {each.place}: {each.count} x {each.kind} over {each.axis}, {each.dtype}, "
+                f"{each.bytes / 1e6:,.1f} MB a step and device"
+                for each in self.exchanges
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a program takes of one device, in bytes; `text` is None where that is too much."""
+
+    peak: int
+    text: str | None
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A config on a slice.  Bytes are of one device; FLOPs of one token or of all devices."""
+    """A config's training on a slice.
+
+    Bytes are of one device; `flops` are PaLM's of a whole step on all devices.
+    """
 
     topology: str
     devices: int
@@ -54,39 +104,61 @@ class Plan:
     hbm_bytes: int
     fits: bool
     flops_per_token: int
-    flops_per_step: int
+    flops: int
     collectives: Traffic | None  # None where it does not fit: there is no program then
+    estimate: Estimate | None
     compile_seconds: float
+
+    @property
+    def setting(self) -> str:
+        """What was chosen, in one line."""
+        return (
+            f"dp {self.dp} x mp {self.mp}, {self.partitioning}, ZeRO {self.zero}, remat "
+            f"{self.remat}, batch {self.per_replica_batch} a replica x {self.accumulation} "
+            "microbatches"
+        )
 
     def table(self) -> str:
         """The same for people."""
-        room = (self.hbm_bytes - self.peak_bytes) / GIB
-        verdict = (
-            f"fits, {room:.2f} GiB to spare" if self.fits else f"does not fit by {-room:.2f} GiB"
-        )
         lines = [
-            f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, "
-            f"{self.partitioning}, ZeRO {self.zero}, remat {self.remat}, batch "
-            f"{self.per_replica_batch} a replica x {self.accumulation} microbatches",
+            f"{self.topology}: {self.devices} devices, {self.setting}",
             f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP a "
-            f"token (weights + 12LHQT), {self.flops_per_step / 1e12:,.1f} TFLOP a step",
-            f"memory of a device: state {self.state_bytes / GIB:.2f} GiB, peak "
-            f"{self.peak_bytes / GIB:.2f} of {self.hbm_bytes / GIB:.2f}: {verdict}",
+            f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP a step",
+            room(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
         if self.collectives is not None:
-            each = self.collectives
-            lines.append(
-                f"activation all-reduces in the loop over layers: {each.layer_forward} forward, "
-                f"{each.layer_backward} backward"
-            )
-            lines += [
-                f"{kind} a step: {size / 1e6:,.1f} MB a device"
-                for kind, size in sorted(each.bytes_by_kind.items())
-            ]
+            lines += self.collectives.lines()
+        if self.estimate is not None:
+            lines += self.estimate.lines()
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
 
 
-def plan(config: Config, topology: Topology, *, fast: bool = False) -> Plan:
+def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
+    """One line: what a device's memory has to hold, and by how much it does or does not."""
+    rest = (limit - peak) / GIB
+    verdict = f"fits, {rest:.2f} GiB to spare" if fits else f"does not fit by {-rest:.2f} GiB"
+    return (
+        f"memory of a device: state {state / GIB:.2f} GiB, peak {peak / GIB:.2f} of "
+        f"{limit / GIB:.2f}: {verdict}"
+    )
+
+
+def mesh_of(config: Config, topology: Slice) -> Mesh:
+    """Replicas of the config's `cores_per_replica` devices, as many as the slice has.
+
+    Raises:
+      InputError: where they do not divide the slice.
+    """
+    mp = config.cores_per_replica
+    if topology.devices % mp:
+        raise InputError(
+            f"topology {topology.name} has {topology.devices} devices, which mp {mp} does not "
+            "divide; give another --mp"
+        )
+    return topology.mesh(topology.devices // mp, mp)
+
+
+def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     """Compiles the config's training step for a slice, and tells what came of it.
 
     Args:
@@ -96,47 +168,71 @@ def plan(config: Config, topology: Topology, *, fast: bool = False) -> Plan:
     Raises:
       InputError: where mp does not divide the devices, or libtpu is missing.
     """
-    mp = config.cores_per_replica
-    if topology.devices % mp:
-        raise InputError(
-            f"topology {topology.name} has {topology.devices} devices, which mp {mp} does not "
-            "divide; give another --mp"
-        )
-    mesh = topology.mesh(topology.devices // mp, mp)
+    mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices)
     step.check_zero(config, mesh)
     state, batch = step.abstract_state(config, mesh), _abstract_batch(config, mesh)
-    began = time.perf_counter()
-    lowered = step.compile_train(config, mesh).trace(state, batch).lower()  # type: ignore[attr-defined]
-    try:
-        compiled = lowered.compile(compiler_options=OPTIONS | (FAST if fast else {}))
-        peak, traffic = compiled.memory_analysis().peak_memory_in_bytes, _traffic(compiled, config)
-    except jax.errors.JaxRuntimeError as error:
-        wanted = _OUT_OF_MEMORY.search(str(error))
-        if wanted is None:
-            raise
-        peak, traffic = int(float(wanted[1]) * _SIZES[wanted[2]]), None
+    found = compiled(step.compile_train(config, mesh), state, batch, fast=fast)
+    tokens = math.prod(batch["obs"].shape)
+    traffic = speed = None
+    if found.text is not None:
+        traffic = _traffic(found.text, config, mesh)
+        speed = estimate(
+            config,
+            topology.hardware(config.dtype),
+            devices=topology.devices,
+            tokens=tokens,
+            hbm_traffic_bytes=Program(found.text).moved(),
+            link_bytes=sum(each.sent for each in traffic.exchanges),
+        )
     per_token = flops.palm_flops_per_token(config)
     return Plan(
         topology=topology.name,
         devices=topology.devices,
         dp=mesh.shape["dp"],
-        mp=mp,
+        mp=mesh.shape["mp"],
         partitioning=config.partitioning,
         zero=config.zero,
         remat=config.remat,
         per_replica_batch=config.per_replica_batch,
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),
-        state_bytes=_bytes_on_one_device(state),
-        peak_bytes=peak,
+        state_bytes=bytes_on_one_device(state),
+        peak_bytes=found.peak,
         hbm_bytes=topology.hbm,
-        fits=traffic is not None,
+        fits=found.text is not None and found.peak <= topology.hbm,
         flops_per_token=per_token,
-        flops_per_step=per_token * math.prod(batch["obs"].shape),
+        flops=per_token * tokens,
         collectives=traffic,
-        compile_seconds=time.perf_counter() - began,
+        estimate=speed,
+        compile_seconds=found.seconds,
     )
+
+
+def compiled(function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
+    """A jitted function, compiled for abstract arguments on the devices that they name."""
+    began = time.perf_counter()
+    lowered = function.trace(*args).lower()  # type: ignore[attr-defined]
+    on_tpu = _platform(args) == "tpu"
+    try:
+        program = lowered.compile(compiler_options=FAST if fast and on_tpu else None)
+    except jax.errors.JaxRuntimeError as error:
+        wanted = _OUT_OF_MEMORY.search(str(error))
+        if wanted is None:
+            raise
+        peak = int(float(wanted[1]) * _SIZES[wanted[2]])
+        return Memory(peak, None, time.perf_counter() - began)
+    found = program.memory_analysis()
+    peak = found.peak_memory_in_bytes
+    if not on_tpu:  # it does not say: all parts, what is reused once
+        peak = found.argument_size_in_bytes + found.output_size_in_bytes
+        peak += found.temp_size_in_bytes - found.alias_size_in_bytes
+    return Memory(peak, program.as_text(), time.perf_counter() - began)
+
+
+def _platform(args: Any) -> str:
+    leaves = (leaf for leaf in jax.tree.leaves(args) if leaf.sharding is not None)
+    return next(iter(next(leaves).sharding.device_set)).platform
 
 
 def _abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -146,26 +242,75 @@ def _abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruc
     return {"obs": tokens, "target": tokens}
 
 
-def _bytes_on_one_device(tree: Any) -> int:
+def bytes_on_one_device(tree: Any) -> int:
+    """What the largest device holds of abstract arrays."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
 
 
-def _traffic(compiled: Any, config: Config) -> Traffic:
+def _traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
     """What a compiled step exchanges; of a combined collective each array counts."""
-    whole = hlo.parse(compiled.as_text())
-    size = config.per_replica_batch * config.seq * config.d_model
+    whole = hlo.parse(text)
+    activation = config.per_replica_batch * config.seq * config.d_model
+    layers = [loop for loop in whole.all() if _is_over_layers(loop, config)]
     reduced = [
         "transpose" in each.where
-        for loop in whole.all()
-        if loop.trips == config.layers
+        for loop in layers
         for each in loop.collectives
-        if each.kind == "all-reduce" and math.prod(each.shape) == size and not each.is_alone
+        if each.kind == "all-reduce" and math.prod(each.shape) == activation and not each.is_alone
     ]
-    by_kind: dict[str, int] = {}
-    for each, times in whole.runs():
-        if not each.is_alone:
-            by_kind[each.kind] = by_kind.get(each.kind, 0) + times * each.bytes
-    return Traffic(reduced.count(False), reduced.count(True), by_kind)
+    exchanges = _exchanges(whole, config, mesh)
+    by_kind: collections.Counter[str] = collections.Counter()
+    for each in exchanges:
+        by_kind[each.kind] += each.bytes
+    return Traffic(reduced.count(False), reduced.count(True), dict(by_kind), exchanges)
+
+
+def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
+    deeper = any(_is_over_layers(inner, config) for inner in loop.loops)
+    return loop.trips == config.layers and not deeper
+
+
+def _exchanges(whole: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
+    sums: dict[tuple[str, str, str, str], list[int]] = {}
+
+    def walk(loop: hlo.Loop, times: int, around: str) -> None:
+        for each in loop.collectives:
+            axis, size = _along(each.groups, mesh)
+            if size == 1:
+                continue
+            place = around
+            if around == "layer":
+                place = "layer backward" if "transpose" in each.where else "layer forward"
+            total = sums.setdefault((place, each.kind, axis, each.dtype), [0, 0, 0])
+            total[0] += times
+            total[1] += times * each.bytes
+            total[2] += times * sent(each.kind, each.bytes, size)
+        for inner in loop.loops:
+            walk(inner, times * (inner.trips or 1), _place(inner, around, config))
+
+    walk(whole, 1, "step")
+    return [
+        Exchange(kind, axis, dtype, place, *total)
+        for (place, kind, axis, dtype), total in sorted(sums.items())
+    ]
+
+
+def _place(loop: hlo.Loop, around: str, config: Config) -> str:
+    if around == "layer" or _is_over_layers(loop, config):
+        return "layer"
+    if any(_is_over_layers(inner, config) for inner in loop.all()):
+        return "microbatch"
+    return around if around == "microbatch" else "loop"
+
+
+def _along(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
+    """The axes of the mesh that devices take part along, and how many take part together."""
+    mp = mesh.shape["mp"]
+    group = sorted(min(groups, key=min)) if groups else range(mesh.size)
+    if len({device // mp for device in group}) == 1:
+        return "mp", len(group)
+    axes = "dp" if len({device % mp for device in group}) == 1 else "dp and mp"
+    return axes, len(group)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import generation, lora, model
 from mesh_transformer.attention import LayerCache
+from mesh_transformer.compiler_options import compiler_options
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration, joined, partition
 from mesh_transformer.optimizer import Optimizer
@@ -265,6 +266,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         in_shardings=named(mesh, (layout, batch)),
         out_shardings=(named(mesh, layout), named(mesh, P())),
         donate_argnums=0,
+        compiler_options=compiler_options(config, mesh),
     )
 
 

@@ -1,4 +1,7 @@
-"""TPU slices that nobody here owns, described by their compiler: `libtpu` alone, without a TPU."""
+"""Devices to plan for: TPU slices that nobody here owns, or what this machine has.
+
+The slices are described by their compiler: `libtpu` alone, without a TPU.
+"""
 
 import math
 import os
@@ -8,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mesh_transformer import flops
+from mesh_transformer.flops import Hardware
+from mesh_transformer.parallel import use_virtual_devices
 from mesh_transformer.tpu_spec import GENERATIONS
 from mesh_transformer.util import InputError
 
@@ -72,6 +79,10 @@ class Topology:
         """Bytes that a program may have on one device."""
         return KNOWN[self.generation].hbm
 
+    def hardware(self, dtype: str) -> Hardware:
+        """What one device can; the table's peak is that of bf16, whatever `dtype` is."""
+        return flops.hardware(self.generation, dtype)
+
     def mesh(self, dp: int, mp: int) -> Mesh:
         """A (dp, mp) mesh of devices that programs can be compiled for, and do not run on."""
         return Mesh(_device_grid(self._describe(), (dp, mp)), ("dp", "mp"))
@@ -100,11 +111,74 @@ class Topology:
             ) from None
 
 
+@dataclass(frozen=True)
+class Present:
+    """Devices that this machine has: its GPUs, or its CPU in parts."""
+
+    name: str
+    platform: str
+    devices: int
+
+    @property
+    def hbm(self) -> int:
+        """Bytes that a program may have on one device; of a CPU, its part of what there is."""
+        if self.platform == "cpu":
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.devices
+        return (self._list()[0].memory_stats() or {})["bytes_limit"]
+
+    def hardware(self, dtype: str) -> Hardware:
+        """What one device can."""
+        if self.platform == "cpu":
+            return flops.hardware("cpu", dtype).part(self.devices)
+        found = flops.hardware_of(self._list()[0])
+        if found is None:
+            kind = self._list()[0].device_kind
+            raise InputError(f"topology {self.name}: {kind} is not in the table of hardware")
+        return found
+
+    def mesh(self, dp: int, mp: int) -> Mesh:
+        """A (dp, mp) mesh of them."""
+        return Mesh(np.asarray(self._list()).reshape(dp, mp), ("dp", "mp"))
+
+    def _list(self) -> list[Any]:
+        return jax.local_devices(backend=self.platform)[: self.devices]
+
+
+Slice = Topology | Present
+
+
+def present(name: str) -> Present | None:
+    """The devices of this machine that `cpu`, `cpu-8` or `gpu` name; None for another name.
+
+    Raises:
+      InputError: where the machine has no such devices.
+    """
+    found = re.fullmatch(r"cpu(?:-([1-9]\d*))?|gpu", name)
+    if found is None:
+        return None
+    if name == "gpu":
+        try:
+            return Present(name, "gpu", len(jax.local_devices(backend="gpu")))
+        except RuntimeError:
+            raise InputError("topology is 'gpu', but JAX finds none here; name a TPU") from None
+    wanted = int(found[1] or 1)
+    use_virtual_devices(wanted)
+    there = len(jax.local_devices(backend="cpu"))
+    if there < wanted:
+        raise InputError(f"topology is {name!r}, but JAX shows {there} CPU devices; name no more")
+    return Present(name, "cpu", wanted)
+
+
 def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:
     """The devices as a grid whose rows are neighbours."""
     from jax.experimental import mesh_utils
 
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def slice_named(name: str) -> Slice:
+    """The TPU slice of that name, or this machine's own devices."""
+    return present(name) or topology(name)
 
 
 def topology(name: str) -> Topology:

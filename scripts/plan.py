@@ -41,13 +41,14 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
 
 
 def main() -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
     args = parse_args()
+    if args.topology != "gpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
     from mesh_transformer.plan import plan
-    from mesh_transformer.topology import topology
+    from mesh_transformer.topology import slice_named
 
-    slice_ = topology(args.topology)
+    slice_ = slice_named(args.topology)
     config = Config.load(args.config)
     mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)
     changes: dict[str, Any] = {
@@ -59,6 +60,7 @@ def main() -> None:
         "remat": args.remat,
     }
     changes = {key: value for key, value in changes.items() if value is not None}
+    print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
     found = plan(config.replace(**changes), slice_, fast=args.fast)
     if args.json:
         print(json.dumps(dataclasses.asdict(found)))

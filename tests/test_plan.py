@@ -89,7 +89,7 @@ def test_gpt_j_fits_a_v3_8():
     reduced = found["collectives"]
     assert (reduced["layer_forward"], reduced["layer_backward"]) == (1, 1)
     config = Config.load(str(path))
-    assert found["flops_per_step"] == flops.palm_flops_per_token(config) * config.seq
+    assert found["flops"] == flops.palm_flops_per_token(config) * config.seq
 
 
 @needs_libtpu
