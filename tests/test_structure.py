@@ -79,6 +79,8 @@ LEVELS = {
     "compiler_options": 2,
     "roofline": 3,
     "topology": 4,
+    "device_trace": 1,
+    "benchmark": 10,
     "plan": 9,
     "ray_hosts": 11,
     "cluster_batch": 8,

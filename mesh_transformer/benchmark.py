@@ -1,0 +1,375 @@
+"""How fast a config is on devices that are here: its train step, decoding, checkpoints.
+
+What is measured are the library's own compiled functions, by the host's clock, each time until the
+devices are done.  Bytes are of one device where nothing else is said.
+"""
+
+import dataclasses
+import functools
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+from mesh_transformer import device_trace, flops
+from mesh_transformer import step as steps
+from mesh_transformer.config import Config
+from mesh_transformer.generator import MOST_STEPS, Generator, sampler_settings
+from mesh_transformer.parallel import named
+from mesh_transformer.rows import Rows
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+
+PROFILED_STEPS, TOLD_OPERATIONS = 3, 10
+WRITTEN_AT_ONCE = 64 << 20  # bytes, of the plain file that checkpoints are compared with
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What all devices of a mesh can do together, FLOP/s and bytes/s, and who says so."""
+
+    hardware: str
+    flops: float
+    bandwidth: float
+    source: str
+
+
+def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
+    """The limits of a mesh's devices, or of as many of the hardware of that name.
+
+    None for a device that the table does not know.  CPU devices are virtual: all of them together
+    are one machine, whose limits are measured.
+    """
+    if name is None:
+        device = mesh.devices.flat[0]
+        one = (
+            flops.hardware("cpu", dtype) if device.platform == "cpu" else flops.hardware_of(device)
+        )
+    else:
+        one = flops.hardware(name, dtype)
+    if one is None:
+        return None
+    count = 1 if one.name == "cpu" else mesh.size
+    dense = f"{dtype} matmul" if one.name == "cpu" else "dense bf16"
+    return Limits(one.name, count * one.peak, count * one.hbm, f"{dense}, {one.source}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """What a train step's time comes to.  FLOPs are PaLM's; None: the peak is not known."""
+
+    tokens_per_second: float
+    tflops: float  # a second, of all devices
+    mfu: float | None
+    hfu: float | None  # what is computed again counts too
+
+
+def speed(config: Config, tokens: int, seconds: float, peak: float | None) -> Speed:
+    """Of a step of so many tokens; `peak` is the FLOP/s of all devices together."""
+    rate = tokens / seconds
+    return Speed(
+        rate,
+        rate * flops.palm_flops_per_token(config) / 1e12,
+        flops.mfu(config, rate, peak) if peak else None,
+        flops.hfu(config, rate, peak) if peak else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Seconds of a train step, and what the step takes."""
+
+    compile_seconds: float
+    first_step_seconds: float
+    step_seconds: float  # the median
+    all_step_seconds: list[float]
+    tokens_per_step: int
+    speed: Speed
+    loss: float  # of the last step, on random tokens
+    peak_bytes: int
+    peak_bytes_source: str
+    temporary_bytes: int  # by the compiler
+    profile: list[device_trace.Operation] | None
+
+
+def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random `obs` and `target` [A, B, T] for one step, of this process's rows."""
+    count = config.per_replica_batch * len(rows.replicas)
+    shape = (config.gradient_accumulation_steps, count, config.seq + 1)
+    rng = np.random.default_rng((seed, jax.process_index()))
+    tokens = rng.integers(0, config.n_vocab, shape).astype(np.uint32)
+    return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds until what a function returns is there, and what it returns."""
+    began = time.perf_counter()
+    found = jax.block_until_ready(function())
+    return time.perf_counter() - began, found
+
+
+def measure_training(
+    config: Config,
+    mesh: Mesh,
+    peak: float | None,
+    *,
+    count: int,
+    warmup: int,
+    profile: str | None = None,
+) -> Training:
+    """Runs the real train step, its state donated, on random tokens.
+
+    Args:
+      peak: FLOP/s of all devices together, where known.
+      count, warmup: steps that are timed, and those before them, the first left out.
+      profile: a folder for a trace of a few more steps.
+    """
+    steps.check_zero(config, mesh)
+    total = 1 + warmup + count
+    with tqdm(total=total, desc="compiling", unit="step", disable=jax.process_index() > 0) as bar:
+        rows = Rows(mesh)
+        samples = (random_sample(config, rows, seed) for seed in range(2))
+        batches = [rows.place(sample, P(None, "dp")) for sample in samples]
+        state = jax.block_until_ready(steps.compile_init(config, mesh)(jax.random.key(config.seed)))
+        train_step = steps.compile_train(config, mesh)
+        began = time.perf_counter()
+        compiled = train_step.trace(state, batches[0]).lower().compile()  # type: ignore[attr-defined]
+        compile_seconds = time.perf_counter() - began
+        bar.set_description("training")
+        seconds, loss = [], float("nan")
+
+        def step(number: int) -> None:
+            nonlocal state, loss
+            spent, (state, metrics) = timed(lambda: compiled(state, batches[number % 2]))
+            seconds.append(spent)
+            loss = float(metrics["loss"])
+
+        for number in range(total):
+            step(number)
+            bar.update()
+        if profile is not None:
+            bar.set_description("profiling")
+            with device_trace.record(profile):
+                for number in range(PROFILED_STEPS):
+                    step(number)
+    all_timed = seconds[1 + warmup : total]
+    median = statistics.median(all_timed)
+    tokens = batches[0]["obs"].size
+    peak_bytes, source = peak_memory(mesh, compiled)
+    return Training(
+        compile_seconds=compile_seconds,
+        first_step_seconds=seconds[0],
+        step_seconds=median,
+        all_step_seconds=all_timed,
+        tokens_per_step=tokens,
+        speed=speed(config, tokens, median, peak),
+        loss=loss,
+        peak_bytes=peak_bytes,
+        peak_bytes_source=source,
+        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        profile=None if profile is None else device_trace.operations(profile)[:TOLD_OPERATIONS],
+    )
+
+
+def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
+    """Bytes that one device held at most, and who says so; a CPU does not count its own."""
+    counted = mesh.local_devices[0].memory_stats()
+    if counted and "peak_bytes_in_use" in counted:
+        return counted["peak_bytes_in_use"], "the device's memory_stats"
+    planned = compiled.memory_analysis()
+    # On CPUs `peak_memory_in_bytes` leaves the temporaries out.
+    held = planned.argument_size_in_bytes + planned.output_size_in_bytes
+    whole = held - planned.alias_size_in_bytes + planned.temp_size_in_bytes
+    return whole, "the compiler's memory_analysis"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Seconds of a batch of rows that generate, and what its devices must read for a token."""
+
+    rows: int
+    prompt: int
+    first_seconds: float  # compilation and the first prompts
+    prefill_seconds: float
+    token_seconds: float  # of one more token in every row, the median
+    tokens_per_second: float  # of all rows
+    weight_bytes: int  # read for each token, all matrices but the embedding's
+    cache_bytes: int  # keys and values of the positions that there are, on average
+    limit_seconds: float | None  # to read both
+    share_of_limit: float | None
+
+
+def measure_decoding(
+    config: Config, mesh: Mesh, bandwidth: float | None, *, prompt: int, tokens: int
+) -> Decoding:
+    """Prefills `per_replica_batch` prompts a replica, then lets them generate, greedily.
+
+    Args:
+      bandwidth: bytes/s that all devices together read, where known.
+      prompt, tokens: in each row; as many more are generated first, and not timed.
+    """
+    calls, length = -(-tokens // MOST_STEPS), min(tokens, MOST_STEPS)
+    new = 1 + (1 + calls) * length
+    if prompt + new > config.window:
+        raise InputError(
+            f"decode: a prompt of {prompt} and {new} more tokens are more than the window of "
+            f"{config.window}; give fewer --tokens, a shorter --prompt or a longer --seq"
+        )
+    rows = Rows(mesh)
+    count = config.per_replica_batch * len(rows.replicas)
+    generator = Generator(config, mesh, rows)
+    generator.keep(_fresh_params(config, mesh))
+    batch = generator.batch(None, count)
+    batch.reserve(prompt + new)
+    rng = np.random.default_rng(0)
+    prompts = list(rng.integers(0, config.n_vocab, (count, prompt)).astype(np.uint32))
+    settings = sampler_settings({"temp": 0.0}, count)
+
+    def prefill() -> None:
+        batch.insert(range(count), prompts, new, settings)
+
+    with tqdm(total=3 + calls, desc="decoding", disable=jax.process_index() > 0) as bar:
+
+        def seconds(call: Callable[[], Any]) -> float:
+            spent = timed(call)[0]
+            bar.update()
+            return spent
+
+        decode = functools.partial(batch.decode, length)
+        first = seconds(prefill)
+        prefilled = seconds(prefill)
+        seconds(decode)  # compiles
+        token = statistics.median(seconds(decode) for _ in range(calls)) / length
+    weights = generator.weights(None)
+    read = _bytes_here({part: weights[part] for part in weights if part != "embed"})
+    held = prompt + length + calls * length / 2
+    itemsize = np.dtype(generator.config.dtype).itemsize
+    each = 2 * config.layers * config.n_heads * config.d_head * itemsize
+    cache = int(each / mesh.shape["mp"] * held * config.per_replica_batch)
+    limit = (read + cache) * mesh.size / bandwidth if bandwidth else None
+    return Decoding(
+        rows=count * rows.dp // len(rows.replicas),
+        prompt=prompt,
+        first_seconds=first,
+        prefill_seconds=prefilled,
+        token_seconds=token,
+        tokens_per_second=count * rows.dp / len(rows.replicas) / token,
+        weight_bytes=read,
+        cache_bytes=cache,
+        limit_seconds=limit,
+        share_of_limit=limit / token if limit else None,
+    )
+
+
+def _fresh_params(config: Config, mesh: Mesh) -> Any:
+    """Random parameters without an optimizer's moments."""
+
+    def params(key: jax.Array) -> Any:
+        return steps.init_state(config, key)["params"]
+
+    layout = named(mesh, steps.state_specs(config, mesh)["params"])
+    return jax.jit(params, out_shardings=layout)(jax.random.key(config.seed))
+
+
+def _bytes_here(tree: Any) -> int:
+    """Of arrays on one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointing:
+    """Seconds to save and restore a state, beside a plain file of as many bytes; medians."""
+
+    state_bytes: int  # of all devices together
+    disk_bytes: int
+    blocked_seconds: float  # until training may go on
+    save_seconds: float
+    write_seconds: float  # of the plain file, fsync included
+    restore_seconds: float
+    read_seconds: float
+    save_bytes_per_second: float
+    restore_bytes_per_second: float
+    save_ratio: float  # save over write, the median of the pairs
+    restore_ratio: float
+
+
+def measure_checkpoint(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
+    """Saves and restores the state after one step, and writes and reads a plain file, by turns.
+
+    What was written is flushed to disk, and dropped from the machine's memory before it is read.
+    """
+    network = CausalTransformer(config, devices=list(mesh.devices.flat))
+    network.train(random_sample(config, Rows(mesh)))  # moments are not zero
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(network.state)))
+    found: list[tuple[float, ...]] = []
+    disk = 0
+    for _ in tqdm(range(rounds), desc="checkpoint", disable=jax.process_index() > 0):
+        saved, plain = folder / "saved", folder / "plain"
+        blocked = timed(lambda: network.save(str(saved)))[0]  # noqa: B023
+        rest = timed(network.wait)[0] + _flush(saved)
+        network.close()
+        written = timed(lambda: _write(plain, size))[0]  # noqa: B023
+        disk = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+        for path in (saved, plain):
+            _forget(path)
+        network.state = None  # no device need hold two
+        restored = timed(lambda: (network.restore(str(saved)), network.state))[0]  # noqa: B023
+        read = timed(lambda: _read(plain))[0]  # noqa: B023
+        network.close()
+        shutil.rmtree(saved)
+        plain.unlink()
+        found.append((blocked, blocked + rest, written, restored, read))
+    blocked, saved_in, written, restored, read = map(statistics.median, zip(*found, strict=True))
+    return Checkpointing(
+        state_bytes=size,
+        disk_bytes=disk,
+        blocked_seconds=blocked,
+        save_seconds=saved_in,
+        write_seconds=written,
+        restore_seconds=restored,
+        read_seconds=read,
+        save_bytes_per_second=size / saved_in,
+        restore_bytes_per_second=size / restored,
+        save_ratio=statistics.median(each[1] / each[2] for each in found),
+        restore_ratio=statistics.median(each[3] / each[4] for each in found),
+    )
+
+
+def _flush(folder: Path) -> float:
+    """Seconds until all files under a folder are on disk."""
+    began = time.perf_counter()
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return time.perf_counter() - began
+
+
+def _forget(path: Path) -> None:
+    """Has the next read of flushed files come from disk."""
+    for each in filter(Path.is_file, [path, *path.rglob("*")]):
+        with each.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write(path: Path, size: int) -> None:
+    some = os.urandom(min(size, WRITTEN_AT_ONCE))
+    with path.open("wb", buffering=0) as file:
+        for at in range(0, size, len(some)):
+            file.write(some[: size - at])
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> None:
+    into = bytearray(WRITTEN_AT_ONCE)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(into):
+            pass

@@ -1,0 +1,263 @@
+"""Measures a config on the devices here: its train step, or decoding, checkpoints, the loader.
+
+Without an accelerator --dp x --mp virtual CPU devices stand in for some.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import benchmark_loader
+import benchmark_report
+
+from mesh_transformer.arguments import positive
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError, run_script
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# transformer_shmap's two, which it trains on 32 microbatches of one sequence a replica.
+SHMAP = {
+    "d_model": 4096,
+    "n_heads": 16,
+    "n_vocab": 50304,
+    "seq": 1024,
+    "pe_rotary_dims": 64,
+    "gradient_accumulation_steps": 32,
+}
+MODELS: dict[str, Any] = {  # a file of configs/, or the keys
+    "tiny": "tiny.json",
+    "105M": {
+        "layers": 8,
+        "d_model": 1024,
+        "n_heads": 8,
+        "n_vocab": 2048,
+        "seq": 1024,
+        "pe_rotary_dims": 64,
+        "per_replica_batch": 2,
+        "remat": "none",
+        "dtype": "float32",
+    },
+    "2.8B": SHMAP | {"layers": 12},
+    "6.9B": SHMAP | {"layers": 32},
+    "gpt-j-6b": "6B_roto_256.json",
+    "20B": "20B.json",
+    "40B": "40B.json",
+}
+# What is measured on hardware that is named alone; on any other, GPT-J.
+MODEL_OF = {"cpu": "tiny", "v2": "2.8B", "v3": "6.9B"}
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--config", help="JSON or YAML file")
+    which.add_argument("--model", help=f"{', '.join(MODELS)} (default: by --hardware)")
+    parser.add_argument("--dp", type=positive, default=1, help="replicas (1)")
+    parser.add_argument("--mp", type=positive, default=1, help="devices of each (1)")
+    parser.add_argument(
+        "--hardware",
+        "--version",
+        help="v2, v3, v4, v5e, v5p, v6e, h100, h200, a100, cpu: whose peak counts (default: the "
+        "devices' own; a CPU's is measured)",
+    )
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--decode", action="store_true", help="tokens of --batch rows a replica")
+    modes.add_argument("--checkpoint", action="store_true", help="save and restore the state")
+    modes.add_argument("--loader", action="store_true", help="records read by one core")
+    keys = parser.add_argument_group("in place of the config's keys")
+    keys.add_argument("--batch", type=positive, help="sequences a replica")
+    keys.add_argument("--seq", type=positive)
+    keys.add_argument("--accumulate", type=positive, help="microbatches")
+    keys.add_argument("--zero", type=int, choices=(0, 1, 3))
+    keys.add_argument("--remat", choices=("full", "dots", "none"))
+    keys.add_argument("--partitioning", choices=("shard_map", "jit"))
+    keys.add_argument("--dtype", choices=("bfloat16", "float32"))
+    keys.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other, as JSON"
+    )
+    size = parser.add_argument_group("how much is measured")
+    size.add_argument("--steps", type=positive, default=10, help="timed, the median counts (10)")
+    size.add_argument("--warmup", type=int, default=2, help="steps between the first and them (2)")
+    size.add_argument("--prompt", type=positive, help="tokens, with --decode (128)")
+    size.add_argument("--tokens", type=positive, help="timed, with --decode (128)")
+    size.add_argument("--rounds", type=positive, default=5, help="--checkpoint, --loader (5)")
+    size.add_argument("--records", type=positive, default=100_000, help="--loader (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="to write in (default: a temporary one)")
+    parser.add_argument("--profile", metavar="DIR", help="write a trace there, tell its top ten")
+    parser.add_argument(
+        "--every-host", action="store_true", help="this runs on every host of a slice"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--markdown", action="store_true", help="print a row for docs/benchmarks.md")
+    return parser.parse_args(arguments)
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """The preset that is measured where no config is given."""
+    return args.model or MODEL_OF.get(args.hardware, "gpt-j-6b" if args.hardware else "tiny")
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The config that the flags stand for, on their mesh."""
+    name = model_name(args)
+    if args.config is not None:
+        config = Config.load(args.config)
+    elif name not in MODELS:
+        raise InputError(f"--model is {name!r}, expected one of {', '.join(MODELS)}")
+    elif isinstance(MODELS[name], str):
+        config = Config.load(str(CONFIGS / MODELS[name]))
+    else:
+        config = Config.from_dict(MODELS[name], f"model {name}")
+    changes: dict[str, Any] = {
+        "cores_per_replica": args.mp,
+        "tpu_size": args.dp * args.mp,
+        "per_replica_batch": args.batch,
+        "seq": args.seq,
+        "gradient_accumulation_steps": args.accumulate,
+        "zero": args.zero,
+        "remat": args.remat,
+        "partitioning": args.partitioning,
+        "dtype": args.dtype,
+    }
+    changes = {key: value for key, value in changes.items() if value is not None}
+    return Config.from_dict(config.as_dict() | changes | dict(map(key_value, args.set)))
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """A key and its value: JSON's, or where it is none the text itself."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"--set is {text!r}, expected KEY=VALUE")
+    with contextlib.suppress(json.JSONDecodeError):
+        return key, json.loads(value)
+    return key, value
+
+
+@contextlib.contextmanager
+def work_folder(given: Path | None) -> Iterator[Path]:
+    """A new folder, inside the given one, that is gone afterwards."""
+    if given is not None and not given.is_dir():
+        raise InputError(f"--folder is {given}, which is no folder; make it first")
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=given) as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """This process has no more meanwhile, nor do the threads that it begins, ever."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags ask for, as the JSON object."""
+    config = config_of(args)
+    if args.warmup < 0:
+        raise InputError(f"--warmup is {args.warmup}, expected at least 0")
+
+    import jax
+
+    from mesh_transformer import benchmark, flops
+    from mesh_transformer.parallel import make_mesh, use_virtual_devices
+
+    if args.every_host:
+        jax.distributed.initialize()
+    wanted = args.dp * args.mp
+    use_virtual_devices(wanted)
+    devices = jax.devices()
+    if len(devices) < wanted or (args.every_host and len(devices) != wanted):
+        raise InputError(
+            f"--dp {args.dp} x --mp {args.mp} are {wanted} devices, but there are {len(devices)} "
+            f"({devices[0].device_kind}); change either"
+        )
+    mesh = make_mesh(config, devices[:wanted])
+    limits = benchmark.limits(args.hardware, mesh, config.dtype)
+    peak = None if limits is None else limits.flops
+    if args.decode:
+        bandwidth = None if limits is None else limits.bandwidth
+        some = min(128, max(config.window // 4, 1))
+        found: Any = benchmark.measure_decoding(
+            config, mesh, bandwidth, prompt=args.prompt or some, tokens=args.tokens or some
+        )
+    elif args.checkpoint:
+        with work_folder(args.folder) as folder:
+            found = benchmark.measure_checkpoint(config, mesh, folder, args.rounds)
+    elif args.loader:
+        with work_folder(args.folder) as folder, one_core():
+            found = benchmark_loader.measure(folder, args.records, config.seq, args.rounds)
+        most = peak and peak / flops.palm_flops_per_token(config)
+        found |= {"most_tokens_per_second_of_a_step": most}
+    else:
+        found = benchmark.measure_training(
+            config, mesh, peak, count=args.steps, warmup=args.warmup, profile=args.profile
+        )
+    measured = found if isinstance(found, dict) else dataclasses.asdict(found)
+    return about(args, config, devices[0]) | {
+        "limits": limits and dataclasses.asdict(limits),
+        **measured,
+    }
+
+
+def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
+    """What was measured, where and when."""
+    from mesh_transformer import flops
+
+    modes = [mode for mode in ("decode", "checkpoint", "loader") if getattr(args, mode)]
+    keys = (
+        "layers d_model n_heads n_vocab seq block partitioning zero remat dtype "
+        "per_replica_batch gradient_accumulation_steps"
+    )
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    return {
+        "mode": (modes or ["train"])[0],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": shlex.join(["scripts/benchmark.py", *sys.argv[1:]]),
+        "versions": versions | {"python": platform.python_version()},
+        "platform": device.platform,
+        "device": processor() if device.platform == "cpu" else device.device_kind,
+        "dp": args.dp,
+        "mp": args.mp,
+        "model": args.config or model_name(args),
+        "parameters": flops.n_params(config),
+        "config": {key: getattr(config, key) for key in keys.split()},
+        "flops_per_token": flops.palm_flops_per_token(config),
+    }
+
+
+def processor() -> str:
+    """The CPU's name and how many cores this process may use."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU; JAX takes 0.75
+    found = measure(args)
+    if args.json:
+        print(json.dumps(found))
+    elif args.markdown:
+        print(benchmark_report.row(found))
+    else:
+        print(benchmark_report.lines(found))
+
+
+if __name__ == "__main__":
+    run_script(main)

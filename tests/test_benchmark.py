@@ -1,0 +1,207 @@
+"""What a benchmark says follows from what it measured; each mode runs, at a tiny size."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mesh_transformer import benchmark, device_trace, flops
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError, run_script
+from tests.conftest import SMALL
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import benchmark as script  # pyright: ignore[reportMissingImports] # noqa: E402
+import benchmark_loader  # pyright: ignore[reportMissingImports] # noqa: E402
+import benchmark_report  # pyright: ignore[reportMissingImports] # noqa: E402
+
+TINY = SMALL | {
+    "layers": 1,
+    "d_model": 16,
+    "n_heads": 4,
+    "seq": 32,
+    "gradient_accumulation_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("benchmark") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def test_a_published_rate_comes_to_the_published_share():
+    """transformer_shmap's README: 6.86B on a v3-32, 867 TFLOP/s, an MFU of 44 percent."""
+    args = script.parse_args(["--dp", "4", "--mp", "8", "--version", "v3"])
+    config = script.config_of(args)
+    assert flops.n_params(config) == pytest.approx(6.86e9, rel=1e-3)
+    limits = benchmark.limits(args.hardware, SimpleNamespace(size=32), config.dtype)
+    assert limits is not None
+    assert (limits.hardware, limits.flops) == ("v3", 32 * 61.5e12)
+    seconds = 3.0
+    tokens = round(seconds * 867e12 / flops.palm_flops_per_token(config))
+    found = benchmark.speed(config, tokens, seconds, limits.flops)
+    assert found.tokens_per_second == tokens / 3
+    assert found.tflops == pytest.approx(867, rel=1e-4)  # whole tokens
+    assert round(found.mfu, 2) == 0.44
+    again = flops.hardware_flops_per_token(config) / flops.palm_flops_per_token(config)
+    assert found.hfu == pytest.approx(again * found.mfu, rel=1e-12)
+    assert benchmark.speed(config, tokens, seconds, None).mfu is None
+
+
+def test_the_hardware_names_the_model():
+    def layers(*words: str) -> int:
+        return script.config_of(script.parse_args([*words])).layers
+
+    assert (layers("--version", "v2"), layers("--hardware", "v3")) == (12, 32)
+    assert (layers("--hardware", "h200"), layers("--hardware", "cpu"), layers()) == (28, 4, 4)
+    assert layers("--hardware", "h200", "--model", "20B", "--set", "layers=3") == 3
+
+
+def test_flags_replace_the_configs_keys(config_file):
+    words = (
+        "--dp 2 --mp 4 --batch 3 --seq 8 --accumulate 5 --zero 1 --remat dots --set norm=rmsnorm"
+    )
+    words += " --partitioning jit --dtype bfloat16"
+    args = script.parse_args(["--config", config_file, *words.split()])
+    found = script.config_of(args).as_dict()
+    changes = {
+        "cores_per_replica": 4,
+        "tpu_size": 8,
+        "per_replica_batch": 3,
+        "seq": 8,
+        "gradient_accumulation_steps": 5,
+        "zero": 1,
+        "remat": "dots",
+        "norm": "rmsnorm",
+        "partitioning": "jit",
+        "dtype": "bfloat16",
+    }
+    assert found == Config.from_dict(TINY | changes).as_dict()
+
+
+def test_an_operation_is_charged_what_nothing_inside_it_took():
+    events = [("inner", 12.0, 15.0), ("outer", 10.0, 20.0), ("next", 20.0, 21.0), ("a", 16.0, 18.0)]
+    found = dict(device_trace._own_times(events))
+    assert found == {"inner": 3.0, "a": 2.0, "outer": 5.0, "next": 1.0}
+    with pytest.raises(InputError, match="holds no"):
+        device_trace.operations(str(ROOT / "configs"))
+
+
+def measured(monkeypatch, capsys, *words: str) -> dict:
+    """The one object on stdout."""
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words, "--json"])
+    script.main()
+    return json.loads(capsys.readouterr().out)
+
+
+ABOUT = {
+    "mode", "date", "command", "versions", "platform", "device", "dp", "mp", "model", "parameters",
+    "config", "flops_per_token", "limits",
+}  # fmt: skip
+
+
+def check_row(found: dict) -> None:
+    """The mode's table in the docs has these columns, and each of them a cell."""
+    header = benchmark_report.header(found["mode"])
+    assert header in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert benchmark_report.row(found).count(" | ") == header.splitlines()[0].count(" | ")
+    assert found["command"] in benchmark_report.lines(found)
+
+
+@pytest.mark.slow
+def test_training_tells_its_time_and_what_it_comes_to(monkeypatch, capsys, tmp_path, config_file):
+    words = f"--config {config_file} --dp 2 --mp 2 --batch 3 --steps 3 --warmup 1"
+    words += f" --profile {tmp_path}"
+    found = measured(monkeypatch, capsys, *words.split())
+    assert set(found) > ABOUT
+    assert found["tokens_per_step"] == 2 * 3 * 2 * 32  # microbatches, sequences, replicas, tokens
+    assert len(found["all_step_seconds"]) == 3
+    assert found["step_seconds"] == sorted(found["all_step_seconds"])[1]
+    speed, peak = found["speed"], found["limits"]["flops"]
+    assert speed["tokens_per_second"] == found["tokens_per_step"] / found["step_seconds"]
+    assert speed["tflops"] == speed["tokens_per_second"] * found["flops_per_token"] / 1e12
+    assert speed["mfu"] == pytest.approx(speed["tflops"] * 1e12 / peak, rel=1e-12)
+    # A fresh model knows nothing of 128 tokens.
+    assert found["loss"] == pytest.approx(math.log(128), abs=0.5)
+    assert found["peak_bytes"] > found["temporary_bytes"] > 0
+    assert "compiler" in found["peak_bytes_source"]
+    shares = [each["share"] for each in found["profile"]]
+    assert len(shares) == 10
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1 + 1e-9
+    check_row(found)
+
+
+@pytest.mark.slow
+def test_decoding_counts_what_it_reads(monkeypatch, capsys, config_file):
+    words = f"--config {config_file} --mp 2 --decode --batch 3 --tokens 4 --prompt 6"
+    found = measured(monkeypatch, capsys, *words.split())
+    assert set(found) > ABOUT
+    # Each device: half of the layer's matrices and of the head, in f32, and biases and norms.
+    matrices = 4 * (12 * 16**2 + 16 * 128) / 2
+    assert matrices < found["weight_bytes"] < 1.1 * matrices
+    # Keys and values of the prompt, of the tokens before, and of half those that are timed.
+    assert found["cache_bytes"] == 2 * 4 * 16 / 2 * (6 + 4 + 2) * 3
+    assert found["tokens_per_second"] == 3 / found["token_seconds"]
+    read = 2 * (found["weight_bytes"] + found["cache_bytes"])
+    assert found["limit_seconds"] == read / found["limits"]["bandwidth"]
+    assert found["share_of_limit"] == found["limit_seconds"] / found["token_seconds"]
+    check_row(found)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_compared_with_a_plain_file(monkeypatch, capsys, tmp_path, config_file):
+    words = f"--config {config_file} --checkpoint --rounds 1 --folder {tmp_path}"
+    found = measured(monkeypatch, capsys, *words.split())
+    assert set(found) > ABOUT
+    assert found["state_bytes"] == 12 * found["parameters"] + 8  # and two counts
+    assert found["save_bytes_per_second"] == found["state_bytes"] / found["save_seconds"]
+    assert found["save_ratio"] == found["save_seconds"] / found["write_seconds"]
+    assert found["save_seconds"] > found["blocked_seconds"]
+    assert not list(tmp_path.iterdir())
+    check_row(found)
+
+
+@pytest.mark.slow
+def test_the_loader_is_compared_with_tf_data_and_with_a_step(tmp_path, config_file):
+    found = benchmark_loader.measure(tmp_path, 1000, 8, 1)
+    assert found["tokens_per_second"] == 8 * found["records_per_second"]
+    assert min(found.values()) > 0
+    args = script.parse_args(["--config", config_file, "--loader"])
+    about = script.about(args, script.config_of(args), SimpleNamespace(platform="cpu"))
+    check_row(about | found | {"limits": None, "most_tokens_per_second_of_a_step": None})
+    with pytest.raises(InputError, match="a multiple of 10"):
+        benchmark_loader.measure(tmp_path, 15, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--model 7B", "--model is '7B', expected one of tiny"),
+        ("--hardware v9 --model tiny", "hardware is 'v9'"),
+        ("--config nowhere.json", "config nowhere.json: cannot be read"),
+        ("--set layers", "--set is 'layers', expected KEY=VALUE"),
+        ("--set layer=2", "unknown key 'layer'; did you mean 'layers'?"),
+        ("--set layers=many", "layers is str 'many'"),
+        ("--dp 3 --mp 8", "--dp 3 x --mp 8 are 24 devices, but there are 8"),
+        ("--warmup -1", "--warmup is -1"),
+        ("--decode --prompt 60", "more than the window of 64"),
+        ("--checkpoint --folder nowhere", "--folder is nowhere, which is no folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(monkeypatch, capsys, words, told):
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        run_script(script.main)
+    assert ended.value.code == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert re.fullmatch(r"error: .*\n", found.err)
+    assert told in found.err
