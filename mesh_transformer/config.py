@@ -64,6 +64,8 @@ class Config:
     zero: Literal[0, 1, 3] | None = None  # None: 0 under shard_map; under jit by early_collect
     early_collect: bool = True  # the original's name for ZeRO 1 (true) or 3 (false) in version 2
     remat: Literal["full", "dots", "none"] = "full"
+    shard_activations: bool = False  # between layers each device keeps its part of the positions
+    loss_chunk: int = 512  # positions of a sequence whose logits are held at once
 
     # The TPU that `train.py --tpu` makes; flags replace them (`TpuSpec.of` says what they mean).
     tpu_zone: str | None = None
@@ -306,7 +308,7 @@ def _check(c: Config) -> None:
     positive = (
         "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
         "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
-        "val_every ckpt_every keep_n keep_every"
+        "loss_chunk val_every ckpt_every keep_n keep_every"
     )
     for key in positive.split(" "):
         if getattr(c, key) < 1:
@@ -365,6 +367,8 @@ def _check_divisions(c: Config) -> None:
     divides("n_vocab", c.n_vocab, shards, "round n_vocab up to a multiple of it")
     if c.pe == "fixed":
         divides("d_model", c.d_model, shards, f"change d_model or {shards} (pe fixed splits it)")
+    if c.shard_activations:
+        divides("seq", c.seq, shards, f"change {shards}, or set shard_activations to false")
     if c.block == "gptj":
         divides("the feed-forward width (4 * d_model)", c.d_ff, shards, f"change {shards}")
     assert c.tpu_size is not None

@@ -59,6 +59,11 @@ class Declaration:
         return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
 
 
+def is_spec(node: Any) -> bool:
+    """Whether a node of a tree of PartitionSpecs is one."""
+    return isinstance(node, P)
+
+
 def is_declaration(node: Any) -> bool:
     """For tree functions over trees of declarations."""
     return isinstance(node, Declaration)

@@ -18,8 +18,9 @@ from jax import Array
 from mesh_transformer import int8, lora, model
 from mesh_transformer.attention import LayerCache, causal_bias
 from mesh_transformer.config import Config
+from mesh_transformer.cross_entropy import cross_entropy
 from mesh_transformer.declaration import map_declared
-from mesh_transformer.layers import Context, cross_entropy
+from mesh_transformer.layers import Context
 from mesh_transformer.parallel import Parallel
 from mesh_transformer.sampling import SamplerSettings, choose, top_tokens
 

@@ -239,13 +239,13 @@ class Embedding(hk.Module):
         row_BT = tokens_BT.astype(jnp.int32) - par.rank() * rows
         mine_BT = (row_BT >= 0) & (row_BT < rows)
         found_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
-        x_BTD = par.sum(jnp.where(mine_BT[..., None], found_BTD, 0))
+        x_BTD = par.join(jnp.where(mine_BT[..., None], found_BTD, 0))
         x_BTD += param(par, "b", (c.d_model,), (None,), hk.initializers.Constant(0.0), summed=True)
         if c.pe == "fixed":
             init = hk.initializers.TruncatedNormal(stddev=0.02)
             table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
-            x_BTD += par.gather(table)[jnp.clip(positions_BT, 0, c.seq - 1)]
-        return par.shard(x_BTD, "dp", None, None)
+            x_BTD += par.own_positions(par.gather(table)[jnp.clip(positions_BT, 0, c.seq - 1)])
+        return x_BTD
 
 
 class TransformerLayer(hk.Module):
@@ -270,8 +270,8 @@ class TransformerLayer(hk.Module):
         y_BTD, cache = block(x_GBTD, context, cache)
         bias = hk.initializers.Constant(0.0)
         width = self.config.d_model
-        y_BTD = self.par.sum(y_BTD) + param(self.par, "b", (width,), (None,), bias, summed=True)
-        return self.par.shard(y_BTD, "dp", None, None), cache
+        y_BTD = self.par.join(y_BTD) + param(self.par, "b", (width,), (None,), bias, summed=True)
+        return y_BTD, cache
 
     @hk.transparent
     def _gptj(
@@ -359,36 +359,17 @@ class TransformerLayer(hk.Module):
 
 
 class Projection(hk.Module):
-    """The last norm and the head; logits_BTV of this program's vocabulary, in f32."""
+    """The last norm, x_BTD to x_GBTD, and the head, that to f32 logits_BTV of this vocabulary."""
 
     def __init__(self, config: Config, par: Parallel):
         super().__init__(name="projection")
         self.config = config
         self.par = par
 
-    def __call__(self, x_BTD: Array) -> Array:
-        x_GBTD = Norm(self.config, self.par)(x_BTD)
-        return Linear(self.config, self.par, self.config.n_vocab, "head", dtype=jnp.float32)(x_GBTD)
-
-
-def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> tuple[Array, ...]:
-    """Per-token loss over a vocabulary that mp splits.
-
-    Returns:
-      loss_BT; log_sum_BT, the log of the sum of exp(logit - largest logit), whose square is the
-      original's z-loss; correct_BT, whether the first largest logit is the target's.
-    """
-    columns = logits_BTV.shape[-1]
-    first = par.rank() * columns
-    shard_max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
-    max_BT = par.max(shard_max_BT)
-    logits_BTV = logits_BTV - max_BT[..., None]
-    ids_V = first + jnp.arange(columns)
-    is_target_BTV = ids_V == targets_BT[..., None].astype(jnp.int32)
-    target_BT = par.sum(jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1))
-    log_sum_BT = jnp.log(par.sum(jnp.sum(jnp.exp(logits_BTV), axis=-1)))
-    # The first shard with the largest logit answers: max of the negated ids, others out of range.
-    best_BT = first + jnp.argmax(jax.lax.stop_gradient(logits_BTV), axis=-1)
-    candidate_BT = jnp.where(shard_max_BT == max_BT, -best_BT, jnp.iinfo(jnp.int32).min)
-    correct_BT = -par.max(candidate_BT) == targets_BT.astype(jnp.int32)
-    return log_sum_BT - target_BT, log_sum_BT, correct_BT
+    def __call__(self, x: Array, *, norm: bool = True, head: bool = True) -> Array:
+        """Both, or one of them alone."""
+        if norm:
+            x = Norm(self.config, self.par)(x)
+        if head:
+            x = Linear(self.config, self.par, self.config.n_vocab, "head", dtype=jnp.float32)(x)
+        return x

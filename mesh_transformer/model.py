@@ -18,6 +18,7 @@ from jax import Array
 
 from mesh_transformer.attention import MASKED, causal_bias
 from mesh_transformer.config import Config
+from mesh_transformer.cross_entropy import Losses, chunked_cross_entropy
 from mesh_transformer.declaration import (
     Declaration,
     map_declared,
@@ -30,19 +31,11 @@ from mesh_transformer.layers import (
     Projection,
     RelativePosition,
     TransformerLayer,
-    cross_entropy,
 )
 from mesh_transformer.parallel import Auto, Parallel
+from mesh_transformer.util import to_f32
 
 Params = dict[str, Any]
-
-
-class Losses(NamedTuple):
-    """What one forward pass says of every position."""
-
-    loss_BT: Array
-    log_sum_BT: Array
-    correct_BT: Array
 
 
 def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
@@ -50,7 +43,7 @@ def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
     parts: dict[str, Callable[..., Any]] = {
         "embed": lambda tokens, positions: Embedding(config, par)(tokens, positions),
         "layers": lambda x, context, cache: TransformerLayer(config, par)(x, context, cache),
-        "proj": lambda x: Projection(config, par)(x),
+        "proj": lambda x, **parts: Projection(config, par)(x, **parts),
     }
     if config.pe == "t5":
         parts["relative"] = lambda query, key: RelativePosition(config, par)(query, key)
@@ -180,8 +173,17 @@ def losses(
     segments_BT: Array | None = None,
 ) -> Losses:
     """Cross entropy at every position, in nats; for `segments` see `logits`."""
-    found_BTV = logits(params, tokens_BT, config, par, segments_BT)
-    return Losses(*cross_entropy(found_BTV, targets_BT, par))
+    x_BTD = _forward(params, tokens_BT, config, par, segments_BT)
+    whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
+    projection = transforms(config, par)["proj"].apply
+    weights = to_f32(whole)  # so that the gradients of the chunks are summed in f32
+
+    def head(x_GBTD: Array) -> Array:
+        own = jax.tree.map(lambda w: w.astype(config.dtype), weights)
+        return projection(own, x_GBTD, norm=False)
+
+    x_GBTD = projection(whole, x_BTD, head=False)
+    return chunked_cross_entropy(head, x_GBTD, targets_BT, par, config.loss_chunk)
 
 
 class LossWeights(NamedTuple):

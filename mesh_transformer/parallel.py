@@ -1,4 +1,4 @@
-"""The mesh, and the few things a layer or a step may ask of it.
+"""The few things that a layer or a step may ask of the mesh.
 
 Programs run inside `shard_map`, and `Parallel` is what they see.  The replicas' side, dp, is
 written out once for all: f32 reductions, and ZeRO.  mp is the fork: `Manual` writes Megatron's
@@ -7,70 +7,21 @@ global over it.  Both answer the same questions: no layer and no step knows whic
 """
 
 import abc
-import contextlib
 import functools
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haiku.experimental import current_name
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.config import Config
-from mesh_transformer.declaration import Declaration, declare, map_declared
-from mesh_transformer.util import InputError
+from mesh_transformer.declaration import Declaration, declare, is_spec, map_declared
 
 Axes = tuple[str | None, ...]
-
-
-def use_virtual_devices(count: int) -> None:
-    """Makes the CPU backend show `count` devices, where the caller has not chosen a number.
-
-    Harmless beside an accelerator, which stays the default backend; does nothing once JAX has
-    started or where `XLA_FLAGS` or `jax_num_cpu_devices` already say how many.
-    """
-    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if chosen or jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]
-        return
-    # JAX refuses the setting once its backends run: the caller's devices are then what there is.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)
-
-
-def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """The (dp, mp) mesh of `config.cores_per_replica` columns over `devices` (default: all).
-
-    Raises:
-      InputError: when the devices do not divide into replicas of that size.
-    """
-    devices = jax.devices() if devices is None else devices
-    mp = config.cores_per_replica
-    if len(devices) % mp:
-        platform = devices[0].platform
-        remedy = "set cores_per_replica to a divisor of their number"
-        if platform == "cpu" and len(devices) < mp:  # JAX ran before it was asked for more
-            flag = f"--xla_force_host_platform_device_count={config.tpu_size}"
-            remedy += f", or start with XLA_FLAGS={flag}"
-        raise InputError(
-            f"config: cores_per_replica is {mp}, but there are {len(devices)} {platform} devices; "
-            f"{remedy}"
-        )
-    return Mesh(np.asarray(devices).reshape(-1, mp), ("dp", "mp"))
-
-
-def named(mesh: Mesh, specs: Any) -> Any:
-    """The tree of PartitionSpecs as NamedShardings on `mesh`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, P)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -100,12 +51,18 @@ class Parallel(abc.ABC):
     Every value is typed with those of `axes` along which it differs between devices (`check_vma`).
     `mp` is how many parts of a layer the program sees apart, `replicas` how many gradients of one
     microbatch.  `declared` is a tree of the parameters' declarations.
+
+    The residual stream [B, T, D] is the same on all devices of a replica, or with `split_stream`
+    (Korthikanti 2022) each holds its part of the positions.
     """
 
     mp = 1
     axes: tuple[str, ...] = ()
 
-    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0):
+    def __init__(
+        self, mesh: Mesh | None = None, zero_stage: int = 0, *, split_stream: bool = False
+    ):
+        self.split_stream = split_stream
         self.dp = 1 if mesh is None else mesh.shape["dp"]
         self.zero_stage = zero_stage
         self.replicas = self.dp if zero_stage < 3 else 1
@@ -116,11 +73,19 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def fan_out(self, x: Array) -> Array:
-        """Megatron's f: identity forward, a sum over mp backward."""
+        """Megatron's f: the stream whole on every device; backward a sum over mp into it."""
+
+    @abc.abstractmethod
+    def join(self, x: Array) -> Array:
+        """Megatron's g: a sum over mp of [B, T, D] into the stream; backward it is whole again."""
+
+    @abc.abstractmethod
+    def own_positions(self, x: Array) -> Array:
+        """Of a whole [B, T, D] what the stream holds."""
 
     @abc.abstractmethod
     def sum(self, x: Array) -> Array:
-        """Megatron's g: a sum over mp forward, identity backward."""
+        """A sum over mp forward, identity backward."""
 
     @abc.abstractmethod
     def max(self, x: Array) -> Array:
@@ -148,7 +113,7 @@ class Parallel(abc.ABC):
         def visible(spec: P) -> P:
             return P(*(axis if axis in self.axes else None for axis in spec))
 
-        return jax.tree.map(visible, specs, is_leaf=_is_spec)
+        return jax.tree.map(visible, specs, is_leaf=is_spec)
 
     def _differing(self, x: Array, *axes: str | None) -> Array:
         """x, typed as one that differs along those of `axes` that the program sees."""
@@ -192,14 +157,15 @@ class Parallel(abc.ABC):
         return map_declared(copy, declared, params)
 
     def spread(self, params: Any, declared: Any) -> Any:
-        """Once a microbatch: parameters that all of a layer's parts read, as `fan_out` takes them.
+        """Once a microbatch: parameters that mp does not split, and whose users differ over mp.
 
         So their gradients are summed over mp together, in the compute dtype as activations are;
         each in its layer would be a word more.
         """
 
         def one(d: Declaration, x: Array) -> Array:
-            return x if "mp" in tuple(d.spec) or not d.adapter else self.fan_out(x)
+            everywhere = "mp" in tuple(d.spec) or not (d.adapter or self.split_stream)
+            return x if everywhere else self._differing(x, "mp")
 
         return map_declared(one, declared, params)
 
@@ -285,15 +251,23 @@ def _mp_alone(axes: Iterable[Any]) -> P:
 class Auto(Parallel):
     """dp written out, mp left to the compiler; without a mesh, one device and no collective."""
 
-    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0):
-        super().__init__(mesh, zero_stage)
+    def __init__(
+        self, mesh: Mesh | None = None, zero_stage: int = 0, *, split_stream: bool = False
+    ):
+        super().__init__(mesh, zero_stage, split_stream=split_stream)
         self.axes = () if mesh is None else ("dp",)
 
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
         return shape
 
     def fan_out(self, x: Array) -> Array:
-        return x
+        return self.shard(x, "dp", None, None) if self.split_stream else x
+
+    def join(self, x: Array) -> Array:
+        return self.own_positions(x)
+
+    def own_positions(self, x: Array) -> Array:
+        return self.shard(x, "dp", "mp" if self.split_stream else None, None)
 
     def sum(self, x: Array) -> Array:
         return x
@@ -328,8 +302,8 @@ class Manual(Parallel):
 
     axes = ("dp", "mp")
 
-    def __init__(self, mesh: Mesh, zero_stage: int = 0):
-        super().__init__(mesh, zero_stage)
+    def __init__(self, mesh: Mesh, zero_stage: int = 0, *, split_stream: bool = False):
+        super().__init__(mesh, zero_stage, split_stream=split_stream)
         self.mp = mesh.shape["mp"]
 
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
@@ -339,7 +313,20 @@ class Manual(Parallel):
         )
 
     def fan_out(self, x: Array) -> Array:
+        if self.split_stream:
+            return lax.all_gather(x, "mp", axis=1, tiled=True)
         return lax.pcast(x, "mp", to="varying")
+
+    def join(self, x: Array) -> Array:
+        if self.split_stream:
+            return lax.psum_scatter(x, "mp", scatter_dimension=1, tiled=True)
+        return lax.psum(x, "mp")
+
+    def own_positions(self, x: Array) -> Array:
+        if not self.split_stream:
+            return x
+        positions = x.shape[1] // self.mp
+        return lax.dynamic_slice_in_dim(x, self.rank() * positions, positions, axis=1)
 
     def sum(self, x: Array) -> Array:
         return lax.psum(x, "mp")

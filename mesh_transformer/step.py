@@ -16,8 +16,9 @@ from mesh_transformer.attention import LayerCache
 from mesh_transformer.compiler_options import compiler_options
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration, joined, partition
+from mesh_transformer.mesh import named
 from mesh_transformer.optimizer import Optimizer
-from mesh_transformer.parallel import Auto, Manual, Parallel, named
+from mesh_transformer.parallel import Auto, Manual, Parallel
 from mesh_transformer.sampling import SamplerSettings
 from mesh_transformer.util import InputError, to_bf16, to_f32
 
@@ -162,9 +163,9 @@ def check_zero(config: Config, mesh: Mesh) -> None:
             )
 
 
-def _parallel(config: Config, mesh: Mesh) -> Parallel:
-    stage = config.zero or 0
-    return Auto(mesh, stage) if config.partitioning == "jit" else Manual(mesh, stage)
+def _parallel(config: Config, mesh: Mesh, *, split_stream: bool = False) -> Parallel:
+    kind = Auto if config.partitioning == "jit" else Manual
+    return kind(mesh, config.zero or 0, split_stream=split_stream)
 
 
 def gradient_replicas(config: Config, mesh: Mesh) -> int:
@@ -173,11 +174,17 @@ def gradient_replicas(config: Config, mesh: Mesh) -> int:
 
 
 def _partition(
-    function: Callable[..., Any], config: Config, mesh: Mesh, in_specs: Any, out_specs: Any
+    function: Callable[..., Any],
+    config: Config,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    split_stream: bool = False,
 ) -> Callable[..., Any]:
     """`function(*args, config=, par=)` on every part of the mesh, as one function of the whole."""
     alone = mesh.size == 1  # nobody to talk to: even a sum over one device would take its time
-    par = Auto() if alone else _parallel(config, mesh)
+    par = Auto() if alone else _parallel(config, mesh, split_stream=split_stream)
 
     def program(*args: Any) -> Any:
         # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
@@ -254,7 +261,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     layout = state_specs(config, mesh)
     optimizer = Optimizer(config, model.trained(config))
     specs = (layout["params"], batch), (layout["opt_state"]["mu"], measured)
-    measure = _partition(gradients, config, mesh, *specs)
+    measure = _partition(gradients, config, mesh, *specs, split_stream=config.shard_activations)
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         grads, metrics = measure(state["params"], batch)

@@ -16,8 +16,8 @@ import numpy as np
 from mesh_transformer.compilation_cache import use_compilation_cache
 from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import Batch
+from mesh_transformer.mesh import use_virtual_devices
 from mesh_transformer.metrics import StepClock
-from mesh_transformer.parallel import use_virtual_devices
 from mesh_transformer.rows import places
 from mesh_transformer.sampling import SamplerSettings
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set

@@ -21,8 +21,8 @@ from mesh_transformer.config import Config
 from mesh_transformer.declaration import joined
 from mesh_transformer.generation import Chosen
 from mesh_transformer.generator import Batch, Generator
+from mesh_transformer.mesh import make_mesh, use_virtual_devices
 from mesh_transformer.native_checkpoint import saved_config
-from mesh_transformer.parallel import make_mesh, use_virtual_devices
 from mesh_transformer.rows import Rows
 from mesh_transformer.same_model import check_same_run
 from mesh_transformer.storage import AnyPath, local_path

@@ -13,7 +13,8 @@ import pytest
 from mesh_transformer import generation, generator, model, step
 from mesh_transformer.config import Config
 from mesh_transformer.generator import MOST_STEPS, Batch, sampler_settings
-from mesh_transformer.parallel import Auto, named
+from mesh_transformer.mesh import named
+from mesh_transformer.parallel import Auto
 from mesh_transformer.sampling import choose, penalize
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError

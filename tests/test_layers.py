@@ -1,15 +1,12 @@
 """Every part of a layer against a plain restatement of it."""
 
 import functools
-from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.attention import MASKED, attend, causal_bias, rotate
 from mesh_transformer.config import Config
@@ -18,11 +15,10 @@ from mesh_transformer.layers import (
     Norm,
     Projection,
     RelativePosition,
-    cross_entropy,
     lookup,
     t5_bucket,
 )
-from mesh_transformer.parallel import Auto, Manual
+from mesh_transformer.parallel import Auto
 from tests.conftest import SMALL
 
 
@@ -169,56 +165,6 @@ def test_norms(kind, shapes):
     wanted = np.broadcast_to(norm_oracle(kind, x, params), found.shape)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     assert part.apply({"norm": params}, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-def on_shards(function: Any, shards: int) -> Any:
-    """`function(logits_BTV, targets_BT, par)` with the vocabulary split over mp."""
-    mesh = Mesh(np.asarray(jax.devices()[:shards]).reshape(1, -1), ("dp", "mp"))
-    program = functools.partial(function, par=Manual(mesh))
-    specs = (P(None, None, "mp"), P())
-    return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P()))
-
-
-@pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("ties", [False, True])
-def test_cross_entropy_is_log_softmax_and_argmax(shards, ties):
-    logits = normal(0, 4, 50, 32, scale=4.0)
-    if ties:
-        # Few values: nearly every row has several largest logits, on one shard and across shards.
-        logits = np.round(np.clip(logits / 4, -1, 1))
-    rng = np.random.default_rng(1)
-    targets = rng.integers(0, 32, (4, 50)).astype(np.uint32)
-    targets = np.where(rng.random((4, 50)) < 0.5, logits.argmax(axis=-1), targets)
-    run = (
-        functools.partial(cross_entropy, par=Auto()) if shards == 1 else on_shards(cross_entropy, 4)
-    )
-    loss, log_sum, correct = run(jnp.asarray(logits), jnp.asarray(targets, jnp.uint32))
-    log_softmax = np.log(softmax(logits.astype(np.float64)))
-    wanted = -np.take_along_axis(log_softmax, targets[..., None].astype(int), axis=-1)[..., 0]
-    np.testing.assert_allclose(loss, wanted, atol=2e-5)
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    np.testing.assert_allclose(log_sum, np.log(np.exp(shifted).sum(axis=-1)), atol=2e-6)
-    # numpy's argmax is the first of equals.
-    np.testing.assert_array_equal(correct, logits.argmax(axis=-1) == targets)
-    assert 0 < np.mean(correct) < 1
-
-
-@pytest.mark.parametrize("shards", [1, 4])
-def test_the_gradient_of_cross_entropy_is_softmax_less_one_hot(shards):
-    logits, targets = normal(2, 2, 3, 32), np.asarray([[0, 31, 8], [7, 7, 16]], np.uint32)
-    run = (
-        functools.partial(cross_entropy, par=Auto()) if shards == 1 else on_shards(cross_entropy, 4)
-    )
-    found = jax.grad(lambda x: jnp.sum(run(x, jnp.asarray(targets))[0]))(jnp.asarray(logits))
-    wanted = softmax(logits.astype(np.float64)) - np.eye(32)[targets]
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
-
-
-def test_huge_logits_do_not_overflow():
-    logits = jnp.asarray([[[3e4, -3e4, 0.0]]])
-    loss, _, correct = cross_entropy(logits, jnp.asarray([[1]]), Auto())
-    assert float(loss[0, 0]) == 6e4
-    assert not correct[0, 0]
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed"])

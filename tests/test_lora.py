@@ -15,7 +15,8 @@ from mesh_transformer import conversion, lora, model, native_checkpoint, step, t
 from mesh_transformer.checkpoint import Checkpoints, find_aux
 from mesh_transformer.config import LORA_TARGETS, Config
 from mesh_transformer.declaration import joined, partition
-from mesh_transformer.parallel import Auto, make_mesh, named
+from mesh_transformer.mesh import make_mesh, named
+from mesh_transformer.parallel import Auto
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch

@@ -10,7 +10,9 @@ import pytest
 
 from mesh_transformer import model, step
 from mesh_transformer.config import Config
-from mesh_transformer.parallel import Auto, named
+from mesh_transformer.cross_entropy import cross_entropy
+from mesh_transformer.mesh import named
+from mesh_transformer.parallel import Auto
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import random_batch
@@ -118,7 +120,7 @@ def test_positions_without_loss_get_no_gradient():
     def loss(moved: jax.Array) -> jax.Array:
         """The loss when what the head reads is moved: its gradient is that of the positions."""
         logits = moved + model.logits(params, batch["obs"], CONFIG, Auto())
-        found = model.Losses(*model.cross_entropy(logits, batch["target"], Auto()))
+        found = cross_entropy(logits, batch["target"], Auto())
         return jnp.mean(weights.every_BT * found.loss_BT)
 
     gradient = jax.jit(jax.grad(loss))(jnp.zeros((*batch["obs"].shape, CONFIG.n_vocab)))

@@ -22,10 +22,10 @@ import pytest
 from mesh_transformer import model
 from mesh_transformer.config import Norm
 from mesh_transformer.declaration import map_declared
+from mesh_transformer.mesh import named
 from mesh_transformer.original_checkpoint import read, write
 from mesh_transformer.original_files import split, step_folder
 from mesh_transformer.original_names import entries
-from mesh_transformer.parallel import named
 from mesh_transformer.step import state_specs
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError

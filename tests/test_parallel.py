@@ -19,7 +19,8 @@ from mesh_transformer import model, step
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import Declaration
 from mesh_transformer.hlo import Collective, Groups, Loop, groups_of, parse
-from mesh_transformer.parallel import Manual, make_mesh
+from mesh_transformer.mesh import make_mesh
+from mesh_transformer.parallel import Manual
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 
@@ -150,6 +151,25 @@ def test_a_layer_reduces_one_activation_each_way_and_a_step_its_gradients_once(r
     check_gradients_are_reduced_once_a_step(program, zero)
 
 
+def test_a_split_stream_is_gathered_and_scattered_once_a_layer_each_way():
+    program = compiled_step(shard_activations=True, remat="none", zero=1)
+    check_gradients_are_reduced_once_a_step(program, 1)
+    _, (microbatch,), layer = program.loops()
+    size = ROWS * SMALL["seq"] * SMALL["d_model"]
+    moved = [
+        sorted((c.kind, math.prod(c.shape)) for c in found if c.groups == over("mp"))
+        for found in layer
+        if found
+    ]
+    # With remat the backward pass would gather once more, for what it computes again.
+    assert moved == [[("all-gather", size), ("reduce-scatter", size // MP)]] * 2
+    # Norms and biases have seen a part of the positions each: summed once, for all layers.
+    layers, width = 4, SMALL["d_model"]
+    assert (
+        sorted(c.shape for c in microbatch if c.shape == (layers, width)) == [(layers, width)] * 3
+    )
+
+
 def test_adapters_add_no_activation_to_what_devices_exchange():
     adapters = {"lora_rank": 2, "lora_targets": ["q", "k", "v", "o", "fc", "out"]}
     program = compiled_step(**adapters, zero=1)
@@ -268,7 +288,7 @@ PROBE = "print(jax.default_backend(), jax.local_device_count('cpu'))"
 def test_virtual_devices_appear_unless_the_caller_chose(environment, before, expected):
     lines = (
         "import jax",
-        "from mesh_transformer.parallel import use_virtual_devices",
+        "from mesh_transformer.mesh import use_virtual_devices",
         before,
         "use_virtual_devices(6)",
         PROBE,

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from mesh_transformer.mesh import named
 from mesh_transformer.original_checkpoint import read
-from mesh_transformer.parallel import named
 from mesh_transformer.step import state_specs
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import DATA, original_config

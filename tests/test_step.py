@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from mesh_transformer import model, step
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import map_declared
-from mesh_transformer.parallel import Auto, named
+from mesh_transformer.mesh import named
+from mesh_transformer.parallel import Auto
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 from tests.test_model import weights
@@ -181,7 +182,7 @@ def test_geglu_takes_the_norm_of_each_shard():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"original_bias_copies": 4, "z_loss": 0.1},
+        {"original_bias_copies": 4, "z_loss": 0.1, "loss_chunk": 5},
         pytest.param({"remat": "dots"}, marks=pytest.mark.slow),
         pytest.param({"remat": "none"}, marks=pytest.mark.slow),
         pytest.param({"attention_window": 5, "head_size": 12}, marks=pytest.mark.slow),
@@ -193,6 +194,24 @@ def test_options_train_on_2x4_as_on_one_device(changes):
     # Remat changes what is kept, never the numbers: its reference keeps the default.
     wanted = one_device(config.replace(remat="full"))
     check_agreement(on_mesh(config, "shard_map", 4, 0), wanted, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("partitioning", "zero", "changes"),
+    [
+        ("shard_map", 1, {"norm": "layernorm", "pe": "fixed"}),
+        pytest.param("jit", 0, {"norm": "layernorm", "pe": "fixed"}, marks=pytest.mark.slow),
+        pytest.param("shard_map", 3, {"norm": "layernorm-desync"}, marks=pytest.mark.slow),
+        pytest.param("jit", 3, {"norm": "scalenorm-bias", "pe": "t5"}, marks=pytest.mark.slow),
+        pytest.param("shard_map", 0, {"block": "geglu", "remat": "none"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_split_stream_trains_as_one_device(partitioning, zero, changes):
+    shards = 4 if changes.get("norm") == "layernorm-desync" else 1
+    config = small_config(**changes, cores_per_replica=shards)
+    split = on_mesh(config, partitioning, 4, zero).replace(shard_activations=True)
+    check_agreement(split, one_device(config.replace(remat="full")), 2, 4)
 
 
 @pytest.mark.parametrize(
