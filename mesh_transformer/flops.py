@@ -149,6 +149,12 @@ def hardware_flops_per_token(config: Config) -> int:
     return palm_flops_per_token(config) + again
 
 
+def decode_flops_per_token(config: Config) -> int:
+    """The forward pass of one token with `seq` positions behind it, the embedding a lookup."""
+    matrices = matmul_params(config) - config.n_vocab * config.d_model
+    return 2 * matrices + 4 * config.layers * config.n_heads * config.d_head * config.seq
+
+
 def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
     """Model FLOPs utilisation, 0 to 1; `peak` is the FLOP/s of all devices together."""
     return tokens_per_sec * palm_flops_per_token(config) / peak

@@ -89,10 +89,20 @@ class Program:
 
     def moved(self) -> int:
         """Bytes that one run reads from and writes to the memory of a device."""
-        pieces = sum(
-            2 * times * each.bytes for each, times in hlo.parse(self._text).runs() if each.chain
-        )
-        return self._moved_in("ENTRY") + pieces
+        return self._moved_in("ENTRY") + self._pieces()
+
+    def _pieces(self) -> int:
+        runs = hlo.parse(self._text).runs()
+        return sum(2 * times * each.bytes for each, times in runs if each.chain)
+
+    def moved_in_a_loop(self) -> int:
+        """The same of one run of the body of the largest loop."""
+        bodies = [
+            self._moved_in(body[1])
+            for each in self._inside["ENTRY"].values()
+            if each.kind == "while" and (body := re.search(r"body=%([^\s,]+)", each.line))
+        ]
+        return max(bodies, default=0) + self._pieces()
 
     def _moved_in(self, name: str) -> int:
         total = 0

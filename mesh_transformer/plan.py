@@ -4,7 +4,6 @@ The real step is compiled, for devices that need not exist; the figures are the 
 but for those called an estimate.
 """
 
-import collections
 import dataclasses
 import math
 import re
@@ -17,60 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import flops, hlo, step
+from mesh_transformer import flops, step
 from mesh_transformer.config import Config
 from mesh_transformer.hlo_bytes import Program
-from mesh_transformer.roofline import Estimate, estimate, sent
+from mesh_transformer.roofline import Estimate, estimate
 from mesh_transformer.topology import GIB, Slice
+from mesh_transformer.traffic import Traffic, traffic_of
 from mesh_transformer.util import InputError
 
 FAST = {"exec_time_optimization_effort": -1.0}  # the same collectives, the peak within 8 percent
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30}
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Collectives of one kind in one place.
-
-    Attributes:
-      axis: of the mesh, along which devices take part.
-      place: "layer forward" and "layer backward" are in the loop over layers, "microbatch" in the
-        loop over microbatches (where there are several), "loop" in another one.
-      count: arrays a step.
-      bytes: of the results on one device, in a step.
-      sent: bytes that one device sends for them (`roofline.sent`).
-    """
-
-    kind: str
-    axis: str
-    dtype: str
-    place: str
-    count: int
-    bytes: int
-    sent: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What the devices exchange in one step: arrays, and their bytes on one device."""
-
-    layer_forward: int  # activation all-reduces in the loop over layers, forward
-    layer_backward: int
-    bytes_by_kind: dict[str, int]  # in the whole step
-    exchanges: list[Exchange]
-
-    def lines(self) -> list[str]:
-        """The same for people."""
-        return [
-            f"activation all-reduces in the loop over layers: {self.layer_forward} forward, "
-            f"{self.layer_backward} backward",
-            *(
-                f"  {each.place}: {each.count} x {each.kind} over {each.axis}, {each.dtype}, "
-                f"{each.bytes / 1e6:,.1f} MB a step and device"
-                for each in self.exchanges
-            ),
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,12 +127,12 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices)
     step.check_zero(config, mesh)
-    state, batch = step.abstract_state(config, mesh), _abstract_batch(config, mesh)
+    state, batch = step.abstract_state(config, mesh), abstract_batch(config, mesh)
     found = compiled(step.compile_train(config, mesh), state, batch, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
     if found.text is not None:
-        traffic = _traffic(found.text, config, mesh)
+        traffic = traffic_of(found.text, config, mesh)
         speed = estimate(
             config,
             topology.hardware(config.dtype),
@@ -235,7 +191,8 @@ def _platform(args: Any) -> str:
     return next(iter(next(leaves).sharding.device_set)).platform
 
 
-def _abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and layouts of one step's tokens."""
     rows = config.per_replica_batch * mesh.shape["dp"]
     shape = (config.gradient_accumulation_steps, rows, config.seq)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
@@ -248,69 +205,3 @@ def bytes_on_one_device(tree: Any) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
-
-
-def _traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
-    """What a compiled step exchanges; of a combined collective each array counts."""
-    whole = hlo.parse(text)
-    activation = config.per_replica_batch * config.seq * config.d_model
-    layers = [loop for loop in whole.all() if _is_over_layers(loop, config)]
-    reduced = [
-        "transpose" in each.where
-        for loop in layers
-        for each in loop.collectives
-        if each.kind == "all-reduce" and math.prod(each.shape) == activation and not each.is_alone
-    ]
-    exchanges = _exchanges(whole, config, mesh)
-    by_kind: collections.Counter[str] = collections.Counter()
-    for each in exchanges:
-        by_kind[each.kind] += each.bytes
-    return Traffic(reduced.count(False), reduced.count(True), dict(by_kind), exchanges)
-
-
-def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
-    deeper = any(_is_over_layers(inner, config) for inner in loop.loops)
-    return loop.trips == config.layers and not deeper
-
-
-def _exchanges(whole: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
-    sums: dict[tuple[str, str, str, str], list[int]] = {}
-
-    def walk(loop: hlo.Loop, times: int, around: str) -> None:
-        for each in loop.collectives:
-            axis, size = _along(each.groups, mesh)
-            if size == 1:
-                continue
-            place = around
-            if around == "layer":
-                place = "layer backward" if "transpose" in each.where else "layer forward"
-            total = sums.setdefault((place, each.kind, axis, each.dtype), [0, 0, 0])
-            total[0] += times
-            total[1] += times * each.bytes
-            total[2] += times * sent(each.kind, each.bytes, size)
-        for inner in loop.loops:
-            walk(inner, times * (inner.trips or 1), _place(inner, around, config))
-
-    walk(whole, 1, "step")
-    return [
-        Exchange(kind, axis, dtype, place, *total)
-        for (place, kind, axis, dtype), total in sorted(sums.items())
-    ]
-
-
-def _place(loop: hlo.Loop, around: str, config: Config) -> str:
-    if around == "layer" or _is_over_layers(loop, config):
-        return "layer"
-    if any(_is_over_layers(inner, config) for inner in loop.all()):
-        return "microbatch"
-    return around if around == "microbatch" else "loop"
-
-
-def _along(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
-    """The axes of the mesh that devices take part along, and how many take part together."""
-    mp = mesh.shape["mp"]
-    group = sorted(min(groups, key=min)) if groups else range(mesh.size)
-    if len({device // mp for device in group}) == 1:
-        return "mp", len(group)
-    axes = "dp" if len({device % mp for device in group}) == 1 else "dp and mp"
-    return axes, len(group)

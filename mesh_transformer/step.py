@@ -290,7 +290,7 @@ def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     return _compiled(logits_step, config, mesh, specs, P("dp"))
 
 
-def _decode_specs(config: Config) -> generation.DecodeState:
+def decode_specs(config: Config) -> generation.DecodeState:
     """The layout of a running batch: rows over dp, heads over mp."""
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
@@ -311,13 +311,13 @@ def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], generation
     return jax.jit(
         functools.partial(generation.empty, config),
         static_argnums=(0, 1),
-        out_shardings=named(mesh, _decode_specs(config)),
+        out_shardings=named(mesh, decode_specs(config)),
     )
 
 
 def compile_grow(config: Config, mesh: Mesh) -> Callable[..., generation.DecodeState]:
     """(batch, slots) -> the same batch with more slots."""
-    layout = named(mesh, _decode_specs(config))
+    layout = named(mesh, decode_specs(config))
     return jax.jit(generation.grow, static_argnums=1, out_shardings=layout)
 
 
@@ -331,7 +331,7 @@ def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[...
 
 def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
     """(weights, batch, prompts) -> (batch, what was chosen); the old batch's memory is reused."""
-    rows, state = P("dp"), _decode_specs(config)
+    rows, state = P("dp"), decode_specs(config)
     prompts = generation.Prompts(rows, rows, rows, rows, state.settings)
     function = functools.partial(generation.prefill, alternatives=alternatives)
     specs = (generation.weight_specs(config), state, prompts)
@@ -342,7 +342,7 @@ def compile_decode(
     config: Config, mesh: Mesh, alternatives: int | None, most: int
 ) -> Callable[..., Any]:
     """(weights, batch, steps) -> (batch, what was chosen); the old batch's memory is reused."""
-    state = _decode_specs(config)
+    state = decode_specs(config)
     function = functools.partial(generation.decode, alternatives=alternatives, most=most)
     specs = (generation.weight_specs(config), state, P())
     return _compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)

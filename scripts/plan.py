@@ -25,6 +25,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences a replica (default: the config's)")
     parser.add_argument("--accumulate", type=int, help="microbatches (default: the config's)")
     parser.add_argument("--remat", choices=("full", "dots", "none"), help="default: the config's")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--decode", action="store_true", help="plan generation, not training")
+    what.add_argument("--search", action="store_true", help="find the settings that fit, ranked")
+    parser.add_argument("--limit", type=int, default=12, help="of --search: settings to find")
     parser.add_argument("--fast", action="store_true", help="compile quickly; the peak is rougher")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
@@ -40,32 +44,40 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
     return mp
 
 
-def main() -> None:
-    args = parse_args()
-    if args.topology != "gpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-
-    from mesh_transformer.plan import plan
-    from mesh_transformer.topology import slice_named
-
-    slice_ = slice_named(args.topology)
-    config = Config.load(args.config)
-    mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)
+def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
+    """The config's keys that flags replace; --dp and --mp where either was given."""
     changes: dict[str, Any] = {
-        "cores_per_replica": mp,
-        "tpu_size": slice_.devices,
         "zero": args.zero,
         "per_replica_batch": args.batch,
         "gradient_accumulation_steps": args.accumulate,
         "remat": args.remat,
     }
-    changes = {key: value for key, value in changes.items() if value is not None}
+    if not args.search or (args.dp, args.mp) != (None, None):
+        changes["cores_per_replica"] = replica_size(args.dp, args.mp, default_mp, devices)
+    return {key: value for key, value in changes.items() if value is not None}
+
+
+def main() -> None:
+    args = parse_args()
+    if args.topology != "gpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+    from mesh_transformer.decode_plan import decode_plan
+    from mesh_transformer.plan import plan
+    from mesh_transformer.plan_search import search
+    from mesh_transformer.topology import slice_named
+
+    slice_ = slice_named(args.topology)
+    config = Config.load(args.config)
+    changes = changes_of(args, slice_.devices, config.cores_per_replica)
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
-    found = plan(config.replace(**changes), slice_, fast=args.fast)
-    if args.json:
-        print(json.dumps(dataclasses.asdict(found)))
+    if args.search:
+        found = search(config, slice_, fixed=changes, limit=args.limit)
     else:
-        print(found.table())
+        make = decode_plan if args.decode else plan
+        changed = config.replace(**changes, tpu_size=slice_.devices)
+        found = make(changed, slice_, fast=args.fast)
+    print(json.dumps(dataclasses.asdict(found)) if args.json else found.table())
     sys.exit(not found.fits)
 
 

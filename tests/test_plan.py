@@ -1,5 +1,6 @@
 """Plans for TPU slices: their names and grids, what fits, and what does not."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh_transformer import flops
+from mesh_transformer import decode_plan, flops, plan, plan_search
 from mesh_transformer.config import Config
-from mesh_transformer.topology import LIBRARY, topology
+from mesh_transformer.topology import LIBRARY, slice_named, topology
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
@@ -66,7 +67,77 @@ def test_a_mesh_of_other_devices_is_refused(dp, mp):
         script.replica_size(dp, mp, default=4, devices=8)
 
 
-def plan(config: Path, *words: str) -> tuple[int, dict]:
+@pytest.mark.parametrize("name", ["cpu-0", "cpu-9", "gpu", "cpu-x"])
+def test_devices_that_the_machine_does_not_have(name):
+    with pytest.raises(InputError, match=r"topology is '"):
+        slice_named(name)
+
+
+def small(**changes) -> Config:
+    return Config.of(SMALL | {"gradient_accumulation_steps": 3} | changes)
+
+
+def test_a_plan_for_virtual_devices():
+    """dp 2 x mp 4 on CPU: what is summed over dp is summed once a step, of each gradient."""
+    config = small(cores_per_replica=4)
+    found = plan.plan(config, slice_named("cpu-8"))
+    assert (found.dp, found.mp, found.fits) == (2, 4, True)
+    assert found.flops == flops.palm_flops_per_token(config) * config.seq * 3 * 2
+    assert found.collectives is not None
+    assert (found.collectives.layer_forward, found.collectives.layer_backward) == (1, 1)
+    over_dp = [each for each in found.collectives.exchanges if each.axis != "mp"]
+    assert {each.place for each in over_dp} == {"step"}
+    assert sum(each.bytes for each in over_dp) >= 4 * flops.matmul_params(config) / 4
+    for each in found.collectives.exchanges:
+        if each.place.startswith("layer"):
+            activations = 4 * config.seq * config.d_model * config.per_replica_batch
+            assert each.bytes == each.count * activations  # f32
+            assert each.sent == each.bytes * 6 // 4
+    assert found.estimate is not None
+    least, most = found.estimate.step_seconds
+    assert 0 < least < most
+    assert found.state_bytes < found.peak_bytes
+    text = found.table()
+    for word in ("fits", "estimate on cpu", "TFLOP/s a device", "MFU", "layer backward"):
+        assert word in text
+
+
+def test_a_plan_of_generation():
+    config = small(cores_per_replica=2, per_replica_batch=3)
+    found = decode_plan.decode_plan(config, slice_named("cpu-4"))
+    assert (found.dp, found.mp, found.rows, found.fits) == (2, 2, 6, True)
+    # K and V of each layer, of the heads and rows that a device has, in f32.
+    heads = config.n_heads // 2
+    assert found.cache_bytes == 2 * config.layers * 3 * heads * config.seq * config.d_head * 4
+    assert found.state_bytes == found.weights_bytes + found.cache_bytes
+    assert found.collectives is not None
+    assert found.collectives.layer_forward == 1
+    assert found.bytes_per_token is not None
+    assert found.bytes_per_token >= found.read_bytes
+    assert "tokens/s" in found.table()
+
+
+def test_a_search_ranks_what_fits():
+    """Of 4 devices; the settings are fixed but for mp and dp to have two compilations."""
+    config = small(cores_per_replica=2, tpu_size=4, gradient_accumulation_steps=1)
+    fixed = {"remat": "full", "zero": 0, "per_replica_batch": config.per_replica_batch}
+    found = plan_search.search(config, slice_named("cpu-4"), fixed=fixed, limit=2)
+    assert found.fits
+    assert len(found.plans) == 2
+    speeds = [one.estimate.tokens_per_second[1] for one in found.plans if one.estimate]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {one.zero for one in found.plans} == {0}
+    assert "2 fit" in found.table()
+    json.dumps(dataclasses.asdict(found))
+    with pytest.raises(InputError, match="takes the sequences a step"):
+        plan_search.search(
+            config.replace(per_replica_batch=1),
+            slice_named("cpu-4"),
+            fixed={"remat": "full", "zero": 3, "cores_per_replica": 4},
+        )
+
+
+def planned(config: Path, *words: str) -> tuple[int, dict]:
     """The exit status and the one object on stdout."""
     command = [sys.executable, "scripts/plan.py", "--config", str(config), *words, "--json"]
     done = subprocess.run(
@@ -80,7 +151,7 @@ def plan(config: Path, *words: str) -> tuple[int, dict]:
 @pytest.mark.slow
 def test_gpt_j_fits_a_v3_8():
     path = ROOT / "configs" / "6B_roto_256.json"
-    status, found = plan(path, "--topology", "v3-8", "--accumulate", "1", "--fast")
+    status, found = planned(path, "--topology", "v3-8", "--accumulate", "1", "--fast")
     assert (status, found["fits"]) == (0, True)
     assert (found["devices"], found["dp"], found["mp"]) == (8, 1, 8)
     # Parameters and both moments in f32 by eighths; norms and biases are whole on each.
@@ -97,7 +168,7 @@ def test_gpt_j_fits_a_v3_8():
 def test_what_does_not_fit_says_by_how_much(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | {"cores_per_replica": 4, "seq": 2048, "d_model": 1024}))
-    status, found = plan(path, "--topology", "v2-8", "--mp", "8", "--batch", "4096", "--fast")
+    status, found = planned(path, "--topology", "v2-8", "--mp", "8", "--batch", "4096", "--fast")
     assert (status, found["fits"], found["collectives"]) == (1, False, None)
     assert found["mp"] == 8
     assert found["peak_bytes"] > found["hbm_bytes"]
