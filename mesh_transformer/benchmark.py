@@ -24,7 +24,7 @@ from mesh_transformer import device_trace, flops
 from mesh_transformer import step as steps
 from mesh_transformer.config import Config
 from mesh_transformer.generator import MOST_STEPS, Generator, sampler_settings
-from mesh_transformer.parallel import named
+from mesh_transformer.mesh import named
 from mesh_transformer.rows import Rows
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError

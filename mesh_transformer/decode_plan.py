@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import flops, generation, model, step
 from mesh_transformer.config import Config
 from mesh_transformer.hlo_bytes import Program
-from mesh_transformer.parallel import named
+from mesh_transformer.mesh import named
 from mesh_transformer.plan import bytes_on_one_device, compiled, mesh_of, room
 from mesh_transformer.topology import Slice
 from mesh_transformer.traffic import Traffic, decode_traffic

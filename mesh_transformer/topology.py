@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from mesh_transformer import flops
 from mesh_transformer.flops import Hardware
-from mesh_transformer.parallel import use_virtual_devices
+from mesh_transformer.mesh import use_virtual_devices
 from mesh_transformer.tpu_spec import GENERATIONS
 from mesh_transformer.util import InputError
 

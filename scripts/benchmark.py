@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from mesh_transformer import benchmark, flops
-    from mesh_transformer.parallel import make_mesh, use_virtual_devices
+    from mesh_transformer.mesh import make_mesh, use_virtual_devices
 
     if args.every_host:
         jax.distributed.initialize()
