@@ -140,12 +140,15 @@ def hardware_flops_per_token(config: Config) -> int:
     """PaLM's count and what `remat` computes again in the backward pass.
 
     full: a layer's forward pass, less its last matmuls, whose outputs no gradient needs; dots:
-    the two products of attention, all others being kept; none: nothing.
+    the two products of attention, all others being kept; none: nothing.  Logits that are made in
+    chunks are made twice, whatever `remat` is.
     """
     attention = 4 * config.layers * config.n_heads * config.d_head * config.seq
     outputs = (config.n_heads * config.d_head + config.d_ff) * config.d_model
     inputs = 2 * config.layers * (_layer_matrices(config) - outputs)
     again = {"full": inputs + attention, "dots": attention, "none": 0}[config.remat]
+    if config.seq > config.loss_chunk:
+        again += 2 * config.n_vocab * config.d_model
     return palm_flops_per_token(config) + again
 
 

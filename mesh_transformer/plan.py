@@ -52,6 +52,8 @@ class Plan:
     partitioning: str | None
     zero: int | None
     remat: str
+    shard_activations: bool
+    loss_chunk: int
     per_replica_batch: int
     accumulation: int
     parameters: int
@@ -70,8 +72,9 @@ class Plan:
         """What was chosen, in one line."""
         return (
             f"dp {self.dp} x mp {self.mp}, {self.partitioning}, ZeRO {self.zero}, remat "
-            f"{self.remat}, batch {self.per_replica_batch} a replica x {self.accumulation} "
-            "microbatches"
+            f"{self.remat}, {'sharded' if self.shard_activations else 'whole'} activations, loss "
+            f"in chunks of {self.loss_chunk}, batch {self.per_replica_batch} a replica x "
+            f"{self.accumulation} microbatches"
         )
 
     def table(self) -> str:
@@ -150,6 +153,8 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         partitioning=config.partitioning,
         zero=config.zero,
         remat=config.remat,
+        shard_activations=config.shard_activations,
+        loss_chunk=config.loss_chunk,
         per_replica_batch=config.per_replica_batch,
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),

@@ -7,6 +7,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.flops import Hardware
 from mesh_transformer.plan import Plan, plan
 from mesh_transformer.scaling import Paper, on_paper
 from mesh_transformer.topology import GIB, Slice
@@ -46,7 +47,8 @@ class Found:
             f"{self.left_out} not compiled, as slower on paper"
         )
         rows = [
-            "  dp   mp ZeRO remat batch x micro  GiB a device   tokens/s (estimate)     MFU",
+            "  dp   mp ZeRO remat activations batch x micro  GiB a device   tokens/s (estimate)"
+            "     MFU",
             *map(_row, self.plans),
         ]
         if not self.plans:
@@ -58,7 +60,8 @@ def _row(one: Plan) -> str:
     assert one.estimate is not None
     most, least = one.estimate.tokens_per_second
     return (
-        f"{one.dp:4} {one.mp:4} {one.zero:4} {one.remat:5} {one.per_replica_batch:5} x "
+        f"{one.dp:4} {one.mp:4} {one.zero:4} {one.remat:5} "
+        f"{'sharded' if one.shard_activations else 'whole':11} {one.per_replica_batch:5} x "
         f"{one.accumulation:<5}  {one.peak_bytes / GIB:5.2f} of {one.hbm_bytes / GIB:5.2f}  "
         f"{least:9,.0f} to {most:9,.0f}  {one.estimate.mfu[1]:.0%} to {one.estimate.mfu[0]:.0%}"
     )
@@ -116,7 +119,7 @@ def search(
             "give fewer flags"
         )
     hardware = topology.hardware(config.dtype)
-    papers = [(on_paper(each, hardware, topology.devices), each) for each in every]
+    papers = [_with_room(each, hardware, topology) for each in every]
     hopeful = [
         each
         for paper, each in sorted(papers, key=_paper_seconds)
@@ -133,6 +136,16 @@ def search(
         hopeless=len(every) - len(hopeful),
         left_out=len(hopeful) - len(fitting) - len(too_large),
     )
+
+
+def _with_room(config: Config, hardware: Hardware, topology: Slice) -> tuple[Paper, Config]:
+    """The config on paper; with sharded activations where it is too large otherwise."""
+    paper = on_paper(config, hardware, topology.devices)
+    shards = config.cores_per_replica
+    if paper.memory_bytes <= topology.hbm or shards == 1 or config.seq % shards:
+        return paper, config
+    config = config.replace(shard_activations=True)
+    return on_paper(config, hardware, topology.devices), config
 
 
 def _compile(
@@ -162,7 +175,11 @@ def _compile(
 
 def _is_larger(one: Config, other: Plan) -> bool:
     """Whether it cannot fit where the other does not: the same with as many sequences or more."""
-    same = one.cores_per_replica == other.mp and one.zero == other.zero
+    same = (
+        one.cores_per_replica == other.mp
+        and one.zero == other.zero
+        and one.shard_activations == other.shard_activations
+    )
     return (
         same
         and REMAT.index(one.remat) >= REMAT.index(other.remat)

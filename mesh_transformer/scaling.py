@@ -119,4 +119,6 @@ def _held(config: Config, part: int, dp: int) -> int:
     }[config.remat]
     scores = 3 * config.n_heads * config.seq // mp if config.remat == "none" else 0
     tokens = config.per_replica_batch * config.seq
+    if config.shard_activations:
+        saved -= config.d_model - config.d_model // mp
     return state + weights + sums + config.layers * tokens * BF16 * (saved + scores)

@@ -25,6 +25,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences a replica (default: the config's)")
     parser.add_argument("--accumulate", type=int, help="microbatches (default: the config's)")
     parser.add_argument("--remat", choices=("full", "dots", "none"), help="default: the config's")
+    parser.add_argument(
+        "--shard-activations",
+        action=argparse.BooleanOptionalAction,
+        help="between layers each device keeps a part (default: the config's)",
+    )
+    parser.add_argument("--loss-chunk", type=int, help="default: the config's")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--decode", action="store_true", help="plan generation, not training")
     what.add_argument("--search", action="store_true", help="find the settings that fit, ranked")
@@ -51,6 +57,8 @@ def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[
         "per_replica_batch": args.batch,
         "gradient_accumulation_steps": args.accumulate,
         "remat": args.remat,
+        "shard_activations": args.shard_activations,
+        "loss_chunk": args.loss_chunk,
     }
     if not args.search or (args.dp, args.mp) != (None, None):
         changes["cores_per_replica"] = replica_size(args.dp, args.mp, default_mp, devices)
