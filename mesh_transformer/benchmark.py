@@ -1,4 +1,4 @@
-"""How fast a config is on devices that are here: its train step, decoding, checkpoints.
+"""How fast a config is on devices that are here: its train step, and decoding.
 
 What is measured are the library's own compiled functions, by the host's clock, each time until the
 devices are done.  Bytes are of one device where nothing else is said.
@@ -6,12 +6,9 @@ devices are done.  Bytes are of one device where nothing else is said.
 
 import dataclasses
 import functools
-import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,11 +23,9 @@ from mesh_transformer.config import Config
 from mesh_transformer.generator import MOST_STEPS, Generator, sampler_settings
 from mesh_transformer.mesh import named
 from mesh_transformer.rows import Rows
-from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 
 PROFILED_STEPS, TOLD_OPERATIONS = 3, 10
-WRITTEN_AT_ONCE = 64 << 20  # bytes, of the plain file that checkpoints are compared with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +180,15 @@ def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
     counted = mesh.local_devices[0].memory_stats()
     if counted and "peak_bytes_in_use" in counted:
         return counted["peak_bytes_in_use"], "the device's memory_stats"
+    return planned_memory(compiled), "the compiler's memory_analysis"
+
+
+def planned_memory(compiled: Any) -> int:
+    """Bytes of one device that a program needs, by the compiler."""
     planned = compiled.memory_analysis()
-    # On CPUs `peak_memory_in_bytes` leaves the temporaries out.
+    # Not `peak_memory_in_bytes`, which leaves the temporaries out on CPUs.
     held = planned.argument_size_in_bytes + planned.output_size_in_bytes
-    whole = held - planned.alias_size_in_bytes + planned.temp_size_in_bytes
-    return whole, "the compiler's memory_analysis"
+    return held - planned.alias_size_in_bytes + planned.temp_size_in_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,93 +282,3 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
 def _bytes_here(tree: Any) -> int:
     """Of arrays on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpointing:
-    """Seconds to save and restore a state, beside a plain file of as many bytes; medians."""
-
-    state_bytes: int  # of all devices together
-    disk_bytes: int
-    blocked_seconds: float  # until training may go on
-    save_seconds: float
-    write_seconds: float  # of the plain file, fsync included
-    restore_seconds: float
-    read_seconds: float
-    save_bytes_per_second: float
-    restore_bytes_per_second: float
-    save_ratio: float  # save over write, the median of the pairs
-    restore_ratio: float
-
-
-def measure_checkpoint(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
-    """Saves and restores the state after one step, and writes and reads a plain file, by turns.
-
-    What was written is flushed to disk, and dropped from the machine's memory before it is read.
-    """
-    network = CausalTransformer(config, devices=list(mesh.devices.flat))
-    network.train(random_sample(config, Rows(mesh)))  # moments are not zero
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(network.state)))
-    found: list[tuple[float, ...]] = []
-    disk = 0
-    for _ in tqdm(range(rounds), desc="checkpoint", disable=jax.process_index() > 0):
-        saved, plain = folder / "saved", folder / "plain"
-        blocked = timed(lambda: network.save(str(saved)))[0]  # noqa: B023
-        rest = timed(network.wait)[0] + _flush(saved)
-        network.close()
-        written = timed(lambda: _write(plain, size))[0]  # noqa: B023
-        disk = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-        for path in (saved, plain):
-            _forget(path)
-        network.state = None  # no device need hold two
-        restored = timed(lambda: (network.restore(str(saved)), network.state))[0]  # noqa: B023
-        read = timed(lambda: _read(plain))[0]  # noqa: B023
-        network.close()
-        shutil.rmtree(saved)
-        plain.unlink()
-        found.append((blocked, blocked + rest, written, restored, read))
-    blocked, saved_in, written, restored, read = map(statistics.median, zip(*found, strict=True))
-    return Checkpointing(
-        state_bytes=size,
-        disk_bytes=disk,
-        blocked_seconds=blocked,
-        save_seconds=saved_in,
-        write_seconds=written,
-        restore_seconds=restored,
-        read_seconds=read,
-        save_bytes_per_second=size / saved_in,
-        restore_bytes_per_second=size / restored,
-        save_ratio=statistics.median(each[1] / each[2] for each in found),
-        restore_ratio=statistics.median(each[3] / each[4] for each in found),
-    )
-
-
-def _flush(folder: Path) -> float:
-    """Seconds until all files under a folder are on disk."""
-    began = time.perf_counter()
-    for path in filter(Path.is_file, folder.rglob("*")):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    return time.perf_counter() - began
-
-
-def _forget(path: Path) -> None:
-    """Has the next read of flushed files come from disk."""
-    for each in filter(Path.is_file, [path, *path.rglob("*")]):
-        with each.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _write(path: Path, size: int) -> None:
-    some = os.urandom(min(size, WRITTEN_AT_ONCE))
-    with path.open("wb", buffering=0) as file:
-        for at in range(0, size, len(some)):
-            file.write(some[: size - at])
-        os.fsync(file.fileno())
-
-
-def _read(path: Path) -> None:
-    into = bytearray(WRITTEN_AT_ONCE)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(into):
-            pass

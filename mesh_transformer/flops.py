@@ -6,8 +6,10 @@ gradients); the attention term, MFU and HFU are Chowdhery et al. 2022 (PaLM), ap
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -245,7 +247,10 @@ def _measured_flops(dtype: str, size: int = 1024) -> float:
 
 
 @functools.cache
-def _measured_copy(size: int = 2**27) -> float:
-    """Bytes/s read and written as one array is copied to another, by one thread."""
-    source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
-    return 2 * size / _fastest(lambda: np.copyto(target, source))
+def _measured_copy(size: int = 2**28) -> float:
+    """Bytes/s read and written as all cores together copy an array."""
+    threads = os.cpu_count() or 1
+    sources = [np.ones(size // threads, np.uint8) for _ in range(threads)]
+    targets = [np.empty_like(part) for part in sources]
+    with ThreadPoolExecutor(threads) as pool:
+        return 2 * size / _fastest(lambda: list(pool.map(np.copyto, targets, sources)))

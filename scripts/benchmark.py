@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import benchmark_ablation
+import benchmark_checkpoint
 import benchmark_loader
 import benchmark_report
 
@@ -37,6 +39,16 @@ SHMAP = {
 }
 MODELS: dict[str, Any] = {  # a file of configs/, or the keys
     "tiny": "tiny.json",
+    "13M": {  # four chunks of the loss, as GPT-J has
+        "layers": 6,
+        "d_model": 256,
+        "n_heads": 8,
+        "n_vocab": 16384,
+        "seq": 1024,
+        "loss_chunk": 256,
+        "pe_rotary_dims": 32,
+        "dtype": "float32",
+    },
     "105M": {
         "layers": 8,
         "d_model": 1024,
@@ -75,6 +87,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     modes.add_argument("--decode", action="store_true", help="tokens of --batch rows a replica")
     modes.add_argument("--checkpoint", action="store_true", help="save and restore the state")
     modes.add_argument("--loader", action="store_true", help="records read by one core")
+    modes.add_argument(
+        "--ablate", action="store_true", help="the train step with one optimisation off at a time"
+    )
     keys = parser.add_argument_group("in place of the config's keys")
     keys.add_argument("--batch", type=positive, help="sequences a replica")
     keys.add_argument("--seq", type=positive)
@@ -91,7 +106,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     size.add_argument("--warmup", type=int, default=2, help="steps between the first and them (2)")
     size.add_argument("--prompt", type=positive, help="tokens, with --decode (128)")
     size.add_argument("--tokens", type=positive, help="timed, with --decode (128)")
-    size.add_argument("--rounds", type=positive, default=5, help="--checkpoint, --loader (5)")
+    size.add_argument("--rounds", type=positive, default=5, help="of the other modes (5)")
     size.add_argument("--records", type=positive, default=100_000, help="--loader (%(default)s)")
     parser.add_argument("--folder", type=Path, help="to write in (default: a temporary one)")
     parser.add_argument("--profile", metavar="DIR", help="write a trace there, tell its top ten")
@@ -195,12 +210,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
     elif args.checkpoint:
         with work_folder(args.folder) as folder:
-            found = benchmark.measure_checkpoint(config, mesh, folder, args.rounds)
+            found = benchmark_checkpoint.measure(config, mesh, folder, args.rounds)
     elif args.loader:
         with work_folder(args.folder) as folder, one_core():
             found = benchmark_loader.measure(folder, args.records, config.seq, args.rounds)
         most = peak and peak / flops.palm_flops_per_token(config)
         found |= {"most_tokens_per_second_of_a_step": most}
+    elif args.ablate:
+        found = benchmark_ablation.measure(config, mesh, args.rounds)
     else:
         found = benchmark.measure_training(
             config, mesh, peak, count=args.steps, warmup=args.warmup, profile=args.profile
@@ -216,7 +233,7 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
     """What was measured, where and when."""
     from mesh_transformer import flops
 
-    modes = [mode for mode in ("decode", "checkpoint", "loader") if getattr(args, mode)]
+    modes = [mode for mode in ("decode", "checkpoint", "loader", "ablate") if getattr(args, mode)]
     keys = (
         "layers d_model n_heads n_vocab seq block partitioning zero remat dtype "
         "per_replica_batch gradient_accumulation_steps"

@@ -10,6 +10,9 @@ Cell = tuple[str, Callable[[dict[str, Any]], str]]  # a column's title, and what
 
 def lines(found: dict[str, Any]) -> str:
     """A line for each column of the mode's table, and a profile's operations."""
+    if found["mode"] == "ablate":
+        where = [f"{title}: {text(found)}" for title, text in _WHERE]
+        return "\n".join([*where, header("ablate"), row(found)])
     cells = [(title, text(found)) for title, text in _cells(found["mode"])]
     told = [f"{title}: {text}" for title, text in cells]
     profile = found.get("profile")
@@ -24,7 +27,10 @@ def lines(found: dict[str, Any]) -> str:
 
 
 def row(found: dict[str, Any]) -> str:
-    """A row of the mode's table in Markdown."""
+    """A row of the mode's table in Markdown, or a row for each variant of an ablation."""
+    if found["mode"] == "ablate":
+        told = (_row(text(each) for _, text in _OF_VARIANT) for each in found["variants"])
+        return "\n".join(told)
     return _row(text(found) for _, text in _cells(found["mode"]))
 
 
@@ -39,6 +45,8 @@ def _row(cells: Any) -> str:
 
 
 def _cells(mode: str) -> list[Cell]:
+    if mode == "ablate":
+        return _OF_VARIANT
     return [*_WHERE, *_OF_MODE[mode], ("command", lambda found: f"`{found['command']}`")]
 
 
@@ -134,3 +142,18 @@ _OF_MODE: dict[str, list[Cell]] = {
         ),
     ],
 }
+_OF_VARIANT: list[Cell] = [
+    ("train step", lambda v: v["name"]),
+    ("ms", lambda v: f"{v['step_seconds'] * 1e3:.1f}"),
+    (
+        "times the first (lowest to highest)",
+        lambda v: f"{v['ratio']:.2f} ({min(v['ratios']):.2f} to {max(v['ratios']):.2f})",
+    ),
+    ("temporaries (MiB)", lambda v: f"{v['temporary_bytes'] / 2**20:.1f}"),
+    ("whole memory (MiB)", lambda v: f"{v['memory_bytes'] / 2**20:.1f}"),
+    (
+        "all-reduces, MB",
+        lambda v: f"{v['all_reduces']}, {v['all_reduced_bytes'] / 1e6:.1f}",
+    ),
+    ("compiled in (s)", lambda v: f"{v['compile_seconds']:.1f}"),
+]

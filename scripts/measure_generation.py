@@ -105,23 +105,6 @@ def measure_one(args: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def bandwidth() -> float:
-    """GB/s that all cores copy together, read and written, best of five."""
-    from concurrent.futures import ThreadPoolExecutor
-    from os import cpu_count
-
-    threads = cpu_count() or 1
-    source = [np.ones(2**27 // threads, np.float32) for _ in range(threads)]
-    target = [np.empty_like(part) for part in source]
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(5):
-            start = time.perf_counter()
-            list(pool.map(np.copyto, target, source))
-            best = max(best, 2 * 2**29 / (time.perf_counter() - start) / 1e9)
-    return best
-
-
 def bytes_read(args: argparse.Namespace, batch: int) -> int:
     """What one token of every row reads here: the weights once, each row's keys and values."""
     weights = LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY
@@ -141,7 +124,10 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found[engine].append(json.loads(done.stdout.splitlines()[-1]))
             print(engine, {key: round(value, 1) for key, value in found[engine][-1].items()})
-    copied = bandwidth()
+
+    from mesh_transformer.flops import hardware
+
+    copied = hardware("cpu").hbm / 1e9
     print(f"memory: {copied:.1f} GB/s copied")
     for batch in args.batch:
         mine, other = ([run[str(batch)] for run in found[engine]] for engine in ENGINES)

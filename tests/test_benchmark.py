@@ -11,12 +11,13 @@ import pytest
 
 from mesh_transformer import benchmark, device_trace, flops
 from mesh_transformer.config import Config
-from mesh_transformer.util import InputError, run_script
+from mesh_transformer.util import InputError, StoppedError, run_script
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import benchmark as script  # pyright: ignore[reportMissingImports] # noqa: E402
+import benchmark_ablation as ablation  # pyright: ignore[reportMissingImports] # noqa: E402
 import benchmark_loader  # pyright: ignore[reportMissingImports] # noqa: E402
 import benchmark_report  # pyright: ignore[reportMissingImports] # noqa: E402
 
@@ -111,8 +112,9 @@ def check_row(found: dict) -> None:
     """The mode's table in the docs has these columns, and each of them a cell."""
     header = benchmark_report.header(found["mode"])
     assert header in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert benchmark_report.row(found).count(" | ") == header.splitlines()[0].count(" | ")
-    assert found["command"] in benchmark_report.lines(found)
+    columns = header.splitlines()[0].count(" | ")
+    assert {line.count(" | ") for line in benchmark_report.row(found).splitlines()} == {columns}
+    assert found["date"] in benchmark_report.lines(found)
 
 
 @pytest.mark.slow
@@ -141,15 +143,15 @@ def test_training_tells_its_time_and_what_it_comes_to(monkeypatch, capsys, tmp_p
 
 @pytest.mark.slow
 def test_decoding_counts_what_it_reads(monkeypatch, capsys, config_file):
-    words = f"--config {config_file} --mp 2 --decode --batch 3 --tokens 4 --prompt 6"
+    words = f"--config {config_file} --dp 2 --decode --batch 3 --tokens 4 --prompt 6"
     found = measured(monkeypatch, capsys, *words.split())
     assert set(found) > ABOUT
-    # Each device: half of the layer's matrices and of the head, in f32, and biases and norms.
-    matrices = 4 * (12 * 16**2 + 16 * 128) / 2
+    # Each device: the layer's matrices and the head in f32, and biases and norms.
+    matrices = 4 * (12 * 16**2 + 16 * 128)
     assert matrices < found["weight_bytes"] < 1.1 * matrices
     # Keys and values of the prompt, of the tokens before, and of half those that are timed.
-    assert found["cache_bytes"] == 2 * 4 * 16 / 2 * (6 + 4 + 2) * 3
-    assert found["tokens_per_second"] == 3 / found["token_seconds"]
+    assert found["cache_bytes"] == 2 * 4 * 16 * (6 + 4 + 2) * 3
+    assert found["tokens_per_second"] == 2 * 3 / found["token_seconds"]
     read = 2 * (found["weight_bytes"] + found["cache_bytes"])
     assert found["limit_seconds"] == read / found["limits"]["bandwidth"]
     assert found["share_of_limit"] == found["limit_seconds"] / found["token_seconds"]
@@ -179,6 +181,46 @@ def test_the_loader_is_compared_with_tf_data_and_with_a_step(tmp_path, config_fi
     check_row(about | found | {"limits": None, "most_tokens_per_second_of_a_step": None})
     with pytest.raises(InputError, match="a multiple of 10"):
         benchmark_loader.measure(tmp_path, 15, 8, 1)
+
+
+@pytest.mark.slow
+def test_an_ablation_compares_programs_of_one_loss(monkeypatch, capsys, config_file):
+    def two(*args: object) -> list[ablation.Variant]:
+        return [every[0], every[-2]]
+
+    every = ablation.variants(Config(**TINY), SimpleNamespace(size=4))
+    monkeypatch.setattr(ablation, "variants", two)
+    words = f"--config {config_file} --dp 2 --mp 2 --ablate --rounds 3"
+    found = measured(monkeypatch, capsys, *words.split())
+    library, naive = found["variants"]
+    assert (library["name"], naive["name"]) == ("as it is", "all off")
+    assert library["ratios"] == [1, 1, 1]
+    assert naive["ratio"] == sorted(naive["ratios"])[1]
+    assert naive["losses"] == pytest.approx(library["losses"], rel=found["loss_tolerance"])
+    assert library["losses"][0] != library["losses"][1]
+    # q, v, k and the feed-forward's matrix: three words more in the layer, of each microbatch.
+    assert naive["all_reduces"] == library["all_reduces"] + 2 * 3
+    check_row(found)
+
+
+def test_another_loss_stops_an_ablation():
+    def program(*losses: float) -> ablation.Compiled:
+        return ablation.Compiled(ablation.Variant("other"), None, list(losses), {})
+
+    ablation.check_losses([program(2.0, 1.5), program(2.00001, 1.50001)], 1e-5)
+    with pytest.raises(StoppedError, match=r"other: the losses are \[2.0, 1.4\]"):
+        ablation.check_losses([program(2.0, 1.5), program(2.0, 1.4)], 1e-5)
+
+
+def test_one_device_has_nobody_to_sum_with():
+    def names(size: int, **keys: object) -> list[str]:
+        mesh = SimpleNamespace(size=size)
+        return [each.name for each in ablation.variants(Config(**TINY, **keys), mesh)]
+
+    own = "each matmul its own sum"
+    assert own in names(4)
+    assert own not in names(1) + names(4, partitioning="jit")
+    assert "all off" in names(1)
 
 
 @pytest.mark.parametrize(

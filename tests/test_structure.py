@@ -83,7 +83,7 @@ LEVELS = {
     "scaling": 4,
     "topology": 4,
     "device_trace": 1,
-    "benchmark": 10,
+    "benchmark": 8,
     "traffic": 4,
     "plan": 9,
     "decode_plan": 10,
