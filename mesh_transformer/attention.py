@@ -4,6 +4,7 @@ Array names end in their shape: B batch, T query, S cache or key, H heads this p
 size, R rotated part of a head.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+# From q_BTHK, k_BHSK and v_BHSK to what each query reads, [B, T, H, K].
+Attend = Callable[[Array, Array, Array], Array]
 MASKED = -1e10  # not -inf: a fully masked row must stay finite
 
 

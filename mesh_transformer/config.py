@@ -22,6 +22,8 @@ Norm = Literal[
     "scalenorm-bias",
 ]
 
+Attention = Literal["auto", "xla", "splash", "splash_interpreted", "cudnn"]
+
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 
 # Which matrices of a block adapters can sit on; the first ones are the default.
@@ -64,6 +66,7 @@ class Config:
     zero: Literal[0, 1, 3] | None = None  # None: 0 under shard_map; under jit by early_collect
     early_collect: bool = True  # the original's name for ZeRO 1 (true) or 3 (false) in version 2
     remat: Literal["full", "dots", "none"] = "full"
+    attention: Attention = "auto"  # how that of a whole sequence is computed (docs/attention.md)
     shard_activations: bool = False  # between layers each device keeps its part of the positions
     loss_chunk: int = 512  # positions of a sequence whose logits are held at once
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mesh_transformer.attention import LayerCache, attend, rotate, write
+from mesh_transformer.attention import Attend, LayerCache, attend, rotate, write
 from mesh_transformer.config import Config
 from mesh_transformer.lora import adapter_names
 from mesh_transformer.parallel import Axes, Parallel, param
@@ -28,8 +28,9 @@ class Context(NamedTuple):
     """What all layers share: where the queries stand and which keys they see."""
 
     positions_BT: Array
-    bias_BHTS: Array
+    bias_BHTS: Array | None  # None: `attend` has its own masks
     slot_B: Array | None = None  # where each row's cache takes its one new key
+    attend: Attend | None = None  # in place of attention by `bias`
 
 
 def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
@@ -355,6 +356,9 @@ class TransformerLayer(hk.Module):
         else:
             assert context.slot_B is not None
             cache = write(cache, new, context.slot_B)
+        if context.attend is not None:
+            return context.attend(q_BTHK, cache.k_BHSK, cache.v_BHSK), cache
+        assert context.bias_BHTS is not None
         return attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, context.bias_BHTS), cache
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mesh_transformer import flash_attention
 from mesh_transformer.attention import MASKED, causal_bias
 from mesh_transformer.config import Config
 from mesh_transformer.cross_entropy import Losses, chunked_cross_entropy
@@ -120,21 +121,23 @@ def _forward(
 ) -> Array:
     """The residual stream x_BTD before the last norm; segments do not see each other."""
     parts, declared = transforms(config, par), declarations(config)
-    positions_BT, apart_BHTS = jnp.arange(tokens_BT.shape[-1])[None], None
+    positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
         run_BT, positions_BT = _runs(segments_BT)
-        apart_BHTS = (run_BT[:, :, None] != run_BT[:, None, :])[:, None]
 
     def apply(part: str, *args: Array) -> Any:
         whole = par.collect(params[part], declared[part], config.dtype)
         return parts[part].apply(whole, *args)
 
-    bias_BHTS = causal_bias(positions_BT, positions_BT, config.window)
-    if config.pe == "t5":
-        bias_BHTS += apply("relative", positions_BT, positions_BT)
-    if apart_BHTS is not None:
-        bias_BHTS = jnp.where(apart_BHTS, MASKED, bias_BHTS)
-    context = Context(positions_BT, bias_BHTS)
+    attend, bias_BHTS = flash_attention.attend(config, par, tokens_BT.shape[-1], run_BT), None
+    if attend is None:
+        bias_BHTS = causal_bias(positions_BT, positions_BT, config.window)
+        if config.pe == "t5":
+            bias_BHTS += apply("relative", positions_BT, positions_BT)
+        if run_BT is not None:
+            apart_BHTS = (run_BT[:, :, None] != run_BT[:, None, :])[:, None]
+            bias_BHTS = jnp.where(apart_BHTS, MASKED, bias_BHTS)
+    context = Context(positions_BT, bias_BHTS, attend=attend)
     one_layer = map_declared(lambda d: d.unstack(), declared["layers"])
 
     def run(layer_params: Params, x_BTD: Array) -> Array:

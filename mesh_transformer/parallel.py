@@ -19,30 +19,14 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.collectives import gather_cast
 from mesh_transformer.declaration import Declaration, declare, is_spec, map_declared
 
 Axes = tuple[str | None, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_cast(x: Array, axis: int, dtype: Any) -> Array:
-    """f32 parts along `axis` joined over dp and cast; their gradient is summed in f32.
-
-    Without the custom rule the transpose would sum the replicas' gradients in `dtype`.
-    """
-    return lax.all_gather(x.astype(dtype), "dp", axis=axis, tiled=True)
-
-
-def _gather_cast_forward(x: Array, axis: int, dtype: Any) -> tuple[Array, None]:
-    return _gather_cast(x, axis, dtype), None
-
-
-def _gather_cast_backward(axis: int, dtype: Any, _: None, g: Array) -> tuple[Array]:
-    g = g.astype(jnp.float32)
-    return (lax.psum_scatter(g, "dp", scatter_dimension=axis, tiled=True),)
-
-
-_gather_cast.defvjp(_gather_cast_forward, _gather_cast_backward)
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(x is None or isinstance(x, str) for x in node)
 
 
 class Parallel(abc.ABC):
@@ -50,7 +34,8 @@ class Parallel(abc.ABC):
 
     Every value is typed with those of `axes` along which it differs between devices (`check_vma`).
     `mp` is how many parts of a layer the program sees apart, `replicas` how many gradients of one
-    microbatch.  `declared` is a tree of the parameters' declarations.
+    microbatch.  `declared` is a tree of the parameters' declarations.  `attention` is how that of a
+    whole sequence is computed (`flash_attention.chosen`).
 
     The residual stream [B, T, D] is the same on all devices of a replica, or with `split_stream`
     (Korthikanti 2022) each holds its part of the positions.
@@ -60,10 +45,16 @@ class Parallel(abc.ABC):
     axes: tuple[str, ...] = ()
 
     def __init__(
-        self, mesh: Mesh | None = None, zero_stage: int = 0, *, split_stream: bool = False
+        self,
+        mesh: Mesh | None = None,
+        zero_stage: int = 0,
+        *,
+        attention: str = "xla",
+        split_stream: bool = False,
     ):
         self.split_stream = split_stream
         self.dp = 1 if mesh is None else mesh.shape["dp"]
+        self.attention = attention
         self.zero_stage = zero_stage
         self.replicas = self.dp if zero_stage < 3 else 1
 
@@ -106,6 +97,32 @@ class Parallel(abc.ABC):
     @abc.abstractmethod
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
         """`function`, which talks to the other replicas, on each mp part of an array."""
+
+    def on_blocks(self, function: Callable[..., Any], given: Any, found: Any) -> Callable[..., Any]:
+        """`function` of each mp part of its arguments, for kernels, which know no types.
+
+        What it returns is taken to differ between all devices.
+
+        Args:
+          given, found: the `Axes` of each argument and result, where it is a tree of all leaves.
+        """
+        if not self.axes:
+            return function
+
+        def untyped(x: Array) -> Array:
+            # Any operation in there forgets its inputs' types; a kernel compares them, though.
+            return jnp.squeeze(jnp.expand_dims(x, 0), 0)
+
+        def split(axes: Axes) -> P:
+            return P(*(None if axis in self.axes else axis for axis in axes))
+
+        inner = jax.shard_map(
+            lambda *args: function(*jax.tree.map(untyped, args)),
+            in_specs=jax.tree.map(split, given, is_leaf=_is_axes),
+            out_specs=jax.tree.map(split, found, is_leaf=_is_axes),
+            check_vma=False,
+        )
+        return lambda *args: jax.tree.map(lambda x: self._differing(x, *self.axes), inner(*args))
 
     def within(self, specs: Any) -> Any:
         """The layouts (a tree of PartitionSpecs) as `shard_map` takes them: `axes` alone."""
@@ -152,7 +169,7 @@ class Parallel(abc.ABC):
                 return self._differing(x.astype(dtype), "dp")
             if self.zero_stage == 3:
                 return x.astype(dtype if d.frozen else jnp.float32)
-            return self._on_parts(lambda x: _gather_cast(x, axis, dtype), d.spec)(x)
+            return self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
 
         return map_declared(copy, declared, params)
 
@@ -175,7 +192,7 @@ class Parallel(abc.ABC):
         def whole(d: Declaration, x: Array) -> Array:
             axis = self._zero_axis(d) if self.zero_stage == 3 else None
             if axis is not None:
-                x = self._on_parts(lambda x: _gather_cast(x, axis, dtype), d.spec)(x)
+                x = self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
             # And so for its gradient: else TPUs keep some in another layout, with all-to-alls.
             return self.shard(x, *d.spec)
 
@@ -251,10 +268,8 @@ def _mp_alone(axes: Iterable[Any]) -> P:
 class Auto(Parallel):
     """dp written out, mp left to the compiler; without a mesh, one device and no collective."""
 
-    def __init__(
-        self, mesh: Mesh | None = None, zero_stage: int = 0, *, split_stream: bool = False
-    ):
-        super().__init__(mesh, zero_stage, split_stream=split_stream)
+    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0, **choices: Any):
+        super().__init__(mesh, zero_stage, **choices)
         self.axes = () if mesh is None else ("dp",)
 
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
@@ -302,8 +317,8 @@ class Manual(Parallel):
 
     axes = ("dp", "mp")
 
-    def __init__(self, mesh: Mesh, zero_stage: int = 0, *, split_stream: bool = False):
-        super().__init__(mesh, zero_stage, split_stream=split_stream)
+    def __init__(self, mesh: Mesh, zero_stage: int = 0, **choices: Any):
+        super().__init__(mesh, zero_stage, **choices)
         self.mp = mesh.shape["mp"]
 
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:

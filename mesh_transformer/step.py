@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import generation, lora, model
+from mesh_transformer import flash_attention, generation, lora, model
 from mesh_transformer.attention import LayerCache
 from mesh_transformer.compiler_options import compiler_options
 from mesh_transformer.config import Config
@@ -164,8 +164,12 @@ def check_zero(config: Config, mesh: Mesh) -> None:
 
 
 def _parallel(config: Config, mesh: Mesh, *, split_stream: bool = False) -> Parallel:
+    """Who splits over mp, and how these devices compute attention."""
+    attention = flash_attention.chosen(config, mesh.devices.flat[0])
+    if mesh.size == 1:  # nobody to talk to: even a sum over one device would take its time
+        return Auto(attention=attention)
     kind = Auto if config.partitioning == "jit" else Manual
-    return kind(mesh, config.zero or 0, split_stream=split_stream)
+    return kind(mesh, config.zero or 0, attention=attention, split_stream=split_stream)
 
 
 def gradient_replicas(config: Config, mesh: Mesh) -> int:
@@ -183,8 +187,7 @@ def _partition(
     split_stream: bool = False,
 ) -> Callable[..., Any]:
     """`function(*args, config=, par=)` on every part of the mesh, as one function of the whole."""
-    alone = mesh.size == 1  # nobody to talk to: even a sum over one device would take its time
-    par = Auto() if alone else _parallel(config, mesh, split_stream=split_stream)
+    par = _parallel(config, mesh, split_stream=split_stream)
 
     def program(*args: Any) -> Any:
         # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
@@ -192,7 +195,7 @@ def _partition(
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
             return function(*args, config=config, par=par)
 
-    if alone:
+    if not par.axes:
         return program
     return jax.shard_map(
         program,

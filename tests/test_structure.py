@@ -46,6 +46,8 @@ LEVELS = {
     "layers": 3,
     "model": 4,
     "int8": 2,
+    "flash_attention": 3,
+    "collectives": 1,
     "lora": 2,
     "same_model": 2,
     "merged_leaves": 3,

@@ -1,0 +1,201 @@
+"""Attention over whole sequences that never holds all of its weights at once.
+
+The kernels are others': splash attention on TPUs, cuDNN's on GPUs.  `chosen` says once a program
+what its devices compute, `attend` makes that of one batch.
+
+Array names end in their shape: B batch, T query, S key, H heads this program sees, K head size.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mesh_transformer.attention import Attend
+from mesh_transformer.config import Config
+from mesh_transformer.parallel import Axes, Parallel
+from mesh_transformer.util import InputError
+
+LANES = 128  # splash attention takes sequences in multiples of a TPU's lanes
+BLOCKS = (512, 256, LANES)  # of queries and of keys, the largest first
+# Of q_BHTK, scaled, k_BHSK, v_BHSK, and which text each position is of, [B, T], or None.
+Kernel = Callable[[Array, Array, Array, Array | None], Array]
+
+
+class Device(Protocol):
+    """What `chosen` reads of a `jax.Device`; a GPU also has a `compute_capability`."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+def chosen(config: Config, device: Device) -> str:
+    """How programs on such devices compute attention over a whole sequence.
+
+    Raises:
+      InputError: where `attention` names what cannot be had.
+    """
+    name = config.attention
+    if name == "auto":
+        names = ("splash", "cudnn")
+        return next((each for each in names if _obstacle(each, config, device) is None), "xla")
+    obstacle = _obstacle(name, config, device)
+    if obstacle:
+        raise InputError(f"config: attention is {name!r}, which {obstacle}; set it to 'auto'")
+    return name
+
+
+def _obstacle(name: str, config: Config, device: Device) -> str | None:
+    """Why attention cannot be computed so, or None."""
+    if name == "xla":
+        return None
+    if config.pe == "t5":
+        return "has no place for the relative positions of pe 't5'"
+    if name == "cudnn":
+        return _cudnn_obstacle(config, device)
+    if name.startswith("splash") and config.seq % LANES:
+        return f"takes sequences in multiples of {LANES}, and seq is {config.seq}"
+    if name != "splash":
+        return None
+    if device.platform != "tpu":
+        return f"needs a TPU, and the devices are {device.device_kind!r}"
+    if device.device_kind in ("TPU v2", "TPU v3"):
+        return f"needs a TPU v4 or later, and the devices are {device.device_kind!r}"
+    return _dtype_obstacle(config)
+
+
+def _cudnn_obstacle(config: Config, device: Device) -> str | None:
+    capability = str(getattr(device, "compute_capability", ""))
+    # An AMD GPU has a name there.
+    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
+        return f"needs an NVIDIA GPU, and the devices are {device.device_kind!r}"
+    if float(capability) < 8:
+        return f"needs compute capability 8.0, and {device.device_kind!r} has {capability}"
+    largest = 256 if float(capability) >= 9 else 128
+    if config.d_head > largest or config.d_head % 8:
+        return (
+            f"takes heads of a multiple of 8 up to {largest} on {device.device_kind!r}, and the "
+            f"head size is {config.d_head}"
+        )
+    return _dtype_obstacle(config)
+
+
+def _dtype_obstacle(config: Config) -> str | None:
+    if config.dtype == "bfloat16":
+        return None
+    return f"multiplies bfloat16 alone, and dtype is {config.dtype!r}"
+
+
+def attend(config: Config, par: Parallel, length: int, text_BT: Array | None) -> Attend | None:
+    """Attention of all of a sequence, causal and within the window; None: XLA's, by a bias.
+
+    Args:
+      length: of the sequence.  Where splash attention does not take it, XLA's does.
+      text_BT: which text each position is of: they do not see each other.
+
+    Raises:
+      InputError: where `attention` names a kernel that does not keep texts apart.
+    """
+    name = par.attention
+    if name.startswith("splash") and length % LANES == 0:
+        kernel = functools.partial(_splash, config.window, name == "splash_interpreted")
+    elif name == "cudnn" and text_BT is None:
+        kernel = functools.partial(_cudnn, config.window)
+    elif name == "cudnn" and config.attention == "cudnn":
+        raise InputError(
+            "config: attention is 'cudnn', which does not keep the texts of packed records apart; "
+            "set it to 'auto'"
+        )
+    else:
+        return None
+    run = _differentiable(kernel, par)
+
+    def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:
+        # Exact where the head size is a power of 4, as GPT-J's 256; else q is rounded once more.
+        q_BHTK = jnp.moveaxis(q_BTHK * config.d_head**-0.5, 2, 1)
+        return jnp.moveaxis(run(q_BHTK, k_BHSK, v_BHSK, text_BT), 1, 2)
+
+    return attend_all
+
+
+def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
+    """`kernel` on every device's heads, with the gradient that it has itself.
+
+    What it saves for the backward pass comes as its vjp, whose arrays stay where they are.
+    """
+    heads: Axes = (None, "mp")
+    saved: Axes = ("mp",)
+    inputs = (heads, heads, heads, ())
+
+    @jax.custom_vjp
+    def run(q_BHTK: Array, k_BHSK: Array, v_BHSK: Array, text_BT: Array | None) -> Array:
+        return par.on_blocks(kernel, inputs, heads)(q_BHTK, k_BHSK, v_BHSK, text_BT)
+
+    def forward(
+        q_BHTK: Array, k_BHSK: Array, v_BHSK: Array, text_BT: Array | None
+    ) -> tuple[Array, Any]:
+        def both(q: Array, k: Array, v: Array, text: Array | None) -> tuple[Array, Any]:
+            return jax.vjp(lambda q, k, v: kernel(q, k, v, text), q, k, v)
+
+        return par.on_blocks(both, inputs, (heads, saved))(q_BHTK, k_BHSK, v_BHSK, text_BT)
+
+    def backward(vjp: Any, g_BHTK: Array) -> tuple[Array | None, ...]:
+        pull = par.on_blocks(lambda vjp, g: vjp(g), (saved, heads), (heads,) * 3)
+        return (*pull(vjp, g_BHTK), None)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _splash(
+    window: int, interpret: bool, q_BHTK: Array, k_BHSK: Array, v_BHSK: Array, text_BT: Array | None
+) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    _, heads, length, _ = q_BHTK.shape
+    block = next(each for each in BLOCKS if length % each == 0)
+    mask = (
+        masks.CausalMask((length, length))
+        if window >= length
+        else masks.LocalMask((length, length), (window - 1, 0), offset=0)
+    )
+    run = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=kernels.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    texts = None if text_BT is None else kernels.SegmentIds(text_BT, text_BT)
+    return jax.vmap(run)(q_BHTK, k_BHSK, v_BHSK, texts)
+
+
+def _cudnn(window: int, q_BHTK: Array, k_BHSK: Array, v_BHSK: Array, _: Array | None) -> Array:
+    length = q_BHTK.shape[2]
+    found_BTHK = jax.nn.dot_product_attention(
+        *(jnp.moveaxis(x, 1, 2) for x in (q_BHTK, k_BHSK, v_BHSK)),
+        scale=1.0,
+        is_causal=True,
+        local_window_size=(window - 1, 0) if window < length else None,
+        implementation="cudnn",
+    )
+    return jnp.moveaxis(found_BTHK, 1, 2)
