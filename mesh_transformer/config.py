@@ -65,8 +65,8 @@ class Config:
     cores_per_replica: int = 1
     zero: Literal[0, 1, 3] | None = None  # None: 0 under shard_map; under jit by early_collect
     early_collect: bool = True  # the original's name for ZeRO 1 (true) or 3 (false) in version 2
-    remat: Literal["full", "dots", "none"] = "full"
     attention: Attention = "auto"  # how that of a whole sequence is computed (docs/attention.md)
+    remat: Literal["full", "dots", "none"] = "full"  # what the backward pass computes again
     shard_activations: bool = False  # between layers each device keeps its part of the positions
     loss_chunk: int = 512  # positions of a sequence whose logits are held at once
 

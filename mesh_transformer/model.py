@@ -33,7 +33,7 @@ from mesh_transformer.layers import (
     RelativePosition,
     TransformerLayer,
 )
-from mesh_transformer.parallel import Auto, Parallel
+from mesh_transformer.parallel import GATHERED, Auto, Parallel
 from mesh_transformer.util import to_f32
 
 Params = dict[str, Any]
@@ -100,12 +100,22 @@ def trained(config: Config) -> Params:
     return partition(declared, declared)[0]
 
 
-def _remat(run: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    if policy == "none":
-        return run
-    saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == "dots" else None
+def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
+    """`run`, of whose intermediate results the backward pass finds some and computes the rest.
+
+    Even with "none" it computes what lies between two matmuls again: to write all of that and to
+    read it back takes longer.  No matmul runs twice, and no word between devices.
+    """
+    policies = jax.checkpoint_policies
+    policy = {
+        "full": policies.nothing_saveable,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "none": policies.save_from_both_policies(
+            policies.dots_saveable, policies.save_only_these_names(GATHERED)
+        ),
+    }[kept]
     # Inside a scan the compiler cannot merge the recomputation with the forward pass.
-    return jax.checkpoint(run, policy=saved, prevent_cse=False)
+    return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
 def _runs(segments: Array) -> tuple[Array, Array]:

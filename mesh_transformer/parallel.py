@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from haiku.experimental import current_name
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,7 @@ from mesh_transformer.collectives import gather_cast
 from mesh_transformer.declaration import Declaration, declare, is_spec, map_declared
 
 Axes = tuple[str | None, ...]
+GATHERED = "gathered"  # the name, for remat, of a split stream that is whole again
 
 
 def _is_axes(node: Any) -> bool:
@@ -276,7 +278,9 @@ class Auto(Parallel):
         return shape
 
     def fan_out(self, x: Array) -> Array:
-        return self.shard(x, "dp", None, None) if self.split_stream else x
+        if not self.split_stream:
+            return x
+        return checkpoint_name(self.shard(x, "dp", None, None), GATHERED)
 
     def join(self, x: Array) -> Array:
         return self.own_positions(x)
@@ -329,7 +333,7 @@ class Manual(Parallel):
 
     def fan_out(self, x: Array) -> Array:
         if self.split_stream:
-            return lax.all_gather(x, "mp", axis=1, tiled=True)
+            return checkpoint_name(lax.all_gather(x, "mp", axis=1, tiled=True), GATHERED)
         return lax.pcast(x, "mp", to="varying")
 
     def join(self, x: Array) -> Array:

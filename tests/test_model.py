@@ -140,7 +140,7 @@ def test_no_position_sees_the_future():
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
-def test_remat_dots_saves_the_wide_matmuls(small, block):
+def test_remat_keeps_what_matmuls_gave_and_no_more(small, block):
     """Counted on what the layer's backward pass keeps: "full" keeps its inputs alone."""
 
     def kept(policy: str) -> int:
@@ -155,3 +155,6 @@ def test_remat_dots_saves_the_wide_matmuls(small, block):
     # q, k, v and the 4 D of the feed-forward (twice that for geglu) of every token and layer.
     widths = {"gptj": 3 + 4, "geglu": 3 + 8}[block] * config.d_model
     assert kept("dots") - kept("full") >= config.layers * config.seq * widths
+    # The two of attention: a logit a head and pair of positions, and what the heads attended to.
+    attention = config.n_heads * config.seq**2 + config.seq * config.d_model
+    assert kept("none") - kept("dots") == config.layers * attention
