@@ -9,7 +9,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.flops import Hardware
 from mesh_transformer.plan import Plan, plan
-from mesh_transformer.scaling import Paper, on_paper
+from mesh_transformer.scaling import Paper, on_paper, sequences_a_step
 from mesh_transformer.topology import GIB, Slice
 from mesh_transformer.util import InputError
 
@@ -69,7 +69,7 @@ def _row(one: Plan) -> str:
 
 def candidates(config: Config, devices: int) -> list[Config]:
     """All sensible settings that train on as many sequences a step as the config does."""
-    sequences = _sequences(config)
+    sequences = sequences_a_step(config)
     found = []
     sizes = [mp for mp in range(1, min(MOST_MP, devices) + 1) if devices % mp == 0]
     for mp, batch, zero, remat in itertools.product(sizes, BATCHES, ZERO, REMAT):
@@ -129,7 +129,7 @@ def search(
     fitting.sort(key=_speed, reverse=True)
     return Found(
         topology=topology.name,
-        sequences=_sequences(every[0]),
+        sequences=sequences_a_step(config),
         fits=bool(fitting),
         plans=fitting,
         too_large=too_large,
@@ -195,10 +195,3 @@ def _paper_seconds(pair: tuple[Paper, Config]) -> float:
 def _speed(one: Plan) -> float:
     assert one.estimate is not None
     return one.estimate.tokens_per_second[1]
-
-
-def _sequences(config: Config) -> int:
-    """A step's."""
-    assert config.tpu_size is not None
-    replicas = config.tpu_size // config.cores_per_replica
-    return config.per_replica_batch * replicas * config.gradient_accumulation_steps

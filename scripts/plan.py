@@ -33,6 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--loss-chunk", type=int, help="default: the config's")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--decode", action="store_true", help="plan generation, not training")
+    what.add_argument("--scaling", action="store_true", help="links and computing, on paper")
     what.add_argument("--search", action="store_true", help="find the settings that fit, ranked")
     parser.add_argument("--limit", type=int, default=12, help="of --search: settings to find")
     parser.add_argument("--fast", action="store_true", help="compile quickly; the peak is rougher")
@@ -70,6 +71,7 @@ def main() -> None:
     if args.topology != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
+    from mesh_transformer import scaling
     from mesh_transformer.decode_plan import decode_plan
     from mesh_transformer.plan import plan
     from mesh_transformer.plan_search import search
@@ -78,6 +80,9 @@ def main() -> None:
     slice_ = slice_named(args.topology)
     config = Config.load(args.config)
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
+    if args.scaling:
+        print(scaling.markdown(config.replace(**changes), slice_.generation))
+        return
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
     if args.search:
         found = search(config, slice_, fixed=changes, limit=args.limit)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_transformer import flops, plan_search
+from mesh_transformer import flops, plan_search, scaling
 from mesh_transformer.config import Config
 from mesh_transformer.hlo_bytes import Program
 from mesh_transformer.roofline import estimate, link_seconds, sent
@@ -148,3 +148,17 @@ def test_every_candidate_trains_on_as_many_sequences_a_step():
         for one in plan_search.candidates(config, 8)
         if one.tpu_size == one.cores_per_replica
     )
+
+
+def test_the_tables_of_scaling():
+    """With tokens that are nothing but 2 N of f32 to sum, break-even is the peak over the links:
+    for GPT-J-6B about (8 N) / (FLOPs a token) of 61.5 T / 82 G = 750 tokens on a v3."""
+    config = Config.load(str(CONFIGS / "6B_roto_256.json"))
+    lines = scaling.markdown(config, "v3").splitlines()
+    zero_0 = next(line for line in lines if line.startswith("| 0 |"))
+    eight = 8 * flops.n_params(config) / flops.hardware_flops_per_token(config)
+    assert f" {eight * 750:,.0f} " in zero_0
+    by_mp = [line.split(" | ")[1] for line in lines[4:10]]
+    assert by_mp == sorted(by_mp)
+    rows = [line for line in lines if " x " in line and line.startswith("| ")][1:]
+    assert [row.split(" | ")[1] for row in rows] == ["1", "4", "16", "64", "256"]  # 768: not of 512
