@@ -75,13 +75,14 @@ def main() -> None:
     from mesh_transformer.decode_plan import decode_plan
     from mesh_transformer.plan import plan
     from mesh_transformer.plan_search import search
-    from mesh_transformer.topology import slice_named
+    from mesh_transformer.topology import slice_named, topology
 
     slice_ = slice_named(args.topology)
     config = Config.load(args.config)
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
     if args.scaling:
-        print(scaling.markdown(config.replace(**changes), slice_.generation))
+        generation = topology(args.topology).generation
+        print(scaling.markdown(config.replace(**changes), generation))
         return
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
     if args.search:
