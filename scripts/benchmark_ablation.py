@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from mesh_transformer import benchmark, hlo
+from mesh_transformer import benchmark, hlo, model
 from mesh_transformer import step as steps
 from mesh_transformer.config import Config
 from mesh_transformer.parallel import Manual
@@ -41,6 +41,7 @@ class Variant:
     own_sums: bool = False  # no fan_out: each use of the normed activations is summed by itself
     unrolled: bool = False  # no scan over layers
     kept: bool = False  # the state is not donated
+    plain: bool = False  # the backward pass finds all that the forward pass has computed
 
 
 def variants(config: Config, mesh: Mesh) -> list[Variant]:
@@ -56,11 +57,8 @@ def variants(config: Config, mesh: Mesh) -> list[Variant]:
     found += [Variant("layers unrolled", unrolled=True), Variant("state not donated", kept=True)]
     policies = [policy for policy in ("full", "dots", "none") if policy != config.remat]
     found += [Variant(f"remat {policy}", {"remat": policy}) for policy in policies]
-    naive = Variant("all off", whole_loss, own_sums=manual, unrolled=True, kept=True)
-    bare = dataclasses.replace(
-        naive, name="all off, remat none", keys=whole_loss | {"remat": "none"}
-    )
-    return [*found, naive, bare]
+    naive = Variant("all off", whole_loss, manual, unrolled=True, kept=True, plain=True)
+    return [*found, Variant("everything kept", plain=True), naive]
 
 
 class OwnSums(Manual):
@@ -73,7 +71,7 @@ class OwnSums(Manual):
 @contextlib.contextmanager
 def switched(variant: Variant) -> Iterator[None]:
     """The library, while it traces a step, with what the variant has no key for."""
-    scan, jit = jax.lax.scan, jax.jit
+    scan, jit, checkpoint = jax.lax.scan, jax.jit, jax.checkpoint
     unrolled = 0
 
     def scan_of_layers(body: Any, *args: Any, **options: Any) -> Any:
@@ -83,6 +81,10 @@ def switched(variant: Variant) -> Iterator[None]:
         unrolled += 1
         return scan(body, *args, **options | {"unroll": True})
 
+    def checkpoint_outside_a_scan(function: Any, prevent_cse: bool = True, **options: Any) -> Any:
+        # Else the compiler would merge what is computed again with the first time.
+        return checkpoint(function, prevent_cse=True, **options)
+
     def jit_that_keeps(function: Any, donate_argnums: Any = None, **options: Any) -> Any:
         return jit(function, **options)
 
@@ -91,6 +93,9 @@ def switched(variant: Variant) -> Iterator[None]:
             patches.enter_context(mock.patch.object(steps, "Manual", OwnSums))
         if variant.unrolled:
             patches.enter_context(mock.patch.object(jax.lax, "scan", scan_of_layers))
+            patches.enter_context(mock.patch.object(jax, "checkpoint", checkpoint_outside_a_scan))
+        if variant.plain:
+            patches.enter_context(mock.patch.object(model, "_remat", lambda run, _: run))
         if variant.kept:
             patches.enter_context(mock.patch.object(jax, "jit", jit_that_keeps))
         yield

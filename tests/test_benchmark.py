@@ -20,6 +20,7 @@ import benchmark as script  # pyright: ignore[reportMissingImports] # noqa: E402
 import benchmark_ablation as ablation  # pyright: ignore[reportMissingImports] # noqa: E402
 import benchmark_loader  # pyright: ignore[reportMissingImports] # noqa: E402
 import benchmark_report  # pyright: ignore[reportMissingImports] # noqa: E402
+import plot_ablation  # pyright: ignore[reportMissingImports] # noqa: E402
 
 TINY = SMALL | {
     "layers": 1,
@@ -186,7 +187,7 @@ def test_the_loader_is_compared_with_tf_data_and_with_a_step(tmp_path, config_fi
 @pytest.mark.slow
 def test_an_ablation_compares_programs_of_one_loss(monkeypatch, capsys, config_file):
     def two(*args: object) -> list[ablation.Variant]:
-        return [every[0], every[-2]]
+        return [every[0], every[-1]]
 
     every = ablation.variants(Config(**TINY), SimpleNamespace(size=4))
     monkeypatch.setattr(ablation, "variants", two)
@@ -210,6 +211,18 @@ def test_another_loss_stops_an_ablation():
     ablation.check_losses([program(2.0, 1.5), program(2.00001, 1.50001)], 1e-5)
     with pytest.raises(StoppedError, match=r"other: the losses are \[2.0, 1.4\]"):
         ablation.check_losses([program(2.0, 1.5), program(2.0, 1.4)], 1e-5)
+
+
+def test_a_picture_has_a_bar_for_each_variant(tmp_path):
+    steps = [{"name": name, "ratio": 1.0, "memory_bytes": 5} for name in ("as it is", "all off")]
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"mode": "ablate", "dp": 2, "mp": 4, "variants": steps}))
+    picture = tmp_path / "picture.svg"
+    plot_ablation.draw([plot_ablation.read(str(path))] * 2, str(picture))
+    assert picture.read_text().count(">all off<") == 2  # once a mesh
+    path.write_text(json.dumps({"mode": "train"}))
+    with pytest.raises(InputError, match="is not what benchmark.py --ablate --json prints"):
+        plot_ablation.read(str(path))
 
 
 def test_one_device_has_nobody_to_sum_with():
