@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.attention import Attend
 from mesh_transformer.config import Config
@@ -21,6 +22,7 @@ from mesh_transformer.parallel import Axes, Parallel
 from mesh_transformer.util import InputError
 
 LANES = 128  # splash attention takes sequences in multiples of a TPU's lanes
+ATTENDED = "attended"  # the name, for remat, of what a kernel's backward pass reads
 BLOCKS = (512, 256, LANES)  # of queries and of keys, the largest first
 # Of q_BHTK, scaled, k_BHSK, v_BHSK, and which text each position is of, [B, T], or None.
 Kernel = Callable[[Array, Array, Array, Array | None], Array]
@@ -144,7 +146,8 @@ def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
         def both(q: Array, k: Array, v: Array, text: Array | None) -> tuple[Array, Any]:
             return jax.vjp(lambda q, k, v: kernel(q, k, v, text), q, k, v)
 
-        return par.on_blocks(both, inputs, (heads, saved))(q_BHTK, k_BHSK, v_BHSK, text_BT)
+        found = par.on_blocks(both, inputs, (heads, saved))(q_BHTK, k_BHSK, v_BHSK, text_BT)
+        return jax.tree.map(lambda x: checkpoint_name(x, ATTENDED), found)
 
     def backward(vjp: Any, g_BHTK: Array) -> tuple[Array | None, ...]:
         pull = par.on_blocks(lambda vjp, g: vjp(g), (saved, heads), (heads,) * 3)

@@ -111,7 +111,8 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
         "full": policies.nothing_saveable,
         "dots": policies.dots_with_no_batch_dims_saveable,
         "none": policies.save_from_both_policies(
-            policies.dots_saveable, policies.save_only_these_names(GATHERED)
+            policies.dots_saveable,
+            policies.save_only_these_names(GATHERED, flash_attention.ATTENDED),
         ),
     }[kept]
     # Inside a scan the compiler cannot merge the recomputation with the forward pass.

@@ -60,16 +60,18 @@ def test_splash_attention_trains_as_the_plain_one_does(plain, partitioning, dp, 
     assert max(differences.values()) < 1e-5, differences  # as tests/test_step.py
 
 
-@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
-def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning):
-    """Forward, once more for the backward pass, and the gradients' two; heads split over mp."""
+@pytest.mark.parametrize(
+    ("partitioning", "remat", "kernels"), [("shard_map", "full", 4), ("jit", "none", 3)]
+)
+def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kernels):
+    """Forward, with remat once more for the backward pass, and the gradients' two; mp has heads."""
     monkeypatch.setattr(flash_attention, "chosen", lambda *_: "splash")
-    config = on_mesh(CONFIG.replace(dtype="bfloat16"), partitioning, 2, 0)
+    config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
     mesh = mesh_of(2, 2)
     train: Any = step.compile_train(config, mesh)
     traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == 4
+    assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == kernels
 
 
 @pytest.mark.parametrize(
