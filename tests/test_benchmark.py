@@ -221,7 +221,7 @@ def test_a_picture_has_a_bar_for_each_variant(tmp_path):
     plot_ablation.draw([plot_ablation.read(str(path))] * 2, str(picture))
     assert picture.read_text().count(">all off<") == 2  # once a mesh
     path.write_text(json.dumps({"mode": "train"}))
-    with pytest.raises(InputError, match="is not what benchmark.py --ablate --json prints"):
+    with pytest.raises(InputError, match="is not what benchmark"):
         plot_ablation.read(str(path))
 
 
