@@ -119,9 +119,9 @@ def _held(config: Config, part: int, dp: int) -> int:
     saved = {
         "full": config.d_model,
         "dots": 3 * config.d_model + (3 * heads + config.d_ff) // mp,
-        "none": 2 * config.d_model + (3 * heads + 3 * config.d_ff) // mp,
+        "none": 3 * config.d_model + (4 * heads + config.d_ff) // mp,
     }[config.remat]
-    scores = 3 * config.n_heads * config.seq // mp if config.remat == "none" else 0
+    scores = config.n_heads * config.seq // mp if config.remat == "none" else 0
     tokens = config.per_replica_batch * config.seq
     if config.shard_activations:
         saved -= config.d_model - config.d_model // mp
