@@ -6,6 +6,7 @@ devices are done.  Bytes are of one device where nothing else is said.
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -88,6 +89,7 @@ class Training:
     step_seconds: float  # the median
     all_step_seconds: list[float]
     tokens_per_step: int
+    peak_flops: float | None  # of all devices together
     speed: Speed
     loss: float  # of the last step, on random tokens
     peak_bytes: int
@@ -115,7 +117,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 def measure_training(
     config: Config,
     mesh: Mesh,
-    peak: float | None,
+    limit: Limits | None,
     *,
     count: int,
     warmup: int,
@@ -124,7 +126,8 @@ def measure_training(
     """Runs the real train step, its state donated, on random tokens.
 
     Args:
-      peak: FLOP/s of all devices together, where known.
+      limit: what the devices can do, where known.  A CPU's speed changes with what else it has to
+        do: its peak is measured anew before and after each timed step.
       count, warmup: steps that are timed, and those before them, the first left out.
       profile: a folder for a trace of a few more steps.
     """
@@ -141,6 +144,8 @@ def measure_training(
         compile_seconds = time.perf_counter() - began
         bar.set_description("training")
         seconds, loss = [], float("nan")
+        anew = limit is not None and limit.hardware == "cpu"
+        peaks: list[float] = []
 
         def step(number: int) -> None:
             nonlocal state, loss
@@ -150,6 +155,8 @@ def measure_training(
 
         for number in range(total):
             step(number)
+            if anew and number >= warmup:  # before and after all that are timed
+                peaks.append(flops.matmul_flops(config.dtype))
             bar.update()
         if profile is not None:
             bar.set_description("profiling")
@@ -158,6 +165,9 @@ def measure_training(
                     step(number)
     all_timed = seconds[1 + warmup : total]
     median = statistics.median(all_timed)
+    peak = None if limit is None else limit.flops
+    if peaks:  # of the two beside a step the larger one counts
+        peak = statistics.median(map(max, itertools.pairwise(peaks)))
     tokens = batches[0]["obs"].size
     peak_bytes, source = peak_memory(mesh, compiled)
     return Training(
@@ -166,6 +176,7 @@ def measure_training(
         step_seconds=median,
         all_step_seconds=all_timed,
         tokens_per_step=tokens,
+        peak_flops=peak,
         speed=speed(config, tokens, median, peak),
         loss=loss,
         peak_bytes=peak_bytes,

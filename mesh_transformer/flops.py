@@ -239,7 +239,12 @@ def _fastest(function: Callable[[], Any], tries: int = 5) -> float:
 
 
 @functools.cache
-def _measured_flops(dtype: str, size: int = 1024) -> float:
+def _measured_flops(dtype: str) -> float:
+    return matmul_flops(dtype)
+
+
+def matmul_flops(dtype: str, size: int = 1024) -> float:
+    """FLOP/s of all of this machine's cores together, measured now by a matmul in `dtype`."""
     device = jax.local_devices(backend="cpu")[0]
     matrix = jax.device_put(jnp.ones((size, size), dtype), device)
     multiply = jax.jit(jnp.matmul)

@@ -52,7 +52,7 @@ MODELS: dict[str, Any] = {  # a file of configs/, or the keys
     "105M": {
         "layers": 8,
         "d_model": 1024,
-        "n_heads": 8,
+        "n_heads": 4,
         "n_vocab": 2048,
         "seq": 1024,
         "pe_rotary_dims": 64,
@@ -220,13 +220,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         found = benchmark_ablation.measure(config, mesh, args.rounds)
     else:
         found = benchmark.measure_training(
-            config, mesh, peak, count=args.steps, warmup=args.warmup, profile=args.profile
+            config, mesh, limits, count=args.steps, warmup=args.warmup, profile=args.profile
         )
     measured = found if isinstance(found, dict) else dataclasses.asdict(found)
-    return about(args, config, devices[0]) | {
-        "limits": limits and dataclasses.asdict(limits),
-        **measured,
-    }
+    told = limits and dataclasses.asdict(limits)
+    return about(args, config, devices[0]) | {"limits": told, **measured}
 
 
 def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:

@@ -71,8 +71,9 @@ def _limits(found: dict[str, Any]) -> str:
     limits = found["limits"]
     if limits is None:
         return "unknown; give --hardware"
+    peak = found.get("peak_flops") or limits["flops"]
     return (
-        f"{limits['flops'] / 1e12:,.3g} TFLOP/s, {limits['bandwidth'] / 1e9:,.4g} GB/s "
+        f"{peak / 1e12:,.3g} TFLOP/s, {limits['bandwidth'] / 1e9:,.4g} GB/s "
         f"({limits['hardware']}: {limits['source']})"
     )
 

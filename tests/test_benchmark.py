@@ -127,7 +127,7 @@ def test_training_tells_its_time_and_what_it_comes_to(monkeypatch, capsys, tmp_p
     assert found["tokens_per_step"] == 2 * 3 * 2 * 32  # microbatches, sequences, replicas, tokens
     assert len(found["all_step_seconds"]) == 3
     assert found["step_seconds"] == sorted(found["all_step_seconds"])[1]
-    speed, peak = found["speed"], found["limits"]["flops"]
+    speed, peak = found["speed"], found["peak_flops"]
     assert speed["tokens_per_second"] == found["tokens_per_step"] / found["step_seconds"]
     assert speed["tflops"] == speed["tokens_per_second"] * found["flops_per_token"] / 1e12
     assert speed["mfu"] == pytest.approx(speed["tflops"] * 1e12 / peak, rel=1e-12)
