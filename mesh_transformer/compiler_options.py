@@ -20,8 +20,9 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
         return None
     options: dict[str, Any] = {}
     if config.zero == 3:
-        # The pass would move sums over replicas out of the loop over microbatches; over those that
-        # ZeRO 3 has inside the loop over layers the compiler crashes (libtpu 0.0.42).
+        # The pass moves sums over replicas out of the loop over microbatches.  ZeRO 3 has none
+        # that could leave it, as they are scattered in the loop over layers; and a prototype's
+        # crashed the compiler there (libtpu 0.0.42), though small models compile with the pass.
         options["xla_disable_hlo_passes"] = "while-loop-all-reduce-code-motion"
     if any(kind in device.device_kind for kind in ASYNC_KINDS):
         # Off by default.  The activations' all-reduce of the backward pass then runs beside the

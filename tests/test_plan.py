@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from mesh_transformer import decode_plan, flops, plan, plan_search
@@ -68,10 +69,19 @@ def test_a_mesh_of_other_devices_is_refused(dp, mp):
         script.replica_size(dp, mp, default=4, devices=8)
 
 
-@pytest.mark.parametrize("name", ["cpu-0", "cpu-9", "gpu", "cpu-x"])
+@pytest.mark.parametrize("name", ["cpu-0", "cpu-9", "cpu-x"])
 def test_devices_that_the_machine_does_not_have(name):
     with pytest.raises(InputError, match=r"topology is '"):
         slice_named(name)
+
+
+def test_a_machine_without_a_gpu(monkeypatch):
+    def none(backend):
+        raise RuntimeError(f"no {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    with pytest.raises(InputError, match="JAX finds none here"):
+        slice_named("gpu")
 
 
 def small(**changes) -> Config:
