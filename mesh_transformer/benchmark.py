@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -259,20 +260,16 @@ def measure_decoding(
         prefilled = seconds(prefill)
         seconds(decode)  # compiles
         token = statistics.median(seconds(decode) for _ in range(calls)) / length
-    weights = generator.weights(None)
-    read = _bytes_here({part: weights[part] for part in weights if part != "embed"})
-    held = prompt + length + calls * length / 2
-    itemsize = np.dtype(generator.config.dtype).itemsize
-    each = 2 * config.layers * config.n_heads * config.d_head * itemsize
-    cache = int(each / mesh.shape["mp"] * held * config.per_replica_batch)
+    read, cache = _read_for_a_token(generator, prompt + length + calls * length / 2)
     limit = (read + cache) * mesh.size / bandwidth if bandwidth else None
+    everywhere = config.per_replica_batch * rows.dp
     return Decoding(
-        rows=count * rows.dp // len(rows.replicas),
+        rows=everywhere,
         prompt=prompt,
         first_seconds=first,
         prefill_seconds=prefilled,
         token_seconds=token,
-        tokens_per_second=count * rows.dp / len(rows.replicas) / token,
+        tokens_per_second=everywhere / token,
         weight_bytes=read,
         cache_bytes=cache,
         limit_seconds=limit,
@@ -290,6 +287,12 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
     return jax.jit(params, out_shardings=layout)(jax.random.key(config.seed))
 
 
-def _bytes_here(tree: Any) -> int:
-    """Of arrays on one device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+def _read_for_a_token(generator: Generator, held: float) -> tuple[int, int]:
+    """Bytes of the weights, and of the caches' `held` positions in each row, on one device."""
+    weights, config = generator.weights(None), generator.config
+    # Of the embedding's table a token takes one row.
+    matrices = jax.tree.leaves({part: weights[part] for part in weights if part != "embed"})
+    read = sum(leaf.addressable_shards[0].data.nbytes for leaf in matrices)
+    numbers = 2 * config.layers * config.n_heads * config.d_head / generator.mesh.shape["mp"]
+    row = numbers * jnp.dtype(config.dtype).itemsize * held
+    return read, int(row * config.per_replica_batch)

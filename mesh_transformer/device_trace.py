@@ -12,6 +12,8 @@ import jax
 
 from mesh_transformer.util import InputError
 
+_HOST = "/host:CPU"
+_LINES = {_HOST: "", "/device:TPU": "XLA Ops", "/device:GPU": "Stream"}  # of a plane, that count
 _CONTAINER = re.compile(r"(while|call|conditional)\b")
 
 
@@ -64,15 +66,13 @@ def _lines(trace: Any) -> Iterator[list[Event]]:
     CPU's are the threads, among whose events those with `hlo_op` are operations.
     """
     for plane in trace.planes:
-        on_host = plane.name == "/host:CPU"
-        if not on_host and not plane.name.startswith(("/device:TPU", "/device:GPU")):
-            continue
+        kind = next((each for each in _LINES if plane.name.startswith(each)), None)
         for line in plane.lines:
-            if on_host or line.name == "XLA Ops" or line.name.startswith("Stream"):
+            if kind is not None and line.name.startswith(_LINES[kind]):
                 yield [
                     (event.name, event.start_ns, event.start_ns + event.duration_ns)
                     for event in line.events
-                    if not on_host or any(key == "hlo_op" for key, _ in event.stats)
+                    if kind != _HOST or any(key == "hlo_op" for key, _ in event.stats)
                 ]
 
 

@@ -160,6 +160,12 @@ def key_value(text: str) -> tuple[str, Any]:
     return key, value
 
 
+def mode_of(args: argparse.Namespace) -> str:
+    """What is measured."""
+    modes = [mode for mode in ("decode", "checkpoint", "loader", "ablate") if getattr(args, mode)]
+    return (modes or ["train"])[0]
+
+
 @contextlib.contextmanager
 def work_folder(given: Path | None) -> Iterator[Path]:
     """A new folder, inside the given one, that is gone afterwards."""
@@ -180,9 +186,13 @@ def one_core() -> Iterator[None]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags ask for, as the JSON object."""
-    config = config_of(args)
+    config, mode = config_of(args), mode_of(args)
     if args.warmup < 0:
         raise InputError(f"--warmup is {args.warmup}, expected at least 0")
+    if args.profile is not None and mode != "train":
+        raise InputError(f"--profile is of train steps; leave it or --{mode} out")
+    if args.every_host and mode in ("checkpoint", "loader"):
+        raise InputError(f"--{mode} is of one host; leave --every-host out")
 
     import jax
 
@@ -231,16 +241,16 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
     """What was measured, where and when."""
     from mesh_transformer import flops
 
-    modes = [mode for mode in ("decode", "checkpoint", "loader", "ablate") if getattr(args, mode)]
+    given = [word for word in sys.argv[1:] if word not in ("--json", "--markdown")]
     keys = (
         "layers d_model n_heads n_vocab seq block partitioning zero remat dtype "
         "per_replica_batch gradient_accumulation_steps"
     )
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return {
-        "mode": (modes or ["train"])[0],
+        "mode": mode_of(args),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["scripts/benchmark.py", *sys.argv[1:]]),
+        "command": shlex.join(["scripts/benchmark.py", *given]),
         "versions": versions | {"python": platform.python_version()},
         "platform": device.platform,
         "device": processor() if device.platform == "cpu" else device.device_kind,

@@ -92,6 +92,25 @@ def test_an_operation_is_charged_what_nothing_inside_it_took():
     events = [("inner", 12.0, 15.0), ("outer", 10.0, 20.0), ("next", 20.0, 21.0), ("a", 16.0, 18.0)]
     found = dict(device_trace._own_times(events))
     assert found == {"inner": 3.0, "a": 2.0, "outer": 5.0, "next": 1.0}
+
+
+def test_of_a_trace_the_operations_count_each_once():
+    def plane(name: str, *lines: str) -> SimpleNamespace:
+        stats = [("hlo_op", "x")]
+        events = [SimpleNamespace(name=name, start_ns=1.0, duration_ns=2.0, stats=stats)]
+        events.append(SimpleNamespace(name="other", start_ns=1.0, duration_ns=1.0, stats=[]))
+        found = [SimpleNamespace(name=each, events=events) for each in lines]
+        return SimpleNamespace(name=name, lines=found)
+
+    planes = [
+        plane("/device:TPU:0", "XLA Modules", "XLA Ops", "Steps"),
+        plane("/device:GPU:0", "Stream #7(Compute)", "XLA Ops"),
+        plane("/host:CPU", "a thread"),
+        plane("/host:metadata", "a line"),
+    ]
+    found = list(device_trace._lines(SimpleNamespace(planes=planes)))
+    assert [len(line) for line in found] == [2, 2, 1]  # a host has other events too
+    assert found[2] == [("/host:CPU", 1.0, 3.0)]
     with pytest.raises(InputError, match="holds no"):
         device_trace.operations(str(ROOT / "configs"))
 
@@ -248,6 +267,8 @@ def test_one_device_has_nobody_to_sum_with():
         ("--dp 3 --mp 8", "--dp 3 x --mp 8 are 24 devices, but there are 8"),
         ("--warmup -1", "--warmup is -1"),
         ("--decode --prompt 60", "more than the window of 64"),
+        ("--decode --profile x", "--profile is of train steps; leave it or --decode out"),
+        ("--loader --every-host", "--loader is of one host"),
         ("--checkpoint --folder nowhere", "--folder is nowhere, which is no folder"),
     ],
 )
