@@ -22,7 +22,7 @@ Norm = Literal[
     "scalenorm-bias",
 ]
 
-Attention = Literal["auto", "xla", "splash", "splash_interpreted", "cudnn"]
+Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
 
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 

@@ -45,16 +45,18 @@ def plain() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("partitioning", "dp", "mp"),
+    ("attention", "partitioning", "dp", "mp"),
     [
-        pytest.param("shard_map", 1, 1, marks=pytest.mark.slow),
-        ("shard_map", 2, 2),
-        ("jit", 2, 2),
+        pytest.param("splash_interpreted", "shard_map", 1, 1, marks=pytest.mark.slow),
+        ("splash_interpreted", "shard_map", 2, 2),
+        ("splash_interpreted", "jit", 2, 2),
+        ("blocks", "shard_map", 2, 2),
+        pytest.param("blocks", "jit", 2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_splash_attention_trains_as_the_plain_one_does(plain, partitioning, dp, mp):
+def test_every_attention_trains_as_the_plain_one_does(plain, attention, partitioning, dp, mp):
     """Within a window, with packed texts."""
-    config = on_mesh(CONFIG.replace(attention="splash_interpreted"), partitioning, mp, 0)
+    config = on_mesh(CONFIG.replace(attention=attention), partitioning, mp, 0)
     found = run(config, dp, mp, packed(CONFIG), steps=1)
     differences = largest_differences(found, plain)
     assert max(differences.values()) < 1e-5, differences  # as tests/test_step.py
@@ -64,7 +66,7 @@ def test_splash_attention_trains_as_the_plain_one_does(plain, partitioning, dp, 
     ("partitioning", "remat", "kernels"), [("shard_map", "full", 4), ("jit", "none", 3)]
 )
 def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kernels):
-    """Forward, with remat once more for the backward pass, and the gradients' two; mp has heads."""
+    """Forward, once more for the backward pass with remat, and the gradients' two."""
     monkeypatch.setattr(flash_attention, "chosen", lambda *_: "splash")
     config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
     mesh = mesh_of(2, 2)
@@ -74,10 +76,25 @@ def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kern
     assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == kernels
 
 
+def test_blocks_never_hold_all_weights():
+    mesh, batch = mesh_of(1, 1), random_batch(CONFIG, 1, 2)
+
+    def has_all_weights(attention: str) -> bool:
+        config = CONFIG.replace(attention=attention)
+        train: Any = step.compile_train(config, mesh)
+        lowered = train.lower(step.abstract_state(config, mesh), batch)
+        return f"x{config.seq}x{config.seq}x" in lowered.as_text()
+
+    assert has_all_weights("xla")
+    assert not has_all_weights("blocks")
+
+
 @pytest.mark.parametrize(
     ("where", "changes", "expected"),
     [
         (CPU, {}, "xla"),
+        (CPU, {"seq": 2049}, "blocks"),
+        (CPU, {"seq": 2049, "pe": "t5"}, "xla"),
         (V3, {}, "xla"),
         (V5E, {}, "splash"),
         (V5E, {"dtype": "float32"}, "xla"),
