@@ -16,17 +16,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.attention import MASKED, Attend, causal_bias
+from mesh_transformer.attention import LANES, MASKED, Attend, block_length, causal_bias
 from mesh_transformer.attention import attend as plain
 from mesh_transformer.config import Config
 from mesh_transformer.parallel import Axes, Parallel
 from mesh_transformer.util import InputError
 
-LANES = 128  # splash attention takes sequences in multiples of a TPU's lanes
 SPLASH_BLOCKS = (512, 256, LANES)  # of queries and of keys, the largest first
-# `blocks` cuts a sequence into so many: one pass is (1 + 1/8) / 2 of the work of `xla`'s, in an
-# eighth of the memory; twice as many would save little more, and take as much again to compile.
-BLOCKS = 8
 ATTENDED = "attended"  # the name, for remat, of what a kernel's backward pass reads
 LONG = 2048  # tokens; of longer sequences the weights outgrow the rest of a layer
 # Of q_BHTK, scaled, k_BHSK, v_BHSK, and which text each position is of, [B, T], or None.
@@ -204,7 +200,7 @@ def _blocks(
 ) -> Array:
     """One block of queries after the other, each against the keys that some of it sees."""
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
-    block = max(-(-length // BLOCKS), LANES)
+    block = block_length(length)
     position_1T = jnp.arange(length)[None]
     # In f32, or the gradients of the blocks would be summed in the compute dtype.
     k_BHSK, v_BHSK = k_BHSK.astype(jnp.float32), v_BHSK.astype(jnp.float32)

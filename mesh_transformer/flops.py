@@ -7,6 +7,7 @@ gradients); the attention term, MFU and HFU are Chowdhery et al. 2022 (PaLM), ap
 import dataclasses
 import functools
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mesh_transformer.attention import block_length
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
@@ -27,7 +29,7 @@ class Hardware:
     """What one JAX device can: a core of a TPU v2, v3 or 7x (half a chip), else a chip.
 
     Attributes:
-      kind: what its `device_kind` contains.
+      kind: what its `device_kind` contains, from the beginning of a word on.
       peak: dense bf16 FLOP/s.
       hbm: bytes/s of its memory.
       interconnect: bytes/s that it can send over all its links together.
@@ -73,7 +75,12 @@ HARDWARE = (
     Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA),
     Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA),
     Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA),
+    # That with 96 GB; the one with 144 GB has other memory, and no row.
+    Hardware("gh200", "GH200 480GB", 989e12, 4000e9, 450e9, 2, _NVIDIA),
     Hardware("h200", "H200", 989e12, 4800e9, 450e9, 2, _NVIDIA),
+    Hardware("a100-40gb", "A100-SXM4-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA),
+    Hardware("a100-40gb", "A100-PCIE-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA),
+    Hardware("a100-pcie", "A100 80GB PCIe", 312e12, 1935e9, 300e9, 2, _NVIDIA),
     Hardware("a100", "A100", 312e12, 2039e9, 300e9, 2, _NVIDIA),
 )
 
@@ -138,20 +145,52 @@ def causal_flops_per_token(config: Config) -> int:
     return (flops_per_token(config) + palm_flops_per_token(config)) // 2
 
 
-def hardware_flops_per_token(config: Config) -> int:
-    """PaLM's count and what `remat` computes again in the backward pass.
+def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
+    """What a training step multiplies: the embedding is a lookup, and `remat` computes again.
 
     full: a layer's forward pass, less its last matmuls, whose outputs no gradient needs; dots:
     the two products of attention, all others being kept; none: nothing.  Logits that are made in
     chunks are made twice, whatever `remat` is.
+
+    Args:
+      attention: what computes it, as `flash_attention.chosen` names it.
     """
-    attention = 4 * config.layers * config.n_heads * config.d_head * config.seq
-    outputs = (config.n_heads * config.d_head + config.d_ff) * config.d_model
-    inputs = 2 * config.layers * (_layer_matrices(config) - outputs)
-    again = {"full": inputs + attention, "dots": attention, "none": 0}[config.remat]
+    embedding = config.n_vocab * config.d_model
+    matmuls = flops_per_token(config) // matmul_params(config) * (matmul_params(config) - embedding)
+    if config.remat == "full":
+        outputs = (config.n_heads * config.d_head + config.d_ff) * config.d_model
+        matmuls += 2 * config.layers * (_layer_matrices(config) - outputs)
     if config.seq > config.loss_chunk:
-        again += 2 * config.n_vocab * config.d_model
-    return palm_flops_per_token(config) + again
+        matmuls += 2 * config.n_vocab * config.d_model
+    return matmuls + _attention_flops_per_token(config, attention)
+
+
+def _attention_flops_per_token(config: Config, attention: str) -> int:
+    """Two products forward, four backward, two again with `remat`; kernels keep no scores, and
+    make them once more in any case, as `blocks` do where `remat` keeps none either."""
+    kept = attention == "xla" or (attention == "blocks" and config.remat == "none")
+    products = 6 + 2 * (config.remat != "none") + (not kept)
+    width = config.layers * config.n_heads * config.d_head
+    return products * 2 * width * attended_pairs(config, attention) // config.seq
+
+
+def attended_pairs(config: Config, attention: str) -> int:
+    """Pairs of a query and a key that one product of a head's attention over a sequence takes.
+
+    A kernel leaves out what the masks hide; the rest of the tiles at their borders does not count.
+    """
+    length, window = config.seq, min(config.window, config.seq)
+    if attention == "xla":
+        return length**2
+    if attention != "blocks":
+        return window * length - window * (window - 1) // 2
+    block = block_length(length)
+    ends = [min(begin + block, length) for begin in range(0, length, block)]
+    begins = [0, *ends[:-1]]
+    return sum(
+        (end - begin) * (end - max(0, begin - window + 1))
+        for begin, end in zip(begins, ends, strict=True)
+    )
 
 
 def decode_flops_per_token(config: Config) -> int:
@@ -165,9 +204,9 @@ def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
     return tokens_per_sec * palm_flops_per_token(config) / peak
 
 
-def hfu(config: Config, tokens_per_sec: float, peak: float) -> float:
-    """Hardware FLOPs utilisation: what is computed again counts too."""
-    return tokens_per_sec * hardware_flops_per_token(config) / peak
+def hfu(config: Config, tokens_per_sec: float, peak: float, attention: str = "xla") -> float:
+    """Hardware FLOPs utilisation: of what is really multiplied (`hardware_flops_per_token`)."""
+    return tokens_per_sec * hardware_flops_per_token(config, attention) / peak
 
 
 def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
@@ -188,7 +227,7 @@ def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
 
 def hardware_of(device: Device) -> Hardware | None:
     """The row of the table for an accelerator; None for a kind it does not have, and for CPUs."""
-    matching = (each for each in HARDWARE if each.kind in device.device_kind)
+    matching = (each for each in HARDWARE if re.search(rf"\b{each.kind}", device.device_kind))
     return None if device.platform == "cpu" else next(matching, None)
 
 

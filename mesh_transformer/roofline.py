@@ -83,10 +83,15 @@ def estimate(
     tokens: int,
     hbm_traffic_bytes: int,
     link_bytes: int,
+    attention: str = "xla",
 ) -> Estimate:
-    """Bounds for a training step of so many tokens on all devices."""
+    """Bounds for a training step of so many tokens on all devices.
+
+    Args:
+      attention: what computes it, as `flash_attention.chosen` names it.
+    """
     peak = hardware.peak * devices
-    compute = tokens * flops.hardware_flops_per_token(config) / peak
+    compute = tokens * flops.hardware_flops_per_token(config, attention) / peak
     memory = hbm_traffic_bytes / hardware.hbm
     links = link_seconds(link_bytes, hardware)
     steps = max(compute, memory, links[0]), compute + memory + links[1]
@@ -103,5 +108,8 @@ def estimate(
         step_seconds=steps,
         tokens_per_second=speeds,
         mfu=(flops.mfu(config, speeds[0], peak), flops.mfu(config, speeds[1], peak)),
-        hfu=(flops.hfu(config, speeds[0], peak), flops.hfu(config, speeds[1], peak)),
+        hfu=(
+            flops.hfu(config, speeds[0], peak, attention),
+            flops.hfu(config, speeds[1], peak, attention),
+        ),
     )

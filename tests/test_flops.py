@@ -8,6 +8,7 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
@@ -84,11 +85,28 @@ def test_gptj_6b_by_every_way_of_counting():
     assert palm - flops.causal_flops_per_token(GPTJ_6B) == attention // 2
     assert round(flops.causal_flops_per_token(GPTJ_6B) / 1e9, 2) == 37.71
     layer, products = layers * (24 - 10) * width**2, attention // 3
-    whole = GPTJ_6B.replace(loss_chunk=length)
+    whole, logits = GPTJ_6B.replace(loss_chunk=length), 2 * 50400 * width
+    least = palm - 3 * logits  # the embedding is a lookup
     for remat, again in (("full", layer + products), ("dots", products), ("none", 0)):
-        assert flops.hardware_flops_per_token(whole.replace(remat=remat)) == palm + again
-    logits = 2 * 50400 * width
-    assert flops.hardware_flops_per_token(GPTJ_6B.replace(remat="none")) == palm + logits
+        assert flops.hardware_flops_per_token(whole.replace(remat=remat)) == least + again
+    assert flops.hardware_flops_per_token(GPTJ_6B.replace(remat="none")) == least + logits
+    # Of six products a kernel has seven, as it keeps no scores, each of what a query sees.
+    seen = (length + 1) / (2 * length)
+    kernel = flops.hardware_flops_per_token(whole.replace(remat="none"), "splash")
+    assert kernel == pytest.approx(least - attention + 7 * attention / 6 * seen, rel=1e-9)
+
+
+@pytest.mark.parametrize("window", [1, 130, 384])
+def test_kernels_leave_out_what_no_query_sees(window):
+    """`blocks` leave out the blocks of 128 keys or so, but for the border of the window."""
+    config = small(seq=384, attention_window=window)
+    distance = np.subtract.outer(np.arange(384), np.arange(384))
+    seen = int(np.sum((distance >= 0) & (distance < window)))
+    assert flops.attended_pairs(config, "splash") == seen
+    first = {1: 128, 130: 257, 384: 256}[window]
+    last = {1: 128, 130: 257, 384: 384}[window]
+    assert flops.attended_pairs(config, "blocks") == 128 * (128 + min(first, 256) + last)
+    assert flops.attended_pairs(config, "xla") == 384**2
 
 
 def multiplied(jaxpr) -> int:
@@ -105,20 +123,22 @@ def multiplied(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu"])
+@pytest.mark.parametrize(
+    ("block", "attention"), [("gptj", "xla"), ("geglu", "xla"), ("gptj", "blocks")]
+)
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
-def test_hardware_flops_are_the_matmuls_that_a_step_has(remat, block):
-    """All but the embedding's, which PaLM counts and nobody computes; logits whole or in chunks."""
-    config = small(remat=remat, block=block, loss_chunk=8 if block == "gptj" else 16)
+def test_hardware_flops_are_the_matmuls_that_a_step_has(remat, block, attention):
+    """With logits whole or in chunks, and three blocks of attention."""
+    chunk = 128 if block == "gptj" else 384
+    config = small(remat=remat, block=block, seq=384, loss_chunk=chunk, attention=attention)
     tokens = jnp.zeros((2, config.seq), jnp.int32)
 
     def loss(params):
-        return model.train_loss(params, tokens, tokens, config, Auto())[0]
+        return model.train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
 
     params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
     traced = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
-    embedding = 6 * config.n_vocab * config.d_model
-    expected = flops.hardware_flops_per_token(config) - embedding
+    expected = flops.hardware_flops_per_token(config, attention)
     assert multiplied(traced) == tokens.size * expected
 
 
@@ -130,6 +150,8 @@ def test_mfu_is_1_at_the_peak():
     assert flops.mfu(config, tokens_per_sec / 4, peak) == pytest.approx(0.25)
     more = flops.hardware_flops_per_token(config) / flops.palm_flops_per_token(config)
     assert flops.hfu(config, tokens_per_sec, peak) == pytest.approx(more)
+    less = flops.hardware_flops_per_token(config, "splash") / flops.palm_flops_per_token(config)
+    assert flops.hfu(config, tokens_per_sec, peak, "splash") == pytest.approx(less)
 
 
 @dataclass
@@ -154,6 +176,8 @@ class Device:
         ("NVIDIA H100 80GB HBM3", "gpu", 989),
         ("NVIDIA H100 PCIe", "gpu", 756),
         ("NVIDIA H200", "gpu", 989),
+        ("NVIDIA GH200 480GB", "gpu", 989),
+        ("NVIDIA GH200 144G HBM3e", "gpu", None),
         ("NVIDIA GeForce GTX 1080", "gpu", None),
     ],
 )
@@ -168,6 +192,15 @@ def test_hardware_by_name():
     assert (2 * one.peak, 2 * one.hbm) == (123e12, 900e9)
     assert flops.hardware_of(Device("TPU v3", "tpu")) is one
     assert flops.hardware_of(Device("NVIDIA H200", "gpu")) is flops.hardware("h200")
+    for kind, speed in (
+        ("NVIDIA GH200 480GB", 4000e9),
+        ("NVIDIA A100-SXM4-40GB", 1555e9),
+        ("NVIDIA A100-PCIE-40GB", 1555e9),
+        ("NVIDIA A100-SXM4-80GB", 2039e9),
+    ):
+        found = flops.hardware_of(Device(kind, "gpu"))
+        assert found is not None
+        assert found.hbm == speed
     assert flops.hardware("v5p").interconnect == 600e9
     for each in flops.HARDWARE:
         assert flops.hardware(each.name).peak == each.peak
