@@ -19,10 +19,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from mesh_transformer import device_trace, flops
+from mesh_transformer import device_trace, flash_attention, flops
 from mesh_transformer import step as steps
 from mesh_transformer.config import Config
 from mesh_transformer.generator import MOST_STEPS, Generator, sampler_settings
+from mesh_transformer.hlo_bytes import planned_memory
 from mesh_transformer.mesh import named
 from mesh_transformer.rows import Rows
 from mesh_transformer.util import InputError
@@ -67,17 +68,23 @@ class Speed:
     tokens_per_second: float
     tflops: float  # a second, of all devices
     mfu: float | None
-    hfu: float | None  # what is computed again counts too
+    hfu: float | None  # of what is really multiplied, again or not
 
 
-def speed(config: Config, tokens: int, seconds: float, peak: float | None) -> Speed:
-    """Of a step of so many tokens; `peak` is the FLOP/s of all devices together."""
+def speed(
+    config: Config, tokens: int, seconds: float, peak: float | None, attention: str = "xla"
+) -> Speed:
+    """Of a step of so many tokens; `peak` is the FLOP/s of all devices together.
+
+    Args:
+      attention: what computes it, as `flash_attention.chosen` names it.
+    """
     rate = tokens / seconds
     return Speed(
         rate,
         rate * flops.palm_flops_per_token(config) / 1e12,
         flops.mfu(config, rate, peak) if peak else None,
-        flops.hfu(config, rate, peak) if peak else None,
+        flops.hfu(config, rate, peak, attention) if peak else None,
     )
 
 
@@ -170,6 +177,7 @@ def measure_training(
     if peaks:  # of the two beside a step the larger one counts
         peak = statistics.median(map(max, itertools.pairwise(peaks)))
     tokens = batches[0]["obs"].size
+    attention = flash_attention.chosen(config, mesh.devices.flat[0])
     peak_bytes, source = peak_memory(mesh, compiled)
     return Training(
         compile_seconds=compile_seconds,
@@ -178,7 +186,7 @@ def measure_training(
         all_step_seconds=all_timed,
         tokens_per_step=tokens,
         peak_flops=peak,
-        speed=speed(config, tokens, median, peak),
+        speed=speed(config, tokens, median, peak, attention),
         loss=loss,
         peak_bytes=peak_bytes,
         peak_bytes_source=source,
@@ -193,14 +201,6 @@ def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
     if counted and "peak_bytes_in_use" in counted:
         return counted["peak_bytes_in_use"], "the device's memory_stats"
     return planned_memory(compiled), "the compiler's memory_analysis"
-
-
-def planned_memory(compiled: Any) -> int:
-    """Bytes of one device that a program needs, by the compiler."""
-    planned = compiled.memory_analysis()
-    # Not `peak_memory_in_bytes`, which leaves the temporaries out on CPUs.
-    held = planned.argument_size_in_bytes + planned.output_size_in_bytes
-    return held - planned.alias_size_in_bytes + planned.temp_size_in_bytes
 
 
 @dataclasses.dataclass(frozen=True)

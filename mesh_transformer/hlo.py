@@ -24,7 +24,8 @@ class Collective:
       shape, dtype: of the result on one device.
       groups: which devices take part together; empty where all do.
       where: JAX's name of the operation.
-      chain: names a collective that runs beside other work, in pieces; empty where it is whole.
+      chain: names an array of a collective that runs beside other work, in pieces; empty where
+        it is whole.
     """
 
     kind: str
@@ -92,9 +93,9 @@ def _collectives_of(line: str) -> list[Collective]:
             dtype,
             groups,
             where,
-            chain[1] if chain else "",
+            f"{chain[1]}.{place}" if chain else "",
         )
-        for dtype, shape in arrays
+        for place, (dtype, shape) in enumerate(arrays)
     ]
 
 

@@ -1,4 +1,4 @@
-"""How many bytes of a device's memory a compiled program reads and writes, by its text (HLO).
+"""How many bytes a compiled program takes of a device's memory, and by its HLO reads and writes.
 
 Every operation that is not inside another reads its operands once and writes its results once.
 Of what is only sliced or updated in part that part alone counts; what the compiler keeps in
@@ -8,6 +8,7 @@ on-chip memory does not.
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from mesh_transformer import hlo
 
@@ -33,6 +34,14 @@ _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 _ELSEWHERE = re.compile(r"S\([1-9]")  # a layout's memory space; none is the device's memory
 
 
+def planned_memory(compiled: Any) -> int:
+    """Bytes of one device that a program needs, by the compiler: all parts, what is reused once."""
+    planned = compiled.memory_analysis()
+    # Not `peak_memory_in_bytes`, which leaves the temporaries out on CPUs.
+    held = planned.argument_size_in_bytes + planned.output_size_in_bytes
+    return held - planned.alias_size_in_bytes + planned.temp_size_in_bytes
+
+
 @dataclass(frozen=True)
 class Operation:
     """One line of a program: `bytes` is what its result takes of the device's memory."""
@@ -50,6 +59,12 @@ class Operation:
     def is_piece(self) -> bool:
         """Whether it is part of a collective, which counts as a whole elsewhere."""
         return self.kind in hlo.KINDS and "chain_id=" in self.line
+
+    @property
+    def names_operands(self) -> bool:
+        """Whether its result is a tuple that begins with its operands, as most of a -start's."""
+        whole = self.kind.removesuffix("-start")
+        return whole != self.kind and (whole in hlo.WITH_OPERANDS or " = ((" in self.line)
 
 
 def _sizes(text: str) -> tuple[int, int]:
@@ -126,15 +141,15 @@ class Program:
             return 2 * operands[1].bytes
         if each.kind in ("copy-start", "slice-start"):
             return self._started(each, operands)
-        if each.kind.endswith("-start"):  # its result names the operands again
-            return sum(operand.bytes for operand in operands) * 2
+        whole = sum(operand.bytes for operand in operands)
+        written = each.bytes - (whole if each.names_operands else 0)
         if each.called is None or each.kind not in ("fusion", "async-start"):
-            return each.bytes + sum(operand.bytes for operand in operands)
+            return whole + written
         read = sum(
             min(operand.bytes, self._read(each.called, index))
             for index, operand in enumerate(operands)
         )
-        return read + min(each.bytes, self._written(each.called))
+        return read + min(written, self._written(each.called))
 
     @staticmethod
     def _started(each: Operation, operands: list[Operation]) -> int:

@@ -49,6 +49,15 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.asarray(devices).reshape(-1, mp), ("dp", "mp"))
 
 
+def abstract(shapes: Any, layout: Any) -> Any:
+    """A tree of shapes and dtypes with the NamedShardings of another: arrays without data."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        layout,
+    )
+
+
 def named(mesh: Mesh, specs: Any) -> Any:
     """The tree of PartitionSpecs as NamedShardings on `mesh`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)

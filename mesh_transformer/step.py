@@ -16,7 +16,7 @@ from mesh_transformer.attention import LayerCache
 from mesh_transformer.compiler_options import compiler_options
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration, joined, partition
-from mesh_transformer.mesh import named
+from mesh_transformer.mesh import abstract, named
 from mesh_transformer.optimizer import Optimizer
 from mesh_transformer.parallel import Auto, Manual, Parallel
 from mesh_transformer.sampling import SamplerSettings
@@ -46,11 +46,7 @@ def init_state(config: Config, key: Array) -> State:
 def abstract_state(config: Config, mesh: Mesh) -> State:
     """Shapes and layouts of the state, with nothing in them."""
     shapes = jax.eval_shape(functools.partial(init_state, config), jax.random.key(0))
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        named(mesh, state_specs(config, mesh)),
-    )
+    return abstract(shapes, named(mesh, state_specs(config, mesh)))
 
 
 def state_specs(config: Config, mesh: Mesh) -> State:

@@ -59,7 +59,9 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
     """What a compiled training step exchanges; of a combined collective each array counts."""
     whole = hlo.parse(text)
     activation = config.per_replica_batch * config.seq * config.d_model
-    layers = [loop for loop in whole.all() if _is_over_layers(loop, config)]
+    # Not the whole itself, which runs once, as a loop over a single layer does.
+    inner = [loop for each in whole.loops for loop in each.all()]
+    layers = [loop for loop in inner if _is_over_layers(loop, config)]
     reduced = [
         "transpose" in each.where
         for loop in layers

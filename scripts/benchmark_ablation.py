@@ -23,6 +23,7 @@ from tqdm import tqdm
 from mesh_transformer import benchmark, hlo, model
 from mesh_transformer import step as steps
 from mesh_transformer.config import Config
+from mesh_transformer.hlo_bytes import planned_memory
 from mesh_transformer.parallel import Manual
 from mesh_transformer.rows import Rows
 from mesh_transformer.util import StoppedError
@@ -133,7 +134,7 @@ def compile_variant(
     ]
     figures = {
         "compile_seconds": seconds,
-        "memory_bytes": benchmark.planned_memory(run),
+        "memory_bytes": planned_memory(run),
         "temporary_bytes": run.memory_analysis().temp_size_in_bytes,
         "all_reduces": sum(times for times, _ in collectives),
         "all_reduced_bytes": sum(times * size for times, size in collectives),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-GIB = 2**30
+from mesh_transformer.topology import GIB
 
 Cell = tuple[str, Callable[[dict[str, Any]], str]]  # a column's title, and what stands in it
 
