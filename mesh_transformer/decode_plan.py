@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import flops, generation, model, step
 from mesh_transformer.config import Config
 from mesh_transformer.hlo_bytes import Program
-from mesh_transformer.mesh import named
+from mesh_transformer.mesh import abstract, named
 from mesh_transformer.plan import bytes_on_one_device, compiled, mesh_of, room
 from mesh_transformer.topology import Slice
 from mesh_transformer.traffic import Traffic, decode_traffic
@@ -82,23 +81,23 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     """Compiles generation's step for `per_replica_batch` rows a replica, each of `seq` positions.
 
     Raises:
-      InputError: where mp does not divide the devices, or libtpu is missing.
+      InputError: where mp does not divide the devices, libtpu is missing, or the compiler refuses
+        the program for another reason than its size.
     """
     mesh = mesh_of(config, topology)
     rows = config.per_replica_batch * mesh.shape["dp"]
     weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     function = step.compile_decode(config, mesh, None, STEPS)
-    found = compiled(function, weights, state, count, fast=fast)
+    # Before the compilation, as not every device is known.
+    hardware, limit = topology.hardware(config.dtype), topology.hbm
+    found = compiled(topology.name, function, weights, state, count, fast=fast)
     sizes = bytes_on_one_device(weights), bytes_on_one_device(state.caches)
     read = sum(sizes) - bytes_on_one_device(weights["embed"])
-    hardware = topology.hardware(config.dtype)
     traffic = moved = likely = None
     if found.text is not None:
-        traffic, moved = (
-            decode_traffic(found.text, config, mesh),
-            Program(found.text).moved_in_a_loop(),
-        )
+        traffic = decode_traffic(found.text, config, mesh)
+        moved = Program(found.text).moved_in_a_loop()
         likely = rows * hardware.hbm / moved
     return DecodePlan(
         topology=topology.name,
@@ -113,8 +112,8 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
         state_bytes=sum(sizes),
         read_bytes=read,
         peak_bytes=found.peak,
-        hbm_bytes=topology.hbm,
-        fits=found.text is not None and found.peak <= topology.hbm,
+        hbm_bytes=limit,
+        fits=found.text is not None and found.peak <= limit,
         flops_per_token=flops.decode_flops_per_token(config),
         collectives=traffic,
         bytes_per_token=moved,
@@ -125,20 +124,12 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     )
 
 
-def _abstract(shapes: Any, layout: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        layout,
-    )
-
-
 def _abstract_weights(config: Config, mesh: Mesh) -> generation.Weights:
     params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(generation.weights_of, config=config), params)
-    return _abstract(shapes, named(mesh, generation.weight_specs(config)))
+    return abstract(shapes, named(mesh, generation.weight_specs(config)))
 
 
 def _abstract_rows(config: Config, mesh: Mesh, rows: int) -> generation.DecodeState:
     shapes = jax.eval_shape(lambda: generation.empty(config, rows, config.seq))
-    return _abstract(shapes, named(mesh, step.decode_specs(config)))
+    return abstract(shapes, named(mesh, step.decode_specs(config)))

@@ -16,17 +16,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import flops, step
+from mesh_transformer import flash_attention, flops, step
 from mesh_transformer.config import Config
-from mesh_transformer.hlo_bytes import Program
+from mesh_transformer.flops import Hardware
+from mesh_transformer.hlo_bytes import Program, planned_memory
 from mesh_transformer.roofline import Estimate, estimate
 from mesh_transformer.topology import GIB, Slice
 from mesh_transformer.traffic import Traffic, traffic_of
 from mesh_transformer.util import InputError
 
-FAST = {"exec_time_optimization_effort": -1.0}  # the same collectives, the peak within 8 percent
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM")
-_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30}
+# The same collectives, the peak within 8 percent, the traffic of memory within a factor of 2.
+FAST = {"exec_time_optimization_effort": -1.0}
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
+_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Memory:
     peak: int
     text: str | None
     seconds: float
+    fast: bool  # by `FAST`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Plan:
     collectives: Traffic | None  # None where it does not fit: there is no program then
     estimate: Estimate | None
     compile_seconds: float
+    fast: bool  # compiled quickly: the peak and the estimate are rougher
 
     @property
     def setting(self) -> str:
@@ -89,7 +93,8 @@ class Plan:
             lines += self.collectives.lines()
         if self.estimate is not None:
             lines += self.estimate.lines()
-        return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
+        effort = " (--fast)" if self.fast else ""
+        return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s{effort}"])
 
 
 def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
@@ -125,29 +130,24 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
       fast: compile in a fraction of the time, for a peak that is less exact.
 
     Raises:
-      InputError: where mp does not divide the devices, or libtpu is missing.
+      InputError: where mp does not divide the devices, libtpu is missing, or the compiler refuses
+        the program for another reason than its size.
     """
     mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices)
     step.check_zero(config, mesh)
+    # Before the compilation, as not every device is known.
+    hardware, limit = topology.hardware(config.dtype), topology.hbm
     state, batch = step.abstract_state(config, mesh), abstract_batch(config, mesh)
-    found = compiled(step.compile_train(config, mesh), state, batch, fast=fast)
+    found = compiled(topology.name, step.compile_train(config, mesh), state, batch, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
     if found.text is not None:
-        traffic = traffic_of(found.text, config, mesh)
-        speed = estimate(
-            config,
-            topology.hardware(config.dtype),
-            devices=topology.devices,
-            tokens=tokens,
-            hbm_traffic_bytes=Program(found.text).moved(),
-            link_bytes=sum(each.sent for each in traffic.exchanges),
-        )
+        traffic, speed = _read(found.text, config, mesh, hardware, tokens)
     per_token = flops.palm_flops_per_token(config)
     return Plan(
         topology=topology.name,
-        devices=topology.devices,
+        devices=mesh.size,
         dp=mesh.shape["dp"],
         mp=mesh.shape["mp"],
         partitioning=config.partitioning,
@@ -160,35 +160,55 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         parameters=flops.n_params(config),
         state_bytes=bytes_on_one_device(state),
         peak_bytes=found.peak,
-        hbm_bytes=topology.hbm,
-        fits=found.text is not None and found.peak <= topology.hbm,
+        hbm_bytes=limit,
+        fits=found.text is not None and found.peak <= limit,
         flops_per_token=per_token,
         flops=per_token * tokens,
         collectives=traffic,
         estimate=speed,
         compile_seconds=found.seconds,
+        fast=found.fast,
     )
 
 
-def compiled(function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
-    """A jitted function, compiled for abstract arguments on the devices that they name."""
+def _read(
+    text: str, config: Config, mesh: Mesh, hardware: Hardware, tokens: int
+) -> tuple[Traffic, Estimate]:
+    """What a compiled step's text says of the links, and how fast that could be."""
+    traffic = traffic_of(text, config, mesh)
+    return traffic, estimate(
+        config,
+        hardware,
+        devices=mesh.size,
+        tokens=tokens,
+        hbm_traffic_bytes=Program(text).moved(),
+        link_bytes=sum(each.sent for each in traffic.exchanges),
+        attention=flash_attention.chosen(config, mesh.devices.flat[0]),
+    )
+
+
+def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
+    """A jitted function, compiled for abstract arguments on the devices that they name.
+
+    Raises:
+      InputError: where the compiler refuses it, but for its size.
+    """
     began = time.perf_counter()
     lowered = function.trace(*args).lower()  # type: ignore[attr-defined]
     on_tpu = _platform(args) == "tpu"
+    fast = fast and on_tpu
     try:
-        program = lowered.compile(compiler_options=FAST if fast and on_tpu else None)
+        program = lowered.compile(compiler_options=FAST if fast else None)
     except jax.errors.JaxRuntimeError as error:
         wanted = _OUT_OF_MEMORY.search(str(error))
         if wanted is None:
-            raise
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(f"topology {topology}: the compiler refuses: {reason}") from None
         peak = int(float(wanted[1]) * _SIZES[wanted[2]])
-        return Memory(peak, None, time.perf_counter() - began)
-    found = program.memory_analysis()
-    peak = found.peak_memory_in_bytes
-    if not on_tpu:  # it does not say: all parts, what is reused once
-        peak = found.argument_size_in_bytes + found.output_size_in_bytes
-        peak += found.temp_size_in_bytes - found.alias_size_in_bytes
-    return Memory(peak, program.as_text(), time.perf_counter() - began)
+        return Memory(peak, None, time.perf_counter() - began, fast)
+    # Elsewhere the compiler tells no peak.
+    peak = program.memory_analysis().peak_memory_in_bytes if on_tpu else planned_memory(program)
+    return Memory(peak, program.as_text(), time.perf_counter() - began, fast)
 
 
 def _platform(args: Any) -> str:

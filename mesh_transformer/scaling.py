@@ -6,10 +6,11 @@ settings can be put in order.
 
 import dataclasses
 
-from mesh_transformer import flops
+from mesh_transformer import flash_attention, flops
 from mesh_transformer.config import Config
 from mesh_transformer.flops import Hardware
 from mesh_transformer.roofline import link_seconds, sent
+from mesh_transformer.util import InputError
 
 F32, BF16 = 4, 2
 GENERATIONS = ("v3", "v4", "v5e", "v5p", "v6e")
@@ -59,7 +60,9 @@ def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
     part = flops.n_params(config) // mp
     mp_bytes = _mp_bytes(config, tokens, mp)
     dp_bytes = _dp_bytes(part, dp, zero, accumulation)
-    compute = tokens * flops.hardware_flops_per_token(config) / (hardware.peak * mp)
+    attention = attention_on(config, hardware)
+    compute = tokens * flops.hardware_flops_per_token(config, attention) / (hardware.peak * mp)
+    traffic = _traffic(config, part, tokens, dp if zero else 1, attention)
     return Paper(
         dp=dp,
         mp=mp,
@@ -67,19 +70,48 @@ def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
         per_replica_batch=config.per_replica_batch,
         accumulation=accumulation,
         compute_seconds=compute,
-        memory_seconds=_traffic(config, part, tokens, dp if zero else 1) / hardware.hbm,
+        memory_seconds=traffic / hardware.hbm,
         mp_bytes=mp_bytes,
         mp_seconds=link_seconds(mp_bytes, hardware)[1],
         dp_bytes=dp_bytes,
         dp_seconds=link_seconds(dp_bytes, hardware)[1],
-        memory_bytes=_held(config, part, dp),
+        memory_bytes=_held(config, part, dp, attention),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What `flash_attention.chosen` reads of a device."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str
+
+
+def attention_on(config: Config, hardware: Hardware) -> str:
+    """How such devices compute attention, as `flash_attention.chosen` names it.
+
+    Where they cannot have what the config names, as some of a table of generations: XLA's.
+    """
+    platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
+    if hardware.kind == "cpu":
+        platform = "cpu"
+    capability = "8.0" if hardware.kind.startswith("A100") else "9.0"
+    try:
+        return flash_attention.chosen(config, _Device(platform, hardware.kind, capability))
+    except InputError:
+        return "xla"
 
 
 def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
     """An all-reduce of the activations a layer each way; the embedding's and the head's."""
-    each = tokens * config.d_model * (F32 if config.dtype == "float32" else BF16)
+    each = tokens * config.d_model * _width(config)
     return (2 * config.layers + 2) * sent("all-reduce", each, mp)
+
+
+def _width(config: Config) -> int:
+    """Bytes of a number in the compute dtype."""
+    return F32 if config.dtype == "float32" else BF16
 
 
 def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
@@ -92,44 +124,78 @@ def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
     return accumulation * (2 * gathered + scattered) if zero == 3 else gathered + scattered
 
 
-def _traffic(config: Config, part: int, tokens: int, split: int) -> int:
+def _traffic(config: Config, part: int, tokens: int, split: int, attention: str) -> int:
     """Bytes of memory that a step reads and writes, by rule of thumb.
 
     The weights three times a microbatch, the gradients' sums read and written, parameters and
     moments read and written once; of each token and layer some 24 arrays as wide as the model and
-    what is split over mp: 12 as wide as d_ff and 8 of scores in f32.
+    what is split over mp: 12 as wide as d_ff and, without a kernel, 8 of scores in f32.
     """
     microbatches = config.gradient_accumulation_steps * part * (3 * BF16 + 3 * F32)
     optimizer = 7 * F32 * part // split
     mp = config.cores_per_replica
     wide = BF16 * (24 * config.d_model + 12 * config.d_ff // mp)
-    scores = 8 * F32 * config.n_heads * config.seq // mp
+    scores = 8 * _scores(config, attention) // mp
     return microbatches + optimizer + config.layers * tokens * (wide + scores)
 
 
-def _held(config: Config, part: int, dp: int) -> int:
-    """State, weights in the compute dtype, gradients' sums, and what the backward pass needs."""
-    mp, zero = config.cores_per_replica, config.zero or 0
+def _scores(config: Config, attention: str) -> int:
+    """Bytes of one token's scores of all heads in a layer, f32; a kernel never writes them."""
+    if attention not in ("xla", "blocks"):
+        return 0
+    return F32 * config.n_heads * flops.attended_pairs(config, attention) // config.seq
+
+
+def _held(config: Config, part: int, dp: int, attention: str) -> int:
+    """The larger of what the forward pass ends with and what the update begins with.
+
+    The one has the weights in the compute dtype and all that the backward pass needs, the other
+    the gradients in f32; both have the state.  Of several microbatches the gradients' sums are
+    there beside the forward pass as well.
+    """
+    zero = config.zero or 0
     state = (F32 + 2 * (BF16 if config.bf16_optimizer else F32)) * part // (dp if zero else 1)
-    weights = 0 if zero == 3 else BF16 * part
+    is_copied = zero == 1 or (zero == 0 and config.dtype == "bfloat16")
+    weights = _width(config) * part if is_copied else 0
     sums = F32 * part // (dp if zero == 3 else 1)
-    if config.gradient_accumulation_steps == 1:
-        sums = 0  # each is used up as it comes
-    heads = config.n_heads * config.d_head
-    saved = {
-        "full": config.d_model,
-        "dots": 3 * config.d_model + (3 * heads + config.d_ff) // mp,
-        "none": 3 * config.d_model + (4 * heads + config.d_ff) // mp,
-    }[config.remat]
-    scores = config.n_heads * config.seq // mp if config.remat == "none" else 0
     tokens = config.per_replica_batch * config.seq
+    forward = weights + config.layers * tokens * kept_of_a_layer(config, attention)
+    if config.gradient_accumulation_steps > 1:
+        return state + sums + forward
+    return state + max(sums, forward)
+
+
+def kept_of_a_layer(config: Config, attention: str) -> int:
+    """Bytes of each token that one device keeps of a layer for its backward pass (`remat`).
+
+    Always its input, once more where that is gathered and no word is to be said twice; then what
+    the matrices gave: q, k, v and the feed-forward's; then attention's scores and what the heads
+    attended to.  A kernel keeps its three inputs, what it gave (twice) and a sum of each row.
+    """
+    mp, width = config.cores_per_replica, _width(config)
+    kept = config.d_model // (mp if config.shard_activations else 1) * width
+    if config.remat == "full":
+        return kept
+    heads = config.n_heads * config.d_head
+    fused = config.block == "geglu"
+    hidden = config.d_ff * (2 if fused else 1)
+    if config.remat == "dots":
+        return kept + (3 * heads + hidden) * width // mp
     if config.shard_activations:
-        saved -= config.d_model - config.d_model // mp
-    return state + weights + sums + config.layers * tokens * BF16 * (saved + scores)
+        kept += config.d_model * width
+    if attention in ("xla", "blocks"):
+        return kept + ((4 * heads + hidden) * width + _scores(config, attention)) // mp
+    # Of a fused matrix q, k and v cannot be dropped by themselves.
+    own = (5 + 3 * fused) * heads + hidden
+    return kept + (own * width + F32 * config.n_heads) // mp
 
 
-def markdown(config: Config, generation: str) -> str:
-    """Where each setting stops paying: tables by mp, by tokens of a replica, and by devices."""
+def markdown(config: Config, generation: str, sequences: int) -> str:
+    """Where each setting stops paying: tables by mp, by tokens of a replica, and by devices.
+
+    Args:
+      sequences: a step, whatever the devices.
+    """
     head = f"{flops.n_params(config) / 1e9:.1f}B parameters, sequence {config.seq}, "
     head += f"remat {config.remat}; seconds of the links over seconds of computing"
     return "\n\n".join(
@@ -139,8 +205,8 @@ def markdown(config: Config, generation: str) -> str:
             "Tokens of a replica with which dp's links take as long as computing (a step's tokens "
             "with ZeRO 0 and 1, a microbatch's with ZeRO 3):",
             _table(("ZeRO", *GENERATIONS), [_break_even(config, zero) for zero in (0, 1, 3)]),
-            f"{generation}, mp {config.cores_per_replica}, {sequences_a_step(config)} sequences a "
-            "step on however many devices:",
+            f"{generation}, mp {config.cores_per_replica}, {sequences} sequences a step on however "
+            "many devices:",
             _table(
                 (
                     "devices",
@@ -150,7 +216,7 @@ def markdown(config: Config, generation: str) -> str:
                     "mp links s",
                     *(f"ZeRO {zero}: dp links s, GB sent" for zero in (0, 1, 3)),
                 ),
-                _by_devices(config, generation),
+                _by_devices(config, generation, sequences),
             ),
         )
     )
@@ -166,7 +232,7 @@ def _by_mp(config: Config, mp: int) -> list[str]:
     for generation in GENERATIONS:
         hardware = flops.hardware(generation)
         seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
-        computing = flops.hardware_flops_per_token(config) / (hardware.peak * mp)
+        computing = _computing(config, hardware) / (hardware.peak * mp)
         cells.append(f"{seconds / computing:.2f}")
     return cells
 
@@ -178,8 +244,12 @@ def _break_even(config: Config, zero: int) -> list[str]:
         hardware = flops.hardware(generation)
         sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
         seconds = link_seconds(sent_bytes, hardware)[1]
-        cells.append(f"{seconds * hardware.peak / flops.hardware_flops_per_token(config):,.0f}")
+        cells.append(f"{seconds * hardware.peak / _computing(config, hardware):,.0f}")
     return cells
+
+
+def _computing(config: Config, hardware: Hardware) -> int:
+    return flops.hardware_flops_per_token(config, attention_on(config, hardware))
 
 
 def sequences_a_step(config: Config) -> int:
@@ -189,8 +259,8 @@ def sequences_a_step(config: Config) -> int:
     return config.per_replica_batch * replicas * config.gradient_accumulation_steps
 
 
-def _by_devices(config: Config, generation: str) -> list[list[str]]:
-    hardware, sequences = flops.hardware(generation), sequences_a_step(config)
+def _by_devices(config: Config, generation: str, sequences: int) -> list[list[str]]:
+    hardware = flops.hardware(generation)
     rows = []
     for devices in DEVICES:
         dp = devices // config.cores_per_replica

@@ -124,7 +124,14 @@ class Present:
         """Bytes that a program may have on one device; of a CPU, its part of what there is."""
         if self.platform == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.devices
-        return (self._list()[0].memory_stats() or {})["bytes_limit"]
+        told = self._list()[0].memory_stats()
+        if told is None or "bytes_limit" not in told:
+            kind = self._list()[0].device_kind
+            raise InputError(
+                f"topology {self.name}: {kind} does not tell how much memory a program may have "
+                "(memory_stats); name a TPU"
+            )
+        return told["bytes_limit"]
 
     def hardware(self, dtype: str) -> Hardware:
         """What one device can."""
@@ -133,7 +140,10 @@ class Present:
         found = flops.hardware_of(self._list()[0])
         if found is None:
             kind = self._list()[0].device_kind
-            raise InputError(f"topology {self.name}: {kind} is not in the table of hardware")
+            raise InputError(
+                f"topology {self.name}: {kind} is not in the table of hardware; name a TPU, or add "
+                "it to flops.HARDWARE"
+            )
         return found
 
     def mesh(self, dp: int, mp: int) -> Mesh:

@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+from mesh_transformer.arguments import positive
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, run_script
 
@@ -35,8 +36,8 @@ def parse_args() -> argparse.Namespace:
     what.add_argument("--decode", action="store_true", help="plan generation, not training")
     what.add_argument("--scaling", action="store_true", help="links and computing, on paper")
     what.add_argument("--search", action="store_true", help="find the settings that fit, ranked")
-    parser.add_argument("--limit", type=int, default=12, help="of --search: settings to find")
-    parser.add_argument("--fast", action="store_true", help="compile quickly; the peak is rougher")
+    parser.add_argument("--limit", type=positive, default=12, help="of --search: settings to find")
+    parser.add_argument("--fast", action="store_true", help="compile quickly, for rougher figures")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
@@ -68,6 +69,8 @@ def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[
 
 def main() -> None:
     args = parse_args()
+    if args.scaling and args.json:
+        raise InputError("--json: --scaling prints tables in Markdown alone; leave either out")
     if args.topology != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -82,11 +85,14 @@ def main() -> None:
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
     if args.scaling:
         generation = topology(args.topology).generation
-        print(scaling.markdown(config.replace(**changes), generation))
+        # A smaller replica is no reason for more sequences a step.
+        whole = {key: value for key, value in changes.items() if key != "cores_per_replica"}
+        sequences = scaling.sequences_a_step(config.replace(**whole))
+        print(scaling.markdown(config.replace(**changes), generation, sequences))
         return
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
     if args.search:
-        found = search(config, slice_, fixed=changes, limit=args.limit)
+        found = search(config, slice_, fixed=changes, limit=args.limit, in_full=not args.fast)
     else:
         make = decode_plan if args.decode else plan
         changed = config.replace(**changes, tpu_size=slice_.devices)

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 
 from mesh_transformer import decode_plan, flops, plan, plan_search
 from mesh_transformer.config import Config
-from mesh_transformer.topology import LIBRARY, slice_named, topology
+from mesh_transformer.topology import GIB, LIBRARY, Present, slice_named, topology
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
@@ -20,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import plan as script  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).parent.parent
-GIB = 2**30
 
 needs_libtpu = pytest.mark.skipif(
     not LIBRARY.exists(), reason="libtpu is not installed; not every platform has it"
@@ -82,6 +83,54 @@ def test_a_machine_without_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", none)
     with pytest.raises(InputError, match="JAX finds none here"):
         slice_named("gpu")
+
+
+class Gpu(SimpleNamespace):
+    """As much of a GPU as a plan asks before it compiles."""
+
+    def memory_stats(self):
+        return self.told
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "reason"),
+    [
+        ("NVIDIA H200", None, "H200 does not tell how much memory a program may have"),
+        ("NVIDIA H200", {}, "H200 does not tell how much memory a program may have"),
+        ("NVIDIA X1", {"bytes_limit": 1}, "X1 is not in the table of hardware"),
+    ],
+)
+def test_a_gpu_that_cannot_be_planned_for_is_refused_first(monkeypatch, kind, told, reason):
+    gpu, mesh = Gpu(platform="gpu", device_kind=kind, told=told), slice_named("cpu").mesh(1, 1)
+    monkeypatch.setattr(Present, "_list", lambda self: [gpu])
+    monkeypatch.setattr(Present, "mesh", lambda *_: mesh)
+    monkeypatch.setattr(plan, "compiled", lambda *_, **__: pytest.fail("compiled"))
+    with pytest.raises(InputError, match=f"topology gpu: NVIDIA {reason}"):
+        plan.plan(small(), Present("gpu", "gpu", 1))
+
+
+@pytest.mark.parametrize(("told", "size"), [("1.25T", 1.25 * 2**40), ("20.5G", 20.5 * 2**30)])
+def test_what_the_compiler_says_of_too_large_a_program(told, size):
+    found = refused(f"RESOURCE_EXHAUSTED: Used {told} of 15G ({told}) exceeds available HBM by 5G")
+    assert (found.peak, found.text) == (size, None)
+
+
+def test_what_else_the_compiler_says_is_one_line():
+    with pytest.raises(InputError, match=r"topology v3-8: the compiler refuses: INTERNAL: no$"):
+        refused("INTERNAL: no\nand a stack of lines")
+
+
+def refused(message: str) -> plan.Memory:
+    """A program whose compilation ends with that."""
+
+    def end(compiler_options):
+        raise jax.errors.JaxRuntimeError(message)
+
+    lowered = SimpleNamespace(compile=end)
+    function: Any = SimpleNamespace(trace=lambda *_: SimpleNamespace(lower=lambda: lowered))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    argument = jax.ShapeDtypeStruct((1,), "float32", sharding=sharding)
+    return plan.compiled("v3-8", function, argument)
 
 
 def small(**changes) -> Config:
@@ -170,19 +219,20 @@ def planned(config: Path, *words: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
-# Peaks of docs/plan.md and what there is, in GiB; all are below what a prototype of this design
-# needed (13.4 and 12.9).  16 microbatches are fine-tuning: that it fits is what counts.
+# Peaks of docs/plan.md (a quick compilation tells none) and what there is, in GiB, and the GB that
+# a step moves; the peaks are below what a prototype of this design needed (13.4 and 12.9).  16
+# microbatches are fine-tuning.
 GPT_J = [
-    (("v3-8", "--accumulate", "1"), 11.73, 15.48),
-    (("v3-8", "--accumulate", "16", "--fast"), 14.55, 15.48),
-    (("v5e-8", "--accumulate", "1"), 11.63, 15.75),
+    (("v3-8", "--accumulate", "1", "--fast"), None, 15.48, 78),
+    (("v3-8", "--accumulate", "16"), 14.55, 15.48, 981),
+    (("v5e-8", "--accumulate", "1"), 11.63, 15.75, 48),
 ]
 
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "peak", "limit"), GPT_J)
-def test_gpt_j_fits(words, peak, limit):
+@pytest.mark.parametrize(("words", "peak", "limit", "moved"), GPT_J)
+def test_gpt_j_fits(words, peak, limit, moved):
     """Compiled as it would be to run, but for the one with --fast."""
     path = ROOT / "configs" / "6B_roto_256.json"
     status, found = planned(path, "--topology", *words)
@@ -190,7 +240,9 @@ def test_gpt_j_fits(words, peak, limit):
     assert (found["devices"], found["dp"], found["mp"]) == (8, 1, 8)
     # Parameters and both moments in f32 by eighths; norms and biases are whole on each.
     assert 12 * found["parameters"] / 8 < found["state_bytes"] < 8.5 * GIB
-    assert found["state_bytes"] < found["peak_bytes"] < 1.05 * peak * GIB
+    assert found["state_bytes"] < found["peak_bytes"]
+    assert peak is None or found["peak_bytes"] < 1.05 * peak * GIB
+    assert found["fast"] == (peak is None)
     assert found["hbm_bytes"] == int(limit * GIB)
     reduced = found["collectives"]
     assert (reduced["layer_forward"], reduced["layer_backward"]) == (1, 1)
@@ -201,8 +253,8 @@ def test_gpt_j_fits(words, peak, limit):
     speed = found["estimate"]
     sent = 2 * config.layers * tokens * config.d_model * 2 * 7 // 4
     assert sent < speed["link_bytes"] < 1.1 * sent
-    # At least the weights and moments, read and written; at most what a careless count gives.
-    assert 28 * found["parameters"] / 8 < speed["hbm_traffic_bytes"] < 2e12
+    # Another version of the compiler may do better or worse, but not by much.
+    assert moved / 2 < speed["hbm_traffic_bytes"] / 1e9 < 2 * moved
     assert 0 < speed["mfu"][1] < speed["mfu"][0] < 1
 
 
@@ -228,16 +280,20 @@ def test_what_tpus_sum_over_replicas():
     keys |= {"d_model": 512, "n_heads": 4, "seq": 256, "n_vocab": 1024, "dtype": "bfloat16"}
     ways = [{"zero": zero} for zero in (0, 1, 3)] + [{"zero": 1, "partitioning": "jit"}]
     found = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps(ways))
-    inside = []
+    inside, once = [], []
     for one in json.loads(found.stdout):
         reduced = one["collectives"]
         assert one["fits"]
         assert (reduced["layer_forward"], reduced["layer_backward"]) == (1, 1)
         over_dp = [each for each in reduced["exchanges"] if each["axis"] != "mp"]
-        assert {each["dtype"] for each in over_dp if each["place"] == "step"} <= {"f32", "bf16"}
+        once.append({(each["kind"], each["dtype"]) for each in over_dp if each["place"] == "step"})
         inside.append({each["place"] for each in over_dp} - {"step"})
     assert inside[0] == inside[1] == inside[3] == set()
     assert {"layer forward", "layer backward"} <= inside[2]
+    # Sums in f32, weights in bf16.
+    summed = {("all-reduce", "f32")}
+    split = summed | {("reduce-scatter", "f32"), ("all-gather", "bf16")}
+    assert once == [summed, split, summed, split]
 
 
 @needs_libtpu

@@ -1,14 +1,30 @@
 """What a step costs on paper: links, memory traffic in a program's text, settings in order."""
 
+import functools
+import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from mesh_transformer import flops, plan_search, scaling
+from mesh_transformer import flops, hlo, model, plan_search, scaling
 from mesh_transformer.config import Config
 from mesh_transformer.hlo_bytes import Program
+from mesh_transformer.parallel import Auto
 from mesh_transformer.roofline import estimate, link_seconds, sent
 from mesh_transformer.scaling import on_paper
+from mesh_transformer.topology import topology
+from mesh_transformer.traffic import traffic_of
+from mesh_transformer.util import InputError, to_bf16
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import plan as script  # pyright: ignore[reportMissingImports]
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -51,6 +67,17 @@ def test_a_step_is_between_its_longest_part_and_the_sum():
     assert found.hfu[0] == pytest.approx(1)
     useful = flops.palm_flops_per_token(config) / flops.hardware_flops_per_token(config)
     assert found.mfu[0] == pytest.approx(useful)
+    kernel = estimate(
+        config,
+        hardware,
+        devices=8,
+        tokens=tokens,
+        hbm_traffic_bytes=0,
+        link_bytes=0,
+        attention="splash",
+    )
+    splash = flops.hardware_flops_per_token(config, "splash")
+    assert kernel.compute_seconds == pytest.approx(tokens * splash / (8 * 197e12))
     text = "\n".join(found.lines())
     assert "estimate on v5e, peak 197 TFLOP/s" in text
     assert "cloud.google.com" in text
@@ -113,15 +140,74 @@ def test_memory_traffic_of_a_made_program():
     assert program.moved_in_a_loop() == turn
 
 
+STARTED = """
+%wrapped (param_0.1: f32[8,100]) -> f32[1,100] {
+  %param_0.1 = f32[8,100]{1,0} parameter(0)
+  ROOT %row = f32[1,100]{1,0} slice(%param_0.1), slice={[0:1], [0:100]}
+}
+
+ENTRY %main (a: f32[8,100]) -> f32[16,100] {
+  %a = f32[8,100]{1,0} parameter(0)
+  LINE
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "moved"),
+    [
+        # The operand is read and twice as much is written.
+        ("(f32[8,100]{1,0}, f32[16,100]{1,0}) all-gather-start(%a), dimensions={0}", 3 * 3200),
+        ("f32[8,100]{1,0} all-reduce-start(%a)", 2 * 3200),
+        # Of what is computed beside other work that counts which it reads and writes.
+        ("((f32[8,100]{1,0}), f32[1,100]{1,0}) async-start(%a), calls=%wrapped", 2 * 400),
+        ("((f32[8,100]{1,0}), f32[1,100]{1,0:S(1)}) async-start(%a), calls=%wrapped", 400),
+    ],
+)
+def test_memory_traffic_of_what_is_started(line, moved):
+    assert Program(STARTED.replace("LINE", f"%begun = {line}")).moved() == moved
+
+
+def test_every_array_of_a_collective_in_pieces_counts_once():
+    """Two pieces of one exchange of two arrays, and one of another."""
+    piece = (
+        "(f32[8]{0}, f32[4]{0}) all-reduce(%a, %b), replica_groups={{0,1}}, "
+        'frontend_attributes={chain_id="C"}'
+    )
+    lines = [f"  %first = {piece}", f"  %second = {piece}", f"  %third = {piece.replace('C', 'D')}"]
+    text = "\n".join(["ENTRY %main (a: f32[8], b: f32[4]) -> f32[8] {", *lines, "}"])
+    found = hlo.parse(text).collectives
+    assert [each.shape for each in found] == [(8,), (4,), (8,), (4,)]
+
+
+def test_a_program_is_not_its_own_loop_over_one_layer():
+    """What is outside of every loop is no layer's, though it runs once, as a single layer does."""
+    config = Config(layers=1, d_model=8, n_heads=2, n_vocab=8, seq=4, cores_per_replica=2)
+    text = """ENTRY %main (a: f32[1,4,8]) -> f32[1,4,8] {
+  %a = f32[1,4,8]{2,1,0} parameter(0)
+  ROOT %sum = f32[1,4,8]{2,1,0} all-reduce(%a), replica_groups={{0,1}}
+}
+"""
+    mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("dp", "mp"))
+    found = traffic_of(text, config, mesh)
+    assert (found.layer_forward, found.layer_backward) == (0, 0)
+    assert [each.place for each in found.exchanges] == ["step"]
+
+
 def test_paper_of_gpt_j_on_a_v3_8():
     """58 all-reduces of 2048 x 4096 bf16 over 8 devices: 1.70 GB sent; no replicas, no dp."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(gradient_accumulation_steps=1)
     found = on_paper(config, flops.hardware("v3"), 8)
     assert (found.dp, found.mp, found.dp_bytes) == (1, 8, 0)
     assert found.mp_bytes == 58 * 2 * 7 * 2048 * 4096 * 2 // 8
-    # f32 parameters and moments, a bf16 copy, and the residual stream of each layer.
-    eighth = flops.n_params(config) // 8
-    assert found.memory_bytes == (12 + 2) * eighth + 28 * 2048 * 4096 * 2
+    # f32 parameters and moments, and at the update gradients; with several microbatches also a
+    # bf16 copy and the residual stream of each layer; with eight times the batch these are more.
+    eighth, stream = flops.n_params(config) // 8, 28 * 2048 * 4096 * 2
+    assert found.memory_bytes == (12 + 4) * eighth
+    more = on_paper(config.replace(gradient_accumulation_steps=2), flops.hardware("v3"), 8)
+    assert more.memory_bytes == (12 + 4 + 2) * eighth + stream
+    batch = on_paper(config.replace(per_replica_batch=8), flops.hardware("v3"), 8)
+    assert batch.memory_bytes == (12 + 2) * eighth + 8 * stream
 
 
 def test_paper_of_zero():
@@ -133,6 +219,54 @@ def test_paper_of_zero():
         found = on_paper(config.replace(zero=zero), flops.hardware("v3"), 256)
         assert found.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
     assert on_paper(config.replace(zero=1), flops.hardware("v3"), 256).memory_bytes < 8 * 2**30
+
+
+@pytest.mark.parametrize("block", ["gptj", "geglu"])
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("attention", ["xla", "blocks", "splash_interpreted"])
+def test_on_paper_a_layer_keeps_what_its_backward_pass_reads(attention, remat, block):
+    """Of a gradient's saved arrays those that have a layer, a batch and all positions."""
+    batch = 5
+    config = Config(
+        layers=3,
+        d_model=48,
+        n_heads=4,
+        n_vocab=56,
+        seq=384,
+        block=block,
+        remat=remat,
+        attention=attention,
+    )
+    tokens = jnp.zeros((batch, config.seq), jnp.int32)
+
+    def loss(params: Any) -> jax.Array:
+        par = Auto(attention=attention)
+        return model.train_loss(to_bf16(params), tokens, tokens, config, par)[0]
+
+    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    saved = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))
+    kept = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf in saved
+        if leaf.shape[:2] == (config.layers, batch)
+    )
+    one = scaling.kept_of_a_layer(config, attention)
+    assert kept == config.layers * batch * config.seq * one
+
+
+def test_attention_on_paper_is_the_generation_s():
+    config = Config.load(str(CONFIGS / "6B_roto_256.json"))
+    names = {name: scaling.attention_on(config, flops.hardware(name)) for name in ("v3", "v4")}
+    assert names == {"v3": "xla", "v4": "splash"}
+    assert scaling.attention_on(config, flops.hardware("h200")) == "cudnn"
+    for each in ("t5", "rotary"):
+        named = config.replace(pe=each, attention="splash")
+        assert scaling.attention_on(named, flops.hardware("v3")) == "xla"
+    whole = config.replace(remat="none")
+    v3, v4 = (scaling.on_paper(whole, flops.hardware(name), 8) for name in names)
+    # Of two heads, the scores for what each gave once more, and a sum.
+    less = 2 * (2048 * 4 - 256 * 2 - 4)
+    assert v3.memory_bytes - v4.memory_bytes == 28 * 2048 * less
 
 
 def test_every_candidate_trains_on_as_many_sequences_a_step():
@@ -154,7 +288,7 @@ def test_the_tables_of_scaling():
     """With tokens that are nothing but 2 N of f32 to sum, break-even is the peak over the links:
     for GPT-J-6B about (8 N) / (FLOPs a token) of 61.5 T / 82 G = 750 tokens on a v3."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    lines = scaling.markdown(config, "v3").splitlines()
+    lines = scaling.markdown(config, "v3", 512).splitlines()
     zero_0 = next(line for line in lines if line.startswith("| 0 |"))
     eight = 8 * flops.n_params(config) / flops.hardware_flops_per_token(config)
     assert f" {eight * 750:,.0f} " in zero_0
@@ -162,3 +296,122 @@ def test_the_tables_of_scaling():
     assert by_mp == sorted(by_mp)
     rows = [line for line in lines if " x " in line and line.startswith("| ")][1:]
     assert [row.split(" | ")[1] for row in rows] == ["1", "4", "16", "64", "256"]  # 768: not of 512
+
+
+def run_script(monkeypatch, capsys, *words: str) -> str:
+    """What scripts/plan.py prints for GPT-J-6B."""
+    path = str(CONFIGS / "6B_roto_256.json")
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--config", path, *words])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the script does, but not for other tests
+    script.main()
+    return capsys.readouterr().out
+
+
+def test_another_mp_keeps_the_sequences_a_step(monkeypatch, capsys):
+    words = ("--topology", "v3-8", "--scaling")
+    assert "v3, mp 8, 512 sequences" in run_script(monkeypatch, capsys, *words)
+    assert "v3, mp 2, 512 sequences" in run_script(monkeypatch, capsys, *words, "--mp", "2")
+    halved = run_script(monkeypatch, capsys, *words, "--mp", "2", "--accumulate", "8")
+    assert "v3, mp 2, 256 sequences" in halved
+
+
+def test_flags_that_do_not_go_together_or_count_nothing(monkeypatch, capsys):
+    with pytest.raises(InputError, match="--json: --scaling prints tables"):
+        run_script(monkeypatch, capsys, "--topology", "v3-8", "--scaling", "--json")
+    with pytest.raises(SystemExit):
+        run_script(monkeypatch, capsys, "--topology", "v3-8", "--search", "--limit", "0")
+    assert "0 is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def told(config: Config, speed: float, *, fits: bool = True, fast: bool = True) -> Any:
+    """As much of a plan as a search reads."""
+    return SimpleNamespace(
+        dp=8 // config.cores_per_replica,
+        mp=config.cores_per_replica,
+        zero=config.zero,
+        remat=config.remat,
+        shard_activations=config.shard_activations,
+        loss_chunk=config.loss_chunk,
+        per_replica_batch=config.per_replica_batch,
+        accumulation=config.gradient_accumulation_steps,
+        peak_bytes=2**30,
+        hbm_bytes=2**31,
+        fits=fits,
+        fast=fast,
+        estimate=SimpleNamespace(tokens_per_second=(2 * speed, speed), mfu=(0.5, 0.25)),
+    )
+
+
+def searched(monkeypatch, compile_one: Any, fixed: dict[str, Any], **keys: Any) -> Any:
+    """A search for a v3-8 with `compile_one(config, fast)` as the compiler."""
+    monkeypatch.setattr(
+        plan_search, "plan", lambda config, _, fast=False: compile_one(config, fast)
+    )
+    config = Config(
+        layers=2, d_model=128, n_heads=8, n_vocab=512, tpu_size=8, gradient_accumulation_steps=3
+    )
+    return plan_search.search(config, topology("v3-8"), fixed=fixed, **keys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss_chunk", 64), ("shard_activations", True), ("per_replica_batch", 3)],
+)
+def test_a_search_keeps_what_is_given(monkeypatch, key, value):
+    def compile_one(config: Config, fast: bool) -> Any:
+        assert getattr(config, key) == value
+        return told(config, config.cores_per_replica, fast=fast)
+
+    found = searched(monkeypatch, compile_one, {key: value}, limit=4)
+    assert len(found.plans) == 4
+    assert found.sequences == 24
+
+
+def test_activations_stay_whole_where_that_is_asked(monkeypatch):
+    """Though nothing else has room for them."""
+    config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(per_replica_batch=16)
+    slice_, hardware = topology("v3-256"), flops.hardware("v3")
+    asked = {"shard_activations": False}
+    assert plan_search._with_room(config, hardware, slice_, {})[1].shard_activations
+    paper, kept = plan_search._with_room(config, hardware, slice_, asked)
+    assert not kept.shard_activations
+    assert paper.memory_bytes > slice_.hbm
+
+
+def test_the_best_of_a_search_are_compiled_in_full(monkeypatch):
+    """Where the quick figures have the order wrong, and one too small: mp says how fast."""
+    speeds = {True: {1: 4, 2: 3, 4: 2, 8: 1}, False: {1: 5, 2: 6, 4: 7}}
+
+    def compile_one(config: Config, fast: bool) -> Any:
+        mp = config.cores_per_replica
+        return told(config, speeds[fast][mp], fits=fast or mp != 4, fast=fast)
+
+    fixed = {"zero": 0, "remat": "full", "per_replica_batch": 1}
+    found = searched(monkeypatch, compile_one, fixed)
+    assert [(one.mp, one.fast) for one in found.plans] == [(2, False), (1, False), (8, True)]
+    assert [one.mp for one in found.too_large] == [4]
+    rows = found.table().splitlines()[2:]
+    assert [row.split("  ")[-1] for row in rows] == ["in full", "in full", "quickly"]
+    quick = searched(monkeypatch, compile_one, fixed, in_full=False)
+    assert [(one.mp, one.fast) for one in quick.plans] == [(mp, True) for mp in (1, 2, 4, 8)]
+
+
+def test_a_search_says_what_became_of_every_setting(monkeypatch):
+    """mp 1 is too large, and so is all that keeps more; mp 2 is refused."""
+
+    def compile_one(config: Config, fast: bool) -> Any:
+        if config.cores_per_replica == 2:
+            raise InputError("no")
+        return told(config, 1.0, fits=config.cores_per_replica > 1, fast=False)
+
+    found = searched(monkeypatch, compile_one, {"zero": 0}, limit=3)
+    tried = len(found.plans) + len(found.too_large) + found.larger + found.refused
+    config = Config(
+        layers=2, d_model=128, n_heads=8, n_vocab=512, tpu_size=8, gradient_accumulation_steps=3
+    )
+    every = plan_search.candidates(config, 8, {"zero": 0})
+    assert tried + found.hopeless + found.left_out == len(every)
+    assert found.refused > 0
+    assert f"{found.refused} that cannot be compiled" in found.table()
+    with pytest.raises(InputError, match="no"):
+        searched(monkeypatch, compile_one, {"cores_per_replica": 2})
