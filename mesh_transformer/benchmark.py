@@ -107,10 +107,13 @@ class Training:
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random `obs` and `target` [A, B, T] for one step, of this process's rows."""
+    """Random `obs` and `target` [A, B, T] for one step, of this process's rows.
+
+    Processes that share a replica have the same.
+    """
     count = config.per_replica_batch * len(rows.replicas)
     shape = (config.gradient_accumulation_steps, count, config.seq + 1)
-    rng = np.random.default_rng((seed, jax.process_index()))
+    rng = np.random.default_rng((seed, rows.replicas[0]))
     tokens = rng.integers(0, config.n_vocab, shape).astype(np.uint32)
     return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
 
@@ -120,6 +123,36 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     began = time.perf_counter()
     found = jax.block_until_ready(function())
     return time.perf_counter() - began, found
+
+
+@dataclasses.dataclass
+class _Run:
+    """A compiled train step with its state, and what came of it so far."""
+
+    compiled: Any
+    state: Any
+    batches: list[Any]
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    loss: float = float("nan")
+
+    def step(self) -> None:
+        """One more, on the batches by turns."""
+        batch = self.batches[len(self.seconds) % len(self.batches)]
+        spent, (self.state, metrics) = timed(lambda: self.compiled(self.state, batch))
+        self.seconds.append(spent)
+        self.loss = float(metrics["loss"])
+
+
+def _compiled_run(config: Config, mesh: Mesh) -> tuple[_Run, float]:
+    """A fresh run on random tokens, and the seconds that its step took to compile."""
+    rows = Rows(mesh)
+    samples = (random_sample(config, rows, seed) for seed in range(2))
+    batches = [rows.place(sample, P(None, "dp")) for sample in samples]
+    state = jax.block_until_ready(steps.compile_init(config, mesh)(jax.random.key(config.seed)))
+    train_step = steps.compile_train(config, mesh)
+    began = time.perf_counter()
+    compiled = train_step.trace(state, batches[0]).lower().compile()  # type: ignore[attr-defined]
+    return _Run(compiled, state, batches), time.perf_counter() - began
 
 
 def measure_training(
@@ -141,56 +174,39 @@ def measure_training(
     """
     steps.check_zero(config, mesh)
     total = 1 + warmup + count
+    peaks: list[float] = []
     with tqdm(total=total, desc="compiling", unit="step", disable=jax.process_index() > 0) as bar:
-        rows = Rows(mesh)
-        samples = (random_sample(config, rows, seed) for seed in range(2))
-        batches = [rows.place(sample, P(None, "dp")) for sample in samples]
-        state = jax.block_until_ready(steps.compile_init(config, mesh)(jax.random.key(config.seed)))
-        train_step = steps.compile_train(config, mesh)
-        began = time.perf_counter()
-        compiled = train_step.trace(state, batches[0]).lower().compile()  # type: ignore[attr-defined]
-        compile_seconds = time.perf_counter() - began
+        run, compile_seconds = _compiled_run(config, mesh)
         bar.set_description("training")
-        seconds, loss = [], float("nan")
-        anew = limit is not None and limit.hardware == "cpu"
-        peaks: list[float] = []
-
-        def step(number: int) -> None:
-            nonlocal state, loss
-            spent, (state, metrics) = timed(lambda: compiled(state, batches[number % 2]))
-            seconds.append(spent)
-            loss = float(metrics["loss"])
-
         for number in range(total):
-            step(number)
-            if anew and number >= warmup:  # before and after all that are timed
+            run.step()
+            if limit is not None and limit.hardware == "cpu" and number >= warmup:
                 peaks.append(flops.matmul_flops(config.dtype))
             bar.update()
+        all_timed = run.seconds[1 + warmup :]
         if profile is not None:
             bar.set_description("profiling")
             with device_trace.record(profile):
-                for number in range(PROFILED_STEPS):
-                    step(number)
-    all_timed = seconds[1 + warmup : total]
-    median = statistics.median(all_timed)
+                for _ in range(PROFILED_STEPS):
+                    run.step()
     peak = None if limit is None else limit.flops
     if peaks:  # of the two beside a step the larger one counts
         peak = statistics.median(map(max, itertools.pairwise(peaks)))
-    tokens = batches[0]["obs"].size
+    median, tokens = statistics.median(all_timed), run.batches[0]["obs"].size
     attention = flash_attention.chosen(config, mesh.devices.flat[0])
-    peak_bytes, source = peak_memory(mesh, compiled)
+    peak_bytes, source = peak_memory(mesh, run.compiled)
     return Training(
         compile_seconds=compile_seconds,
-        first_step_seconds=seconds[0],
+        first_step_seconds=run.seconds[0],
         step_seconds=median,
         all_step_seconds=all_timed,
         tokens_per_step=tokens,
         peak_flops=peak,
         speed=speed(config, tokens, median, peak, attention),
-        loss=loss,
+        loss=run.loss,
         peak_bytes=peak_bytes,
         peak_bytes_source=source,
-        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=run.compiled.memory_analysis().temp_size_in_bytes,
         profile=None if profile is None else device_trace.operations(profile)[:TOLD_OPERATIONS],
     )
 

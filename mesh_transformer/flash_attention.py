@@ -9,7 +9,7 @@ Array names end in their shape: B batch, T query, S key, H heads this program se
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,38 @@ def _cudnn_obstacle(config: Config, device: Device) -> str | None:
             f"takes heads of a multiple of 8 up to {largest} on {device.device_kind!r}, and the "
             f"head size is {config.d_head}"
         )
-    return _dtype_obstacle(config)
+    return _dtype_obstacle(config) or _cudnn_disagrees(config.d_head)
+
+
+@functools.cache
+def _cudnn_disagrees(head_size: int) -> str | None:
+    """Why cuDNN's kernels here are not to be used: found by a small batch, forward and backward.
+
+    Which of them a GPU has depends on its driver and on cuDNN's version.
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (1, LANES, 2, head_size)
+    q, k, v, g = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(
+        implementation: Literal["cudnn", "xla"], g: Array, *inputs: Array
+    ) -> tuple[Array, ...]:
+        def run(q: Array, k: Array, v: Array) -> Array:
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation=implementation
+            )
+
+        found, pull = jax.vjp(run, *inputs)
+        return (found, *pull(g))
+
+    try:
+        found, wanted = both("cudnn", g, q, k, v), both("xla", g, q, k, v)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return f"cannot run here ({' '.join(str(error).split())[:200]})"
+    # Numbers of order 1, rounded to 8 bits in other places.
+    far = max(float(jnp.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
+    return None if far < 0.1 else f"is off by {far:.2g} from XLA's attention here"
 
 
 def _dtype_obstacle(config: Config) -> str | None:
@@ -99,16 +130,18 @@ def _dtype_obstacle(config: Config) -> str | None:
 def attend(config: Config, par: Parallel, length: int, text_BT: Array | None) -> Attend | None:
     """Attention of all of a sequence, causal and within the window; None: XLA's, by a bias.
 
+    Where a kernel takes neither the length nor the texts, `auto` has the one that it has without.
+
     Args:
-      length: of the sequence.  Where splash attention does not take it, XLA's does.
+      length: of the sequence.
       text_BT: which text each position is of: they do not see each other.
 
     Raises:
       InputError: where `attention` names a kernel that does not keep texts apart.
     """
-    name = par.attention
+    name, blocks = par.attention, functools.partial(_blocks, config.window, text_BT)
     if name == "blocks":
-        return functools.partial(_blocks, config.window, text_BT)
+        return blocks
     if name.startswith("splash") and length % LANES == 0:
         kernel = functools.partial(_splash, config.window, name == "splash_interpreted")
     elif name == "cudnn" and text_BT is None:
@@ -119,7 +152,7 @@ def attend(config: Config, par: Parallel, length: int, text_BT: Array | None) ->
             "set it to 'auto'"
         )
     else:
-        return None
+        return blocks if name != "xla" and length > LONG else None
     run = _differentiable(kernel, par)
 
     def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:

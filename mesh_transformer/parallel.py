@@ -178,13 +178,15 @@ class Parallel(abc.ABC):
     def spread(self, params: Any, declared: Any) -> Any:
         """Once a microbatch: parameters that mp does not split, and whose users differ over mp.
 
-        So their gradients are summed over mp together, in the compute dtype as activations are;
-        each in its layer would be a word more.
+        So their gradients are summed over mp together, in f32; each in its layer would be a word
+        more.
         """
 
         def one(d: Declaration, x: Array) -> Array:
             everywhere = "mp" in tuple(d.spec) or not (d.adapter or self.split_stream)
-            return x if everywhere else self._differing(x, "mp")
+            if everywhere:
+                return x
+            return self._differing(x.astype(jnp.float32), "mp").astype(x.dtype)
 
         return map_declared(one, declared, params)
 

@@ -159,9 +159,10 @@ def check_zero(config: Config, mesh: Mesh) -> None:
             )
 
 
-def _parallel(config: Config, mesh: Mesh, *, split_stream: bool = False) -> Parallel:
-    """Who splits over mp, and how these devices compute attention."""
-    attention = flash_attention.chosen(config, mesh.devices.flat[0])
+def _parallel(
+    config: Config, mesh: Mesh, *, attention: str = "xla", split_stream: bool = False
+) -> Parallel:
+    """Who splits over mp."""
     if mesh.size == 1:  # nobody to talk to: even a sum over one device would take its time
         return Auto(attention=attention)
     kind = Auto if config.partitioning == "jit" else Manual
@@ -180,10 +181,15 @@ def _partition(
     in_specs: Any,
     out_specs: Any,
     *,
+    sequences: bool = False,
     split_stream: bool = False,
 ) -> Callable[..., Any]:
-    """`function(*args, config=, par=)` on every part of the mesh, as one function of the whole."""
-    par = _parallel(config, mesh, split_stream=split_stream)
+    """`function(*args, config=, par=)` on every part of the mesh, as one function of the whole.
+
+    With `sequences` it attends to whole ones, as these devices do it best.
+    """
+    attention = flash_attention.chosen(config, mesh.devices.flat[0]) if sequences else "xla"
+    par = _parallel(config, mesh, attention=attention, split_stream=split_stream)
 
     def program(*args: Any) -> Any:
         # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
@@ -209,9 +215,11 @@ def _compiled(
     in_specs: Any,
     out_specs: Any,
     donate_argnums: int | None = None,
+    *,
+    sequences: bool = False,
 ) -> Callable[..., Any]:
     return jax.jit(
-        _partition(function, config, mesh, in_specs, out_specs),
+        _partition(function, config, mesh, in_specs, out_specs, sequences=sequences),
         in_shardings=named(mesh, in_specs),
         out_shardings=named(mesh, out_specs),
         donate_argnums=donate_argnums,
@@ -260,7 +268,9 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     layout = state_specs(config, mesh)
     optimizer = Optimizer(config, model.trained(config))
     specs = (layout["params"], batch), (layout["opt_state"]["mu"], measured)
-    measure = _partition(gradients, config, mesh, *specs, split_stream=config.shard_activations)
+    measure = _partition(
+        gradients, config, mesh, *specs, sequences=True, split_stream=config.shard_activations
+    )
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         grads, metrics = measure(state["params"], batch)
@@ -280,13 +290,13 @@ def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(params, batch) -> losses a token."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
     specs = (state_specs(config, mesh)["params"], P("dp"))
-    return _compiled(eval_step, config, mesh, specs, outputs)
+    return _compiled(eval_step, config, mesh, specs, outputs, sequences=True)
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """(params, tokens) -> logits."""
     specs = (state_specs(config, mesh)["params"], P("dp"))
-    return _compiled(logits_step, config, mesh, specs, P("dp"))
+    return _compiled(logits_step, config, mesh, specs, P("dp"), sequences=True)
 
 
 def decode_specs(config: Config) -> generation.DecodeState:

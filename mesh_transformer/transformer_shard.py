@@ -372,9 +372,11 @@ def load(
 def _fitted(path: AnyPath) -> Config:
     """The config of `path` for the devices here: the largest mp that divides its own and theirs.
 
+    How attention is computed was chosen for the devices that trained it.
+
     Virtual CPU devices would share the same cores, and talk to each other besides.
     """
-    saved = conversion.config_of(path)
+    saved = conversion.config_of(path).replace(attention="auto")
     assert saved.tpu_size is not None
     # Some to spare: their number cannot change once JAX runs, and another model may want more.
     use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))

@@ -178,10 +178,14 @@ def work_folder(given: Path | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
     """This process has no more meanwhile, nor do the threads that it begins, ever."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise InputError("--loader keeps to one core, which this system has no call for")
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -200,7 +204,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer.mesh import make_mesh, use_virtual_devices
 
     if args.every_host:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except (RuntimeError, ValueError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"--every-host: this is no host of a slice that JAX knows ({why})"
+            ) from None
     wanted = args.dp * args.mp
     use_virtual_devices(wanted)
     devices = jax.devices()
@@ -265,11 +275,13 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
 
 def processor() -> str:
     """The CPU's name and how many cores this process may use."""
+    limited = hasattr(os, "sched_getaffinity")  # not everywhere
+    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
-    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+                return f"{line.partition(':')[2].strip()}, {cores} cores"
+    return f"{platform.machine()} CPU, {cores} cores"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -106,8 +107,36 @@ def test_blocks_never_hold_all_weights():
         (device("gpu", "AMD Instinct MI300X", "gfx942"), {}, "xla"),
     ],
 )
-def test_auto_is_what_the_devices_have(where, changes, expected):
+def test_auto_is_what_the_devices_have(monkeypatch, where, changes, expected):
+    monkeypatch.setattr(flash_attention, "_cudnn_disagrees", lambda head_size: None)
     assert flash_attention.chosen(GPTJ.replace(**changes), where) == expected
+
+
+def test_a_gpu_whose_cudnn_fails_or_differs_has_xla(monkeypatch):
+    # There is no cuDNN here: the small batch cannot run.
+    assert flash_attention.chosen(GPTJ, H200) == "xla"
+    with pytest.raises(InputError, match="'cudnn', which cannot run here \\("):
+        flash_attention.chosen(GPTJ.replace(attention="cudnn"), H200)
+    real = jax.nn.dot_product_attention
+    for error, expected in ((0.0, "cudnn"), (0.5, "xla")):
+
+        def other(*inputs, implementation, error=error, **options):
+            wrong = error if implementation == "cudnn" else 0.0
+            return real(*inputs, implementation="xla", **options) * (1 + wrong)
+
+        monkeypatch.setattr(jax.nn, "dot_product_attention", other)
+        flash_attention._cudnn_disagrees.cache_clear()
+        assert flash_attention.chosen(GPTJ, H200) == expected
+    flash_attention._cudnn_disagrees.cache_clear()
+
+
+def test_only_what_attends_to_whole_sequences_asks_for_a_kernel():
+    config = small_config(attention="splash")  # no CPU has it
+    mesh = mesh_of(1, 1)
+    step.state_specs(config, mesh)
+    step.compile_decode(config, mesh, None, 1)
+    with pytest.raises(InputError, match="takes sequences in multiples of 128"):
+        step.compile_eval(config, mesh)
 
 
 @pytest.mark.parametrize(
@@ -145,5 +174,10 @@ def test_other_lengths_and_packed_texts_fall_back_unless_the_config_insists():
     assert flash_attention.attend(GPTJ, splash, 100, None) is None
     assert flash_attention.attend(GPTJ, cudnn, 100, None) is not None
     assert flash_attention.attend(GPTJ, cudnn, 100, text) is None
+    # Long ones do not hold all weights even so.
+    long = np.zeros((1, 2056), np.int32)
+    assert flash_attention.attend(GPTJ, splash, 2056, None) is not None
+    assert flash_attention.attend(GPTJ, cudnn, 2056, long) is not None
+    assert flash_attention.attend(GPTJ, Auto(), 2056, long) is None
     with pytest.raises(InputError, match="'cudnn', which does not keep the texts"):
         flash_attention.attend(GPTJ.replace(attention="cudnn"), cudnn, 100, text)
