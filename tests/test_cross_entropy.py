@@ -39,6 +39,7 @@ def test_cross_entropy_is_log_softmax_and_argmax(shards, ties):
     loss, log_sum, correct = run(jnp.asarray(logits), jnp.asarray(targets, jnp.uint32))
     log_softmax = np.log(softmax(logits.astype(np.float64)))
     wanted = -np.take_along_axis(log_softmax, targets[..., None].astype(int), axis=-1)[..., 0]
+    # f32 against float64: logits reach 15, and differences of them are rounded at that size.
     np.testing.assert_allclose(loss, wanted, atol=2e-5)
     shifted = logits - logits.max(axis=-1, keepdims=True)
     np.testing.assert_allclose(log_sum, np.log(np.exp(shifted).sum(axis=-1)), atol=2e-6)
@@ -55,6 +56,7 @@ def test_the_gradient_of_cross_entropy_is_softmax_less_one_hot(shards):
     )
     found = jax.grad(lambda x: jnp.sum(run(x, jnp.asarray(targets))[0]))(jnp.asarray(logits))
     wanted = softmax(logits.astype(np.float64)) - np.eye(32)[targets]
+    # Probabilities, at most 1: f32 against float64.
     np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
