@@ -7,9 +7,9 @@ BIN := .venv/bin
 quickstart: venv
 	$(BIN)/python scripts/quickstart.py
 
-# Installs what the tests need and runs them all, on two cores; `$(BIN)/pytest -m "not slow"` is the quick part.
+# Installs what the tests need and runs them all, for two cores: some tests mostly wait.  `$(BIN)/pytest -m "not slow"` is the quick part.
 test: .venv/test libtpu lint
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 3 --dist worksteal
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
 venv: .venv/run

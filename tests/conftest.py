@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 # What tests start compiles a program once a session.  In here hardly one is compiled twice, and to
 # write them all would take longer.
 jax.config.update("jax_enable_compilation_cache", False)
+# Started in the background or by nohup this process ignores them, and all that it starts would too.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of its session
     _compiled = tempfile.TemporaryDirectory(prefix="compiled")
     os.environ["MESH_TRANSFORMER_CACHE"] = _compiled.name

@@ -77,7 +77,7 @@ def test_every_position_is_that_of_a_full_pass(kind, place):
     steps = 12
     fixed = pe == "fixed"
     config = small_config(
-        block=block, pe=pe, seq=64 if fixed else WINDOW, attention_window=WINDOW, layers=3
+        block=block, pe=pe, seq=64 if fixed else WINDOW, attention_window=WINDOW, layers=2
     )
     prompts = random_prompts(config, LENGTHS)
     batch = network_of(config, place).batch(len(prompts))
