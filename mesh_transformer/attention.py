@@ -21,6 +21,16 @@ LANES = 128  # splash attention takes sequences in multiples of a TPU's lanes
 BLOCKS = 8
 
 
+# To a cache_BHSK what is written, [B, H, K], at index_BH2: row and slot, for each head.
+_ONE_POSITION = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(2,),
+    inserted_window_dims=(0, 2),
+    scatter_dims_to_operand_dims=(0, 2),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(1,),
+)
+
+
 class LayerCache(NamedTuple):
     """One layer's keys and values (or their layout), in the order that attention reads."""
 
@@ -82,5 +92,13 @@ def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
         rows_B = jnp.zeros(2, jnp.int32)
     else:
         rows_B = jnp.arange(len(slot_B))
-    here = (rows_B, slice(None), slot_B)
-    return jax.tree.map(lambda all_, one: all_.at[here].set(one[:, :, 0]), cache, new)
+    # Head by head: with a row's heads as one update TPUs hold the caches in another order, a copy
+    # of all.  And H a batching dimension: were it an index, the compiler's own partitioning
+    # (`Auto`) would gather what is to be written over mp.
+    index_B12 = jnp.stack((rows_B, slot_B), axis=-1)[:, None]
+    index_BH2 = jnp.broadcast_to(index_B12, (*new.k_BHSK.shape[:2], 2))
+
+    def written(cache_BHSK: Array, new_BHSK: Array) -> Array:
+        return jax.lax.scatter(cache_BHSK, index_BH2, new_BHSK[:, :, 0], _ONE_POSITION)
+
+    return jax.tree.map(written, cache, new)

@@ -29,6 +29,8 @@ FREE = (
 )
 RENAMES = ("bitcast", "reshape", "copy")  # inside a fusion: the same array under another name
 SLICES = ("dynamic-slice", "slice", "gather")
+# Their first operand is written in place; at this place stands what is written.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 _ELSEWHERE = re.compile(r"S\([1-9]")  # a layout's memory space; none is the device's memory
@@ -137,8 +139,8 @@ class Program:
         operands = [around[operand] for operand in each.operands if operand in around]
         if each.kind in SLICES:
             return 2 * each.bytes
-        if each.kind == "dynamic-update-slice":
-            return 2 * operands[1].bytes
+        if each.kind in UPDATES:
+            return 2 * operands[UPDATES[each.kind]].bytes
         if each.kind in ("copy-start", "slice-start"):
             return self._started(each, operands)
         whole = sum(operand.bytes for operand in operands)
@@ -174,8 +176,8 @@ class Program:
                 total += self._used(name, user)
             elif user.kind in SLICES and user.operands[0] == value.name:
                 total += user.whole
-            elif user.kind == "dynamic-update-slice" and user.operands[0] == value.name:
-                continue  # written in place
+            elif user.kind in UPDATES and user.operands[0] == value.name:
+                continue
             elif user.kind == "fusion" and user.called:
                 total += self._read(user.called, user.operands.index(value.name))
             else:
@@ -194,8 +196,8 @@ class Program:
             end = inside[end.operands[0]]
         if end.is_piece:
             return 0
-        if end.kind == "dynamic-update-slice":
-            return inside[end.operands[1]].whole
+        if end.kind in UPDATES:
+            return inside[end.operands[UPDATES[end.kind]]].whole
         if end.kind == "fusion" and end.called:
             return self._written(end.called)
         return end.whole

@@ -162,8 +162,9 @@ def test_a_plan_for_virtual_devices():
         assert word in text
 
 
-def test_a_plan_of_generation():
-    config = small(cores_per_replica=2, per_replica_batch=3)
+@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
+def test_a_plan_of_generation(partitioning):
+    config = small(cores_per_replica=2, per_replica_batch=3, partitioning=partitioning)
     found = decode_plan.decode_plan(config, slice_named("cpu-4"))
     assert (found.dp, found.mp, found.rows, found.fits) == (2, 2, 6, True)
     # K and V of each layer, of the heads and rows that a device has, in f32.
@@ -171,7 +172,11 @@ def test_a_plan_of_generation():
     assert found.cache_bytes == 2 * config.layers * 3 * heads * config.seq * config.d_head * 4
     assert found.state_bytes == found.weights_bytes + found.cache_bytes
     assert found.collectives is not None
-    assert found.collectives.layer_forward == 1
+    # The compiler's own partitioning sums attention and feed-forward in one operation of two.
+    assert found.collectives.layer_forward == (1 if partitioning == "shard_map" else 2)
+    # Of the logits; what is written into the caches is where it belongs.
+    gathers = [each for each in found.collectives.exchanges if each.kind == "all-gather"]
+    assert sum(each.count for each in gathers) == 1
     assert found.bytes_per_token is not None
     assert found.bytes_per_token >= found.read_bytes
     assert "tokens/s" in found.table()
@@ -294,6 +299,34 @@ def test_what_tpus_sum_over_replicas():
     summed = {("all-reduce", "f32")}
     split = summed | {("reduce-scatter", "f32"), ("all-gather", "bf16")}
     assert once == [summed, split, summed, split]
+
+
+DECODE_ON_A_TPU = """
+import json, sys
+from mesh_transformer.config import Config
+from mesh_transformer.decode_plan import decode_plan
+from mesh_transformer.topology import topology
+
+found = decode_plan(Config(**json.loads(sys.argv[1])), topology("v3-8"))
+names = ("weights_bytes", "cache_bytes", "read_bytes", "peak_bytes", "bytes_per_token")
+print(json.dumps([getattr(found, name) for name in names]))
+"""
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 32])
+def test_tpus_hold_each_cache_once_and_read_it_once(rows):
+    """Another layout for what is written would be another copy of all."""
+    keys = SMALL | {"cores_per_replica": 8, "n_heads": 16, "d_model": 2048, "seq": 2048}
+    keys |= {"per_replica_batch": rows, "dtype": "bfloat16"}
+    done = run_python("-c", DECODE_ON_A_TPU, json.dumps(keys))
+    weights, cache, read, peak, moved = json.loads(done.stdout)
+    assert cache == 2 * 2 * rows * 2048 * 2048 // 8 * 2
+    # Of the rest some takes part in nothing but rounding up to tiles.
+    assert peak < weights + 1.5 * cache + 2**20
+    # The compiler may move a layer's part on the chip and back, and keep some there.
+    assert read / 2 < moved < 2 * read
 
 
 @needs_libtpu

@@ -168,6 +168,39 @@ def test_memory_traffic_of_what_is_started(line, moved):
     assert Program(STARTED.replace("LINE", f"%begun = {line}")).moved() == moved
 
 
+SCATTERED = """
+%second (old: f32[], new: f32[]) -> f32[] {
+  %old = f32[] parameter(0)
+  ROOT %new = f32[] parameter(1)
+}
+
+%fused (param_0: f32[8,100], param_1: s32[2], param_2: f32[2,100]) -> f32[8,100] {
+  %param_0 = f32[8,100]{1,0} parameter(0)
+  %param_1 = s32[2]{0} parameter(1)
+  %param_2 = f32[2,100]{1,0} parameter(2)
+  ROOT %inner = f32[8,100]{1,0} scatter(%param_0, %param_1, %param_2), to_apply=%second
+}
+
+ENTRY %main (a: f32[8,100], i: s32[2], b: f32[2,100]) -> f32[8,100] {
+  %a = f32[8,100]{1,0} parameter(0)
+  %i = s32[2]{0} parameter(1)
+  %b = f32[2,100]{1,0} parameter(2)
+  ROOT %written = f32[8,100]{1,0} LINE
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "moved"),
+    [  # two rows that are read and written; a fusion reads their numbers too
+        ("scatter(%a, %i, %b), to_apply=%second", 2 * 800),
+        ("fusion(%a, %i, %b), kind=kCustom, calls=%fused", 8 + 2 * 800),
+    ],
+)
+def test_memory_traffic_of_what_is_scattered_in_place(line, moved):
+    assert Program(SCATTERED.replace("LINE", line)).moved() == moved
+
+
 def test_every_array_of_a_collective_in_pieces_counts_once():
     """Two pieces of one exchange of two arrays, and one of another."""
     piece = (
