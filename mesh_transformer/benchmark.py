@@ -29,6 +29,8 @@ from mesh_transformer.rows import Rows
 from mesh_transformer.util import InputError
 
 PROFILED_STEPS, TOLD_OPERATIONS = 3, 10
+# A CPU's peak beside a step: what it keeps up, and with the matmuls that suit it best.
+PEAK_SIZES, PEAK_SECONDS = (512, 1024, 2048), 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,7 @@ def measure_training(
         for number in range(total):
             run.step()
             if limit is not None and limit.hardware == "cpu" and number >= warmup:
-                peaks.append(flops.matmul_flops(config.dtype))
+                peaks.append(flops.matmul_flops(config.dtype, PEAK_SIZES, PEAK_SECONDS))
             bar.update()
         all_timed = run.seconds[1 + warmup :]
         if profile is not None:

@@ -8,8 +8,9 @@ import dataclasses
 import functools
 import os
 import re
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -235,7 +236,7 @@ def peak_flops(device: Device, dtype: str = "bfloat16") -> float | None:
     """FLOP/s of one device; None for a kind that the table does not know.
 
     An accelerator's is its dense bf16 peak, whatever `dtype` is.  A CPU has no data sheet: the
-    fastest of a few matmuls in `dtype` counts, run once per process, and the virtual devices of
+    median of a few matmuls in `dtype` counts, run once per process, and the virtual devices of
     one host each get an equal part.
     """
     if device.platform == "cpu":
@@ -266,15 +267,15 @@ def _norm_params(config: Config) -> int:
     }[config.norm]
 
 
-def _fastest(function: Callable[[], Any], tries: int = 5) -> float:
-    """Seconds of the fastest run, the first left out."""
+def _run_seconds(function: Callable[[], Any], at_least: float = 0.0) -> list[float]:
+    """Seconds of each of five runs, or of as many as take so long; the first is left out."""
     function()
-    seconds = []
-    for _ in range(tries):
+    seconds: list[float] = []
+    while len(seconds) < 5 or sum(seconds) < at_least:
         start = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return seconds
 
 
 @functools.cache
@@ -282,12 +283,20 @@ def _measured_flops(dtype: str) -> float:
     return matmul_flops(dtype)
 
 
-def matmul_flops(dtype: str, size: int = 1024) -> float:
-    """FLOP/s of all of this machine's cores together, measured now by a matmul in `dtype`."""
+def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.0) -> float:
+    """FLOP/s of all of this machine's cores together, measured now by matmuls in `dtype`.
+
+    Square ones of each size for so many seconds: the median call, of the size that does best.
+    """
     device = jax.local_devices(backend="cpu")[0]
-    matrix = jax.device_put(jnp.ones((size, size), dtype), device)
     multiply = jax.jit(jnp.matmul)
-    return 2 * size**3 / _fastest(lambda: multiply(matrix, matrix).block_until_ready())
+
+    def measured(size: int) -> float:
+        matrix = jax.device_put(jnp.ones((size, size), dtype), device)
+        runs = _run_seconds(lambda: multiply(matrix, matrix).block_until_ready(), seconds)
+        return 2 * size**3 / statistics.median(runs)
+
+    return max(map(measured, sizes))
 
 
 @functools.cache
@@ -297,4 +306,4 @@ def _measured_copy(size: int = 2**28) -> float:
     sources = [np.ones(size // threads, np.uint8) for _ in range(threads)]
     targets = [np.empty_like(part) for part in sources]
     with ThreadPoolExecutor(threads) as pool:
-        return 2 * size / _fastest(lambda: list(pool.map(np.copyto, targets, sources)))
+        return 2 * size / min(_run_seconds(lambda: list(pool.map(np.copyto, targets, sources))))
