@@ -5,6 +5,7 @@ settings can be put in order.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from mesh_transformer import flash_attention, flops
 from mesh_transformer.config import Config
@@ -190,65 +191,115 @@ def kept_of_a_layer(config: Config, attention: str) -> int:
     return kept + (own * width + F32 * config.n_heads) // mp
 
 
-def markdown(config: Config, generation: str, sequences: int) -> str:
-    """Where each setting stops paying: tables by mp, by tokens of a replica, and by devices.
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """Where each setting stops paying; seconds of the links are over those of computing.
 
-    Args:
+    Attributes:
       sequences: a step, whatever the devices.
+      mp_sizes, mp_shares: what mp alone costs on each generation, for each of the sizes.
+      zeros, break_even_tokens: of a replica, with which dp's links take as long as computing: a
+        step's with ZeRO 0 and 1, a microbatch's with ZeRO 3; for many replicas.  They do not
+        depend on mp, which splits both.
+      steps: of `generation`, for each number of devices one with each ZeRO.
     """
-    head = f"{flops.n_params(config) / 1e9:.1f}B parameters, sequence {config.seq}, "
-    head += f"remat {config.remat}; seconds of the links over seconds of computing"
-    return "\n\n".join(
-        (
-            f"{head}, for mp alone:",
-            _table(("mp", *GENERATIONS), [_by_mp(config, mp) for mp in MP_SIZES]),
-            "Tokens of a replica with which dp's links take as long as computing (a step's tokens "
-            "with ZeRO 0 and 1, a microbatch's with ZeRO 3):",
-            _table(("ZeRO", *GENERATIONS), [_break_even(config, zero) for zero in (0, 1, 3)]),
-            f"{generation}, mp {config.cores_per_replica}, {sequences} sequences a step on however "
-            "many devices:",
-            _table(
-                (
-                    "devices",
-                    "dp",
-                    "batch x micro",
-                    "compute s",
-                    "mp links s",
-                    *(f"ZeRO {zero}: dp links s, GB sent" for zero in (0, 1, 3)),
-                ),
-                _by_devices(config, generation, sequences),
-            ),
+
+    parameters: int
+    seq: int
+    remat: str
+    generation: str
+    mp: int
+    sequences: int
+    mp_sizes: tuple[int, ...]
+    mp_shares: dict[str, list[float]]
+    zeros: tuple[int, ...]
+    break_even_tokens: dict[str, list[float]]
+    steps: list[list[Paper]]
+
+    def table(self) -> str:
+        """Tables in Markdown: by mp, by tokens of a replica, and by devices."""
+        head = f"{self.parameters / 1e9:.1f}B parameters, sequence {self.seq}, "
+        head += f"remat {self.remat}; seconds of the links over seconds of computing"
+        columns = ["devices", "dp", "batch x micro", "compute s", "mp links s"]
+        columns += [f"ZeRO {zero}: dp links s, GB sent" for zero in self.zeros]
+        return "\n\n".join(
+            (
+                f"{head}, for mp alone:",
+                _by_generation("mp", self.mp_sizes, self.mp_shares, ".2f"),
+                "Tokens of a replica with which dp's links take as long as computing (a step's "
+                "tokens with ZeRO 0 and 1, a microbatch's with ZeRO 3):",
+                _by_generation("ZeRO", self.zeros, self.break_even_tokens, ",.0f"),
+                f"{self.generation}, mp {self.mp}, {self.sequences} sequences a step on however "
+                "many devices:",
+                _table(columns, [_step_cells(papers) for papers in self.steps]),
+            )
         )
+
+
+def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
+    """Of a config whose `cores_per_replica` is mp, with so many sequences a step."""
+    zeros = (0, 1, 3)
+    steps = _by_devices(config, generation, sequences, zeros)
+    return Scaling(
+        parameters=flops.n_params(config),
+        seq=config.seq,
+        remat=config.remat,
+        generation=generation,
+        mp=config.cores_per_replica,
+        sequences=sequences,
+        mp_sizes=MP_SIZES,
+        mp_shares={each: [_mp_share(config, each, mp) for mp in MP_SIZES] for each in GENERATIONS},
+        zeros=zeros,
+        break_even_tokens={
+            each: [_break_even(config, each, zero) for zero in zeros] for each in GENERATIONS
+        },
+        steps=steps,
     )
 
 
-def _table(head: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *rows]
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _by_mp(config: Config, mp: int) -> list[str]:
-    cells = [str(mp)]
-    for generation in GENERATIONS:
-        hardware = flops.hardware(generation)
-        seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
-        computing = _computing(config, hardware) / (hardware.peak * mp)
-        cells.append(f"{seconds / computing:.2f}")
-    return cells
+def _by_generation(
+    name: str, sizes: Sequence[int], values: dict[str, list[float]], form: str
+) -> str:
+    rows = [
+        [str(size), *(format(of_one[place], form) for of_one in values.values())]
+        for place, size in enumerate(sizes)
+    ]
+    return _table([name, *values], rows)
 
 
-def _break_even(config: Config, zero: int) -> list[str]:
-    """The limit for many replicas; it does not depend on mp, which splits both."""
-    cells = [str(zero)]
-    for generation in GENERATIONS:
-        hardware = flops.hardware(generation)
-        sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
-        seconds = link_seconds(sent_bytes, hardware)[1]
-        cells.append(f"{seconds * hardware.peak / _computing(config, hardware):,.0f}")
-    return cells
+def _step_cells(papers: list[Paper]) -> list[str]:
+    """Of one number of devices."""
+    one = papers[0]
+    return [
+        str(one.dp * one.mp),
+        str(one.dp),
+        f"{one.per_replica_batch} x {one.accumulation}",
+        f"{one.compute_seconds:.2f}",
+        f"{one.mp_seconds:.2f}",
+        *(f"{each.dp_seconds:.2f}, {each.dp_bytes / 1e9:,.1f}" for each in papers),
+    ]
+
+
+def _mp_share(config: Config, generation: str, mp: int) -> float:
+    hardware = flops.hardware(generation)
+    seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
+    return seconds * hardware.peak * mp / _computing(config, hardware)
+
+
+def _break_even(config: Config, generation: str, zero: int) -> float:
+    hardware = flops.hardware(generation)
+    sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
+    seconds = link_seconds(sent_bytes, hardware)[1]
+    return seconds * hardware.peak / _computing(config, hardware)
 
 
 def _computing(config: Config, hardware: Hardware) -> int:
+    """FLOPs of a token."""
     return flops.hardware_flops_per_token(config, attention_on(config, hardware))
 
 
@@ -259,9 +310,11 @@ def sequences_a_step(config: Config) -> int:
     return config.per_replica_batch * replicas * config.gradient_accumulation_steps
 
 
-def _by_devices(config: Config, generation: str, sequences: int) -> list[list[str]]:
+def _by_devices(
+    config: Config, generation: str, sequences: int, zeros: Sequence[int]
+) -> list[list[Paper]]:
     hardware = flops.hardware(generation)
-    rows = []
+    steps = []
     for devices in DEVICES:
         dp = devices // config.cores_per_replica
         own = sequences // max(dp, 1)  # of a replica
@@ -271,15 +324,5 @@ def _by_devices(config: Config, generation: str, sequences: int) -> list[list[st
         of_it = config.replace(
             tpu_size=devices, per_replica_batch=batch, gradient_accumulation_steps=own // batch
         )
-        papers = [on_paper(of_it.replace(zero=zero), hardware, devices) for zero in (0, 1, 3)]
-        rows.append(
-            [
-                str(devices),
-                str(dp),
-                f"{batch} x {own // batch}",
-                f"{papers[0].compute_seconds:.2f}",
-                f"{papers[0].mp_seconds:.2f}",
-                *(f"{each.dp_seconds:.2f}, {each.dp_bytes / 1e9:,.1f}" for each in papers),
-            ]
-        )
-    return rows
+        steps.append([on_paper(of_it.replace(zero=zero), hardware, devices) for zero in zeros])
+    return steps

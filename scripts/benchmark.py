@@ -27,6 +27,8 @@ from mesh_transformer.arguments import positive
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, run_script
 
+# Variables that change what is measured: told with the command.
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # transformer_shmap's two, which it trains on 32 microbatches of one sequence a replica.
 SHMAP = {
@@ -252,6 +254,9 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
     from mesh_transformer import flops
 
     given = [word for word in sys.argv[1:] if word not in ("--json", "--markdown")]
+    around = [
+        f"{name}={shlex.quote(os.environ[name])}" for name in ENVIRONMENT if name in os.environ
+    ]
     keys = (
         "layers d_model n_heads n_vocab seq block partitioning zero remat dtype "
         "per_replica_batch gradient_accumulation_steps"
@@ -260,7 +265,7 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
     return {
         "mode": mode_of(args),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["scripts/benchmark.py", *given]),
+        "command": " ".join([*around, shlex.join(["scripts/benchmark.py", *given])]),
         "versions": versions | {"python": platform.python_version()},
         "platform": device.platform,
         "device": processor() if device.platform == "cpu" else device.device_kind,

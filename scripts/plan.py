@@ -69,8 +69,6 @@ def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[
 
 def main() -> None:
     args = parse_args()
-    if args.scaling and args.json:
-        raise InputError("--json: --scaling prints tables in Markdown alone; leave either out")
     if args.topology != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -88,7 +86,8 @@ def main() -> None:
         # A smaller replica is no reason for more sequences a step.
         whole = {key: value for key, value in changes.items() if key != "cores_per_replica"}
         sequences = scaling.sequences_a_step(config.replace(**whole))
-        print(scaling.markdown(config.replace(**changes), generation, sequences))
+        tables = scaling.scaling_of(config.replace(**changes), generation, sequences)
+        print(json.dumps(dataclasses.asdict(tables)) if args.json else tables.table())
         return
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
     if args.search:

@@ -1,12 +1,11 @@
-"""Draws what `scripts/benchmark.py --ablate --json` measured, one file a mesh, as an SVG."""
+"""Draws what `scripts/benchmark.py --ablate --json` measured, one file a mesh."""
 
 import argparse
-import json
-import os
-from pathlib import Path
 from typing import Any
 
-from mesh_transformer.util import InputError, run_script
+import pictures
+
+from mesh_transformer.util import run_script
 
 DRAWN = {"ratio": "step time", "memory_bytes": "memory of a device"}
 
@@ -14,32 +13,19 @@ DRAWN = {"ratio": "step time", "memory_bytes": "memory of a device"}
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("measured", nargs="+", help="JSON files")
-    parser.add_argument("picture", help="the SVG to write")
+    parser.add_argument("picture", help="the SVG or PNG to write")
     return parser.parse_args()
 
 
 def read(path: str) -> dict[str, Any]:
     """One measurement; InputError for any other file."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        assert found["mode"] == "ablate"
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, AssertionError):
-        raise InputError(f"{path}: is not what benchmark.py --ablate --json prints") from None
-    return found
+    printed_by = "benchmark.py --ablate --json"
+    return pictures.read_object(path, keys={"mode": "ablate"}, printed_by=printed_by)
 
 
 def draw(measured: list[dict[str, Any]], picture: str) -> None:
     """Bars of each figure over the library's own, which is 1."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    matplotlib.rcParams["svg.hashsalt"] = "ablation"  # the same figures, the same file
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
+    figure, axes = pictures.pyplot().subplots(
         len(measured),
         len(DRAWN),
         figsize=(9, 2.6 * len(measured)),
@@ -57,9 +43,7 @@ def draw(measured: list[dict[str, Any]], picture: str) -> None:
             place.margins(x=0.15)
             place.invert_yaxis()
         row[1].set_yticklabels([])
-    temporary = picture + ".tmp"
-    figure.savefig(temporary, format="svg", metadata={"Date": None})
-    os.replace(temporary, picture)
+    pictures.save(figure, picture)
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Draws a run's losses from its metrics.jsonl as a PNG."""
+"""Draws a run's losses from its metrics.jsonl."""
 
 import argparse
 import json
-import os
 from typing import Any
+
+import pictures
 
 from mesh_transformer.util import InputError, run_script
 
@@ -11,7 +12,7 @@ from mesh_transformer.util import InputError, run_script
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("metrics", help="a model folder's metrics.jsonl")
-    parser.add_argument("picture", help="the PNG to write")
+    parser.add_argument("picture", help="the PNG or SVG to write")
     return parser.parse_args()
 
 
@@ -29,12 +30,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], picture: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = pictures.pyplot().subplots(figsize=(7, 4), layout="constrained")
     axes.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], label="train")
     for key in sorted({key for row in rows for key in row if key.startswith("val/loss_")}):
         points = [(row["step"], row[key]) for row in rows if key in row]
@@ -42,9 +38,7 @@ def draw(rows: list[dict[str, Any]], picture: str) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = picture + ".tmp"
-    figure.savefig(temporary, format="png", dpi=150)
-    os.replace(temporary, picture)
+    pictures.save(figure, picture)
 
 
 def main() -> None:

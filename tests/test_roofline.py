@@ -25,6 +25,7 @@ from mesh_transformer.util import InputError, to_bf16
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import plan as script  # pyright: ignore[reportMissingImports]
+import plot_scaling  # pyright: ignore[reportMissingImports]
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -324,7 +325,7 @@ def test_the_tables_of_scaling():
     """With tokens that are nothing but 2 N of f32 to sum, break-even is the peak over the links:
     for GPT-J-6B about (8 N) / (FLOPs a token) of 61.5 T / 82 G = 750 tokens on a v3."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    lines = scaling.markdown(config, "v3", 512).splitlines()
+    lines = scaling.scaling_of(config, "v3", 512).table().splitlines()
     zero_0 = next(line for line in lines if line.startswith("| 0 |"))
     eight = 8 * flops.n_params(config) / flops.hardware_flops_per_token(config)
     assert f" {eight * 750:,.0f} " in zero_0
@@ -343,6 +344,20 @@ def run_script(monkeypatch, capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def test_a_picture_of_scaling_has_every_line(monkeypatch, capsys, tmp_path):
+    measured, picture = tmp_path / "scaling.json", tmp_path / "scaling.svg"
+    words = ("--topology", "v3-8", "--scaling", "--json")
+    measured.write_text(run_script(monkeypatch, capsys, *words))
+    monkeypatch.setattr(sys, "argv", ["plot_scaling.py", str(measured), str(picture)])
+    plot_scaling.main()
+    drawn = picture.read_text()
+    for label in (*scaling.GENERATIONS, "dp, ZeRO 0", "dp, ZeRO 1", "dp, ZeRO 3", "mp 8"):
+        assert drawn.count(f">{label}<") == 1
+    measured.write_text("[1]")
+    with pytest.raises(InputError, match=r"is not what plan\.py --scaling --json prints"):
+        plot_scaling.main()
+
+
 def test_another_mp_keeps_the_sequences_a_step(monkeypatch, capsys):
     words = ("--topology", "v3-8", "--scaling")
     assert "v3, mp 8, 512 sequences" in run_script(monkeypatch, capsys, *words)
@@ -352,8 +367,6 @@ def test_another_mp_keeps_the_sequences_a_step(monkeypatch, capsys):
 
 
 def test_flags_that_do_not_go_together_or_count_nothing(monkeypatch, capsys):
-    with pytest.raises(InputError, match="--json: --scaling prints tables"):
-        run_script(monkeypatch, capsys, "--topology", "v3-8", "--scaling", "--json")
     with pytest.raises(SystemExit):
         run_script(monkeypatch, capsys, "--topology", "v3-8", "--search", "--limit", "0")
     assert "0 is not a whole number of at least 1" in capsys.readouterr().err
