@@ -16,8 +16,13 @@ import pytest
 from mesh_transformer.config import Config
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Most of a test's time is compilation, and most of that LLVM's; XLA's own passes stay as they are.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# Most of a test's time is compilation: with XLA's older way to write a fusion's code, and without
+# LLVM's optimisations (which some of it would take minutes of), it is a fifth.  The passes over
+# the program stay as they are.
+QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
+# What a single program is compiled with where it is to be as users have it.
+AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
 # What tests start compiles a program once a session.  In here hardly one is compiled twice, and to
 # write them all would take longer.
 jax.config.update("jax_enable_compilation_cache", False)

@@ -21,6 +21,7 @@ from mesh_transformer.serving.server import listen
 from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
+from tests.conftest import QUICK_COMPILATION
 from tests.interruptions import members, sessions_of, wait_until
 from tests.small_run import write_config
 
@@ -61,7 +62,7 @@ def start(tmp_path_factory) -> Iterator[Callable[..., subprocess.Popen]]:
         process = subprocess.Popen(
             [sys.executable, "device_serve.py", *options],
             cwd=ROOT,
-            env=environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+            env=environment | {"XLA_FLAGS": QUICK_COMPILATION},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

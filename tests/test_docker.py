@@ -15,6 +15,7 @@ import yaml
 
 import device_serve
 from mesh_transformer.transformer_shard import CausalTransformer
+from tests.conftest import QUICK_COMPILATION
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120
@@ -86,7 +87,7 @@ def test_command_serves_from_what_is_copied(tmp_path):
     process = subprocess.Popen(
         [changed.get(word, word) for word in command],
         cwd=app,
-        env=environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        env=environment | {"XLA_FLAGS": QUICK_COMPILATION},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -18,7 +18,7 @@ from mesh_transformer.parallel import Auto
 from mesh_transformer.sampling import choose, penalize
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
-from tests.conftest import DATA
+from tests.conftest import AS_USERS_COMPILE, DATA
 from tests.test_model import KINDS, base_of, full_pass, small_config, weights
 from tests.test_parity import network_at_step_0
 
@@ -130,7 +130,8 @@ def compiled_decode(batch: Batch, function: Any = generation.decode) -> tuple[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "decode", function)
         run: Any = step.compile_decode(made.config, made.mesh, None, 8)
-        compiled = run.lower(batch._weights, network, np.int32(3)).compile()
+        lowered = run.lower(batch._weights, network, np.int32(3))
+    compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()
 
 

@@ -19,6 +19,7 @@ import device_sample
 import device_train
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import run_script
+from tests.conftest import QUICK_COMPILATION
 from tests.small_run import (
     ROWS,
     VALUES,
@@ -48,12 +49,13 @@ def compiled(tmp_path_factory) -> str:
 def start(
     compiled: str, *command: object, stdin: str | None = None, **changes: str
 ) -> subprocess.Popen:
-    """A Python process with the given environment, JAX's choices left to it otherwise."""
+    """A Python process with the given environment; the devices are JAX's choice otherwise."""
     left_out = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
     environment |= {
         "JAX_COMPILATION_CACHE_DIR": compiled,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": QUICK_COMPILATION,
     }
     pipe = subprocess.PIPE
     return subprocess.Popen(
