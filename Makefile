@@ -7,7 +7,8 @@ BIN := .venv/bin
 quickstart: venv
 	$(BIN)/python scripts/quickstart.py
 
-# Installs what the tests need and runs them all, for two cores: some tests mostly wait.  `$(BIN)/pytest -m "not slow"` is the quick part.
+# Installs what the tests need and runs them all: three workers for two cores, as some tests mostly
+# wait.  `$(BIN)/pytest -m "not slow"` is the quick part.
 test: .venv/test libtpu lint
 	$(BIN)/pytest -q -n 3 --dist worksteal
 

@@ -21,7 +21,7 @@ LANES = 128  # splash attention takes sequences in multiples of a TPU's lanes
 BLOCKS = 8
 
 
-# To a cache_BHSK what is written, [B, H, K], at index_BH2: row and slot, for each head.
+# Writes [B, H, K] into a cache_BHSK; index_BHI is row and slot, for each head of each row.
 _ONE_POSITION = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(2,),
     inserted_window_dims=(0, 2),
@@ -87,7 +87,8 @@ def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Arr
 def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
     """The cache with one position a row (S = 1 in `new`) written at `slot_B`, in place."""
     if len(slot_B) == 1:
-        # Twice the same: of a single update XLA for CPUs makes one for which it copies the cache.
+        # Twice the same: of a single update, as a row is where a device has one head, XLA for CPUs
+        # makes one for which it copies the cache.
         new, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, slot_B))
         rows_B = jnp.zeros(2, jnp.int32)
     else:
@@ -95,10 +96,11 @@ def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
     # Head by head: with a row's heads as one update TPUs hold the caches in another order, a copy
     # of all.  And H a batching dimension: were it an index, the compiler's own partitioning
     # (`Auto`) would gather what is to be written over mp.
-    index_B12 = jnp.stack((rows_B, slot_B), axis=-1)[:, None]
-    index_BH2 = jnp.broadcast_to(index_B12, (*new.k_BHSK.shape[:2], 2))
+    index_BI = jnp.stack((rows_B, slot_B), axis=-1)
+    index_BHI = jnp.broadcast_to(index_BI[:, None], (*new.k_BHSK.shape[:2], 2))
 
     def written(cache_BHSK: Array, new_BHSK: Array) -> Array:
-        return jax.lax.scatter(cache_BHSK, index_BH2, new_BHSK[:, :, 0], _ONE_POSITION)
+        new_BHK = new_BHSK[:, :, 0].astype(cache_BHSK.dtype)
+        return jax.lax.scatter(cache_BHSK, index_BHI, new_BHK, _ONE_POSITION)
 
     return jax.tree.map(written, cache, new)

@@ -267,11 +267,14 @@ def _norm_params(config: Config) -> int:
     }[config.norm]
 
 
-def _run_seconds(function: Callable[[], Any], at_least: float = 0.0) -> list[float]:
-    """Seconds of each of five runs, or of as many as take so long; the first is left out."""
+def _run_seconds(function: Callable[[], Any], runs: int = 5, at_least: float = 0.0) -> list[float]:
+    """Seconds of each of so many runs, or of more that together take `at_least`.
+
+    One before them is left out.
+    """
     function()
     seconds: list[float] = []
-    while len(seconds) < 5 or sum(seconds) < at_least:
+    while len(seconds) < runs or sum(seconds) < at_least:
         start = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - start)
@@ -283,18 +286,19 @@ def _measured_flops(dtype: str) -> float:
     return matmul_flops(dtype)
 
 
-def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.0) -> float:
+def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.05) -> float:
     """FLOP/s of all of this machine's cores together, measured now by matmuls in `dtype`.
 
-    Square ones of each size for so many seconds: the median call, of the size that does best.
+    Square ones, of each size three at least and for so many seconds: the median one of the size
+    that does best.
     """
     device = jax.local_devices(backend="cpu")[0]
     multiply = jax.jit(jnp.matmul)
 
     def measured(size: int) -> float:
         matrix = jax.device_put(jnp.ones((size, size), dtype), device)
-        runs = _run_seconds(lambda: multiply(matrix, matrix).block_until_ready(), seconds)
-        return 2 * size**3 / statistics.median(runs)
+        found = _run_seconds(lambda: multiply(matrix, matrix).block_until_ready(), 3, seconds)
+        return 2 * size**3 / statistics.median(found)
 
     return max(map(measured, sizes))
 

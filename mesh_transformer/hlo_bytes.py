@@ -29,7 +29,7 @@ FREE = (
 )
 RENAMES = ("bitcast", "reshape", "copy")  # inside a fusion: the same array under another name
 SLICES = ("dynamic-slice", "slice", "gather")
-# Their first operand is written in place; at this place stands what is written.
+# What writes into its first operand in place, and which operand it writes.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
@@ -92,6 +92,13 @@ def _operation(line: str) -> Operation | None:
     )
 
 
+def _renamed(inside: dict[str, Operation], each: Operation) -> Operation:
+    """What the array was before it got other names."""
+    while each.kind in RENAMES and each.operands[0] in inside:
+        each = inside[each.operands[0]]
+    return each
+
+
 class Program:
     """A compiled program's text, to be asked what it moves."""
 
@@ -140,7 +147,7 @@ class Program:
         if each.kind in SLICES:
             return 2 * each.bytes
         if each.kind in UPDATES:
-            return 2 * operands[UPDATES[each.kind]].bytes
+            return (2 + self._combines(each)) * operands[UPDATES[each.kind]].bytes
         if each.kind in ("copy-start", "slice-start"):
             return self._started(each, operands)
         whole = sum(operand.bytes for operand in operands)
@@ -177,7 +184,8 @@ class Program:
             elif user.kind in SLICES and user.operands[0] == value.name:
                 total += user.whole
             elif user.kind in UPDATES and user.operands[0] == value.name:
-                continue
+                written = self._inside[name][user.operands[UPDATES[user.kind]]]
+                total += written.whole if self._combines(user) else 0
             elif user.kind == "fusion" and user.called:
                 total += self._read(user.called, user.operands.index(value.name))
             else:
@@ -191,13 +199,23 @@ class Program:
         ends = [inside[each] for each in root.operands] if root.kind == "tuple" else [root]
         return sum(self._result(inside, end) for end in ends)
 
+    def _combines(self, each: Operation) -> bool:
+        """Whether it reads what it writes over, as a scatter that adds does."""
+        if each.kind != "scatter" or each.called is None:
+            return False
+        return (
+            next(one for one in self._inside[each.called].values() if one.root).kind != "parameter"
+        )
+
     def _result(self, inside: dict[str, Operation], end: Operation) -> int:
-        while end.kind in RENAMES and end.operands[0] in inside:
-            end = inside[end.operands[0]]
+        end = _renamed(inside, end)
         if end.is_piece:
             return 0
         if end.kind in UPDATES:
-            return inside[end.operands[UPDATES[end.kind]]].whole
+            before = _renamed(inside, inside[end.operands[0]])
+            written = inside[end.operands[UPDATES[end.kind]]].whole
+            # What the fusion itself makes, and then writes into, is written as a whole.
+            return written + (0 if before.kind == "parameter" else self._result(inside, before))
         if end.kind == "fusion" and end.called:
             return self._written(end.called)
         return end.whole

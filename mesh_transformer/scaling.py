@@ -193,15 +193,16 @@ def kept_of_a_layer(config: Config, attention: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Where each setting stops paying; seconds of the links are over those of computing.
+    """Where each setting of a config stops paying.
 
     Attributes:
-      sequences: a step, whatever the devices.
-      mp_sizes, mp_shares: what mp alone costs on each generation, for each of the sizes.
-      zeros, break_even_tokens: of a replica, with which dp's links take as long as computing: a
-        step's with ZeRO 0 and 1, a microbatch's with ZeRO 3; for many replicas.  They do not
-        depend on mp, which splits both.
-      steps: of `generation`, for each number of devices one with each ZeRO.
+      generation, mp, sequences: of `steps`; so many sequences a step, whatever the devices.
+      mp_shares: seconds of mp's links over those of computing, on each generation for each of
+        `mp_sizes`.
+      break_even_tokens: of a replica, with which dp's links take as long as computing, on each
+        generation for each of `zeros`: a step's with ZeRO 0 and 1, a microbatch's with ZeRO 3.
+        They are those of many replicas; mp splits both, and does not matter.
+      steps: for each number of devices a step with each of `zeros`.
     """
 
     parameters: int

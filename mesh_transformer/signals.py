@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -18,6 +19,8 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._busy = False
         self._late: list[int] = []
+        self._hook: Any = None
+        self._dropped: BaseException | None = None
 
     def take(self) -> None:
         if not _on_main_thread():
@@ -27,16 +30,32 @@ class Signals:
             if callable(before) or before is signal.SIG_DFL:
                 self._before[number] = before
                 signal.signal(number, self._receive)
+        if self._before and self._hook is None:
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._keep_dropped
 
     def give_back(self) -> None:
         """As often as it is called."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._hook is not None:
+            self._hook, sys.unraisablehook = None, self._hook
+        self.forget()
+
+    def forget(self) -> None:
+        """What Python dropped until now needs to end nothing any more."""
+        self._dropped = None
+
+    def _keep_dropped(self, unraisable: Any) -> None:
+        """Python drops what is raised in a callback or a destructor, a signal's exception too."""
+        if isinstance(unraisable.exc_value, (KeyboardInterrupt, SystemExit)):
+            self._dropped = unraisable.exc_value
+        else:
+            self._hook(unraisable)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """What comes in here raises at the end of the block.
+        """What comes in here raises at the end of the block, and what was dropped at its start.
 
         For gRPC's calls: after one that an exception has broken off, its next one may crash, or
         hang until it times out.
@@ -44,6 +63,9 @@ class Signals:
         if not _on_main_thread() or self._busy:
             yield
             return
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            raise dropped
         self._busy = True
         try:
             yield

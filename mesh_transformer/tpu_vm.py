@@ -83,8 +83,8 @@ class TpuVm:
         self._ssh = ssh or SshOptions()
         # Says now, not when the TPU costs money, that it is missing.
         self._public_key = self._ssh.public_key()
-        signals = Signals()
-        self._api = TpuApi(spec, client, signals)
+        self._signals = Signals()
+        self._api = TpuApi(spec, client, self._signals)
         self.spec = self._api.spec
         self.limits = limits or Limits()
         self._adopt, self._keep = adopt, keep
@@ -92,7 +92,7 @@ class TpuVm:
         self._may_exist = False  # a TPU of ours, made or asked for
         self._answered = True  # False while a request to make it has no answer
         self._hosts: Hosts | None = None
-        self._guard = Guard(self.spec, signals, alone=adopt)
+        self._guard = Guard(self.spec, self._signals, alone=adopt)
 
     def __enter__(self) -> Self:
         self._guard.hold()
@@ -112,6 +112,7 @@ class TpuVm:
 
     def _leave(self) -> bool:
         """Ends what `__enter__` began; whether nothing is left that costs money unbidden."""
+        self._signals.forget()
         try:
             if self._keep and self._may_exist:
                 _say(f"TPU {self.spec.name!r} is kept; delete it by: {self.spec.delete_command()}")

@@ -43,9 +43,12 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, picture: str) -> None:
-    """As a PNG where the name ends so, else as an SVG."""
+    """As the name ends, a PNG or an SVG; InputError for any other."""
+    kind = Path(picture).suffix.lower()
+    if kind not in (".png", ".svg"):
+        raise InputError(f"{picture}: is no name for a picture; end it in .png or .svg")
     temporary = picture + ".tmp"
-    if picture.endswith(".png"):
+    if kind == ".png":
         figure.savefig(temporary, format="png", dpi=150)
     else:
         figure.savefig(temporary, format="svg", metadata={"Date": None})

@@ -86,8 +86,8 @@ def main() -> None:
         # A smaller replica is no reason for more sequences a step.
         whole = {key: value for key, value in changes.items() if key != "cores_per_replica"}
         sequences = scaling.sequences_a_step(config.replace(**whole))
-        tables = scaling.scaling_of(config.replace(**changes), generation, sequences)
-        print(json.dumps(dataclasses.asdict(tables)) if args.json else tables.table())
+        scales = scaling.scaling_of(config.replace(**changes), generation, sequences)
+        print(json.dumps(dataclasses.asdict(scales)) if args.json else scales.table())
         return
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
     if args.search:

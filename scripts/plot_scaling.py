@@ -1,10 +1,12 @@
 """Draws what `scripts/plan.py --scaling --json` printed: where links cost as much as computing."""
 
 import argparse
+import dataclasses
 from typing import Any
 
 import pictures
 
+from mesh_transformer.scaling import Scaling
 from mesh_transformer.util import run_script
 
 
@@ -20,11 +22,11 @@ def draw(found: dict[str, Any], picture: str) -> None:
     figure, (by_mp, by_devices) = pictures.pyplot().subplots(
         1, 2, figsize=(9, 3.6), sharey=True, layout="constrained"
     )
+    sizes = found["mp_sizes"][1:]  # the first is 1, and has no links
     for generation, shares in found["mp_shares"].items():
-        split = [pair for pair in zip(found["mp_sizes"], shares, strict=True) if pair[1] > 0]
-        by_mp.plot(*zip(*split, strict=True), marker="o", label=generation)
+        by_mp.plot(sizes, shares[1:], marker="o", label=generation)
     by_mp.set(title="mp alone", xlabel="mp", ylabel="seconds of links over those of computing")
-    in_twos(by_mp, [size for size in found["mp_sizes"] if size > 1])
+    in_twos(by_mp, sizes)
     steps = [papers for papers in found["steps"] if papers[0]["dp"] > 1]
     devices = [papers[0]["dp"] * papers[0]["mp"] for papers in steps]
     for place, zero in enumerate(found["zeros"]):
@@ -32,8 +34,9 @@ def draw(found: dict[str, Any], picture: str) -> None:
             papers[place]["dp_seconds"] / papers[place]["compute_seconds"] for papers in steps
         ]
         by_devices.plot(devices, shares, marker="o", label=f"dp, ZeRO {zero}")
-    shares = [papers[0]["mp_seconds"] / papers[0]["compute_seconds"] for papers in steps]
-    by_devices.plot(devices, shares, linestyle="--", color="gray", label=f"mp {found['mp']}")
+    if found["mp"] > 1:
+        shares = [papers[0]["mp_seconds"] / papers[0]["compute_seconds"] for papers in steps]
+        by_devices.plot(devices, shares, linestyle="--", color="gray", label=f"mp {found['mp']}")
     by_devices.set(
         title=f"{found['generation']}, {found['sequences']} sequences a step", xlabel="devices"
     )
@@ -54,7 +57,7 @@ def in_twos(axes: Any, ticks: list[int]) -> None:
 
 def main() -> None:
     args = parse_args()
-    keys: dict[str, Any] = dict.fromkeys(("mp_shares", "mp_sizes", "steps", "zeros", "generation"))
+    keys: dict[str, Any] = dict.fromkeys(each.name for each in dataclasses.fields(Scaling))
     printed_by = "plan.py --scaling --json"
     draw(pictures.read_object(args.scaling, keys=keys, printed_by=printed_by), args.picture)
 

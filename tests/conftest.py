@@ -18,7 +18,7 @@ from mesh_transformer.config import Config
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of a test's time is compilation: with XLA's older way to write a fusion's code, and without
 # LLVM's optimisations (which some of it would take minutes of), it is a fifth.  The passes over
-# the program stay as they are.
+# the program are the same, but that scatters become loops.
 QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 # What a single program is compiled with where it is to be as users have it.
@@ -26,10 +26,14 @@ AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimizati
 # What tests start compiles a program once a session.  In here hardly one is compiled twice, and to
 # write them all would take longer.
 jax.config.update("jax_enable_compilation_cache", False)
-# Started in the background or by nohup this process ignores them, and all that it starts would too.
-for _number in (signal.SIGINT, signal.SIGHUP):
+# A process in the background ignores Ctrl-C, and one under nohup SIGHUP; all that it starts would
+# too.  What has a handler here has the default there.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, lambda *_: None),
+):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, signal.SIG_DFL)
+        signal.signal(_number, _handler)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of its session
     _compiled = tempfile.TemporaryDirectory(prefix="compiled")
     os.environ["MESH_TRANSFORMER_CACHE"] = _compiled.name

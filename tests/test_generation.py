@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer import generation, generator, model, step
+from mesh_transformer.attention import LayerCache, write
 from mesh_transformer.config import Config
 from mesh_transformer.generator import MOST_STEPS, Batch, sampler_settings
 from mesh_transformer.mesh import named
@@ -77,7 +78,7 @@ def test_every_position_is_that_of_a_full_pass(kind, place):
     steps = 12
     fixed = pe == "fixed"
     config = small_config(
-        block=block, pe=pe, seq=64 if fixed else WINDOW, attention_window=WINDOW, layers=2
+        block=block, pe=pe, seq=64 if fixed else WINDOW, attention_window=WINDOW, layers=3
     )
     prompts = random_prompts(config, LENGTHS)
     batch = network_of(config, place).batch(len(prompts))
@@ -100,6 +101,25 @@ def test_every_position_is_that_of_a_full_pass(kind, place):
         np.testing.assert_allclose(found[row], wanted[row, here], atol=1e-5, rtol=1e-5)
     drawn = np.take_along_axis(found, tokens[..., None].astype(int), axis=-1)[..., 0]
     np.testing.assert_array_equal(own, drawn)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 3), (4, 1), (4, 3)])
+def test_a_position_is_written_and_nothing_beside_it(rows, heads, dtype):
+    """By the kernels that users have, which the other tests' values do not come from."""
+    rng = np.random.default_rng(3)
+
+    def random_cache(slots: int) -> LayerCache:
+        shape = (rows, heads, slots, 5)
+        return LayerCache(*(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)))
+
+    cache, new, slots = random_cache(7), random_cache(1), rng.integers(0, 7, rows)
+    lowered = jax.jit(write).lower(cache, new, slots)
+    found = lowered.compile(AS_USERS_COMPILE)(cache, new, slots)
+    for before, one, after in zip(cache, new, found, strict=True):
+        wanted = np.array(before)
+        wanted[np.arange(rows), :, slots] = np.asarray(one)[:, :, 0]
+        np.testing.assert_array_equal(np.asarray(after), wanted)
 
 
 def cache_results(text: str, shape: tuple[int, ...]) -> list[str]:

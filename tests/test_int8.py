@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import int8, step
 from mesh_transformer.declaration import Declaration
 from mesh_transformer.generator import MOST_STEPS, sampler_settings
+from tests.conftest import AS_USERS_COMPILE
 from tests.test_generation import PLACES, by_token, network_of, random_prompts
 from tests.test_model import small_config
 from tests.test_parity import network_at_step_0
@@ -82,7 +83,11 @@ def test_memory_is_a_quarter_and_stays_so_while_it_runs():
         batch = network.batch(1)
         made = batch._generator
         run: Any = step.compile_decode(made.config, made.mesh, None, MOST_STEPS)
-        analysis = run.lower(batch._weights, batch._state, np.int32(1)).compile().memory_analysis()
+        analysis = (
+            run.lower(batch._weights, batch._state, np.int32(1))
+            .compile(AS_USERS_COMPILE)
+            .memory_analysis()
+        )
         layers = sum(leaf.nbytes for leaf in jax.tree.leaves(batch._weights["layers"]))
         return layers, analysis.temp_size_in_bytes
 

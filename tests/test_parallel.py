@@ -22,7 +22,7 @@ from mesh_transformer.hlo import Collective, Groups, Loop, groups_of, parse
 from mesh_transformer.mesh import make_mesh
 from mesh_transformer.parallel import Manual
 from mesh_transformer.util import InputError
-from tests.conftest import SMALL, random_batch
+from tests.conftest import AS_USERS_COMPILE, SMALL, random_batch
 
 DP, MP, ACCUMULATION, ROWS = 2, 4, 4, 3
 
@@ -249,7 +249,7 @@ NARROW = {"d_model": 32, "n_vocab": 32, "seq": 8}
 def test_the_compiled_step_does_not_grow_with_depth():
     # The text names sizes, so lines are counted; they differ by how loops are peeled or fused.
     lines = [
-        len(lowered_step(layers=n, **NARROW).compile().as_text().splitlines())
+        len(lowered_step(layers=n, **NARROW).compile(AS_USERS_COMPILE).as_text().splitlines())
         for n in (SHALLOW, DEEP)
     ]
     assert lines[1] < 1.03 * lines[0]

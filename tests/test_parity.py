@@ -50,6 +50,7 @@ def test_evaluation_is_the_original_s(variant, partitioning):
 
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_ten_training_steps_are_the_original_s(monkeypatch, partitioning):
+    # What the original's ten steps are compared with is what users run; a CPU has no other options.
     monkeypatch.setattr(step, "compiler_options", lambda *_: AS_USERS_COMPILE)
     variant = "f32/mp4_ga1"
     golden = np.load(ORIGINAL / variant / "golden.npz")

@@ -1,6 +1,7 @@
 """What a step costs on paper: links, memory traffic in a program's text, settings in order."""
 
 import functools
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -175,11 +176,32 @@ SCATTERED = """
   ROOT %new = f32[] parameter(1)
 }
 
+%sum (left: f32[], right: f32[]) -> f32[] {
+  %left = f32[] parameter(0)
+  %right = f32[] parameter(1)
+  ROOT %both = f32[] add(%left, %right)
+}
+
 %fused (param_0: f32[8,100], param_1: s32[2], param_2: f32[2,100]) -> f32[8,100] {
   %param_0 = f32[8,100]{1,0} parameter(0)
   %param_1 = s32[2]{0} parameter(1)
   %param_2 = f32[2,100]{1,0} parameter(2)
   ROOT %inner = f32[8,100]{1,0} scatter(%param_0, %param_1, %param_2), to_apply=%second
+}
+
+%adding (param_3: f32[8,100], param_4: s32[2], param_5: f32[2,100]) -> f32[8,100] {
+  %param_3 = f32[8,100]{1,0} parameter(0)
+  %param_4 = s32[2]{0} parameter(1)
+  %param_5 = f32[2,100]{1,0} parameter(2)
+  ROOT %summed = f32[8,100]{1,0} scatter(%param_3, %param_4, %param_5), to_apply=%sum
+}
+
+%fresh (param_6: s32[2], param_7: f32[2,100]) -> f32[8,100] {
+  %param_6 = s32[2]{0} parameter(0)
+  %param_7 = f32[2,100]{1,0} parameter(1)
+  %zero = f32[] constant(0)
+  %zeros = f32[8,100]{1,0} broadcast(%zero), dimensions={}
+  ROOT %made = f32[8,100]{1,0} scatter(%zeros, %param_6, %param_7), to_apply=%sum
 }
 
 ENTRY %main (a: f32[8,100], i: s32[2], b: f32[2,100]) -> f32[8,100] {
@@ -196,10 +218,24 @@ ENTRY %main (a: f32[8,100], i: s32[2], b: f32[2,100]) -> f32[8,100] {
     [  # two rows that are read and written; a fusion reads their numbers too
         ("scatter(%a, %i, %b), to_apply=%second", 2 * 800),
         ("fusion(%a, %i, %b), kind=kCustom, calls=%fused", 8 + 2 * 800),
+        # What is added to is read as well.
+        ("scatter(%a, %i, %b), to_apply=%sum", 3 * 800),
+        ("fusion(%a, %i, %b), kind=kCustom, calls=%adding", 8 + 3 * 800),
+        # Eight rows of zeros are written before two of them are.
+        ("fusion(%i, %b), kind=kCustom, calls=%fresh", 8 + 800 + 3200),
     ],
 )
 def test_memory_traffic_of_what_is_scattered_in_place(line, moved):
     assert Program(SCATTERED.replace("LINE", line)).moved() == moved
+
+
+def test_runs_are_as_many_as_asked_for_or_take_so_long(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    runs: list[None] = []
+    assert flops._run_seconds(lambda: runs.append(None), 3) == [1] * 3
+    assert len(runs) == 4  # the first is left out
+    assert flops._run_seconds(lambda: None, 3, 7.0) == [1] * 7
 
 
 def test_every_array_of_a_collective_in_pieces_counts_once():

@@ -36,7 +36,9 @@ STEPS = 60  # of the run that is stopped again and again
 ENVIRONMENTS = {
     "cpu asked for": {"JAX_PLATFORMS": "cpu"},
     "nothing set": {},
-    "devices preset": {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+    "devices preset": {
+        "XLA_FLAGS": f"{QUICK_COMPILATION} --xla_force_host_platform_device_count=8"
+    },
 }
 
 
