@@ -33,13 +33,13 @@ def main() -> None:
     # First, as loading takes long.
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
     settings = Settings(
-        args.temperature,
-        args.top_p,
-        args.top_k,
-        args.repetition_penalty,
-        args.seed,
-        args.length,
-        args.stop,
+        temp=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        length=args.length,
+        stop=args.stop,
     )
     use_compilation_cache()
     with running_model(args, path, config, only_generate=True) as network:

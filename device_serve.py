@@ -2,9 +2,9 @@
 
 import argparse
 
-from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser
+from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser, positive
 from mesh_transformer.build_model import running_model
-from mesh_transformer.util import InputError, run_script
+from mesh_transformer.util import exit_now, run_script
 
 
 def parse_args() -> argparse.Namespace:
@@ -13,10 +13,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=5000, help="0: any free one (5000)")
     parser.add_argument("--api-key-file", help="keys that clients must have, one a line")
     parser.add_argument("--allow-origin", action="append", help="of a web page that may call")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        metavar="NAME",
+        default=[],
+        help="host name that clients may use, for a server without keys; '*': any (repeatable)",
+    )
     parser.add_argument("--name", help="of the model, to clients (default: the config's name)")
-    parser.add_argument("--rows", type=int, default=16, help="requests side by side (16)")
-    parser.add_argument("--queue", type=int, default=256, help="requests that may wait (256)")
-    parser.add_argument("--max-tokens", type=int, help="of one answer (default: the window)")
+    for flag, default, meaning in (
+        ("--rows", 16, "requests served side by side (default 16)"),
+        ("--queue", 256, "requests that may wait (default 256)"),
+        ("--max-tokens", None, "maximum tokens per answer (default: the model's window)"),
+        ("--stall-seconds", 60, "/health fails when a call of the model takes longer (default 60)"),
+    ):
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=meaning)
     parser.add_argument("--drain-seconds", type=int, default=60, help="for answers at the end (60)")
     add_host_arguments(parser, required=False)
     return parser.parse_args()
@@ -25,11 +36,6 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
-    for name in ("rows", "queue", "max_tokens"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InputError(
-                f"--{name.replace('_', '-')}: {getattr(args, name)}, expected 1 or more"
-            )
 
     from mesh_transformer.compilation_cache import use_compilation_cache
     from mesh_transformer.conversion import config_of
@@ -48,11 +54,15 @@ def main() -> None:
     use_compilation_cache()
     with running_model(args, path, config, only_generate=True) as network:
         metrics = Metrics(args.rows)
-        engine = Engine(network, metrics, rows=args.rows, queue=args.queue)
+        limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
+        engine = Engine(network, metrics, rows=args.rows, **limits)
         engine.warm_up()
         most = args.max_tokens or network.config.window
         service = Service(args.name or network.config.name, engine, tokenizer, metrics, most)
-        serve(create_app(service, keys, args.allow_origin), socket, args.drain_seconds)
+        app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
+        serve(app, socket, args.drain_seconds)
+    if not engine.close(0):  # its thread would keep the interpreter from exiting
+        exit_now("error: the network did not answer; its last requests were dropped", 1)
 
 
 if __name__ == "__main__":

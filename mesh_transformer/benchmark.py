@@ -22,10 +22,11 @@ from tqdm import tqdm
 from mesh_transformer import device_trace, flash_attention, flops
 from mesh_transformer import step as steps
 from mesh_transformer.config import Config
-from mesh_transformer.generator import MOST_STEPS, Generator, sampler_settings
+from mesh_transformer.generator import MOST_STEPS, Generator
 from mesh_transformer.hlo_bytes import planned_memory
 from mesh_transformer.mesh import named
 from mesh_transformer.rows import Rows
+from mesh_transformer.sampling import sampler_settings
 from mesh_transformer.util import InputError
 
 PROFILED_STEPS, TOLD_OPERATIONS = 3, 10

@@ -95,12 +95,17 @@ class ClusterBatch:
         self._length[where], self.left[where] = length, left - 1
         return chosen
 
+    def release(self, rows: Sequence[int] | np.ndarray) -> None:
+        """As `Batch.release`; the hosts learn of it with the next `decode`."""
+        self.left[np.asarray(rows, np.intp)] = 0
+
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
         """As `Batch.decode`."""
         ahead = np.minimum(self.left, steps)
         # How much room a host makes by itself would follow from its own rows alone.
         needed = int((self._length + ahead).max())
-        told = self._call("decode", *[(steps, alternatives, needed)] * len(self._here))
+        idle = [np.flatnonzero(self.left[own] == 0) for own in self._here]
+        told = self._call("decode", *[(steps, alternatives, needed, rows) for rows in idle])
         self._length += ahead
         self.left -= ahead
         if any(

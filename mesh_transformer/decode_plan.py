@@ -87,11 +87,12 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     mesh = mesh_of(config, topology)
     rows = config.per_replica_batch * mesh.shape["dp"]
     weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows)
+    left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     function = step.compile_decode(config, mesh, None, STEPS)
     # Before the compilation, as not every device is known.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
-    found = compiled(topology.name, function, weights, state, count, fast=fast)
+    found = compiled(topology.name, function, weights, state, left, count, fast=fast)
     sizes = bytes_on_one_device(weights), bytes_on_one_device(state.caches)
     read = sum(sizes) - bytes_on_one_device(weights["embed"])
     traffic = moved = likely = None

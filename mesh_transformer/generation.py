@@ -22,10 +22,12 @@ from mesh_transformer.cross_entropy import cross_entropy
 from mesh_transformer.declaration import map_declared
 from mesh_transformer.layers import Context
 from mesh_transformer.parallel import Parallel
-from mesh_transformer.sampling import SamplerSettings, choose, top_tokens
+from mesh_transformer.sampling import SamplerSettings, choose, sampler_settings, top_tokens
 
 Weights = dict[str, Any]
 MATRICES = ("layers", "proj")  # the parts whose matrices 8 bits can hold
+# Of rows without a text: greedy, which takes the least time, and penalizes nothing.
+IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 
 
 class Prompts(NamedTuple):
@@ -34,7 +36,6 @@ class Prompts(NamedTuple):
     tokens_PT: Any
     length_P: Any
     row_P: Any  # where each goes, among this program's rows; beyond them: nowhere
-    left_P: Any  # how many tokens it may have
     settings: SamplerSettings
 
 
@@ -48,13 +49,12 @@ class Chosen(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """A batch of rows in the midst of generation.  A row with no tokens left stands still."""
+    """A batch of rows in the midst of generation."""
 
     caches: tuple[LayerCache, ...]  # one a layer
     length_B: Any  # tokens in the cache: the position of the pending one
     token_B: Any  # chosen, but not yet in the cache
     made_B: Any  # tokens chosen so far
-    left_B: Any  # tokens that may still be chosen
     seen_BV: Any  # which tokens the row's text has, prompt included
     settings: SamplerSettings
 
@@ -111,15 +111,8 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
         made_B=zeros(),
-        left_B=zeros(),
         seen_BV=jnp.zeros((rows, config.n_vocab), bool),
-        settings=SamplerSettings(
-            zeros(jnp.float32),
-            zeros(),
-            zeros(jnp.float32),
-            zeros(jnp.float32) + 1,
-            zeros(jnp.uint32),
-        ),
+        settings=jax.tree.map(lambda value: jnp.full((rows,), value), IDLE),
     )
 
 
@@ -226,7 +219,7 @@ def prefill(
     Args:
       alternatives: how many of the likeliest tokens to tell, with logprobs; None for no logprobs.
     """
-    tokens_PT, length_P, row_P, left_P, settings = prompts
+    tokens_PT, length_P, row_P, settings = prompts
     count, width = tokens_PT.shape
     positions_PT = jnp.arange(width)[None]
     context = _context(weights, positions_PT, positions_PT, None, config, par)
@@ -252,7 +245,6 @@ def prefill(
         put(state.length_B, length_P),
         put(state.token_B, token_P),
         put(state.made_B, made_P + 1),
-        put(state.left_B, left_P - 1),
         put(state.seen_BV, seen_PV),
         jax.tree.map(put, state.settings, settings),
     )
@@ -262,11 +254,12 @@ def prefill(
 def _step(
     weights: Weights,
     state: DecodeState,
+    goes_B: Array,
     alternatives: int | None,
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """The pending tokens into the cache, and one more chosen in each row that has some left."""
+    """The pending tokens into the cache, and one more chosen in each row that goes on."""
     last_B1 = state.length_B[:, None]
     slots_1S = jnp.arange(state.slots)[None]
     # The newest position in each slot that is not past the pending token's; negative: none.
@@ -275,8 +268,9 @@ def _step(
     context = _context(weights, last_B1, key_positions_BS, slot_B, config, par)
     x_BTD, caches = _forward(weights, state.token_B[:, None], context, state.caches, config, par)
     logits_BV = _logits(weights, x_BTD, config, par)
-    token_B = choose(logits_BV, state.settings, state.made_B, state.seen_BV)
-    goes_B = state.left_B > 0
+    # The settings of an idle row must not make the others wait.
+    settings = jax.tree.map(lambda x, idle: jnp.where(goes_B, x, idle), state.settings, IDLE)
+    token_B = choose(logits_BV, settings, state.made_B, state.seen_BV)
     token_B = jnp.where(goes_B, token_B, state.token_B)
     one_B = goes_B.astype(jnp.int32)
     state = DecodeState(
@@ -284,7 +278,6 @@ def _step(
         state.length_B + one_B,
         token_B,
         state.made_B + one_B,
-        state.left_B - one_B,
         state.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
         state.settings,
     )
@@ -294,6 +287,7 @@ def _step(
 def decode(
     weights: Weights,
     state: DecodeState,
+    left_B: Array,
     steps: Array,
     alternatives: int | None,
     most: int,
@@ -302,11 +296,16 @@ def decode(
 ) -> tuple[DecodeState, Chosen]:
     """`steps` more tokens (at most `most`) in every row that has so many left.
 
+    Args:
+      left_B: how many tokens each row may still have, int32; a row with none stands still.
+
     Returns:
       The new state and the tokens [B, most]; only the first `steps` of a row, and of them as many
       as it had left, mean anything.
     """
-    shapes = jax.eval_shape(lambda s: _step(weights, s, alternatives, config, par)[1], state)
+    shapes = jax.eval_shape(
+        lambda s: _step(weights, s, left_B > 0, alternatives, config, par)[1], state
+    )
     chosen = jax.tree.map(
         lambda x: par.zeros((x.shape[0], most, *x.shape[1:]), x.dtype, "dp", *(None,) * x.ndim),
         shapes,
@@ -314,7 +313,7 @@ def decode(
 
     def body(at: Array, carry: tuple[DecodeState, Chosen]) -> tuple[DecodeState, Chosen]:
         state, chosen = carry
-        state, new = _step(weights, state, alternatives, config, par)
+        state, new = _step(weights, state, left_B > at, alternatives, config, par)
         return state, jax.tree.map(lambda all_, one: all_.at[:, at].set(one), chosen, new)
 
     return jax.lax.fori_loop(0, steps, body, (state, chosen))

@@ -14,44 +14,13 @@ from mesh_transformer import step as steps
 from mesh_transformer.config import Config
 from mesh_transformer.generation import Chosen, DecodeState, Prompts, Weights
 from mesh_transformer.rows import Rows
-from mesh_transformer.sampling import SamplerSettings
+from mesh_transformer.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.util import InputError, bucket
 
 SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
 SMALLEST_CACHE = 256  # as for a prompt; a cache that grows is a new compilation each time
 MOST_STEPS = 32  # in one call of the device
 PREFILL_TOKENS = 4096  # in one call, on one replica: attention's memory is their number times T
-
-OPTIONS: dict[str, tuple[Any, Any]] = {
-    "top_p": (np.float32, 0.9),
-    "top_k": (np.int32, 0),
-    "temp": (np.float32, 1.0),
-    "repetition_penalty": (np.float32, 1.0),
-    "seed": (np.uint32, 0),
-}
-
-
-def sampler_settings(options: dict[str, Any], rows: int) -> SamplerSettings:
-    """Checked options, each one number or one a row, as numpy arrays [rows].
-
-    Raises:
-      InputError: for an unknown option or a value out of range.
-    """
-    unknown = set(options) - set(OPTIONS)
-    if unknown:
-        raise InputError(
-            f"generate: unknown sampler option {min(unknown)!r}; use {', '.join(OPTIONS)}"
-        )
-    found = []
-    for key, (dtype, default) in OPTIONS.items():
-        value = np.asarray(options.get(key, default))
-        most = np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else np.inf
-        if not np.all((value >= 0) & (value <= most)):
-            raise InputError(f"generate: {key} is {options[key]}, expected 0 to {most}")
-        if key == "repetition_penalty" and not np.all((value > 0) & (value < np.inf)):
-            raise InputError(f"generate: {key} is {options[key]}, expected above 0")
-        found.append(np.broadcast_to(value.astype(dtype), (rows,)))
-    return SamplerSettings(*found)
 
 
 def check_length(gen_length: int) -> None:
@@ -274,7 +243,6 @@ class Batch:
             tokens,
             np.append(length, np.int32(1)),
             np.append(local, np.int32(self.rows)),  # beyond all rows: nowhere
-            np.append(left, np.int32(1)),
             jax.tree.map(lambda x: np.append(x, x.dtype.type(1)), settings),
         )
         groups = self._groups(rows, width, most)
@@ -283,6 +251,10 @@ class Batch:
         places = np.concatenate(groups)
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
         return jax.tree.map(lambda *each: np.concatenate(each)[order], *found)
+
+    def release(self, rows: Sequence[int] | np.ndarray) -> None:
+        """Makes rows idle whose texts have ended early: they take no more tokens."""
+        self.left[np.asarray(rows, np.intp)] = 0
 
     def _groups(self, rows: Sequence[int], width: int, most: int | None) -> list[np.ndarray]:
         """Which prompts each call takes, as many places for each replica; -1: an empty place."""
@@ -312,10 +284,11 @@ class Batch:
             raise InputError(f"generate: decode of {steps} tokens, expected 1 to {MOST_STEPS}")
         ahead = np.minimum(self.left, steps)
         self.reserve(int((self._length + ahead).max()))
+        run = self._generator.decode(alternatives, MOST_STEPS)
+        left = self._generator.rows.place(self.left.copy(), P("dp"))  # which may not copy it
+        self._state, chosen = run(self._weights, self._state, left, np.int32(steps))
         self._length += ahead
         self.left -= ahead
-        run = self._generator.decode(alternatives, MOST_STEPS)
-        self._state, chosen = run(self._weights, self._state, np.int32(steps))
         return jax.tree.map(lambda x: x[:, :steps], self._fetched(chosen))
 
     def _fetched(self, chosen: Chosen) -> Chosen:

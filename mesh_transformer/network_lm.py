@@ -1,5 +1,6 @@
 """A network as lm-eval's tasks ask it: what is said is tokenized, batched, scored and continued."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.sampling import SamplerSettings
+from mesh_transformer.sampling import SamplingOptions
 from mesh_transformer.util import HostError, InputError, bucket
 
 SMALLEST = 16  # texts are padded to this width times a power of two: few compilations
@@ -134,7 +135,7 @@ class NetworkLM(TemplateLM):
             for _, _, group in _groups(map(len, prompts), self.network.batch_size, self.max_length):
                 chosen = [prompts[index] for index in group], [asked[index] for index in group]
                 # Each has a seed of its own: some tasks ask for several answers to one prompt.
-                given = (*chosen, np.array(group, np.uint32), end)
+                given = (*chosen, group, end)
                 try:
                     texts = self._continued(*given)
                 except HostError:  # a lasting cluster has new hosts; of another the next call fails
@@ -161,19 +162,14 @@ class NetworkLM(TemplateLM):
         self,
         prompts: Sequence[np.ndarray],
         asked: Sequence["_Generation"],
-        seeds: np.ndarray,
+        seeds: Sequence[int],
         end: str,
     ) -> list[str]:
         """The answers to one batch of prompts, which ends when all of them have."""
         batch = self.network.batch(self.network.batch_size)
         lengths = np.array([each.length for each in asked])
-        settings = SamplerSettings(
-            np.array([each.top_p for each in asked], np.float32),
-            np.array([each.top_k for each in asked], np.int32),
-            np.array([each.temp for each in asked], np.float32),
-            np.ones(len(asked), np.float32),
-            seeds,
-        )
+        options = [each.options(seed) for each, seed in zip(asked, seeds, strict=True)]
+        settings = SamplingOptions.stacked(options)
         # All rows at once: those of a mesh's replicas are filled alike.
         first = batch.insert(range(len(prompts)), prompts, lengths, settings)
         tokens = [[int(token)] for token in first.token]
@@ -227,9 +223,13 @@ class _Generation:
         self.length = int(options.get("max_gen_toks", MOST_TOKENS))
         temperature = float(options.get("temperature") or 0)
         sampled = options.get("do_sample", temperature > 0)
-        self.temp = (temperature or 1.0) if sampled else 0.0
-        self.top_p = float(options.get("top_p", 1))
-        self.top_k = int(options.get("top_k", 0))
+        temp = (temperature or 1.0) if sampled else 0.0
+        top_p, top_k = float(options.get("top_p", 1)), int(options.get("top_k", 0))
+        self._drawn = SamplingOptions(top_p, top_k, temp)
+
+    def options(self, seed: int) -> SamplingOptions:
+        """How the answer with that seed is drawn."""
+        return dataclasses.replace(self._drawn, seed=seed)
 
     def cut(self, text: str, end: str, complete: bool) -> str | None:
         """The answer, if `text` holds all of it."""

@@ -1,7 +1,6 @@
 """Prompts typed one after another, answered as the tokens come."""
 
 import contextlib
-import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ import numpy as np
 
 from mesh_transformer.cluster_batch import ClusterBatch
 from mesh_transformer.compilation_cache import cache_folder
-from mesh_transformer.generator import MOST_STEPS, Batch, check_length, sampler_settings
+from mesh_transformer.generator import MOST_STEPS, Batch, check_length
 from mesh_transformer.lasting_cluster import LastingCluster
+from mesh_transformer.sampling import SamplingOptions
 from mesh_transformer.text_stream import TextStream
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(SamplingOptions):
     """How an answer is drawn and where it ends.
 
     Raises:
@@ -40,21 +40,12 @@ class Settings:
     """
 
     temp: float = 0.8
-    top_p: float = 0.9
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
     length: int = 128
     stop: str | None = None
 
     def __post_init__(self) -> None:
-        sampler_settings(self.options(), 1)
+        super().__post_init__()
         check_length(self.length)
-
-    def options(self) -> dict[str, Any]:
-        """For the sampler; with a random seed where none is set."""
-        given = {k: v for k, v in asdict(self).items() if k not in ("length", "stop")}
-        return given | {"seed": secrets.randbits(32) if self.seed is None else self.seed}
 
     def changed(self, command: str) -> "Settings":
         """A copy after a command as it is typed: "/temp 0.7"."""
@@ -76,7 +67,9 @@ class Settings:
     def __str__(self) -> str:
         """The commands that lead here, and what each does."""
         shown = {name: "none" if value is None else value for name, value in asdict(self).items()}
-        rows = [(f"/{name} {shown[name]}".replace("\n", "\\n"), COMMANDS[name]) for name in shown]
+        rows = [
+            (f"/{name} {shown[name]}".replace("\n", "\\n"), COMMANDS[name]) for name in COMMANDS
+        ]
         return "\n".join(f"{command:26} {meaning}" for command, meaning in rows)
 
 
@@ -151,7 +144,7 @@ class Repl:
         """The tokens of an answer, as many at once as take `PIECE_SECONDS`."""
         # An interrupted call leaves nothing to go on with: it is put back where all went well.
         batch, self._kept = self._kept or self._network.batch(self._network.dp), None
-        options = sampler_settings(settings.options(), 1)
+        options = SamplingOptions.stacked([settings])
         yield batch.insert([0], [np.asarray(prompt)], settings.length, options).token.tolist()
         steps = 1
         while left := int(batch.left[0]):

@@ -5,17 +5,52 @@ Glossary: B batch (rows that know nothing of each other), V vocabulary.
 Settings are scalars or [B], and may be traced: one compilation serves every request.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from mesh_transformer.util import InputError
+
 REMOVED = -1e10  # the logit of a removed token; finite, so that no row can turn into NaN
+LARGEST = 1e30  # logits are clipped to this: differences and quotients of them stay finite
 GREEDY_BELOW = 1e-6  # temperatures under this take the likeliest token
+# Redraws of a token outside the nucleus.  Each halves, on average, the probability ranked above the
+# draw: of 50,000 tokens, fewer than one row in 1e25 still needs another.
+MOST_ROUNDS = 64
+
+
+class Range(NamedTuple):
+    """What one sampling setting may be: its type on the device, default and bounds, inclusive."""
+
+    dtype: Any
+    default: Any
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        kind = "a number" if self.dtype is np.float32 else "a whole number"
+        if self.most == F32_MAX:
+            return f"{kind} of at least {self.least:g}"
+        return f"{kind} from {self.least} to {self.most}"
+
+
+F32_MAX = float(np.finfo(np.float32).max)
+RANGES = {
+    "top_p": Range(np.float32, 0.9, 0.0, F32_MAX),
+    "top_k": Range(np.int32, 0, 0, 2**31 - 1),
+    "temp": Range(np.float32, 1.0, 0.0, F32_MAX),
+    # Beyond these the quotient of a logit could overflow.
+    "repetition_penalty": Range(np.float32, 1.0, 0.01, 100.0),
+    "seed": Range(np.uint32, 0, 0, 2**32 - 1),
+}
 
 
 class SamplerSettings(NamedTuple):
@@ -29,6 +64,70 @@ class SamplerSettings(NamedTuple):
     temp_B: Any
     penalty_B: Any
     seed_B: Any
+
+
+def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> SamplerSettings:
+    """Checked sampling options, each one number or one per row, as numpy arrays [rows].
+
+    Values are checked as given and again in the precision that the device uses.
+
+    Args:
+      options: values by their name in `RANGES`; a missing one has its default there.
+
+    Raises:
+      InputError: for an unknown option, or a value that is no number or out of range.
+    """
+    unknown = set(options) - set(RANGES)
+    if unknown:
+        raise InputError(
+            f"generate: unknown sampler option {min(unknown)!r}; use {', '.join(RANGES)}"
+        )
+    checked = []
+    for name, allowed in RANGES.items():
+        value = np.asarray(options.get(name, allowed.default))
+        numeric = "iu"
+        if allowed.dtype is np.float32:
+            numeric = "iuf"
+            # In the device's precision: 1e-50 is 0 there, and 1e50 infinite.
+            with np.errstate(over="ignore"):
+                value = value.astype(np.float32) if value.dtype.kind in numeric else value
+        if value.dtype.kind not in numeric or not np.all(
+            (value >= allowed.least) & (value <= allowed.most)  # which NaN is not
+        ):
+            raise InputError(f"generate: {name} is {options[name]!r}, expected {allowed}")
+        checked.append(np.broadcast_to(value.astype(allowed.dtype), rows))
+    return SamplerSettings(*checked)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How the tokens of one text are drawn; `RANGES` has the bounds, `SamplerSettings` the meaning.
+
+    A `seed` of None is a new random one per text.
+
+    Raises:
+      InputError: at construction, for a value out of range.
+    """
+
+    top_p: float = 0.9
+    top_k: int = 0
+    temp: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        sampler_settings(self.options(), ())
+
+    def options(self) -> dict[str, Any]:
+        """The settings by name, as `generate` takes them, with a new seed where there is none."""
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        return {name: getattr(self, name) for name in RANGES} | {"seed": seed}
+
+    @staticmethod
+    def stacked(texts: "Sequence[SamplingOptions]") -> SamplerSettings:
+        """The settings of several texts, as numpy arrays [texts]."""
+        rows = [text.options() for text in texts]
+        return sampler_settings({name: [row[name] for row in rows] for name in RANGES}, len(rows))
 
 
 def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
@@ -165,7 +264,7 @@ def nucleus_sample(
     Keys as in `softmax_sample`, settings as in `nucleus_filter`.
     Original: `nucleaus_sample`.
     """
-    logits_BV = logits_BV.astype(jnp.float32)
+    logits_BV = finite(logits_BV.astype(jnp.float32))
     score_BV = _with_noise(key, logits_BV, temp)
 
     def draw(_: ArrayLike, among_BV: ArrayLike) -> Array:
@@ -183,7 +282,7 @@ def _inside(
     """A draw from the tokens that nucleus and top k keep.
 
     What is drawn outside is drawn again from the tokens that go before it, among which are all that
-    are kept: a round or two, in place of the filter's 32.
+    are kept: a round or two, in place of the filter's 32.  After `MOST_ROUNDS` it is the likeliest.
 
     Args:
       draw: takes the number of the round and which tokens are drawn from; gives tokens [B].
@@ -196,7 +295,7 @@ def _inside(
         logit_B1 = jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
         return (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (tokens_V < token_B1))
 
-    def checked(drawn: Array, round_: ArrayLike) -> tuple[Array, Array, ArrayLike]:
+    def checked(drawn: Array, round_: Array) -> tuple[Array, Array, Array]:
         before_BV = before(drawn)
         mass_B1 = jnp.sum(jnp.where(before_BV, probability_BV, 0), axis=-1, keepdims=True)
         inside_B1 = jax.lax.cond(
@@ -206,14 +305,17 @@ def _inside(
         )
         return drawn, (mass_B1 <= top_p_B1) & inside_B1, round_
 
-    def again(drawn: tuple[Array, Array, ArrayLike]) -> tuple[Array, Array, ArrayLike]:
+    def again(drawn: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         token_B1, inside_B1, round_ = drawn
         nearer_B = draw(round_, before(token_B1))
         return checked(jnp.where(inside_B1, token_B1, nearer_B[:, None]), round_ + 1)
 
+    def unfinished(drawn: tuple[Array, Array, Array]) -> Array:
+        return ~jnp.all(drawn[1]) & (drawn[2] < MOST_ROUNDS)
+
     first = checked(draw(0, True)[:, None], jnp.int32(1))
-    token_B1, _, _ = jax.lax.while_loop(lambda drawn: ~jnp.all(drawn[1]), again, first)
-    return token_B1[:, 0]
+    token_B1, inside_B1, _ = jax.lax.while_loop(unfinished, again, first)
+    return jnp.where(inside_B1[:, 0], token_B1[:, 0], _likeliest(logits_BV))
 
 
 def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
@@ -232,6 +334,12 @@ def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
     return jnp.minimum(token_B, logits_BV.shape[1] - 1)  # NaNs must not lead past the last
 
 
+def finite(logits_BV: Array) -> Array:
+    """The logits with NaN as `REMOVED` and the others clipped to `LARGEST` in magnitude."""
+    clipped_BV = jnp.clip(logits_BV, -LARGEST, LARGEST)
+    return jnp.where(jnp.isnan(logits_BV), REMOVED, clipped_BV)
+
+
 def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
     """Makes the tokens that a row has seen less likely (Keskar 2019): both signs move down.
 
@@ -247,8 +355,10 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
 
     The `made_B`-th token of a row is drawn with `fold_in(key(seed), made)`.  A draw takes few
     random numbers, as a small model's layers take less time than one for every token.  What no row
-    asks for is not computed.
+    asks for is not computed.  Logits that are no numbers yield some token, in bounded time, and do
+    not disturb other rows.
     """
+    logits_BV = finite(logits_BV)
     logits_BV = jax.lax.cond(
         jnp.any(settings.penalty_B != 1),
         lambda: penalize(logits_BV, seen_BV, settings.penalty_B),

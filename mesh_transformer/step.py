@@ -304,7 +304,7 @@ def decode_specs(config: Config) -> generation.DecodeState:
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
     caches = (LayerCache(cache, cache),) * config.layers
-    return generation.DecodeState(caches, rows, rows, rows, rows, rows, settings)
+    return generation.DecodeState(caches, rows, rows, rows, rows, settings)
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
@@ -341,7 +341,7 @@ def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[...
 def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
     """(weights, batch, prompts) -> (batch, what was chosen); the old batch's memory is reused."""
     rows, state = P("dp"), decode_specs(config)
-    prompts = generation.Prompts(rows, rows, rows, rows, state.settings)
+    prompts = generation.Prompts(rows, rows, rows, state.settings)
     function = functools.partial(generation.prefill, alternatives=alternatives)
     specs = (generation.weight_specs(config), state, prompts)
     return _compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
@@ -350,8 +350,8 @@ def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Cal
 def compile_decode(
     config: Config, mesh: Mesh, alternatives: int | None, most: int
 ) -> Callable[..., Any]:
-    """(weights, batch, steps) -> (batch, what was chosen); the old batch's memory is reused."""
+    """(weights, batch, left, steps) -> (batch, chosen); the old batch's memory is reused."""
     state = decode_specs(config)
     function = functools.partial(generation.decode, alternatives=alternatives, most=most)
-    specs = (generation.weight_specs(config), state, P())
+    specs = (generation.weight_specs(config), state, P("dp"), P())
     return _compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)

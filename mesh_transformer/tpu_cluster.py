@@ -28,9 +28,10 @@ from mesh_transformer.cluster_step import Number, Reading
 from mesh_transformer.cluster_train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.config import Config
 from mesh_transformer.generation import Chosen
-from mesh_transformer.generator import OPTIONS, check_prompts, sampler_settings
+from mesh_transformer.generator import check_prompts
 from mesh_transformer.ray_hosts import Host, kill_processes, start_process
 from mesh_transformer.rows import gathered, places, share
+from mesh_transformer.sampling import RANGES, sampler_settings
 from mesh_transformer.step import MEASURED
 from mesh_transformer.storage import local_path
 from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
@@ -80,7 +81,7 @@ class TPUCluster:
                 self._actors.append(start_process(rank, host))
             facts = self._start()
         except BaseException:
-            self._end()
+            self.kill()
             raise
         self.replicas: list[list[int]] = [each["replicas"] for each in facts]  # each host's
         self.dp: int = facts[0]["dp"]
@@ -189,7 +190,7 @@ class TPUCluster:
         """As `CausalTransformer.generate`."""
         tokens, length = check_prompts(ctx, ctx_length, gen_length)
         count = len(tokens)
-        given = dict(zip(OPTIONS, sampler_settings(sampler_options or {}, count), strict=True))
+        given = dict(zip(RANGES, sampler_settings(sampler_options or {}, count), strict=True))
         # The hosts compile for the width that they are given: it is that of the longest prompt.
         rows = {"ctx": tokens[:, -int(length.max()) :], "length": length, **given}
         padded = {name: self._padded(each) for name, each in rows.items()}
@@ -236,7 +237,7 @@ class TPUCluster:
         seen = self._answers([actor.sees.remote(path) for actor in self._actors])
         self._answers([self._actors[0].take_away.remote(path)])
         if not all(seen):
-            self._end()
+            self.kill()
             raise InputError(
                 f"{folder}: host {seen.index(False)} has another disk there than host 0; give a "
                 "folder that all of them see, such as gs://bucket/model"
@@ -254,7 +255,7 @@ class TPUCluster:
         try:
             self.call("close")
         finally:
-            self._end()
+            self.kill()
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         missing = -len(rows) % self.dp
@@ -298,7 +299,7 @@ class TPUCluster:
         except STORE_FULL:
             raise self._no_room("this machine") from None
         except KeyboardInterrupt:  # some hosts have the call, and would wait for the others
-            self._end()
+            self.kill()
             raise
 
     def _answers(self, refs: list[Any]) -> list[Any]:
@@ -330,7 +331,7 @@ class TPUCluster:
             # Of bad input all hosts say the same.  A host that does not may wait for one that has
             # given up: on a full disk, for example.
             if ray.wait(refs, num_returns=len(refs), timeout=SECONDS_TO_AGREE)[1]:
-                self._end()
+                self.kill()
             return InputError(str(cause))
         return self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
 
@@ -359,19 +360,19 @@ class TPUCluster:
     def _lost(self, why: str) -> HostError:
         """Ends all hosts; the error to raise, which every later call repeats."""
         self._why = f" ({why})"
-        self._end()
+        self.kill()
         return HostError(why)
 
     def _no_room(self, where: str) -> StoppedError:
         """Ends all hosts: another attempt would find the same disk."""
-        self._end()
+        self.kill()
         return StoppedError(
             f"Ray's object store on {where} is full, and so is the disk that it spills to "
             "(RAY_TMPDIR, else /tmp); make room there, and start again"
         )
 
-    def _end(self) -> None:
-        """Kills every process of the mesh, stopped ones too."""
+    def kill(self) -> None:
+        """Ends every process of the mesh, those too that are stopped or in a call."""
         if self.ended:
             return
         self.ended = True

@@ -242,13 +242,16 @@ class NetworkRunner:
 
     @_on_host
     def decode(
-        self, steps: int, alternatives: int | None, needed: int
+        self, steps: int, alternatives: int | None, needed: int, idle: np.ndarray
     ) -> tuple[np.ndarray, Chosen]:
         """As `Batch.decode`, for this process's rows, and how many tokens each may have then.
 
-        `needed` are the positions of the row that will have most of all processes' rows.
+        Args:
+          needed: positions of the row that will have most of all processes' rows.
+          idle: the rows of this process to release first.
         """
         self._running.reserve(needed)
+        self._running.release(idle)
         chosen = self._running.decode(steps, alternatives)
         return self._running.left, chosen
 

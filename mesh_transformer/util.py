@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,19 @@ def run_script(main: Callable[[], int | None]) -> None:
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(130)  # whose threads may still be writing to a slow disk
+        exit_now("", 130)  # whose threads may still be writing to a slow disk
     except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
+
+
+def exit_now(message: str, status: int) -> NoReturn:
+    """Exits without waiting for other threads, after a line on stderr if there is a message."""
+    if message:
+        print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:

@@ -67,7 +67,7 @@ def continued(
     network: Any, prompts: Sequence[np.ndarray], length: int, tokenizer: Any
 ) -> Iterator[list[int]]:
     """The tokens that follow each prompt of a batch, up to the end of text."""
-    from mesh_transformer.generator import sampler_settings
+    from mesh_transformer.sampling import sampler_settings
 
     end, count = tokenizer.eos_token_id, len(prompts)
     batch = network.batch(network.batch_size)

@@ -106,6 +106,10 @@ class FakeBatch:
         first = np.array([self._texts[row][0] for row in rows])
         return self._network.chosen(first, alternatives)
 
+    def release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._texts[row] = []
+
     def decode(self, steps: int, alternatives: int | None = None) -> FakeChosen:
         self._network.call("decode", steps)
         tokens = np.full((self.rows, steps), 13)

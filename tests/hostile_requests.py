@@ -34,6 +34,10 @@ WRONG = [
     {"top_k": -1},
     {"top_k": 2**31},
     {"repetition_penalty": 0},
+    {"repetition_penalty": 1e-50},  # 0 in float32
+    {"repetition_penalty": 1e-30},  # by which the quotient of a logit is infinite
+    {"repetition_penalty": 101},
+    {"temperature": 1e39},  # infinite in float32
     {"n": 0},
     {"n": 129},
     {"n": 2, "best_of": 3},

@@ -29,7 +29,7 @@ def serve(tokenizer) -> Iterator[Callable[..., Live]]:
         def start(keys: str | None = None, network: Any = None, **options: Any) -> Live:
             fake = FakeNetwork(tokenizer(SCRIPT)["input_ids"], **network or {})
             live = Live(fake, tokenizer, keys, **options)
-            stack.callback(live.stop)
+            stack.callback(live.close)
             return live
 
         yield start

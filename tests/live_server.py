@@ -26,14 +26,15 @@ class Live:
     """A server in a thread, and a client of it."""
 
     def __init__(self, network: FakeNetwork, tokenizer: Any, keys: str | None, **options: Any):
-        metrics = Metrics(options.setdefault("rows", 8))
+        metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
         self.service = Service("fake", self.engine, tokenizer, metrics, most_tokens=500)
         listening = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = create_app(self.service, Keys(keys), ["https://page.example"])
+        self.address = listening.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        app = create_app(self.service, Keys(keys), ["https://page.example"], hosts)
         self.server = make_server(app, drain_seconds=5)
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
@@ -41,7 +42,7 @@ class Live:
         while not self.server.started:
             time.sleep(0.01)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self.network.allowed.set()
         self.http.close()
         self.server.should_exit = True
@@ -85,14 +86,13 @@ def check_error(answer: httpx.Response) -> dict[str, Any]:
 
 def connected(live: Live) -> socket.socket:
     """A bare connection, to be closed."""
-    host, port = live.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=SECONDS)
+    return socket.create_connection(live.address, timeout=SECONDS)
 
 
 def post(body: Any, path: str = "/v1/completions") -> bytes:
     """A request as it goes over the wire."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,6 +163,60 @@ def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
     wait_until(lambda: not members(head), "processes stay behind")
 
 
+STUCK = """
+import contextlib
+import sys
+
+import device_serve
+from mesh_transformer.util import run_script
+from tests.fake_network import FakeNetwork
+
+
+class Stuck(FakeNetwork):
+    name = "stuck"
+
+    def batch(self, rows):
+        batch = super().batch(rows)
+        insert = batch.insert
+
+        def once(rows, prompts, *rest, **options):
+            if prompts[0][0] == 464:
+                self.allowed.clear()  # and never sets it again
+            return insert(rows, prompts, *rest, **options)
+
+        batch.insert = once
+        return batch
+
+
+network = Stuck(range(100), name="stuck")
+device_serve.running_model = lambda *_, **__: contextlib.nullcontext(network)
+run_script(device_serve.main)
+"""
+
+
+def test_sigterm_ends_a_server_whose_network_never_answers(tmp_path):
+    values = {"layers": 1, "d_model": 8, "n_heads": 1, "n_vocab": 50400, "seq": 64}
+    config = write_config(tmp_path / "config.json", values)
+    command = [sys.executable, "-c", STUCK, "--config", config, "--model-path", str(tmp_path)]
+    command += ["--port", "0", "--drain-seconds", "1", "--stall-seconds", "1"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process, ThreadPoolExecutor(1) as pool:
+        url = url_of(process)
+        asked = {"prompt": [464], "max_tokens": 5}
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=SECONDS)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503, "it is never unhealthy")
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(SECONDS) == 1
+        assert answer.exception(SECONDS) is not None or answer.result().is_server_error
+        said = process.communicate()[1].splitlines()
+        assert said[-1].startswith("error: the network did not answer")
+        # The drain time, a second for the engine, and some for a busy machine.
+        assert time.monotonic() - began < 20
+
+
 def test_connections_wait_for_the_server():
     """Which has the port for itself from then on."""
     with contextlib.closing(listen("127.0.0.1", 0)) as found:
@@ -179,9 +234,6 @@ def test_connections_wait_for_the_server():
         (["--model-path", "{model}", "--port", "{busy}"], "another --port"),
         (["--model-path", "{model}", "--port", "70000"], "--port 70000"),
         (["--model-path", "{model}", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
-        (["--model-path", "{model}", "--rows", "0"], "--rows"),
-        (["--model-path", "{model}", "--port", "0", "--queue", "0"], "--queue"),
-        (["--model-path", "{model}", "--port", "0", "--max-tokens", "0"], "--max-tokens"),
     ],
     ids=lambda value: value[-2] if isinstance(value, list) and value else None,
 )
@@ -193,3 +245,12 @@ def test_bad_input_is_named(monkeypatch, tmp_path, options, said):
         with pytest.raises(InputError, match=re.escape(said)) as found:
             device_serve.main()
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("flag", ["--rows", "--queue", "--max-tokens", "--stall-seconds"])
+def test_limits_are_at_least_1(monkeypatch, capsys, flag):
+    monkeypatch.setattr(sys, "argv", ["device_serve.py", "--model-path", "m", flag, "0"])
+    with pytest.raises(SystemExit) as exit_:
+        device_serve.main()
+    assert exit_.value.code == 2
+    assert f"argument {flag}: 0 is not a whole number of at least 1" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from mesh_transformer.sampling import SamplingOptions
 from mesh_transformer.serving.engine import (
     ALTERNATIVES,
     PREFILL_TOKENS,
@@ -16,7 +17,6 @@ from mesh_transformer.serving.engine import (
     Progress,
     QueueFullError,
     Request,
-    Settings,
     StoppedEngineError,
     Token,
 )
@@ -32,9 +32,8 @@ class Client:
 
     def __init__(self, prompt, length, *, settings=None, **options):
         self.news: queue.Queue[Progress] = queue.Queue()
-        self.request = Request(
-            np.array(prompt, np.int32), length, settings or Settings(), self.news.put, **options
-        )
+        options["settings"] = settings or SamplingOptions(seed=0)
+        self.request = Request(np.array(prompt, np.int32), length, deliver=self.news.put, **options)
 
     def finish(self) -> list[Token]:
         """All tokens; raises what the engine delivers as an error."""
@@ -91,7 +90,7 @@ def random_clients(count, seed, n_vocab=50257, longest=40, **options):
         Client(
             rng.integers(0, n_vocab, rng.integers(1, longest)),
             int(rng.integers(1, 30)),
-            settings=Settings(
+            settings=SamplingOptions(
                 temp=float(rng.choice([0.0, 0.7, 1.0])),
                 top_p=float(rng.choice([0.5, 0.9, 1.0])),
                 top_k=int(rng.choice([0, 5])),
@@ -351,7 +350,7 @@ def test_a_real_network_answers_as_when_alone(small, partitioning):
     assert prefill._cache_size() == compiled
     for client, tokens in zip(clients, found, strict=True):
         asked = client.request
-        options = dict(asked.settings._asdict())
+        options = asked.settings.options()
         alone = network.generate(
             asked.prompt[None], np.array([len(asked.prompt)]), asked.length, options
         )

@@ -13,10 +13,10 @@ import pytest
 from mesh_transformer import generation, generator, model, step
 from mesh_transformer.attention import LayerCache, write
 from mesh_transformer.config import Config
-from mesh_transformer.generator import MOST_STEPS, Batch, sampler_settings
+from mesh_transformer.generator import MOST_STEPS, Batch
 from mesh_transformer.mesh import named
 from mesh_transformer.parallel import Auto
-from mesh_transformer.sampling import choose, penalize
+from mesh_transformer.sampling import choose, penalize, sampler_settings
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import AS_USERS_COMPILE, DATA
@@ -150,7 +150,7 @@ def compiled_decode(batch: Batch, function: Any = generation.decode) -> tuple[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "decode", function)
         run: Any = step.compile_decode(made.config, made.mesh, None, 8)
-        lowered = run.lower(batch._weights, network, np.int32(3))
+        lowered = run.lower(batch._weights, network, batch.left, np.int32(3))
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()
 
@@ -178,8 +178,8 @@ def test_a_copy_of_a_cache_would_be_found():
     batch = network_of(config).batch(3)
     shape = (3, config.n_heads, batch._state.slots, config.d_head)
 
-    def rolled(weights: Any, state: Any, steps: Any, **rest: Any) -> Any:
-        state, chosen = generation_decode(weights, state, steps, **rest)
+    def rolled(weights: Any, state: Any, *counts: Any, **rest: Any) -> Any:
+        state, chosen = generation_decode(weights, state, *counts, **rest)
         caches = jax.tree.map(lambda x: jnp.roll(x, 1, axis=2), state.caches)
         return state._replace(caches=caches), chosen
 
@@ -238,6 +238,27 @@ def test_sampled_tokens_are_draws_from_the_full_pass_s_logits():
         np.testing.assert_array_equal(found[:, at], drawn)
         text[:, 6 + at] = drawn
     assert found[0].tolist() != found[1].tolist()
+
+
+def test_released_rows_stand_still_and_their_settings_count_for_nothing(monkeypatch):
+    """The sampler here says the sum of the top k of all rows that it is told of."""
+
+    def choose(logits_BV, settings, made_B, seen_BV):
+        return jnp.full(len(made_B), settings.top_k_B.sum(), jnp.uint32)
+
+    config = small_config()
+    network = network_of(config)
+    monkeypatch.setattr(generation, "choose", choose)
+    batch = network.batch(4)
+    options = {"top_k": np.array([1, 10, 20]), "repetition_penalty": 2.0, "top_p": 0.5}
+    settings = sampler_settings(options, 3)
+    batch.insert([0, 1, 3], random_prompts(config, [3, 4, 5]), [20, 20, 2], settings)
+    assert batch.decode(2).token.tolist() == [[31, 11], [31, 11], [0, 0], [31, 31]]
+    batch.release([1])
+    assert batch.left.tolist() == [17, 0, 0, 0]
+    assert batch.decode(2).token[0].tolist() == [1, 1]
+    idle = jax.tree.map(lambda x: x.tolist(), generation.IDLE)
+    assert idle == (1.0, 0, 0.0, 1.0, 0)  # greedy, without a filter or a penalty
 
 
 def test_a_cache_that_grows_goes_on_as_one_that_is_large(monkeypatch):

@@ -31,7 +31,7 @@ class FakeCluster:
     def score(self, tokens: np.ndarray, alternatives: int) -> np.ndarray:
         return tokens + alternatives * self.number
 
-    def close(self) -> None:
+    def kill(self) -> None:
         self.ended = True
 
 

@@ -116,10 +116,13 @@ def test_commands_change_one_setting():
         ("/temp", "/temp : expected a number"),
         ("/temp warm", "/temp warm: expected a number"),
         ("/top_k 1.5", "/top_k 1.5: expected a whole number"),
-        ("/top_p -1", "generate: top_p is -1.0, expected 0 to inf"),
-        ("/temp nan", "generate: temp is nan, expected 0 to inf"),
+        ("/top_p -1", "generate: top_p is -1.0, expected a number of at least 0"),
+        ("/temp nan", "generate: temp is nan, expected a number of at least 0"),
         ("/length 0", "generate: gen_length is 0, expected at least 1"),
-        ("/repetition_penalty 0", "generate: repetition_penalty is 0.0, expected above 0"),
+        (
+            "/repetition_penalty 0",
+            "generate: repetition_penalty is 0.0, expected a number from 0.01 to 100.0",
+        ),
     ],
 )
 def test_a_bad_command_is_one_line_and_changes_nothing(repl, capsys, command, message):

@@ -1,5 +1,7 @@
 """The sampler against the original's numbers, a plain NumPy oracle, and its own promises."""
 
+import queue
+import threading
 from pathlib import Path
 
 import jax
@@ -11,12 +13,14 @@ from mesh_transformer import sampling
 from mesh_transformer.sampling import (
     REMOVED,
     SamplerSettings,
+    SamplingOptions,
     choose,
     nucleus_filter,
     penalize,
     softmax_sample,
     top_tokens,
 )
+from mesh_transformer.util import InputError
 
 GOLDEN = np.load(Path(__file__).parent / "data/original/sampling.npz")
 SETTINGS = range(len(GOLDEN["top_p"]))
@@ -277,3 +281,113 @@ def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
             wanted = filtered(keys, logits, temp, **settings)
             found = nucleus_sample(keys, logits, **settings, temp=temp)
             np.testing.assert_array_equal(found, wanted)
+
+
+# Settings and logits that no number can stand for.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-50),  # 0 in float32
+        ("repetition_penalty", 1e-37),  # a logit over it is infinite
+        ("repetition_penalty", float("inf")),
+        ("temp", 1e39),  # infinite in float32
+        ("temp", -1e-30),
+        ("temp", float("nan")),
+        ("top_p", -0.1),
+        ("top_p", float("nan")),
+        ("top_p", "0.9"),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_k", 1.5),
+        ("top_k", True),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("seed", 10**30),
+        ("seed", None),
+    ],
+)
+def test_settings_are_checked_in_the_precision_of_the_device(name, value):
+    with pytest.raises(InputError, match=f"{name} is .*, expected a "):
+        sampling.sampler_settings({name: value}, 3)
+    if value is not None:  # a new seed per text
+        with pytest.raises(InputError, match=name):
+            SamplingOptions(**{name: value})
+    if isinstance(value, float):
+        with pytest.raises(InputError, match=name):
+            sampling.sampler_settings({name: np.array([1, 1, value])}, 3)
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(InputError, match="'topp'; use top_p"):
+        sampling.sampler_settings({"topp": 1}, 1)
+
+
+def test_stacked_options_are_their_values_row_by_row():
+    texts = [SamplingOptions(0.5, 3, 0.7, 1.2, 9), SamplingOptions(seed=4), SamplingOptions()]
+    rows = SamplingOptions.stacked(texts)
+    assert [row[0] for row in rows] == [np.float32(0.5), 3, np.float32(0.7), np.float32(1.2), 9]
+    assert [row[1] for row in rows] == [np.float32(0.9), 0, 1, 1, 4]
+    assert len({int(SamplingOptions.stacked(texts).seed_B[2]) for _ in range(8)}) > 1
+
+
+POISON = {
+    "nan": lambda row: np.full_like(row, np.nan),
+    "one nan": lambda row: np.where(np.arange(len(row)) == 7, np.nan, row),
+    "infinite": lambda row: np.where(np.arange(len(row)) < 3, np.inf, row),
+    "both": lambda row: np.where(np.arange(len(row)) % 2, np.inf, -np.inf),
+    "huge": lambda row: row * np.float32(1e38),
+}
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("penalty", [1.0, 0.0, 1e-38, np.nan])
+def test_a_poisoned_row_ends_and_leaves_the_others_alone(poison, penalty):
+    """Whatever a row's logits and unchecked settings are; without bounds this hangs."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, 300)).astype(np.float32)
+    logits[2] = POISON[poison](logits[2])
+    seen = rng.random((4, 300)) < 0.1
+    settings = SamplerSettings(
+        np.array([0.9, 0.5, 0.5, 1.0], np.float32),
+        np.array([0, 5, 0, 0], np.int32),
+        np.array([1, 0.5, 0.7, 0], np.float32),
+        np.array([1.2, 1, penalty, 1], np.float32),
+        np.arange(4, dtype=np.uint32),
+    )
+    others = [0, 1, 3]
+
+    def drawn(rows):
+        one = jax.tree.map(lambda x: x[rows], settings)
+        made = np.zeros(len(rows), np.int32)
+        return jax.jit(choose)(logits[rows], one, made, seen[rows])
+
+    tokens = within_a_minute(lambda: np.asarray(drawn([0, 1, 2, 3])))
+    np.testing.assert_array_equal(tokens[others], drawn(others))
+    assert tokens[2] < 300
+
+
+def within_a_minute(work):
+    """What `work` returns; it runs in a thread that cannot keep the test from ending."""
+    result: queue.Queue = queue.Queue()
+    threading.Thread(target=lambda: result.put(work()), daemon=True).start()
+    return result.get(timeout=60)
+
+
+def test_the_last_resort_is_the_likeliest_token(monkeypatch):
+    """A draw that always lies outside the nucleus ends after as many rounds as are allowed."""
+    monkeypatch.setattr(sampling, "MOST_ROUNDS", 3)
+    rounds = []
+
+    def stubborn(round_, among_BV):
+        jax.debug.callback(lambda number: rounds.append(int(number)), round_)
+        return jnp.full(2, 9, jnp.uint32)
+
+    logits = jnp.asarray([[0.0] * 9 + [-1.0], [0.0] * 4 + [9.0] + [0.0] * 5])
+    one = np.full((2, 1), 0.1, np.float32), np.full((2, 1), 10, np.int32)
+    found = sampling._inside(stubborn, logits, *one)
+    jax.effects_barrier()
+    assert found.tolist() == [0, 4]
+    assert rounds == [0, 1, 2]

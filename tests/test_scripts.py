@@ -502,11 +502,11 @@ def test_sampling_with_bad_options(speaker, tmp_path, monkeypatch, capsys):
     config = write_config(tmp_path / "config.json", values)
     command = ("--config", config, "--model-path", folder / "model", "--prompt", "x")
     cases = {
-        "--seed=-1": "seed is -1, expected 0 to 4294967295",
-        f"--seed={2**32}": "seed is 4294967296, expected 0 to 4294967295",
-        "--top-k=-2": "top_k is -2, expected 0 to 2147483647",
-        "--top-p=-0.5": "top_p is -0.5, expected 0 to inf",
-        "--temperature=nan": "temp is nan, expected 0 to inf",
+        "--seed=-1": "seed is -1, expected a whole number from 0 to 4294967295",
+        f"--seed={2**32}": "seed is 4294967296, expected a whole number from 0 to 4294967295",
+        "--top-k=-2": "top_k is -2, expected a whole number from 0 to 2147483647",
+        "--top-p=-0.5": "top_p is -0.5, expected a number of at least 0",
+        "--temperature=nan": "temp is nan, expected a number of at least 0",
         "--length=0": "gen_length is 0, expected at least 1",
     }
     for option, message in cases.items():

@@ -2,18 +2,23 @@
 
 import contextlib
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import openai
 import pytest
 
-from mesh_transformer.serving import gate
+from mesh_transformer.serving import gate, server
 from mesh_transformer.serving.gate import Keys
+from mesh_transformer.serving.server import PromptProtocol
 from mesh_transformer.util import InputError
+from tests.fake_network import FakeNetwork
 from tests.hostile_requests import BODIES, WRONG
-from tests.live_server import SECONDS, check_error, connected, held, post, wait_for
+from tests.live_server import SECONDS, Live, check_error, connected, held, post, wait_for
 
 pytest_plugins = ["tests.live_fixtures"]
 
@@ -70,7 +75,7 @@ def test_pages_elsewhere_must_be_allowed(live):
 
 def test_slow_body_and_slow_head(serve, monkeypatch):
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
-    monkeypatch.setattr("mesh_transformer.serving.server.HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
     live = serve()
 
     def slow() -> Iterator[bytes]:
@@ -93,6 +98,103 @@ def test_slow_body_and_slow_head(serve, monkeypatch):
         assert time.monotonic() - begin < 5
 
 
+def drip(connections: list[socket.socket]) -> list[socket.socket]:
+    """Sends a byte on each connection; those that the server has not closed."""
+    alive = []
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"x")
+            alive.append(connection)
+    return alive
+
+
+UNREAD = [
+    # Answered before the body is looked at: without a key, and where no body is expected.
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+]
+
+
+@pytest.mark.parametrize("head", UNREAD, ids=["refused", "answered"])
+def test_a_body_that_nobody_reads_ends_the_connection(serve, monkeypatch, tmp_path, head):
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.2)
+    (tmp_path / "keys").write_text("right\n")
+    live = serve(keys=str(tmp_path / "keys"))
+    with contextlib.closing(connected(live)) as connection:
+        connection.sendall(head + b"Content-Length: 1000000000\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 ")
+        wait_for(lambda: not drip([connection]))
+
+
+def test_an_answer_that_nobody_reads_ends_the_connection(serve, monkeypatch):
+    monkeypatch.setattr(server, "READ_SECONDS", 0.2)
+    live = serve(network={"window": 2048})
+    with contextlib.closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(live.address)
+        body = {"prompt": [464] * 2000, "n": 16, "max_tokens": 1, "echo": True, "logprobs": 5}
+        connection.sendall(post(body))
+        wait_for(lambda: not live.server.server_state.connections)
+
+
+def test_slow_clients_leave_room_for_others(serve, monkeypatch):
+    live = serve()
+    monkeypatch.setattr(PromptProtocol, "most", 20)
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for number in range(60):
+            slow.append(stack.enter_context(contextlib.closing(connected(live))))
+            slow[-1].sendall([b"POST /v1/completions HTTP/1.1\r\n", UNREAD[1]][number % 2])
+            if number % 10 == 9:
+                assert live.http.get("/health").status_code == 200
+                assert len(live.server.server_state.connections) <= 20
+    assert live.ask(prompt="x", max_tokens=2)["choices"]
+
+
+def test_hosts_of_other_names_are_refused_without_keys(serve, tmp_path):
+    (tmp_path / "keys").write_text("right\n")
+    plain, named = serve(), serve(hosts=["model.example"])
+    locked = serve(keys=str(tmp_path / "keys"))
+    for host, known in [
+        ("127.0.0.1:80", True),
+        ("[::1]:5000", True),
+        ("10.1.2.3", True),
+        ("LocalHost:1", True),
+        ("a.localhost", True),
+        (socket.gethostname(), True),
+        ("evil.example", False),
+        ("evil.example:5000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("model.example", False),
+        ("", False),
+    ]:
+        answer = plain.http.get("/health", headers={"Host": host})
+        assert answer.status_code == (200 if known else 421), host
+        if not known:
+            assert "--allow-host" in check_error(answer)["message"]
+    assert named.http.get("/health", headers={"Host": "Model.Example:5000"}).status_code == 200
+    # A page elsewhere does not know the key, by whatever name it comes.
+    assert locked.http.get("/health", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_the_description_needs_a_key_where_answers_do(live, serve, tmp_path):
+    (tmp_path / "keys").write_text("right\n")
+    locked = serve(keys=str(tmp_path / "keys"))
+    assert "/v1/completions" in live.http.get("/openapi.json").json()["paths"]
+    for path in ("/openapi.json", "/v1/models", "/v1/models/fake"):
+        assert locked.http.get(path).status_code == 401
+        headers = {"Authorization": "Bearer right"}
+        assert locked.http.get(path, headers=headers).status_code == 200
+
+
+def test_a_key_file_may_begin_with_a_byte_order_mark(serve, tmp_path):
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfright\n")
+    live = serve(keys=str(tmp_path / "keys"))
+    headers = {"Authorization": "Bearer right"}
+    assert live.http.get("/v1/models", headers=headers).status_code == 200
+
+
 def test_key_files_that_hold_nothing(tmp_path):
     (tmp_path / "empty").write_text("\n# none\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -101,7 +203,82 @@ def test_key_files_that_hold_nothing(tmp_path):
             Keys(str(tmp_path / name))
 
 
+# A prompt's echo.
+
+
+class Counting:
+    """A tokenizer that notes how many tokens it decodes, and in which thread."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.decoded: list[tuple[str, int]] = []
+
+    def decode(self, numbers: list[int], **options: Any) -> str:
+        self.decoded.append((threading.current_thread().name, len(numbers)))
+        return self._tokenizer.decode(numbers, **options)
+
+    def __call__(self, text: str) -> Any:
+        return self._tokenizer(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("token", [464, 222], ids=["text", "part of a character"])
+def test_an_echo_is_made_once_beside_the_event_loop(tokenizer, token):
+    counting = Counting(tokenizer)
+    script = tokenizer("one two three")["input_ids"]
+    with contextlib.closing(Live(FakeNetwork(script, window=1024), counting, None)) as live:
+        live.ask(prompt="warm", max_tokens=1)
+        counting.decoded.clear()
+        prompt = [token] * 1000
+        answer = live.ask(prompt=prompt, n=16, max_tokens=1, echo=True, logprobs=0)
+    texts = {choice["text"].removesuffix(" two") for choice in answer["choices"]}
+    assert len(answer["choices"]) == 16
+    assert all(text.startswith(tokenizer.decode(prompt)) for text in texts)
+    beside = [count for thread, count in counting.decoded if thread.startswith("text")]
+    others = [count for thread, count in counting.decoded if not thread.startswith("text")]
+    # In all some tens of tokens for each: in proportion to the prompt, and not to the answers.
+    assert sum(beside) < 60 * len(prompt)
+    assert sum(others) < 100 * 16
+
+
+def test_a_refused_prompt_is_not_decoded(tokenizer):
+    counting = Counting(tokenizer)
+    network = FakeNetwork(tokenizer("one two three")["input_ids"])
+    with contextlib.closing(Live(network, counting, None, rows=1, queue=1)) as live, held(live, 2):
+        counting.decoded.clear()
+        status, _ = live.refused({"prompt": [222] * 60, "echo": True})
+        assert (status, counting.decoded) == (429, [])
+
+
 # Under load.
+
+
+def test_a_stalled_network_is_unhealthy_until_it_answers(serve):
+    live = serve(rows=1, stall_seconds=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        live.network.allowed.clear()
+        answer = pool.submit(live.ask, prompt="x", max_tokens=2)
+        wait_for(lambda: live.http.get("/health").status_code == 503)
+        reason = live.http.get("/health").json()["reason"]
+        assert "limit 0.2 s" in reason
+        live.network.allowed.set()
+        assert answer.result(SECONDS)["choices"]
+    assert live.http.get("/health").status_code == 200
+
+
+def test_making_a_network_anew_is_no_stall(serve):
+    live = serve(rows=1, stall_seconds=0.2)
+    live.network.seconds = 0.3  # of each of the many calls that compile everything
+    live.network.failures = [RuntimeError("device lost")]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.refused, {"prompt": "x"})
+        calls = len(live.network.calls)
+        wait_for(lambda: len(live.network.calls) > calls + 4)
+        assert live.http.get("/health").status_code == 200
+        live.network.seconds = 0.0
+        assert answer.result(SECONDS)[0] == 500
 
 
 def test_full_queue_says_when_to_come_back(serve):

@@ -337,7 +337,7 @@ def test_heavy_packages_have_one_home():
 def test_scripts_and_files_stay_short():
     lengths = {path: len(path.read_text("utf-8").splitlines()) for path in sources()}
     long = [
-        f"{path.name}: {lines} lines, at most 400" for path, lines in lengths.items() if lines > 400
+        f"{path.name}: {lines} lines, at most 600" for path, lines in lengths.items() if lines > 600
     ]
     for path in ROOT.glob("*.py"):
         lines = len(path.read_text("utf-8").splitlines())

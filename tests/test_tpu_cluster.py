@@ -24,7 +24,7 @@ import eval_harness
 from mesh_transformer import harness, training, validation
 from mesh_transformer.build_model import build_model, local_machines
 from mesh_transformer.config import Config
-from mesh_transformer.generator import sampler_settings
+from mesh_transformer.sampling import sampler_settings
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.train_actor import Measured
@@ -173,7 +173,7 @@ def test_the_engine_answers_over_hosts_as_one_process_alone(cluster, alone):
     engine.submit([client.request for client in [*clients, scored]])
     for client in clients:
         asked = client.request
-        options, length = asked.settings._asdict(), np.array([len(asked.prompt)])
+        options, length = asked.settings.options(), np.array([len(asked.prompt)])
         wanted = alone.generate(asked.prompt[None], length, asked.length, options)[0]
         assert client.numbers() == wanted.tolist()
     told = scored.news.get(timeout=60).prompt
@@ -193,6 +193,7 @@ def test_tasks_are_asked_while_it_trains(cluster, alone, tmp_path, monkeypatch, 
     for network in (cluster, alone):
         monkeypatch.setattr(network, "config", config)
         monkeypatch.setattr(network, "close", network.wait)
+    monkeypatch.setattr(cluster, "kill", lambda: None)  # which a `LastingCluster` ends with
     one, many = str(tmp_path / "one"), str(tmp_path / "many")
     training.train(alone, one)
     training.train(cluster, many)

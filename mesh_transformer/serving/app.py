@@ -1,14 +1,18 @@
 """The HTTP interface: OpenAI's completions, the original server's, health, metrics and a page."""
 
 import contextlib
+import ipaddress
+import re
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -20,31 +24,41 @@ from mesh_transformer.serving.gate import Keys, read_json
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import CompletionRequest, ContextRequest, parse
 from mesh_transformer.serving.service import Completion, Service, unless_gone
+from mesh_transformer.util import InputError
 
+EXIT_SECONDS = 1.0  # for the engine to end when the answers have
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 )
 
 
-def create_app(service: Service, keys: Keys, origins: list[str] | None = None) -> FastAPI:
+def create_app(
+    service: Service,
+    keys: Keys,
+    origins: list[str] | None = None,
+    hosts: Collection[str] = (),
+) -> FastAPI:
     """The server's routes over a service, which starts and ends with it.
 
     Args:
       origins: of web pages elsewhere that may use the server.
+      hosts: names by which clients may address a server without keys; see `KnownHosts`.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        service.start()
         yield
-        service.engine.close()
+        service.close(EXIT_SECONDS)
 
     # Their pages of documentation would load scripts from elsewhere.
-    app = FastAPI(title="mesh-transformer", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="mesh-transformer", lifespan=lifespan, openapi_url=None)
     _add_errors(app)
-    _add_pages(app, service)
+    _add_pages(app, service, keys)
     _add_completions(app, service, keys)
+    if not keys.needed:
+        app.add_middleware(KnownHosts, hosts=hosts)
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
@@ -52,6 +66,44 @@ def create_app(service: Service, keys: Keys, origins: list[str] | None = None) -
 
     app.add_middleware(Counted, metrics=service.metrics)
     return app
+
+
+class KnownHosts:
+    """Refuses requests whose Host is neither an address nor a name of this machine.
+
+    Otherwise a web page whose name's address has been changed to this machine's (DNS rebinding)
+    could use a server without keys from its visitor's browser.
+
+    Args:
+      hosts: further names to accept; "*" accepts all.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] = ()):
+        self.app = app
+        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            name = self._name(Headers(scope=scope).get("host", ""))
+            if not self._knows(name):
+                message = f"the Host {name[:80]!r} is not served; start it with --allow-host"
+                await ApiError(421, message).response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    @staticmethod
+    def _name(host: str) -> str:
+        """A Host header without its port."""
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+        return name.strip().rstrip(".").lower()
+
+    def _knows(self, name: str) -> bool:
+        if "*" in self._names or name in self._names or name.endswith(".localhost"):
+            return True
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+            return True
+        return False
 
 
 class Counted:
@@ -92,6 +144,10 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(_: Request, error: ApiError) -> Response:
         return error.response()
 
+    @app.exception_handler(InputError)
+    async def wrong(_: Request, error: InputError) -> Response:
+        return ApiError(400, str(error)).response()
+
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
@@ -106,7 +162,7 @@ def _add_errors(app: FastAPI) -> None:
         return ApiError(500, f"the server failed: {type(error).__name__}").response()
 
 
-def _add_pages(app: FastAPI, service: Service) -> None:
+def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
     page = resources.files("mesh_transformer.serving").joinpath("page.html").read_text("utf-8")
 
     @app.get("/", response_class=HTMLResponse)
@@ -115,10 +171,14 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        failure = service.engine.failure
-        if failure is not None:
-            return JSONResponse({"status": "failed", "reason": str(failure)}, 503)
+        if (trouble := service.engine.trouble) is not None:
+            return JSONResponse({"status": "failed", "reason": trouble}, 503)
         return JSONResponse({"status": "ok", "model": service.name})
+
+    @app.get("/openapi.json")
+    async def description(request: Request) -> Response:
+        keys.check(request)
+        return JSONResponse(app.openapi())
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -154,7 +214,8 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         completion = await service.completion(asked)
         if asked.stream:
             return Events(completion)
-        return JSONResponse(await unless_gone(request, completion.whole(), completion))
+        choices = await unless_gone(request, completion.whole(), completion)
+        return StreamingResponse(choices, media_type="application/json")
 
     @app.post("/complete", openapi_extra=_body_of(ContextRequest))
     async def complete(request: Request) -> Response:

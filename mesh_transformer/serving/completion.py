@@ -59,40 +59,75 @@ class Piece:
     finish: Finish | None = None
 
 
+class Offsets:
+    """Where the tokens of a text begin in it, in characters."""
+
+    def __init__(self, words: Words, start: int = 0):
+        self._words = words
+        self._stream = TextStream(words.text)  # which holds back unfinished characters
+        self._known = start
+
+    def push(self, number: int) -> int:
+        """The next token's offset."""
+        before, word = self._known, self._words[number]
+        self._known += len(self._stream.push([number]))
+        if word.startswith(PART):
+            return before
+        # Parts of characters that led to none come out with the next token, but before it.
+        return max(before, self._known - len(word))
+
+    def finish(self) -> int:
+        """The text's length."""
+        self._known += len(self._stream.finish())
+        return self._known
+
+
+class Echo:
+    """A prompt as part of the answers to it: computed once, however many there are.
+
+    It takes time in proportion to the prompt's length.
+    """
+
+    def __init__(self, words: Words, prompt: Sequence[int]):
+        offsets = Offsets(words)
+        self.spots = [Spot(Token(number), offsets.push(number)) for number in prompt]
+        self.length = offsets.finish()
+        self.text = words.text(prompt)
+
+    def score(self, tokens: Sequence[Token]) -> None:
+        """Takes the prompt's tokens with their logprobs."""
+        if self.spots and self.spots[-1].token is not tokens[-1]:
+            offsets = [spot.offset for spot in self.spots]
+            self.spots = list(map(Spot, tokens, offsets))
+
+
 class Answer:
     """The text of one request of the engine.
 
     Args:
       stop: texts that end it; they are not part of it.
-      echo: whether the prompt is part of it.
       end: the token that ends it without being text.
+      echo: the prompt, where it is part of the answer.  It is read with the first news, as other
+        answers may bring its score.
     """
 
-    def __init__(
-        self, words: Words, prompt: Sequence[int], stop: Sequence[str], echo: bool, end: int | None
-    ):
+    def __init__(self, words: Words, stop: Sequence[str], end: int | None, echo: Echo | None):
         self.tokens = 0  # generated, those of a stop sequence included
         self.finish: Finish | None = None
-        self._words = words
         self._end = end
-        self._known = 0  # characters of all tokens, of which so many are given:
-        self._given = 0
+        self._echo = echo
+        self._given = 0  # characters of the answer so far
         self._spots: list[Spot] = []  # not given yet
-        self._all = TextStream(words.text)  # for offsets, which count held text too
-        self._prompt = ""
-        if echo:
-            self._spots = [self._spot(Token(number)) for number in prompt]
-            self._known += len(self._all.finish())
-            self._prompt = words.text(prompt)
-            self._all = TextStream(words.text)
+        self._offsets = Offsets(words, echo.length if echo else 0)
         self._stream = TextStream(words.text, stop)
 
     def feed(self, progress: Progress) -> Piece:
         """Takes news from the engine; what follows a stop sequence is left out."""
-        if progress.prompt is not None:
-            offsets = [spot.offset for spot in self._spots]
-            self._spots = list(map(Spot, progress.prompt, offsets))
-        text, self._prompt = self._prompt, ""
+        text, echo, self._echo = "", self._echo, None
+        if echo is not None:
+            if progress.prompt is not None:
+                echo.score(progress.prompt)
+            text, self._spots = echo.text, list(echo.spots)
         for token in progress.tokens:
             if self.finish is None:
                 self.tokens += 1
@@ -108,22 +143,13 @@ class Answer:
         return Piece(text, certain, self.finish)
 
     def _add(self, token: Token) -> str:
-        """What is certain of the text with one token more."""
+        """The text that has become certain with one token more."""
         if token.number == self._end:
             self.finish = "stop"
-            self._known += len(self._all.finish())
-            self._spots.append(Spot(token, self._known))
+            self._spots.append(Spot(token, self._offsets.finish()))
             return self._stream.finish()
-        self._spots.append(self._spot(token))
+        self._spots.append(Spot(token, self._offsets.push(token.number)))
         text = self._stream.push([token.number])
         if self._stream.stopped is not None:
             self.finish = "stop"
         return text
-
-    def _spot(self, token: Token) -> Spot:
-        before, word = self._known, self._words[token.number]
-        self._known += len(self._all.push([token.number]))
-        if word.startswith(PART):
-            return Spot(token, before)
-        # Parts of characters that led to none come out with the next token, but before it.
-        return Spot(token, max(before, self._known - len(word)))

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.sampling import SamplerSettings
+from mesh_transformer.sampling import SamplerSettings, SamplingOptions
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 
@@ -26,6 +26,7 @@ PREFILL_SIZES = (4, 2, 1)  # prompts in one prefill call, the largest that fits;
 PREFILL_TOKENS = 512  # more in one call, padding included, only where one prompt alone has more
 SHORTEST = 16  # the narrowest width that texts are padded to
 STOPPING = "the server is stopping"
+STALL_SECONDS = 60.0  # after which a call of the network counts as stuck
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Batch(Protocol):
         alternatives: int | None = None,
     ) -> Any: ...
 
+    def release(self, rows: Sequence[int]) -> None: ...
+
     def decode(self, steps: int, alternatives: int | None = None) -> Any: ...
 
 
@@ -61,16 +64,6 @@ class Network(Protocol):
     def batch(self, rows: int) -> Batch: ...
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Any: ...
-
-
-class Settings(NamedTuple):
-    """How one request's tokens are chosen; `sampling.nucleus_sample` says what each means."""
-
-    top_p: float = 1.0
-    top_k: int = 0
-    temp: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
 
 
 class Token(NamedTuple):
@@ -105,7 +98,7 @@ class Request:
 
     prompt: np.ndarray
     length: int
-    settings: Settings
+    settings: SamplingOptions
     deliver: Callable[[Progress], None]
     stop: int | None = None
     logprobs: bool = False
@@ -136,6 +129,8 @@ class Engine:
       rows: how many requests run side by side; a multiple of the network's replicas.
       queue: how many more may wait.
       steps: tokens that each row advances between looks at the queue.
+      stall_seconds: how long one turn (a prefill or scoring call and a decode call) may take
+        before the engine counts as stalled.  Turns compile nothing after `warm_up`.
     """
 
     def __init__(
@@ -146,17 +141,20 @@ class Engine:
         rows: int = 16,
         queue: int = 256,
         steps: int = 4,
+        stall_seconds: float = STALL_SECONDS,
     ):
         self.network = network
         self.rows = rows
         self.queue = queue
         self.steps = steps
+        self.stall_seconds = stall_seconds
         self.failure: Exception | None = None
         self._metrics = metrics
         self._waiting: collections.deque[Request] = collections.deque()
         self._taken: list[Request] = []  # from those who waited, on their way to a row
         self._active: dict[int, Request] = {}
         self._finished: collections.deque[float] = collections.deque(maxlen=32)  # when
+        self._turn_began: float | None = None  # while one is under way
         self._closing = False
         self._wake = threading.Condition()
         self._batch = self._new_batch()
@@ -172,6 +170,17 @@ class Engine:
     def active(self) -> int:
         """Rows with a request."""
         return len(self._active)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no answers can be expected at present, or None: a failed or a stalled network."""
+        if self.failure is not None:
+            return str(self.failure)
+        began = self._turn_began
+        seconds = 0.0 if began is None else time.monotonic() - began
+        if seconds <= self.stall_seconds:
+            return None
+        return f"the network has not answered for {seconds:.0f} s (limit {self.stall_seconds:g} s)"
 
     def start(self) -> None:
         """Begins to serve."""
@@ -189,7 +198,7 @@ class Engine:
             prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
             for size in PREFILL_SIZES:
                 if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
-                    settings = _stacked([Settings()] * size)
+                    settings = SamplingOptions.stacked([SamplingOptions()] * size)
                     prompts, lengths = [prompt] * size, np.ones(size, np.int32)
                     self._batch.insert(
                         range(size), prompts, lengths, settings, alternatives=ALTERNATIVES
@@ -220,13 +229,21 @@ class Engine:
             if request in self._waiting:
                 self._waiting.remove(request)
 
-    def close(self) -> None:
-        """Serves what it has taken to the end, and ends."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Takes no more requests and serves those it has taken to the end.
+
+        Args:
+          seconds: how long to wait for that (None: for ever).
+
+        Returns:
+          Whether the engine has ended.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
         if self._worker.is_alive():
-            self._worker.join()
+            self._worker.join(seconds)
+        return not self._worker.is_alive()
 
     def _retry_after(self) -> int:
         """About when a place is free, from how fast the last requests ended."""
@@ -248,33 +265,46 @@ class Engine:
                 if self._closing and not (self._waiting or self._active):
                     return
                 self._taken = self._take()
+            self._turn_began = time.monotonic()
             try:
                 self._turn()
             except Exception as error:  # whatever the device says, those who wait must hear
                 log.exception("the network failed; the requests that it was serving end")
-                self._start_over(error)
+                self._turn_began = None  # compiling again may take its time
+                self._end_running(error)
+                if self._closing:
+                    self._fail(error)
+                else:
+                    self._start_over()
+            self._turn_began = None
 
-    def _start_over(self, error: Exception) -> None:
-        """Ends what was running, and goes on with a new batch if one can be had."""
+    def _end_running(self, error: Exception) -> None:
+        """Delivers an error to the requests that were being served."""
         served = set(self._taken) | set(self._active.values())
         self._taken = []
         self._active.clear()
-        # First, as hosts that start again take their time.
         for request in served:
             self._deliver(request, Progress(ended=True, error=error))
+
+    def _start_over(self) -> None:
+        """Makes a new batch; the engine stops for good where that fails."""
         try:
             self._batch = self._new_batch()
             self.warm_up()  # hosts that started again know no program yet
-        except Exception as failure:  # as above
+        except Exception as failure:  # whatever the device says, those who wait must hear
             log.exception("no new batch can be made; the engine stops")
-            with self._wake:
-                self.failure = failure
-                waiting = list(self._waiting)
-                self._waiting.clear()
-            stopped = StoppedEngineError(STOPPING)
-            stopped.__cause__ = failure
-            for request in waiting:
-                self._deliver(request, Progress(ended=True, error=stopped))
+            self._fail(failure)
+
+    def _fail(self, failure: Exception) -> None:
+        """Stops the engine and refuses the requests that wait."""
+        with self._wake:
+            self.failure = failure
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        stopped = StoppedEngineError(STOPPING)
+        stopped.__cause__ = failure
+        for request in waiting:
+            self._deliver(request, Progress(ended=True, error=stopped))
 
     def _deliver(self, request: Request, progress: Progress) -> None:
         if not request.cancelled:
@@ -298,7 +328,7 @@ class Engine:
 
     def _turn(self) -> None:
         for row in [row for row, request in self._active.items() if request.cancelled]:
-            del self._active[row]
+            self._free(row)
         taken = self._taken
         if taken and taken[0].score:
             self._score(taken[0])
@@ -333,7 +363,7 @@ class Engine:
             rows,
             [request.prompt for request in taken],
             np.array([request.length for request in taken], np.int32),
-            _stacked([request.settings for request in taken]),
+            SamplingOptions.stacked([request.settings for request in taken]),
             alternatives=ALTERNATIVES,  # always: one program less for each width
         )
         now = time.perf_counter()
@@ -363,23 +393,16 @@ class Engine:
         ended = bool(stops) or request.made == request.length
         self._metrics.made(len(tokens))
         if ended:
-            del self._active[row]
+            self._free(row)
             self._finished.append(time.perf_counter())
         if not request.logprobs:
             tokens = [Token(token.number) for token in tokens]
         self._deliver(request, Progress(tokens=tokens, ended=ended))
 
-
-def _stacked(settings: Sequence[Settings]) -> SamplerSettings:
-    """Settings of several requests, as the network takes them."""
-    top_p, top_k, temp, penalty, seed = zip(*settings, strict=True)
-    return SamplerSettings(
-        np.array(top_p, np.float32),
-        np.array(top_k, np.int32),
-        np.array(temp, np.float32),
-        np.array(penalty, np.float32),
-        np.array(seed, np.uint32),
-    )
+    def _free(self, row: int) -> None:
+        """Makes a row idle: it takes no more tokens, and its settings delay no other row."""
+        del self._active[row]
+        self._batch.release([row])
 
 
 def _part(chosen: Any, at: Any) -> Any:

@@ -23,13 +23,18 @@ class Keys:
         if path is None:
             return
         try:
-            lines = Path(path).read_text("utf-8").split("\n")
+            lines = Path(path).read_text("utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--api-key-file {path}: cannot be read ({error})") from None
         keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not keys:
             raise InputError(f"--api-key-file {path}: holds no key, expected one a line")
         self._digests = [_digest(key.encode()) for key in keys]
+
+    @property
+    def needed(self) -> bool:
+        """Whether clients have to send a key."""
+        return self._digests is not None
 
     def check(self, request: Request) -> None:
         """Raises ApiError 401 without one of the keys; takes as long whichever it is."""

@@ -4,12 +4,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mesh_transformer.sampling import RANGES
 from mesh_transformer.serving.errors import ApiError
 
 MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
 MOST_CHOICES = 128
 
+PENALTY = RANGES["repetition_penalty"]
+TOP_K = RANGES["top_k"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # What OpenAI's clients send but this model does not do: only the value that changes nothing.
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -35,8 +38,8 @@ class CompletionRequest(_Asked):
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = 1.0
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
+    repetition_penalty: Annotated[Number, Field(ge=PENALTY.least, le=PENALTY.most)] = 1.0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
     best_of: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -64,7 +67,7 @@ class ContextRequest(_Asked):
     context: str
     top_p: Annotated[Number, Field(ge=0, le=1)] = 0.9
     temp: Annotated[Number, Field(ge=0, le=100)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
     length: Annotated[int, Field(ge=1)] | None = None  # the original's 512, or what is allowed
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
 

@@ -3,24 +3,30 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
+from mesh_transformer.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
-from mesh_transformer.serving.completion import Answer, Piece, Spot, Words
-from mesh_transformer.serving.engine import Engine, QueueFullError, Settings, StoppedEngineError
+from mesh_transformer.serving.completion import Answer, Echo, Piece, Spot, Words
+from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngineError
 from mesh_transformer.serving.errors import ApiError
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import CompletionRequest, ContextRequest, prompts_of
 
 ORIGINAL_LENGTH = 512
 SHORT_TEXT = 4096  # characters that the tokenizer takes no noticeable time for
+PART_CHARACTERS = 2**16  # of a long answer that are written at once
+
+Result = TypeVar("Result")
 
 
 class Service:
@@ -40,6 +46,21 @@ class Service:
         self.words = Words(tokenizer)
         self.most_tokens = most_tokens
         self.created = int(time.time())
+        # For what would keep the event loop busy: not asyncio's own, which exit waits for.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self.engine.start()
+
+    def close(self, seconds: float) -> None:
+        """Ends the engine; gives up after so many seconds."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.engine.close(seconds)
+
+    async def beside(self, work: Callable[[], Result]) -> Result:
+        """Runs `work` in a thread, while the event loop serves others."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a name that is not this model's."""
@@ -71,17 +92,16 @@ class Service:
                 400, f"n: {count} answers to {len(prompts)} prompts never find room", param="n"
             )
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
-        chosen = Settings(
+        options = SamplingOptions(
             top_p=1.0 if asked.top_p is None else asked.top_p,
             top_k=asked.top_k,
             temp=1.0 if asked.temperature is None else asked.temperature,
             repetition_penalty=asked.repetition_penalty,
         )
         completion = Completion(self, asked)
+        seeds = [(seed + number) % 2**32 for number in range(count)]
         for prompt in prompts:
-            for number in range(count):
-                settings = chosen._replace(seed=(seed + number) % 2**32)
-                completion.add(prompt, length, settings)
+            completion.add(prompt, length, [dataclasses.replace(options, seed=s) for s in seeds])
         completion.begin()
         return completion
 
@@ -93,9 +113,9 @@ class Service:
         tokens = await self._encoded(asked.context[-window * self.words.longest :])
         prompt = self._checked(tokens[-window:], length)
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
-        settings = Settings(top_p=asked.top_p, top_k=asked.top_k, temp=asked.temp, seed=seed)
+        options = SamplingOptions(asked.top_p, asked.top_k, asked.temp, seed=seed)
         completion = Completion(self, CompletionRequest())
-        completion.add(prompt, length, settings)
+        completion.add(prompt, length, [options])
         completion.begin()
         return completion
 
@@ -128,7 +148,7 @@ class Service:
         def encode() -> list[int]:
             return self.words.tokenizer(text)["input_ids"]
 
-        tokens = encode() if len(text) <= SHORT_TEXT else await asyncio.to_thread(encode)
+        tokens = encode() if len(text) <= SHORT_TEXT else await self.beside(encode)
         # A model of text starts at an end of text: an empty prompt is one.
         return tokens or [self.words.end or 0]
 
@@ -155,9 +175,11 @@ class Service:
 
 @dataclasses.dataclass
 class _Choice:
-    answer: Answer
+    """One of a completion's answers; `answer` is made when the engine has taken its request."""
+
     prompt: np.ndarray
     request: engines.Request
+    answer: Answer | None = None
 
 
 class Completion:
@@ -167,7 +189,7 @@ class Completion:
         self._service = service
         self._asked = asked
         self._choices: list[_Choice] = []
-        self._news: asyncio.Queue[tuple[int, engines.Progress]] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[Sequence[int], engines.Progress]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -176,55 +198,71 @@ class Completion:
             "model": service.name,
         }
 
-    def add(self, prompt: np.ndarray, length: int, settings: Settings) -> None:
-        """One more answer, to be begun with the others."""
-        asked, words, index = self._asked, self._service.words, len(self._choices)
+    def add(self, prompt: np.ndarray, length: int, options: Sequence[SamplingOptions]) -> None:
+        """One more answer per options, all to one prompt, to be begun with the others.
 
-        def deliver(progress: engines.Progress) -> None:
-            # The loop is closed where the server was made to end before its requests did.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
+        The prompt is scored once; answers of no tokens are one request.
+        """
+        asked, first = self._asked, len(self._choices)
+        indices = range(first, first + len(options))
+        groups = [[index] for index in indices] if length else [list(indices)]
+        score = bool(asked.echo) and (asked.logprobs is not None or not length)
+        for group in groups:
+            request = engines.Request(
+                prompt,
+                length,
+                options[group[0] - first],
+                functools.partial(self._deliver, group),
+                stop=None if asked.ignore_eos else self._service.words.end,
+                logprobs=asked.logprobs is not None,
+                score=score and group[0] == first,
+            )
+            self._choices += [_Choice(prompt, request) for _ in group]
 
-        request = engines.Request(
-            prompt,
-            length,
-            settings,
-            deliver,
-            stop=None if asked.ignore_eos else words.end,
-            logprobs=asked.logprobs is not None,
-            score=bool(asked.echo) and (asked.logprobs is not None or not length),
-        )
-        answer = Answer(words, prompt.tolist(), asked.stops, bool(asked.echo), request.stop)
-        self._choices.append(_Choice(answer, prompt, request))
+    def _deliver(self, indices: Sequence[int], progress: engines.Progress) -> None:
+        # The loop is closed where the server was made to end before its requests did.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (indices, progress))
 
     def begin(self) -> None:
         """Hands all answers to the engine; raises ApiError where it does not take them."""
+        requests = {id(choice.request): choice.request for choice in self._choices}
         try:
-            self._service.engine.submit([choice.request for choice in self._choices])
+            self._service.engine.submit(list(requests.values()))
         except QueueFullError as error:
             headers = {"Retry-After": str(error.retry_after)}
             raise ApiError(429, str(error), code="queue_full", headers=headers) from None
         except StoppedEngineError as error:
             raise _stopped(error) from None
 
+    async def _answers(self) -> list[Answer]:
+        """An answer per choice; what a prompt's echo takes to compute is done beside the loop."""
+        words, echoes = self._service.words, dict[int, Echo]()
+        for choice in self._choices:
+            key = id(choice.prompt)
+            if self._asked.echo and key not in echoes:
+                numbers = choice.prompt.tolist()
+                echoes[key] = await self._service.beside(functools.partial(Echo, words, numbers))
+            choice.answer = Answer(words, self._asked.stops, choice.request.stop, echoes.get(key))
+        return [choice.answer for choice in self._choices if choice.answer is not None]
+
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(index, piece) of all answers, as they come."""
-        running = set(range(len(self._choices)))
+        answers = await self._answers()
+        running = set(range(len(answers)))
         while running:
-            index, progress = await self._news.get()
-            if index not in running:
-                continue
-            choice = self._choices[index]
+            indices, progress = await self._news.get()
             if isinstance(progress.error, StoppedEngineError):
                 raise _stopped(progress.error) from progress.error
             if progress.error is not None:
                 raise ApiError(500, "the model failed while it answered") from progress.error
-            piece = choice.answer.feed(progress)
-            if piece.finish is not None:
-                running.discard(index)
-                self._service.engine.cancel(choice.request)
-            if piece.text or piece.spots or piece.finish is not None:
-                yield index, piece
+            for index in running.intersection(indices):
+                piece = answers[index].feed(progress)
+                if piece.finish is not None:
+                    running.discard(index)
+                    self._service.engine.cancel(self._choices[index].request)
+                if piece.text or piece.spots or piece.finish is not None:
+                    yield index, piece
 
     def cancel(self) -> None:
         """Ends what is still running of it."""
@@ -235,16 +273,25 @@ class Completion:
         """All of the text; of several answers, joined."""
         return "".join([piece.text async for _, piece in self._pieces()])
 
-    async def whole(self) -> dict[str, Any]:
-        """OpenAI's answer in one piece."""
+    async def whole(self) -> AsyncIterator[str]:
+        """OpenAI's answer as one JSON object, once it is complete: in parts, as it may be long."""
         joined = [Piece("", []) for _ in self._choices]
         async for index, piece in self._pieces():
             whole = joined[index]
             whole.text += piece.text
             whole.spots += piece.spots
             whole.finish = piece.finish
-        choices = [self._choice(index, piece) for index, piece in enumerate(joined)]
-        return self._head | {"choices": choices, "usage": self._usage()}
+        return self._parts(joined)
+
+    async def _parts(self, joined: Sequence[Piece]) -> AsyncIterator[str]:
+        part = json.dumps(self._head)[:-1] + ', "choices": ['
+        for index, piece in enumerate(joined):
+            part += (", " if index else "") + json.dumps(self._choice(index, piece))
+            if len(part) > PART_CHARACTERS:
+                yield part
+                part = ""
+                await asyncio.sleep(0)  # a client that reads fast must not keep others waiting
+        yield part + f'], "usage": {json.dumps(self._usage())}}}'
 
     async def events(self) -> AsyncIterator[str]:
         """OpenAI's answer as server-sent events."""
@@ -283,7 +330,8 @@ class Completion:
     def _usage(self) -> dict[str, int]:
         # A prompt that is answered several times counts once, as at OpenAI.
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self._choices}
-        prompt, completion = sum(prompts.values()), sum(c.answer.tokens for c in self._choices)
+        prompt = sum(prompts.values())
+        completion = sum(choice.answer.tokens for choice in self._choices if choice.answer)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
