@@ -21,6 +21,7 @@ def main() -> None:
     config, folder, options = run_arguments(args)
     if args.mode == "train":
         config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
+        runs.check_records(config)
     harness.opened(config)  # before a TPU is made, if its tasks cannot be had
     machines = machines_of(args, config)
     if args.new:

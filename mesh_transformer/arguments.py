@@ -136,6 +136,13 @@ def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--queued", action="store_true", help="wait in Google's queue for as long as a day"
     )
+    group.add_argument(
+        "--max-hours",
+        type=float,
+        metavar="H",
+        help="stop, save and delete the TPU after H hours; 15 minutes later its hosts delete it "
+        "even if this driver is gone (default: no limit)",
+    )
     group.add_argument("--ssh-user", metavar="NAME", help="user on the hosts (default: yours)")
     group.add_argument(
         "--ssh-key", metavar="FILE", help=f"private key (default: {SshOptions.key_file})"
@@ -145,7 +152,15 @@ def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 def refuse_tpu_arguments(args: argparse.Namespace) -> None:
     """Raises InputError where one of `add_tpu_arguments`' flags is given without `--tpu`."""
-    for name in (*TPU_KEYS, "preemptible", "queued", "ssh_user", "ssh_key", "ssh_port"):
+    for name in (
+        *TPU_KEYS,
+        "preemptible",
+        "queued",
+        "max_hours",
+        "ssh_user",
+        "ssh_key",
+        "ssh_port",
+    ):
         if getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag} goes with --tpu; give --tpu NAME too, or leave it out")
@@ -157,6 +172,10 @@ def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, Ss
     given = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
     ssh: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     spec = TpuSpec.of(
-        config.replace(**changes), args.tpu, queued=args.queued, preemptible=args.preemptible
+        config.replace(**changes),
+        args.tpu,
+        queued=args.queued,
+        preemptible=args.preemptible,
+        max_hours=args.max_hours,
     )
     return spec, SshOptions(**ssh)

@@ -2,6 +2,10 @@
 
 import argparse
 import contextlib
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from mesh_transformer.tpu_cluster import TPUCluster
     from mesh_transformer.transformer_shard import CausalTransformer
 
+FIRST_TRIES = 3  # to start hosts of which none has ever joined: one of many may be slow or flaky
 BATCHES_IN_STORE = 8  # those under way, and as much again for what validation and sampling send
 
 
@@ -132,12 +137,13 @@ def tpu_machines(
 
 @contextlib.contextmanager
 def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
-    with RayHead(_object_store(config)) as head, tpu:
+    with RayHead(_object_store(config)) as head, tpu, _stopped_after(tpu.spec.max_hours):
         known: list[str] = []  # the hosts that this TPU has had here
-        proven = False  # that hosts of such TPUs can join at all
+        # Once hosts have joined another attempt may always go well.
+        tries_left = FIRST_TRIES
 
         def hosts() -> "list[Host]":
-            nonlocal proven
+            nonlocal tries_left
             head.revive()
             if _is_gone(tpu):
                 known.clear()
@@ -145,15 +151,37 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
             try:
                 found = _joined(tpu, head.address, known)
             except StoppedError as error:
-                if proven or _is_gone(tpu):
+                tries_left -= 1
+                if tries_left > 0 or _is_gone(tpu):
                     raise HostError(str(error)) from error
-                # Where none ever joined, another attempt would say the same.
-                raise StoppedError(str(error)) from None
-            proven = True
+                raise StoppedError(
+                    f"{error}; given up after {FIRST_TRIES} attempts to start the first hosts"
+                ) from None
+            tries_left = sys.maxsize
             known[:] = [host.address for host in found]
             return found
 
         yield hosts
+
+
+@contextlib.contextmanager
+def _stopped_after(hours: float | None) -> Iterator[None]:
+    """Sends this process SIGTERM when the hours are over: a run saves, and its TPU is deleted."""
+    if hours is None:
+        yield
+        return
+
+    def stop() -> None:
+        print(f"--max-hours {hours:g} are over", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(3600 * hours, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_gone(tpu: TpuVm) -> bool:

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import future as futures
 
+from mesh_transformer.checksums import host_checksum, is_stacked
 from mesh_transformer.lazy_leaf import LazyLeaf
 from mesh_transformer.prefetch import Prefetch
 
@@ -19,7 +20,14 @@ class HostArrayHandler(handlers.NumpyHandler):
     """Saves numpy arrays, which are not copied first, and `LazyLeaf`s, which are not held whole.
 
     In one process, and not into OCDBT, whose buffers hold all that is under way.
+
+    Args:
+      sums: takes the checksums of each leaf's layers by its name, as it is written.
     """
+
+    def __init__(self, sums: dict[str, list[int]]):
+        super().__init__()
+        self._sums = sums
 
     async def serialize(
         self,
@@ -27,16 +35,19 @@ class HostArrayHandler(handlers.NumpyHandler):
         infos: Sequence[Any],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[futures.Future]:
-        saving = _save(values, infos, args or [ocp.SaveArgs()] * len(values))
+        saving = _save(values, infos, args or [ocp.SaveArgs()] * len(values), self._sums)
         # Runs it in a thread of its own, once the folders are there.
         return [futures.CommitFutureAwaitingContractedSignals(saving, name="host-arrays")]
 
 
 async def _save(
-    values: Sequence[np.ndarray | LazyLeaf], infos: Sequence[Any], args: Sequence[ocp.SaveArgs]
+    values: Sequence[np.ndarray | LazyLeaf],
+    infos: Sequence[Any],
+    args: Sequence[ocp.SaveArgs],
+    sums: dict[str, list[int]],
 ) -> None:
     # The next part is read while one is written.
-    with contextlib.closing(Prefetch(_parts(values), 1)) as parts:
+    with contextlib.closing(Prefetch(_parts(values, infos, sums), 1)) as parts:
         for value, info, arg in zip(values, infos, args, strict=True):
             await info.await_path_creation()
             spec = handlers.get_json_tspec_write(
@@ -54,10 +65,21 @@ async def _save(
                 target.write(next(parts), can_reference_source_data_indefinitely=True).result()
 
 
-def _parts(values: Sequence[np.ndarray | LazyLeaf]) -> Iterator[np.ndarray]:
-    for value in values:
+def _parts(
+    values: Sequence[np.ndarray | LazyLeaf], infos: Sequence[Any], sums: dict[str, list[int]]
+) -> Iterator[np.ndarray]:
+    for value, info in zip(values, infos, strict=True):
+        own = sums[info.name] = []
+        stacked = is_stacked(tuple(info.name.split(".")))
         for layer in _layers(value):
-            yield np.asarray(value if layer is None else value[layer])
+            part = np.asarray(value if layer is None else value[layer])
+            layers = part if layer is None and stacked else [part]
+            first = (layer or 0) * part.size
+            for number, values_ in enumerate(layers):
+                own.append(host_checksum(values_, first + number * values_.size))
+            yield part
+        if not stacked:
+            own[:] = [sum(own) % 2**32]
 
 
 def _layers(value: np.ndarray | LazyLeaf) -> Sequence[int | None]:

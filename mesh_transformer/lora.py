@@ -6,10 +6,7 @@ them, their base.  A checksum of each of its leaves tells whether it still is th
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 from jax import Array
 
 from mesh_transformer.util import InputError
@@ -19,8 +16,6 @@ MOVED = (
     "put it back, or give its place now: to a run that goes on as --tune-model-path, else to "
     "convert_checkpoint.py as --base, which merges the adapters into it"
 )
-_CHUNK = 1 << 22  # entries of which a host's checksum is made at a time
-_BITS = {"float32": jnp.uint32, "bfloat16": jnp.uint16}
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
@@ -43,38 +38,6 @@ def merged(modules: dict[str, Any], scale: float) -> dict[str, Any]:
         return found
 
     return {module: one(leaves) for module, leaves in modules.items()}
-
-
-def _digest(bits: Any, index: Any) -> Any:
-    """The bits of each number and where it stands, mixed into one uint32 (MurmurHash3's last)."""
-    mixed = bits ^ (index * np.uint32(0x9E3779B1))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
-    return mixed ^ (mixed >> np.uint32(16))
-
-
-def checksum(values: Array, dtype: str) -> Array:
-    """A number that follows from all entries of an array in `dtype`, the same on every mesh."""
-    bits = jax.lax.bitcast_convert_type(values.astype(dtype), _BITS[dtype]).astype(jnp.uint32)
-    index = jnp.zeros(values.shape, jnp.uint32)
-    for axis, size in enumerate(values.shape):
-        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, values.shape, axis)
-    return jnp.sum(_digest(bits, index), dtype=jnp.uint32)
-
-
-def host_checksum(values: np.ndarray, dtype: str, first: int = 0) -> int:
-    """As `checksum`, of a part of an array which begins at its entry `first`.
-
-    The sum of the parts', modulo 2^32, is the array's.
-    """
-    flat, total = values.reshape(-1), 0
-    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-    for begin in range(0, flat.size, _CHUNK):
-        part = flat[begin : begin + _CHUNK].astype(kind)
-        bits = part.view(np.dtype(_BITS[dtype])).astype(np.uint32)
-        index = np.arange(first + begin, first + begin + part.size).astype(np.uint32)
-        total += int(_digest(bits, index).sum(dtype=np.uint32))
-    return total % 2**32
 
 
 class Base(NamedTuple):

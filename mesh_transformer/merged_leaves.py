@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mesh_transformer.casts import cast
+from mesh_transformer.checksums import host_checksum
 from mesh_transformer.lazy_leaf import LazyLeaf
-from mesh_transformer.lora import Base, adapter_names, host_checksum
+from mesh_transformer.lora import Base, adapter_names
 from mesh_transformer.util import InputError
 
 
@@ -56,7 +57,7 @@ def _merged(
 
     def read(layer: int | None) -> np.ndarray:
         values = np.asarray(source if layer is None else source[layer])
-        sums[layer] = host_checksum(values, kind, (layer or 0) * values.size)
+        sums[layer] = host_checksum(values, (layer or 0) * values.size, kind)
         if (
             len(sums) == (source.shape[0] if layers else 1)
             and sum(sums.values()) % 2**32 != expected

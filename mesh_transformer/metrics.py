@@ -1,87 +1,129 @@
 """What a run says of itself: metrics.jsonl, wandb, step times and the gradient noise scale."""
 
-import contextlib
 import json
 import math
 import os
+import secrets
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from etils import epath
+from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.storage import is_uri, local_path, reason, reported
 from mesh_transformer.util import InputError
+from mesh_transformer.wandb_upload import WandbUpload
 
 NAME = "metrics.jsonl"
+CLOSE_SECONDS = 30.0  # for the last upload, while the run waits
+RETRY_SECONDS = (1.0, 60.0)  # between uploads that fail: at first, at most
 
 
 class MetricsLog:
-    """One JSON object an update in the model folder's metrics.jsonl, and the same to wandb.
+    """One JSON object per update in the model folder's metrics.jsonl, and the same to wandb.
 
-    For a URI the file is kept under `runs/` here and uploaded at every checkpoint (`upload`).
+    For a URI the file is kept under `runs/` here and uploaded in the background at every checkpoint
+    (`upload`).  Nothing that goes wrong after the start ends or delays the run: it is reported
+    once and tried again.  Rows that the disk has no room for are kept until it has.
     """
 
     def __init__(self, folder: str, config: Config, restored_step: int, wandb_id: str | None):
         """Opens the log to continue after `restored_step`; later rows are cut.
 
         Args:
-          wandb_id: the run to go on with there, None for a new one.
+          wandb_id: the run to resume there, None for a new one.
+
+        Raises:
+          InputError: where the file cannot be written, or what is there cannot be read.
         """
-        self._remote = epath.Path(folder) / NAME if "://" in folder else None
-        local = folder if self._remote is None else os.path.join("runs", folder.split("://")[1])
+        folder = local_path(folder)
+        remote = epath.Path(folder) / NAME if is_uri(folder) else None
+        local = folder if remote is None else os.path.join("runs", folder.split("://")[1])
         self.path = os.path.join(local, NAME)
         try:
             os.makedirs(local, exist_ok=True)
-            _cut(self.path, self._rows_so_far(), restored_step)
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+            _replace(self.path, _rows_so_far(self.path, remote, restored_step))
+            self._file = os.open(self.path, os.O_WRONLY)
+            self._end = os.fstat(self._file).st_size
         except OSError as error:
             raise InputError(
                 f"{self.path}: cannot be written ({error.strerror}); choose another --model-dir"
             ) from None
-        self._wandb = _start_wandb(config, wandb_id)
-
-    @property
-    def wandb_id(self) -> str | None:
-        """The wandb run, for a checkpoint."""
-        return None if self._wandb is None else self._wandb.id
-
-    def _rows_so_far(self) -> str:
-        if os.path.exists(self.path):
-            with open(self.path, encoding="utf-8") as file:
-                return file.read()
-        if self._remote is not None and self._remote.exists():
-            return self._remote.read_text()
-        return ""
+        self._unwritten: list[str] = []
+        self._failing = False
+        self._uploads = None if remote is None else _Uploads(self.path, remote)
+        self.wandb_id, self._wandb = wandb_id, None
+        if config.wandb_project is not None and os.environ.get("WANDB_MODE") != "disabled":
+            self.wandb_id = wandb_id or secrets.token_hex(4)
+            self._wandb = WandbUpload(self.path, config, self.wandb_id, restored_step)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row; it is on the disk's side when this returns."""
+        """Appends a row; it is on the disk's side when this returns, if there is room."""
+        self._unwritten.append(json.dumps(row) + "\n")
         try:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._flush()
         except OSError as error:
-            raise InputError(f"{self.path}: {error.strerror}; make room and start again") from None
-        if self._wandb is not None:
-            self._wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+            if not self._failing:
+                _say(f"{self.path}: {error.strerror}; the run goes on, and keeps its metrics")
+            self._failing = True
+
+    def _flush(self) -> None:
+        """Writes the rows kept; of a row that does not fit no part is left."""
+        content = "".join(self._unwritten).encode()
+        try:
+            done = 0
+            while done < len(content):
+                done += os.pwrite(self._file, content[done:], self._end + done)
+        except OSError:
+            os.ftruncate(self._file, self._end)
+            raise
+        self._end += len(content)
+        self._unwritten.clear()
+        self._failing = False
 
     def upload(self) -> None:
-        """Copies the file to a remote model folder; nothing to do for a local one."""
-        if self._remote is not None:
-            self._remote.write_bytes(epath.Path(self.path).read_bytes())
+        """Has the file copied to a remote model folder; nothing to do for a local one."""
+        if self._uploads is not None:
+            self._uploads.request()
 
     def close(self) -> None:
-        """Ends the file and the wandb run."""
-        with contextlib.suppress(OSError):  # `write` has said that the disk is full
-            self._file.close()
+        """Ends the file, the uploads and the wandb run; waits some seconds for them."""
+        try:
+            self._flush()
+        except OSError as error:
+            _say(f"{self.path}: {error.strerror}; {len(self._unwritten)} rows are lost")
+        os.close(self._file)
+        if self._uploads is not None:
+            self._uploads.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.close()
 
 
-def _cut(path: str, text: str, last: int) -> None:
-    """Rewrites the log at `path` with `text`'s rows up to step `last`, less a torn last line."""
-    kept = []
+def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
+    """The rows up to step `last`, of the copy here or of the remote one: the one that has more.
+
+    A copy here may be of a time before another machine went on with the run.
+    """
+    copies = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            copies.append(_kept(file.read(), last))
+    if remote is not None:
+        with reported(f"{remote}"):
+            copies.append(_kept(remote.read_text(), last) if remote.exists() else ([], 0))
+    rows, _ = max(reversed(copies), key=lambda copy: copy[1], default=([], 0))
+    return rows
+
+
+def _kept(text: str, last: int) -> tuple[list[str], int]:
+    """A file's lines up to step `last`, less a torn one, and the greatest step in them."""
+    kept, reached = [], 0
     for line in text.splitlines():
         try:
             row = json.loads(line)
@@ -89,31 +131,65 @@ def _cut(path: str, text: str, last: int) -> None:
             continue  # the process was killed while it wrote this
         if row["step"] <= last:
             kept.append(line + "\n")
+            reached = max(reached, row["step"])
+    return kept, reached
+
+
+def _replace(path: str, lines: Sequence[str]) -> None:
+    """Puts these lines into a file, whole or not at all."""
     with open(path + ".tmp", "w", encoding="utf-8") as file:
-        file.writelines(kept)
+        file.writelines(lines)
     os.replace(path + ".tmp", path)
 
 
-def _start_wandb(config: Config, run_id: str | None) -> Any:
-    """A wandb run, where the config names a project; WANDB_MODE offline or disabled is heeded."""
-    if config.wandb_project is None:
-        return None
-    import wandb
-    from wandb.errors import Error
+class _Uploads:
+    """Copies a file to its place in a bucket when asked, in a thread, until it succeeds."""
 
-    try:
-        return wandb.init(
-            project=config.wandb_project,
-            name=config.name,
-            config=config.as_dict(),
-            id=run_id,
-            resume="allow",
-        )
-    except Error as error:
-        raise InputError(
-            f"wandb_project is {config.wandb_project!r}, but wandb cannot start: {error}; log in, "
-            "set WANDB_MODE=offline or disabled, or remove the key"
-        ) from None
+    def __init__(self, path: str, remote: epath.Path):
+        self._path, self._remote = path, remote
+        self._wake = threading.Condition()
+        self._wanted = self._closing = False
+        self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+        self._thread.start()
+
+    def request(self) -> None:
+        with self._wake:
+            self._wanted = True
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Copies what was asked for; gives up after some seconds."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _say(f"{self._remote}: not uploaded; the metrics are in {self._path}")
+
+    def _run(self) -> None:
+        pause, warned = RETRY_SECONDS[0], False
+        while True:
+            with self._wake:
+                while not (self._wanted or self._closing):
+                    self._wake.wait()
+                if not self._wanted:
+                    return
+                self._wanted = False
+            try:
+                self._remote.write_bytes(epath.Path(self._path).read_bytes())
+                pause = RETRY_SECONDS[0]
+            except Exception as error:  # each storage raises its own kinds
+                if not warned:
+                    _say(f"{self._remote}: cannot be written ({reason(error)}); trying again")
+                warned = True
+                with self._wake:
+                    self._wanted = True
+                    self._wake.wait(pause)
+                pause = min(2 * pause, RETRY_SECONDS[1])
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
 
 
 class StepClock:

@@ -8,7 +8,10 @@ from etils import epath
 
 from mesh_transformer import training, validation
 from mesh_transformer.checkpoint import delete_step, own_steps
+from mesh_transformer.config import Config
 from mesh_transformer.metrics import NAME
+from mesh_transformer.storage import FolderLock, local_path, reason
+from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 RETRIES = 8
@@ -92,20 +95,36 @@ def begin_anew(folder: str, *, yes: bool) -> None:
     Nothing else in the folder is touched.
 
     Raises:
-      InputError: where the answer is no, nobody is there to answer, or it cannot be deleted.
+      InputError: where the answer is no, nobody is there to answer, another process writes there,
+        or it cannot be deleted.
     """
+    folder = local_path(folder)
     steps, metrics = own_steps(folder), epath.Path(folder) / NAME
     names = sorted(path.name for path in (*steps, metrics) if path.exists())
     if not names:
         return
-    if not yes:
-        _ask(folder, names)
-    try:
-        for path in steps:
-            delete_step(path)
-        metrics.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"--new: {error.filename} cannot be deleted: {error.strerror}") from None
+    with FolderLock(folder):
+        if not yes:
+            _ask(folder, names)
+        try:
+            for path in steps:
+                delete_step(path)
+            metrics.unlink(missing_ok=True)
+        except OSError as error:
+            where = error.filename or folder
+            raise InputError(f"--new: {where} cannot be deleted: {reason(error)}") from None
+
+
+def check_records(config: Config) -> None:
+    """Raises InputError where the driver cannot read the config's records.
+
+    For a driver, before it makes a TPU; it does not look where the hosts are to read them.
+    """
+    if not config.hosts_read:
+        open_train_set(config, 1).close()
+    if config.val_batches:
+        for path in config.val_set.values():
+            TFRecordNewInputs(path, 1, config.seq, n_vocab=config.n_vocab, repeat=False).close()
 
 
 def _ask(folder: str, names: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The leaves of a state by their path, which a model has, and whether those found are these."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,15 @@ def leaves(tree: Any) -> dict[Path, Any]:
     """Path to leaf of nested dicts; the leaves have a shape and a dtype."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
+
+
+def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
+    """Nested dicts with `function(path, leaf)` in place of each leaf."""
+
+    def at(path: tuple[Any, ...], leaf: Any) -> Any:
+        return function(tuple(key.key for key in path), leaf)
+
+    return jax.tree.map_with_path(at, tree)
 
 
 def placed(host: Any, template: Any) -> Any:

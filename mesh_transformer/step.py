@@ -11,8 +11,9 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import flash_attention, generation, lora, model
+from mesh_transformer import flash_attention, generation, model
 from mesh_transformer.attention import LayerCache
+from mesh_transformer.checksums import checksum
 from mesh_transformer.compiler_options import compiler_options
 from mesh_transformer.config import Config
 from mesh_transformer.declaration import is_declaration, joined, partition
@@ -239,8 +240,11 @@ def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
     """A function from frozen parameters to a checksum of each, of its numbers in `dtype`."""
-    checksum = functools.partial(lora.checksum, dtype=dtype)
-    return jax.jit(functools.partial(jax.tree.map, checksum), out_shardings=named(mesh, P()))
+
+    def sums(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: checksum(leaf.astype(dtype)), params)
+
+    return jax.jit(sums, out_shardings=named(mesh, P()))
 
 
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")

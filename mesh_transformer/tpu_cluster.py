@@ -70,6 +70,7 @@ class TPUCluster:
         self.heartbeat = heartbeat
         self.patience = patience
         self.step = 0
+        self.save_failed = False  # as far as the hosts have said
         self._unread: deque[Reading] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
@@ -95,11 +96,12 @@ class TPUCluster:
         if ray.wait(asked, num_returns=len(asked), timeout=SECONDS_TO_START)[1]:
             raise self.failed(otherwise=f"no process within {SECONDS_TO_START:.0f} s")
         self._pids = self._answers(asked)
-        port = self._answers([self._actors[0].free_port.remote()])[0]
+        address = self.hosts[0].address
+        port = self._answers([self._actors[0].free_port.remote(address)])[0]
         refs = [
             actor.start.remote(
                 self.config.as_dict(),
-                coordinator=f"{self.hosts[0].address}:{port}",
+                coordinator=f"{address}:{port}",
                 processes=len(self.hosts),
                 heartbeat=self.heartbeat,
                 devices=host.devices,
@@ -151,6 +153,7 @@ class TPUCluster:
             answers = self._answers([*oldest.dispatched, *self._ask("metrics")])
             told = answers[len(self.hosts) :]
             oldest.values = self._agreed(oldest.step, told)
+            self.save_failed = self.save_failed or any(each.save_failed for each in told)
             for later in itertools.islice(self._unread, min(each.ended for each in told)):
                 later.ended = True
         return reading.values
@@ -209,13 +212,23 @@ class TPUCluster:
         """As `CausalTransformer.only_generate`."""
         self.call("only_generate")
 
+    def claim(self, folder: str) -> None:
+        """As `CausalTransformer.claim`; InputError where hosts have a folder each."""
+        self._check_shared(folder)
+        self.call("claim", *[(local_path(folder),)] * len(self.hosts))
+
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """As `CausalTransformer.save`: all hosts' parts are committed together or not at all."""
-        self.call("save", *[(local_path(folder), aux)] * len(self.hosts))
+        self._together("save", *[(local_path(folder), aux)] * len(self.hosts))
 
     def wait(self) -> None:
         """As `CausalTransformer.wait`."""
-        self.call("wait")
+        self._together("wait")
+
+    def _together(self, method: str, *arguments: tuple[Any, ...]) -> None:
+        """A call that fails on all hosts or on none, though not at the same moment."""
+        self.save_failed = False
+        self._answers(self._ask(method, *arguments), agree=self.patience)
 
     def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
         """As `CausalTransformer.restore`; InputError where hosts have a folder each."""
@@ -302,8 +315,12 @@ class TPUCluster:
             self.kill()
             raise
 
-    def _answers(self, refs: list[Any]) -> list[Any]:
-        """What all calls return; the first failure of any host is the failure of all."""
+    def _answers(self, refs: list[Any], agree: float = SECONDS_TO_AGREE) -> list[Any]:
+        """What all calls return; the first failure of any host is the failure of all.
+
+        Of hosts that find no bad input where another has, no more is waited for than `agree`
+        seconds.
+        """
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -314,12 +331,12 @@ class TPUCluster:
                 if time.monotonic() > deadline:
                     raise self.failed(f"a call took more than {self.patience:.0f} s") from None
             except exceptions.RayTaskError as error:
-                raise self._told(error, refs) from None
+                raise self._told(error, refs, agree) from None
             except exceptions.RayError as error:
                 lost = f"a call was lost ({type(error).__name__})"
                 raise self.failed(otherwise=lost) from None
 
-    def _told(self, error: exceptions.RayTaskError, refs: list[Any]) -> Exception:
+    def _told(self, error: exceptions.RayTaskError, refs: list[Any], agree: float) -> Exception:
         """What to raise for what a host raised."""
         cause = error.cause
         if isinstance(cause, STORE_FULL):
@@ -329,8 +346,8 @@ class TPUCluster:
             if gone := self._silent(SECONDS_TO_ANSWER):
                 return self._lost("; ".join(gone))
             # Of bad input all hosts say the same.  A host that does not may wait for one that has
-            # given up: on a full disk, for example.
-            if ray.wait(refs, num_returns=len(refs), timeout=SECONDS_TO_AGREE)[1]:
+            # given up.
+            if ray.wait(refs, num_returns=len(refs), timeout=agree)[1]:
                 self.kill()
             return InputError(str(cause))
         return self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))

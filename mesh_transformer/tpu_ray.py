@@ -37,7 +37,13 @@ fi
 ROOT = Path(__file__).resolve().parent.parent
 
 # Named one by one, so that nothing else that lies about (a key, a .env) ever leaves this machine.
-NEEDED = ("setup.py", "pyproject.toml", "requirements.txt", "scripts/init_ray.sh")
+NEEDED = (
+    "setup.py",
+    "pyproject.toml",
+    "requirements.txt",
+    "requirements-libtpu.txt",
+    "scripts/init_ray.sh",
+)
 PACKAGE_SUFFIXES = {".py", ".json", ".html", ".css", ".js", ".svg"}
 
 

@@ -62,7 +62,8 @@ class TpuSpec:
     `project` are the generation's and the credentials' own when None.  A queued request waits in
     line for capacity; it takes "spot" or "on_demand", since the API's queue has no preemptible
     tier.  `external_ips` gives hosts their own way to the internet, without which the network
-    needs a NAT to install packages.
+    needs a NAT to install packages.  Some minutes after `max_hours` its hosts delete it themselves,
+    whatever has become of the driver (`deadline_script`).
     """
 
     name: str
@@ -75,10 +76,17 @@ class TpuSpec:
     network: str | None = None
     subnetwork: str | None = None
     external_ips: bool = True
+    max_hours: float | None = None
 
     @classmethod
     def of(
-        cls, config: Config, name: str, *, queued: bool = False, preemptible: bool = False
+        cls,
+        config: Config,
+        name: str,
+        *,
+        queued: bool = False,
+        preemptible: bool = False,
+        max_hours: float | None = None,
     ) -> Self:
         """The config's TPU: `tpu_size` devices of `tpu_generation` in `tpu_zone`, and so on.
 
@@ -104,6 +112,7 @@ class TpuSpec:
             queued=queued,
             network=config.tpu_network,
             subnetwork=config.tpu_subnetwork,
+            max_hours=max_hours,
         )
 
     def __post_init__(self) -> None:
@@ -117,6 +126,10 @@ class TpuSpec:
                 f"TPU zone is {self.zone!r}; give a zone with its letter, such as 'europe-west4-a'"
             )
         self._check_accelerator()
+        if self.max_hours is not None and not 0 < self.max_hours < 24 * 366:
+            raise InputError(
+                f"--max-hours is {self.max_hours:g}, expected more than 0 and less than a year"
+            )
         if self.tier not in get_args(Tier):
             raise InputError(f"TPU tier is {self.tier!r}; take one of {', '.join(get_args(Tier))}")
         if self.queued and self.tier == "preemptible":
@@ -160,6 +173,35 @@ class TpuSpec:
         return shlex.join(
             ["gcloud", "compute", "tpus", *kind, "delete", self.name, *place, *force, "--quiet"]
         )
+
+
+def deadline_script(spec: TpuSpec, seconds: float, folder: str = "/var/lib") -> str:
+    """A startup script for every host of a TPU: deletes the TPU so many seconds after it started.
+
+    A host has the TPU's own service account, which may need the role roles/tpu.admin for it; where
+    the API refuses, the host shuts down.  A host that starts again keeps its first deadline.
+    """
+    kind, end = ("queuedResources", "?force=true") if spec.queued else ("nodes", "")
+    url = (
+        f"https://tpu.googleapis.com/v2/projects/{spec.project}/locations/{spec.zone}/"
+        f"{kind}/{spec.name}{end}"
+    )
+    return rf"""#!/bin/bash
+deadline={folder}/mesh-transformer-deadline
+[ -s "$deadline" ] || echo $(($(date +%s) + {seconds:.0f})) > "$deadline"
+token_url=http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token
+(
+    while [ "$(date +%s)" -lt "$(cat "$deadline")" ]; do sleep 30; done
+    for attempt in 1 2 3 4 5; do
+        token=$(curl -sf -H 'Metadata-Flavor: Google' "$token_url" |
+            sed -n 's/.*"access_token": *"\\([^"]*\\)".*/\1/p')
+        # The token comes by standard input: a machine's users see all arguments.
+        curl -sf -X DELETE -H @- '{url}' <<< "Authorization: Bearer $token" && exit
+        sleep 60
+    done
+    shutdown -h now
+) > /dev/null 2>&1 &
+"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ not make (another's TPU of that name) is never deleted: each carries its maker's
 
 import contextlib
 import dataclasses
+import math
 import secrets
 import sys
 import time
@@ -26,7 +27,7 @@ from mesh_transformer import tpu_ray
 from mesh_transformer.signals import Signals
 from mesh_transformer.tpu_api import CapacityError, PreemptedError, QuotaError, TpuApi, taken
 from mesh_transformer.tpu_guard import Guard, kept_mark
-from mesh_transformer.tpu_spec import SshOptions, TpuSpec
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.util import InputError, StoppedError
 
@@ -45,7 +46,8 @@ class Limits:
 
     `capacity` is how long a TPU that the zone cannot give, or takes back at once, is asked for
     anew; 0 takes the first no.  `settle` is how long a TPU is looked for whose request was cut
-    off before its answer.  `poll` is the longest time between two looks.
+    off before its answer.  `poll` is the longest time between two looks.  `deadline_grace` is how
+    long after `max_hours` the hosts leave the driver to save and delete.
     """
 
     queue: float = 24 * 3600.0
@@ -55,6 +57,7 @@ class Limits:
     delete: float = 600.0
     host_keys: float = 60.0
     settle: float = 15.0
+    deadline_grace: float = 900.0
     poll: float = 10.0
 
 
@@ -88,6 +91,7 @@ class TpuVm:
         self.spec = self._api.spec
         self.limits = limits or Limits()
         self._adopt, self._keep = adopt, keep
+        self._began = time.monotonic()
         self._mark = secrets.token_hex(8)
         self._may_exist = False  # a TPU of ours, made or asked for
         self._answered = True  # False while a request to make it has no answer
@@ -164,6 +168,9 @@ class TpuVm:
             "ssh-keys": f"{user}:{self._public_key}",
             "enable-guest-attributes": "TRUE",  # where hosts publish their SSH keys
         }
+        if self.spec.max_hours is not None:
+            seconds = max(self._seconds_left(), 0.0) + self.limits.deadline_grace
+            metadata["startup-script"] = deadline_script(self.spec, seconds)
         self._may_exist, self._answered = True, False
         try:
             operation = self._api.create({OWNER: self._mark}, metadata, self.limits.queue)
@@ -264,8 +271,19 @@ class TpuVm:
         """Deletes what is left of it, and makes it anew; its addresses and keys are others then."""
         self._close_hosts()
         self.delete()
+        if self._seconds_left() <= 0:
+            raise StoppedError(
+                f"TPU {self.spec.name!r}: --max-hours {self.spec.max_hours:g} are over, so that it "
+                "is not made again; start again to resume"
+            )
         # The quota of the one that was deleted is not free at once.
         self._make(self.limits.capacity_again, (QuotaError,))
+
+    def _seconds_left(self) -> float:
+        """Until `max_hours` after this object was made; infinite without."""
+        if self.spec.max_hours is None:
+            return math.inf
+        return self._began + 3600 * self.spec.max_hours - time.monotonic()
 
     def delete(self) -> None:
         """Deletes the TPU, if it is ours, and waits until it is gone."""

@@ -50,16 +50,25 @@ def _on_host(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     return told
 
 
+def reach_directly(address: str) -> None:
+    """Has this process's gRPC leave a proxy in the environment out on the way to an address."""
+    for name in ("no_proxy", "NO_PROXY"):
+        others = [each for each in os.environ.get(name, "").split(",") if each]
+        os.environ[name] = ",".join([*others, address])
+
+
 class Measured(NamedTuple):
     """What a host says of a step: the seconds that it took here, and what it measured.
 
-    `ended` is how many of the steps after it had ended by then.
+    `ended` is how many of the steps after it had ended by then, `save_failed` whether the last save
+    had failed.
     """
 
     step: int
     seconds: float
     numbers: dict[str, float]
     ended: int
+    save_failed: bool
 
 
 class NetworkRunner:
@@ -82,10 +91,11 @@ class NetworkRunner:
         """This process's id, on its own machine."""
         return os.getpid()
 
-    def free_port(self) -> int:
-        """A port that nothing listens on here, for a coordinator."""
+    @_on_host
+    def free_port(self, address: str) -> int:
+        """A port of this host's `address` that nothing listens on, for a coordinator."""
         with contextlib.closing(socket.socket()) as listener:
-            listener.bind(("", 0))
+            listener.bind((address, 0))
             return listener.getsockname()[1]
 
     @_on_host
@@ -113,11 +123,14 @@ class NetworkRunner:
         if devices is not None:
             use_virtual_devices(devices)
         if processes > 1:
+            reach_directly(coordinator.rpartition(":")[0])
             jax.distributed.initialize(
                 coordinator,
                 num_processes=processes,
                 process_id=self.rank,
                 heartbeat_timeout_seconds=heartbeat,
+                # It believes whoever connects: no network but the hosts' own may reach it.
+                coordinator_bind_address=coordinator,
             )
         self.network = CausalTransformer(config, init=False)
         return {
@@ -188,7 +201,7 @@ class NetworkRunner:
         step, found = self._unread.popleft()
         numbers = {name: float(value) for name, value in found.items()}
         ended = self._clock.look(self._unread, read=1)
-        return Measured(step, self._clock.take(), numbers, ended)
+        return Measured(step, self._clock.take(), numbers, ended, self._started.save_failed)
 
     @_on_host
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -259,6 +272,11 @@ class NetworkRunner:
     def only_generate(self) -> None:
         """As `CausalTransformer.only_generate`."""
         self._started.only_generate()
+
+    @_on_host
+    def claim(self, folder: str) -> None:
+        """As `CausalTransformer.claim`."""
+        self._started.claim(folder)
 
     @_on_host
     def save(self, folder: str, aux: dict[str, Any] | None) -> None:

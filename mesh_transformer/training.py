@@ -6,9 +6,10 @@ It knows a network by its methods alone (`Network`), so that one process and a p
 import contextlib
 import math
 import signal
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -19,9 +20,11 @@ from tqdm import tqdm
 from mesh_transformer import flops, harness, validation
 from mesh_transformer.config import Config
 from mesh_transformer.metrics import MetricsLog, NoiseScale, StepClock
+from mesh_transformer.storage import local_path
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
+MOST_STEPS_BETWEEN_SAVES = 8  # while saving fails
 
 
 class TrainSet(Protocol):
@@ -62,6 +65,9 @@ class Network(Protocol):
         sampler_options: dict[str, Any] | None = None,
     ) -> np.ndarray: ...
     def batch(self, rows: int) -> Any: ...
+    def claim(self, folder: str) -> None: ...
+    @property
+    def save_failed(self) -> bool: ...
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None: ...
     def wait(self) -> None: ...
     def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None: ...
@@ -84,14 +90,16 @@ def train(
 
     Goes on from the newest checkpoint in `folder`; without one starts from the weights at
     `tune_model_path`, or from fresh ones; where the base of adapters has moved since, that path
-    tells it.  Saves every `ckpt_every` steps, at the end, and on
-    SIGTERM, Ctrl-C or SIGHUP (its terminal closes), after which it returns.
+    tells it.  Saves every `ckpt_every` steps, at the end, before any error that ends it, and on
+    SIGTERM, Ctrl-C or SIGHUP (its terminal closes), after which it returns.  A save that fails is
+    reported and tried again while training goes on.  No other process may write to `folder`
+    meanwhile.
 
     Raises:
-      InputError: for input that cannot be used, and where saving fails.
+      InputError: for input that cannot be used, and where the last save fails twice.
       StoppedError: at a non-finite loss; nothing is saved after it.
     """
-    config = network.config
+    config, folder = network.config, local_path(folder)
     total = config.total_steps if max_steps is None else max_steps
     config.replace(total_steps=total).require_to_train()
     assert config.train_set is not None
@@ -131,6 +139,7 @@ def _train(
     with contextlib.closing(network.open_train_set()) as loader:
         for path in val_sets.values():  # says now, not after hours, what is wrong with it
             validation.open_set(network, path).close()
+        network.claim(folder)
         aux = network.restore(folder, tune_model_path)
         if aux is None:
             start_weights(network, tune_model_path, fresh_opt)
@@ -227,47 +236,61 @@ class _Run:
         self.total = total
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
         self.saved = network.step  # the step of the newest checkpoint, or where we began
+        self.saving = False  # whether it may still be under way
+        self.save_pause = 0  # steps between tries to save, once one has failed
+        self.save_again_at: int | None = None
         self.peak = network.peak_flops
         self.clock = StepClock()
         self.bar = tqdm(total=total, initial=network.step, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int]) -> None:
         """Trains until the last step, or until a signal is `received`."""
-        network, config = self.network, self.config
         with self.bar:
-            while network.step < self.total and not received:
-                with self._saving_first():
-                    sample = self.loader.get_samples()
-                metrics = network.train(sample)
-                self.pending.append((network.step, metrics))
-                self._log(self._rows(IN_FLIGHT))
-                if network.step % config.val_every == 0 and (self.val_sets or self.harness):
-                    with self._saving_first():
-                        self._validate(received)
-                if network.step % config.ckpt_every == 0:
-                    self._save()
+            try:
+                while self.network.step < self.total and not received:
+                    self._step(received)
+            except StoppedError:  # of a loss that is not finite, or of hosts that are gone
+                raise
+            except Exception as error:
+                self._save_before(error)
+                raise
             self._finish()
         if received:
-            name = signal.Signals(received[0]).name
-            where = f"and saved at step {network.step}" if network.step else "before the first step"
+            name, step = signal.Signals(received[0]).name, self.network.step
+            where = f"and saved at step {step}" if step else "before the first step"
             print(f"{name}: stopped {where}; start again to go on")
 
+    def _step(self, received: list[int]) -> None:
+        """One update, and what is due after it."""
+        network, config = self.network, self.config
+        sample = self.loader.get_samples()
+        metrics = network.train(sample)
+        self.pending.append((network.step, metrics))
+        self._log(self._rows(IN_FLIGHT))
+        if network.step % config.val_every == 0 and (self.val_sets or self.harness):
+            self._validate(received)
+        if network.save_failed:
+            self._save_later(self._failure_of_save())
+        if network.step % config.ckpt_every == 0 or network.step == self.save_again_at:
+            self._save()
+
     def _finish(self) -> None:
-        self._save()
-        self.network.wait()
+        """Saves the last step; InputError where a second attempt fails too."""
+        self._log(self._rows(0))
+        if (error := self._failure_of_save()) is None and self.network.step != self.saved:
+            error = self._failure_of(self._begin_save) or self._failure_of_save()
+        if error is not None:
+            self._report(f"{error}; trying once more")
+            self._begin_save()
+            self.network.wait()
         self.log.upload()
 
-    @contextlib.contextmanager
-    def _saving_first(self) -> Iterator[None]:
-        """Bad records met here cost no step that is done: a mended file goes on from there."""
+    def _save_before(self, error: Exception) -> None:
+        """Saves what is done before an error ends the run: it resumes from there."""
         try:
-            yield
-        except InputError as error:
-            try:
-                self._finish()
-            except HostError:  # no new hosts would find the records any better
-                raise error from None
-            raise
+            self._finish()
+        except Exception as second:
+            self._report(f"not saved before the run ends: {second}")
 
     def _rows(self, left: int) -> Iterator[dict[str, float]]:
         """The rows of all but the `left` newest steps; waits for their losses.
@@ -310,21 +333,28 @@ class _Run:
             self.bar.update()
 
     def _validate(self, received: list[int]) -> None:
-        """Adds to the newest step's row how well the network does; no tasks once a signal came."""
+        """Adds to the newest step's row how well the network does; ends early at a signal."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
         newest = next(rows)
         told = []
+
+        def stopped() -> bool:
+            return bool(received)
+
         try:
             for name, path in self.val_sets.items():
-                newest[f"val/loss_{name}"] = loss = validation.score(self.network, path).loss
+                loss = validation.score(self.network, path, stopped=stopped).loss
+                newest[f"val/loss_{name}"] = loss
                 told.append(f"validation loss {name} {loss:.4f}")
-            if self.harness:
-                results = self.harness.results(self.network, lambda: bool(received))
+            if self.harness and not received:
+                results = self.harness.results(self.network, stopped)
                 found = {} if results is None else harness.numbers(results)
                 newest |= {f"eval/{name}": value for name, value in found.items()}
                 told += [f"{name} {value:.4f}" for name, value in found.items()]
+        except validation.StoppedScoringError:
+            pass  # the step counts, if not its scores
         finally:
             self._log([newest])
         if told:
@@ -332,16 +362,53 @@ class _Run:
         self.clock.restart()
 
     def _save(self) -> None:
-        """Begins to write a checkpoint of this step, loader position and averages with it."""
+        """Begins to write a checkpoint of this step; one that fails is tried again later."""
         self._log(self._rows(0))  # a non-finite loss shows before it can be saved
-        if self.network.step == self.saved:
-            return
+        # First the last one: its failure must not keep this one from being tried.
+        error = self._failure_of_save()
+        if error is not None:
+            self._report(str(error))
+        if self.network.step != self.saved:
+            self._save_later(self._failure_of(self._begin_save))
+
+    def _begin_save(self) -> None:
+        """Begins to write a checkpoint, loader position and averages with it."""
         aux = {
             "loader": self.loader.state(),
             "noise": self.noise.state(),
             "wandb": self.log.wandb_id,
         }
         self.network.save(self.folder, aux)
-        self.saved = self.network.step
+        self.saved, self.saving = self.network.step, True
         self.log.upload()
         self.clock.restart()
+
+    def _failure_of_save(self) -> InputError | None:
+        """Waits for the save under way, if there is one; why it failed, if it did."""
+        if not self.saving:
+            return None
+        error = self._failure_of(self.network.wait)
+        self.saving = False
+        if error is not None:
+            self.saved = -1
+        return error
+
+    @staticmethod
+    def _failure_of(act: Callable[[], None]) -> InputError | None:
+        try:
+            act()
+        except InputError as error:
+            return error
+        return None
+
+    def _save_later(self, error: InputError | None) -> None:
+        """After a save that failed, sets the next try: at the next step, then ever later."""
+        if error is None:
+            self.save_pause, self.save_again_at = 0, None
+            return
+        self.save_pause = min(2 * self.save_pause or 1, MOST_STEPS_BETWEEN_SAVES)
+        self.save_again_at = self.network.step + self.save_pause
+        self._report(f"{error}; the run goes on, and saves again at step {self.save_again_at}")
+
+    def _report(self, line: str) -> None:
+        self.bar.write(line, file=sys.stderr)

@@ -224,6 +224,18 @@ class CausalTransformer:
         self._generator.keep(self._params())
         self.state = None
 
+    def claim(self, folder: str) -> None:
+        """Keeps other writers out of a model folder until `close`; `save` does by itself.
+
+        Raises InputError where one is there already, or nothing can be written there.
+        """
+        self._writer(folder).claim()
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the last save has failed in the background; `wait` raises why."""
+        return self._checkpoints is not None and self._checkpoints.save_failed
+
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """Begins to write the state to `folder`/step_N; `wait` ends it.  Training may go on.
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, Protocol
 
@@ -18,6 +19,10 @@ from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
 
 IN_FLIGHT = 2  # batches dispatched before what is told of the oldest is read
+
+
+class StoppedScoringError(Exception):
+    """Whoever asked for scores has no use for them any more."""
 
 
 class Network(Protocol):
@@ -96,18 +101,29 @@ def _filled(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
 
 
 def score(
-    network: Network, path: str, *, bytes_of: np.ndarray | None = None, show: bool = False
+    network: Network,
+    path: str,
+    *,
+    bytes_of: np.ndarray | None = None,
+    show: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Scores:
     """Scores of the first `val_batches` batches of a set.
 
     Args:
       bytes_of: how many bytes of text each token id is.
       show: a progress bar.
+      stopped: looked at between batches.
+
+    Raises:
+      StoppedScoringError: where `stopped` says so.
     """
     found, most = Scores(), network.config.val_batches
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
     with contextlib.closing(open_set(network, path)) as batches:
         for each in tqdm(islice(batches, most), path, unit="batch", disable=not show):
+            if stopped():
+                raise StoppedScoringError
             sample = _filled(each, network.batch_size)
             told = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, told))

@@ -48,7 +48,8 @@ package=$(cd "$(dirname "$0")/.." && pwd)
 venv=${MESH_TRANSFORMER_VENV:-$HOME/.mesh-transformer/venv}
 stamp=$venv/installed
 session=$(dirname "$venv")/ray_session # of processes: "BOOT_ID NUMBER"
-wanted="$python $(cat "$package/requirements.txt" "$package/setup.py" | sha256sum)"
+wanted="$python $(cat "$package"/requirements.txt "$package"/requirements-libtpu.txt \
+    "$package/setup.py" | sha256sum)"
 
 make_venv() {
     rm -rf "$venv"
@@ -65,10 +66,10 @@ make_venv() {
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     make_venv
     pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-    "${pip[@]}" -r "$package/requirements.txt"
+    # Nothing but what the pins' hashes name: jax[tpu] is jax and libtpu.
+    "${pip[@]}" --require-hashes -r "$package/requirements.txt"
+    "${pip[@]}" --require-hashes --no-deps -r "$package/requirements-libtpu.txt"
     "${pip[@]}" --no-deps --no-build-isolation -e "$package"
-    jax=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("jax"))')
-    "${pip[@]}" "jax[tpu]==$jax"
     echo "$wanted" > "$stamp.new"
     mv "$stamp.new" "$stamp"
 fi

@@ -163,7 +163,7 @@ def _install(home: Path) -> None:
     )
     ray.chmod(0o755)
     digest = subprocess.run(
-        ["bash", "-c", "cat requirements.txt setup.py | sha256sum"],
+        ["bash", "-c", "cat requirements.txt requirements-libtpu.txt setup.py | sha256sum"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     (venv / "installed").write_text(f"{version} {digest}")

@@ -1,6 +1,8 @@
 """Where a cluster's hosts come from at each attempt: which failures end a run, which do not."""
 
+import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +27,7 @@ class Machines:
     """
 
     address = "1.0.0.9:6379"
+    spec = types.SimpleNamespace(max_hours=None)
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -107,11 +110,54 @@ def test_a_tpu_that_was_taken_away_is_made_again_and_its_hosts_started(machines,
     assert attempt() == ["revive", "check", "make_again", "start_ray"]
 
 
+@pytest.mark.parametrize("error", [HostError("cut off"), StoppedError("exited with status 1")])
+def test_the_first_start_may_fail_on_one_of_many_hosts(machines, attempt, error):
+    machines.plan["start_ray"] = [error, error]
+    for _ in range(2):
+        with pytest.raises(HostError, match=str(error)):
+            attempt()
+    assert attempt() == ["revive", "check", "start_ray"]
+    # From then on it counts as any other failure.
+    machines.joined = False
+    machines.plan["start_ray"] = [error] * 5
+    for _ in range(5):
+        with pytest.raises(HostError, match=str(error)):
+            attempt()
+
+
 def test_hosts_that_never_joined_end_the_run(machines, attempt):
-    machines.plan["start_ray"] = [HostError("no SSH on port 22")]
-    with pytest.raises(StoppedError, match="no SSH on port 22") as caught:
+    machines.plan["start_ray"] = [HostError("no SSH on port 22")] * 3
+    for _ in range(2):
+        with pytest.raises(HostError):
+            attempt()
+    with pytest.raises(StoppedError, match="no SSH on port 22; given up after 3 at") as caught:
         attempt()
     assert not isinstance(caught.value, HostError)
+
+
+def test_after_its_hours_a_run_is_asked_to_end(machines, monkeypatch, capsys):
+    """By SIGTERM, at which it saves; a run that ends before is not."""
+    monkeypatch.setattr(machines, "spec", types.SimpleNamespace(max_hours=0.05 / 3600))
+    received, ended = [], threading.Event()
+
+    def receive(number: int, frame: object) -> None:
+        received.append(number)
+        ended.set()
+
+    before = signal.signal(signal.SIGTERM, receive)
+    tpu: Any = machines
+    try:
+        with build_model._tpu_machines(CONFIG, tpu):
+            assert ended.wait(60)
+        assert "--max-hours" in capsys.readouterr().err
+        monkeypatch.setattr(machines, "spec", types.SimpleNamespace(max_hours=1000.0))
+        with build_model._tpu_machines(CONFIG, tpu):
+            timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+            assert len(timers) == 1
+        timers[0].join(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
 
 
 def test_hosts_that_go_before_they_have_joined_are_made_again(machines, attempt):

@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -20,10 +22,12 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import checkpoint, model, native_checkpoint
+from mesh_transformer import checkpoint, integrity, model, native_checkpoint
 from mesh_transformer.checkpoint import Checkpoints, find
+from mesh_transformer.checksums import host_checksum, tree_checksums
 from mesh_transformer.declaration import map_declared
 from mesh_transformer.state_tree import leaves
+from mesh_transformer.storage import FolderLock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 
@@ -246,7 +250,7 @@ def test_a_deletion_that_was_interrupted_goes_on(tmp_path, monkeypatch):
         step = epath.Path(tmp_path / "step_1")
         # Killed when all but the last folder-wide deletion was done.
         with monkeypatch.context() as patch:
-            patch.setattr(type(step), "rmtree", lambda path, *_: shutil.rmtree(path / "none", True))
+            patch.setattr(checkpoint, "delete_tree", lambda path: None)
             checkpoint.delete_step(step)
         assert checkpoints.steps() == []
         assert step.exists()
@@ -267,8 +271,9 @@ def test_remains_are_invisible_and_the_next_writer_clears_them(tmp_path, saved):
         assert reader.steps() == [7]
     assert len(os.listdir(tmp_path)) == 6  # A reader deletes nothing.
     assert find(str(tmp_path)) == (str(tmp_path), 7)
-    with Checkpoints(str(tmp_path)):
-        pass
+    with Checkpoints(str(tmp_path)) as writer:
+        assert len(os.listdir(tmp_path)) == 6  # Nor a writer that has written nothing yet.
+        writer.claim()
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "step_010", "step_7", "step_notes"]
 
 
@@ -353,10 +358,216 @@ def test_a_damaged_checkpoint_is_named(tmp_path, saved, what):
         damaged.write_text('{"half')
     with (
         Checkpoints(str(tmp_path), read_only=True) as checkpoints,
-        pytest.raises(InputError, match="step_7 cannot be read: ") as caught,
+        pytest.raises(InputError, match=r"step_7(: its file| cannot be read)") as caught,
     ):
         checkpoints.restore(checkpoints.aux()["step"], template_of(mesh_of(2, 4)))
     assert "\n" not in str(caught.value)
+    assert f"its file {what}" in str(caught.value)
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def error_of(folder, state):
+    """The error that reading step 7 ends with, or None where it is what was saved."""
+    with Checkpoints(str(folder), read_only=True) as checkpoints:
+        try:
+            assert checkpoints.aux(7) == AUX
+            assert_same_bits(checkpoints.restore(7, big_template(state)), state)
+        except InputError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("as_host", [False, True], ids=["device", "host"])
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, as_host):
+    """In the bytes of arrays the leaf is named; elsewhere the file, or nothing has changed."""
+    rng = np.random.default_rng(0)
+    sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
+    state = {
+        "params": {
+            "layers": {"w": rng.standard_normal((4, 64, 64)).astype(np.float32)},
+            "proj/~/linear": {"w": rng.standard_normal((256, 128)).astype(jnp.bfloat16)},
+        },
+        "opt_state": {"mu": rng.standard_normal((128, 128)).astype(np.float32)},
+    }
+    values = {"/".join(path): leaf for path, leaf in leaves(state).items()}
+    if not as_host:
+        state = jax.device_put(state, sharding)
+    with Checkpoints(str(tmp_path), host=as_host) as checkpoints:
+        checkpoints.save(7, state, AUX)
+    state = jax.device_put(state, sharding)
+    noticed = {"leaf": 0, "file": 0, "nothing": 0}
+    for file in sorted(path for path in (tmp_path / "step_7").rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        # The first 16 bytes of an array stand together, whatever its chunks are.
+        starts = {name: content.find(value.tobytes()[:16]) for name, value in values.items()}
+        arrays = {at: name for name, at in starts.items() if at >= 0}
+        for at in [*(at + 9 for at in arrays), *map(int, rng.integers(0, len(content), 3))]:
+            flip(file, at, int(rng.integers(8)))
+            message = error_of(tmp_path, state)
+            file.write_bytes(content)
+            if (leaf := arrays.get(at - 9)) is not None:
+                assert f"its leaf {leaf}" in (message or "nothing")
+            # What is not known to be an array's may be one's.
+            what = "nothing" if message is None else re.search("(file|leaf) ", message)[1]
+            noticed[what] += 1
+    assert noticed["leaf"] >= 3
+    assert noticed["file"] >= 5
+    assert error_of(tmp_path, state) is None
+
+
+def test_a_leaf_is_verified_as_it_is_read_layer_by_layer(tmp_path):
+    values = np.random.default_rng(0).standard_normal((3, 40, 50)).astype(np.float32)
+    state = {"params": {"layers": {"w": values}}, "step": np.asarray(7, np.int32)}
+    with Checkpoints(str(tmp_path), host=True) as checkpoints:
+        checkpoints.save(7, state, {})
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        if (at := file.read_bytes().find(values[1].tobytes()[:64])) >= 0:
+            flip(file, at, 3)
+    with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+        leaf = checkpoints.open_leaf(7, ("params", "layers", "w"))
+    for layer in (0, 2):
+        np.testing.assert_array_equal(leaf[layer], values[layer])
+    with pytest.raises(InputError, match=r"its leaf params/layers/w \(layer 1\) is damaged"):
+        leaf[1]
+
+
+def test_a_step_without_checksums_loads_with_one_warning(tmp_path, saved, caplog):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "step_7" / integrity.NAME).unlink()
+    for _ in range(2):
+        with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+            assert checkpoints.aux() == AUX
+            checkpoints.restore(7, template_of(mesh_of(1, 1)))
+    said = [record.getMessage() for record in caplog.records if "no checksums" in record.message]
+    assert len(said) == 1
+    assert f"{tmp_path}/step_7" in said[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
+def test_checksums_are_the_same_everywhere(dtype):
+    rng = np.random.default_rng(0)
+    values = (100 * rng.standard_normal((3, 8, 70000 // 8))).astype(jnp.dtype(dtype))
+    layers = [host_checksum(layer, at * layer.size) for at, layer in enumerate(values)]
+    assert sum(layers) % 2**32 == host_checksum(values)
+    for shape, spec in (((1, 1), P()), ((2, 4), P(None, ("dp", "mp"))), ((4, 2), P(None, "dp"))):
+        placed = jax.device_put(values, NamedSharding(mesh_of(*shape), spec))
+        whole, stacked = ("w",), ("layers", "w")
+        found = tree_checksums({whole: placed, stacked: placed})
+        assert found == {whole: [host_checksum(values)], stacked: layers}
+    swapped = values.copy()
+    swapped[0, 0, :2] = [1, 0]
+    other = swapped.copy()
+    other[0, 0, :2] = [0, 1]
+    assert host_checksum(swapped) != host_checksum(other)
+    if dtype != "bool":
+        for bit in range(values.itemsize * 8):
+            changed = values.copy().reshape(-1)
+            changed.view(f"u{values.itemsize}")[70] ^= np.array(1 << bit, f"u{values.itemsize}")
+            assert host_checksum(changed) != host_checksum(values)
+
+
+# Other writers, and links.
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    folder = str(tmp_path / "model")
+    with Checkpoints(folder) as one, Checkpoints(folder) as other:
+        one.claim()
+        owner = rf"in use by process {os.getpid()} on {socket.gethostname()} since 2.* \(\S+\); "
+        with pytest.raises(InputError, match=owner):
+            other.save(1, {"x": jnp.int32(1)}, {})
+        assert os.listdir(folder) == [".lock"]
+        one.save(1, {"x": jnp.int32(1)}, {})
+        one.wait()
+        assert other.newest() == 1  # Reading needs no lock.
+        one.close()
+        other.save(2, {"x": jnp.int32(2)}, {})
+        other.wait()
+    assert sorted(os.listdir(folder)) == ["step_1", "step_2"]
+
+
+def hold(folder):
+    with FolderLock(folder):
+        print("held", flush=True)
+        sys.stdin.read()
+
+
+def test_a_killed_writer_holds_nobody_up(tmp_path):
+    folder = str(tmp_path / "model")
+    process = child("hold", folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=f"in use by process {process.pid} on "):
+            FolderLock(folder)
+        process.kill()
+        process.wait()
+        with FolderLock(folder) as mine:
+            assert json.loads((tmp_path / "model" / ".lock").read_text())["process"] == os.getpid()
+            mine.release()
+            FolderLock(folder).release()
+    assert os.listdir(folder) == []
+
+
+def test_a_lock_is_taken_by_one_of_many(tmp_path):
+    """Each time that the owner lets go, and deletes the file that some wait to look into."""
+    taken, wrong = [], []
+
+    def writer(number):
+        for _ in range(50):
+            try:
+                lock = FolderLock(str(tmp_path))
+            except InputError:
+                continue
+            taken.append(number)
+            if len(taken) != 1:
+                wrong.append(list(taken))
+            taken.remove(number)
+            lock.release()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(writer, range(4)))
+    assert wrong == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_pruning_deletes_links_and_not_what_they_lead_to(tmp_path):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    with Checkpoints(str(theirs)) as checkpoints:
+        checkpoints.save(5, {"x": jnp.int32(5)}, {})
+    mine.mkdir()
+    (mine / "step_5").symlink_to(theirs / "step_5")
+    shutil.copytree(theirs / "step_5", theirs / "step_6")
+    (theirs / "step_6" / "commit_success.txt").unlink()  # being saved, or deleted
+    (mine / "step_6").symlink_to(theirs / "step_6")
+    before = sorted(path.relative_to(theirs) for path in theirs.rglob("*"))
+    with Checkpoints(str(mine), keep_n=1) as checkpoints:
+        assert int(checkpoints.restore(5, {"x": scalar_template(mesh_of(1, 1), (), "int32")})["x"])
+        for step in (7, 8):
+            checkpoints.save(step, {"x": jnp.int32(step)}, {})
+            checkpoints.wait()
+    assert os.listdir(mine) == ["step_8"]
+    assert sorted(path.relative_to(theirs) for path in theirs.rglob("*")) == before
+    with Checkpoints(str(theirs), read_only=True) as checkpoints:
+        assert checkpoints.steps() == [5]
+
+
+def test_a_link_within_a_step_is_not_followed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("")
+    with Checkpoints(str(tmp_path / "model"), keep_n=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.int32(1)}, {})
+        checkpoints.wait()
+        (tmp_path / "model" / "step_1" / "more").symlink_to(elsewhere)
+        checkpoints.save(2, {"x": jnp.int32(2)}, {})
+    assert os.listdir(tmp_path / "model") == ["step_2"]
+    assert os.listdir(elsewhere) == ["precious"]
 
 
 def host(state):
@@ -435,7 +646,7 @@ def test_a_damaged_host_array_is_named(tmp_path, what):
             lambda: checkpoints.restore(7, template_of(mesh_of(2, 4))),
             lambda: np.asarray(checkpoints.open_leaf(7, path)),
         ):
-            with pytest.raises(InputError, match="step_7 cannot be read: ") as caught:
+            with pytest.raises(InputError, match="step_7 cannot be read") as caught:
                 read()
             assert "\n" not in str(caught.value)
 
@@ -466,8 +677,11 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(InputError, match="keep_every is 0"):
         Checkpoints(str(tmp_path), keep_every=0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="file/model cannot be written: Not a directory"):
-        Checkpoints(str(tmp_path / "file" / "model"))
+    with (
+        Checkpoints(str(tmp_path / "file" / "model")) as checkpoints,
+        pytest.raises(InputError, match="file/model cannot be written: Not a directory"),
+    ):
+        checkpoints.claim()
     with (
         Checkpoints(str(tmp_path), read_only=True) as reader,
         pytest.raises(RuntimeError, match="read-only"),
@@ -492,9 +706,10 @@ def big_state(seed):
     }
 
 
-def big_template():
+def big_template(state=None):
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), big_state(0)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        big_state(0) if state is None else state,
     )
 
 
@@ -509,7 +724,7 @@ def fail_to_save(checkpoints, step, reason):
     assert "\n" not in str(caught.value)
     assert "16,777,216 bytes to save, " in str(caught.value)
     assert "step 1 is intact" in str(caught.value)
-    assert os.listdir(checkpoints.folder) == ["step_1"]
+    assert sorted(os.listdir(checkpoints.folder)) == [".lock", "step_1"]
     checkpoints.wait()  # Raised once.
 
 
@@ -585,7 +800,8 @@ def test_kill_in_the_middle_of_a_save(tmp_path, seed):
         steps = checkpoints.steps()
         # The last may have been committed just before it could be said.
         assert steps[-1] in (max(committed, default=1), max(committed, default=1) + 1)
-        assert all(name == f"step_{name[5:]}" for name in os.listdir(folder))
+        checkpoints.claim()  # The lock that the killed process left holds nobody up.
+        assert all(name == f"step_{name[5:]}" for name in os.listdir(folder) if name != ".lock")
         for step in steps:
             assert checkpoints.aux(step) == {"step": step}
             assert_same_bits(checkpoints.restore(step, big_template()), big_state(step))
@@ -613,13 +829,51 @@ def one_of_two(folder, rank, port):
         np.testing.assert_array_equal(shard.data, value[shard.index])
 
 
-@pytest.mark.slow
-def test_two_processes_save_one_checkpoint(tmp_path):
+def two_processes(function, folder):
+    """Whether both processes of `function` ended well."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    processes = [child("one_of_two", tmp_path, rank, port) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    processes = [child(function, folder, rank, port) for rank in range(2)]
+    return [process.wait(timeout=120) for process in processes] == [0, 0]
+
+
+def failing_of_two(folder, rank, port):
+    """Saves of which one process cannot write its part, first one and then the other."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+    with Checkpoints(folder) as checkpoints:
+        save_and_wait(checkpoints, 1)
+        for step, failing in ((2, 1), (3, 0)):
+            if int(rank) == failing:
+                soft = 200_000
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+            began = time.monotonic()
+            with pytest.raises(InputError, match=f"saving step {step} failed: .*[Ff]ile too large"):
+                save_and_wait(checkpoints, step)
+            assert time.monotonic() - began < 60  # not Orbax's 20 minutes
+            unlimited = (resource.RLIM_INFINITY,) * 2
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            assert checkpoints.steps() == [1]
+        # With the same processes, and even the same step.
+        save_and_wait(checkpoints, 3)
+        restored = checkpoints.restore(3, big_template())
+    for name, leaf in big_state(3).items():
+        for one, other in zip(
+            restored[name].addressable_shards, leaf.addressable_shards, strict=True
+        ):
+            np.testing.assert_array_equal(one.data, other.data)
+
+
+def test_a_process_that_cannot_save_fails_all_of_them_at_once(tmp_path):
+    assert two_processes("failing_of_two", tmp_path)
+    with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+        assert checkpoints.steps() == [1, 3]
+        assert_same_bits(checkpoints.restore(3, big_template()), big_state(3))
+
+
+@pytest.mark.slow
+def test_two_processes_save_one_checkpoint(tmp_path):
+    assert two_processes("one_of_two", tmp_path)
     value = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
         assert checkpoints.steps() == [2, 3]
@@ -637,5 +891,5 @@ def test_the_folder_is_the_index(saved):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 4 if sys.argv[1] == "one_of_two" else 8)
+    jax.config.update("jax_num_cpu_devices", 4 if sys.argv[1].endswith("of_two") else 8)
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -19,6 +19,7 @@ import mesh_transformer
 import resharding_example
 from mesh_transformer import (
     conversion,
+    integrity,
     native_checkpoint,
     original_checkpoint,
     original_files,
@@ -284,6 +285,7 @@ def test_an_aux_without_a_config_is_one_line(formats, config, tmp_path, aux):
     """To every reader of a native checkpoint."""
     shutil.copytree(formats["native"], tmp_path / "odd")
     (tmp_path / "odd" / "step_10" / "aux" / "metadata").write_text(json.dumps(aux))
+    (tmp_path / "odd" / "step_10" / integrity.NAME).unlink()
     network = CausalTransformer(config[1], init=False)
     for reader in (mesh_transformer.load, network.load, network.restore):
         with pytest.raises(InputError, match=r"odd.*: its aux is [^\n]*, expected a mapping"):

@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from mesh_transformer import conversion, lora, model, native_checkpoint, step, training
 from mesh_transformer.checkpoint import Checkpoints, find_aux
+from mesh_transformer.checksums import host_checksum
 from mesh_transformer.config import LORA_TARGETS, Config
 from mesh_transformer.declaration import joined, partition
 from mesh_transformer.mesh import make_mesh, named
@@ -282,8 +283,8 @@ def test_a_checksum_is_the_same_on_a_mesh_and_in_parts_on_the_host(dtype):
     mesh = make_mesh(lora_config(cores_per_replica=4))
     placed = jax.device_put(values, named(mesh, jax.sharding.PartitionSpec(None, "mp", None)))
     whole = int(step.compile_checksums(mesh, dtype)({"w": placed})["w"])
-    parts = [lora.host_checksum(part, dtype, at * 160) for at, part in enumerate(values)]
+    parts = [host_checksum(part, at * 160, dtype) for at, part in enumerate(values)]
     assert whole == sum(parts) % 2**32
     swapped = values.copy()
     swapped[0, 0, :2] = values[0, 0, 1::-1]
-    assert lora.host_checksum(swapped, dtype) != whole
+    assert host_checksum(swapped, dtype=dtype) != whole

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from mesh_transformer import runs, training
+from mesh_transformer.config import Config
+from mesh_transformer.storage import FolderLock
 from mesh_transformer.util import HostError, InputError, StoppedError
+from tests.small_run import run_values
 
 
 class Attempt:
@@ -124,3 +127,31 @@ def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypa
     runs.begin_anew(str(tmp_path), yes=True)
     assert len(list(tmp_path.iterdir())) == 3
     runs.begin_anew(str(tmp_path / "missing"), yes=False)
+
+
+def test_begin_anew_leaves_alone_what_is_in_use_and_what_links_lead_to(tmp_path, monkeypatch):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    a_run(theirs)
+    mine.mkdir()
+    (mine / "step_20").symlink_to(theirs / "step_20")
+    before = sorted(theirs.rglob("*"))
+    with FolderLock(str(mine)), pytest.raises(InputError, match=r"mine is in use by process \d+"):
+        runs.begin_anew(str(mine), yes=True)
+    assert (mine / "step_20").is_symlink()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runs.begin_anew("~/mine", yes=True)
+    assert list(mine.iterdir()) == []
+    assert sorted(theirs.rglob("*")) == before
+
+
+def test_the_driver_reads_the_records_before_it_makes_a_tpu(tmp_path):
+    config = Config(**run_values(tmp_path))
+    runs.check_records(config)
+    for changes, message in [
+        ({"train_set": str(tmp_path / "gone.index")}, "gone.index"),
+        ({"val_set": {"v": str(tmp_path / "away.index")}}, "away.index"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            runs.check_records(config.replace(**changes))
+    # It need not be near the data that hosts read.
+    runs.check_records(config.replace(train_set="gs://far/away.index", hosts_read=True))

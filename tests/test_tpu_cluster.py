@@ -259,7 +259,7 @@ def test_a_folder_on_a_disk_of_each_host_s_own_is_refused(cluster, monkeypatch, 
     elsewhere = types.SimpleNamespace(remote=lambda path: ray.put(False))
     actors = [cluster._actors[0], types.SimpleNamespace(sees=elsewhere)]
     monkeypatch.setattr(cluster, "_actors", actors)
-    monkeypatch.setattr(cluster, "_end", lambda: None)
+    monkeypatch.setattr(cluster, "kill", lambda: None)
     with pytest.raises(InputError, match="shared: host 1 has another disk there than host 0; give"):
         cluster.restore(str(tmp_path / "shared"))
     assert list((tmp_path / "shared").iterdir()) == []
@@ -290,12 +290,12 @@ def test_hosts_that_disagree_are_ended(machines):
     cluster.init()
     agreed = cluster._agreed
     loss = {"loss": float("nan")}
-    told = [Measured(1, 0.5, loss, 0), Measured(1, 0.25, dict(loss), 0)]
+    told = [Measured(1, 0.5, loss, 0, False), Measured(1, 0.25, dict(loss), 0, False)]
     assert agreed(1, told)["host_seconds/1"] == 0.25
     with pytest.raises(
         HostError, match=r"disagree after step 1: host 0 is at step 1 with loss 0\.5, host 1 is"
     ):
-        agreed(1, [Measured(1, 0.5, {"loss": at}, 0) for at in (0.5, 0.5000000000000001)])
+        agreed(1, [Measured(1, 0.5, {"loss": at}, 0, False) for at in (0.5, 0.5000000000000001)])
     assert cluster.ended
 
 

@@ -357,7 +357,11 @@ def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
     assert calls[-1].startswith("ray start --address 10.0.0.2:6379 --resources {")
     # By this address the driver knows it, whichever else it has.
     assert calls[-1].endswith(f"--node-ip-address {host.address}")
-    assert any(call.endswith("jax[tpu]==0.10.2") for call in calls)
+    # Nothing is installed but what is pinned by hashes, and the package itself.
+    installs = [call for call in calls if " -m pip install " in call]
+    pinned = ["requirements.txt", "requirements-libtpu.txt"]
+    assert [Path(call.split()[-1]).name for call in installs] == [*pinned, "package"]
+    assert all("--require-hashes" in call for call in installs[:2])
     assert set((host.home / "environment").read_text().splitlines()) == {
         f"token unset {token.resolve()}"
     }

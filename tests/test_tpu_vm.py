@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -23,10 +25,11 @@ from mesh_transformer.tpu_api import (
     default_project,
     new_client,
 )
-from mesh_transformer.tpu_spec import SshOptions, TpuSpec, accelerator_type
+from mesh_transformer.tpu_spec import SshOptions, TpuSpec, accelerator_type, deadline_script
 from mesh_transformer.tpu_vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
 from tests.fake_tpu import FakeTpuApi, Queue, key_pair
+from tests.interruptions import wait_until
 
 ROOT = Path(__file__).parent.parent
 NAME = "projects/p/locations/europe-west4-a/nodes/pod"
@@ -103,6 +106,70 @@ def test_queued_waits_then_is_ready_and_deleted(api, make, capsys, tier):
     assert request.queued_resource.queueing_policy.valid_until_duration.seconds == 20
     assert asked(api, tpu_v2.DeleteQueuedResourceRequest)[0].force
     assert "tpus queued-resources delete pod" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_its_hosts_end_it_after_its_hours(api, make, queued):
+    limits = stays(deadline_grace=100.0)
+    with make(queued=queued, tier="spot", max_hours=2, limits=limits) as tpu:
+        kind = tpu_v2.CreateQueuedResourceRequest if queued else tpu_v2.CreateNodeRequest
+        request = asked(api, kind)[0]
+        node = request.queued_resource.tpu.node_spec[0].node if queued else request.node
+        script = node.metadata["startup-script"]
+        # Two hours, less what it took to ask for it.
+        found = re.search(r"date \+%s\) \+ (\d+)", script)
+        assert found is not None
+        assert 7300 - 60 < int(found[1]) <= 7300
+        place = "projects/p/locations/europe-west4-a"
+        end = f"{place}/queuedResources/pod?force=true" if queued else f"{place}/nodes/pod"
+        assert f"https://tpu.googleapis.com/v2/{end}'" in script
+        tpu._began -= 3 * 3600
+        api.preempt()
+        with pytest.raises(StoppedError, match="--max-hours 2 are over, so that it is not made"):
+            tpu.make_again()
+    with make(name="other") as tpu:
+        assert "startup-script" not in asked(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
+        assert tpu._seconds_left() == math.inf
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_deadline_s_script_deletes_or_shuts_down(tmp_path, refused):
+    """As a host runs it, but for what would leave the machine or end it."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    log = tmp_path / "log"
+    stubs = {
+        "curl": f"""case "$*" in
+*metadata*) echo "curl $*" >> {log}; echo '{{"access_token": "t0ken", "expires_in": 3}}' ;;
+*DELETE*) echo "curl $* $(cat)" >> {log}; exit {22 if refused else 0} ;;
+esac""",
+        "sleep": "exit 0",
+        "shutdown": f"echo shutdown $* >> {log}",
+    }
+    for name, text in stubs.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
+    script = tmp_path / "script"
+    script.write_text(deadline_script(spec, 0, str(tmp_path)))
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    subprocess.run(["bash", str(script)], env=environment, check=True)
+
+    def ended():
+        lines = log.read_text().splitlines() if log.exists() else []
+        return lines if lines and ("shutdown" if refused else "DELETE") in lines[-1] else None
+
+    calls = wait_until(ended, "it neither deletes nor shuts down")
+    deletions = [call for call in calls if "DELETE" in call]
+    assert len(deletions) == (5 if refused else 1)
+    for call in deletions:
+        assert call.endswith("/nodes/pod Authorization: Bearer t0ken")
+        assert "-H @- https://tpu" in call
+    # A host that starts again has no new hours.
+    deadline = (tmp_path / "mesh-transformer-deadline").read_text()
+    script.write_text(deadline_script(spec, 10**6, str(tmp_path)))
+    subprocess.run(["bash", str(script)], env=environment, check=True)
+    assert (tmp_path / "mesh-transformer-deadline").read_text() == deadline
 
 
 @pytest.mark.parametrize("queued", [False, True])

@@ -92,6 +92,11 @@ class Counter:
     def generate(self, *_: Any) -> np.ndarray:
         raise NotImplementedError
 
+    def claim(self, folder: str) -> None:
+        self.calls.append(f"claim {Path(folder).name}")
+
+    save_failed = False
+
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         self.saved[self.step] = json.loads(json.dumps(aux))
 
@@ -142,7 +147,7 @@ def test_rows_have_the_keys_of_the_issue(counter, tmp_path):
         assert row["train/loss"] == 1 / row["step"]
         assert row.get("val/loss_held_out", 1.5) == 1.5
     assert sorted(network.saved) == [7, 14, 21, 28, 30]
-    assert network.calls == ["init", "wait", "close"]
+    assert network.calls == [f"claim {tmp_path.name}", "init", *["wait"] * 5, "close"]
 
 
 @pytest.mark.parametrize("stops", [(1, 2, 30), (13, 14, 29, 30)])
@@ -214,7 +219,7 @@ def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupted)
     assert max(network.saved) == 6
-    assert network.calls == ["init"]
+    assert network.calls == ["claim " + tmp_path.name, "init"]
 
 
 def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
@@ -332,6 +337,130 @@ def test_bad_records_are_told_even_where_the_hosts_have_ended(counter, tmp_path)
         training.train(network, str(tmp_path))
 
 
+# Saves that fail.
+
+
+class Storage:
+    """Fails the saves of some steps of a `Counter`, as they begin or in the background.
+
+    Attributes:
+      tried: the steps of all saves, in order.
+    """
+
+    def __init__(self, network: Counter, fails: Callable[[int], str | None]):
+        self.network, self.fails = network, fails
+        self.tried: list[int] = []
+        self.save, network.save, network.wait = network.save, self.begin, self.wait
+
+    def error(self, step: int) -> InputError:
+        return InputError(f"model: saving step {step} failed: disk full")
+
+    def begin(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        assert not self.network.save_failed, "a failure was never looked at"
+        step = self.network.step
+        self.tried.append(step)
+        if (how := self.fails(step)) == "at once":
+            raise self.error(step)
+        if how == "later":
+            self.network.save_failed = True
+        else:
+            self.save(folder, aux)
+
+    def wait(self) -> None:
+        if self.network.save_failed:
+            self.network.save_failed = False
+            raise self.error(self.tried[-1])
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+def test_a_save_that_fails_is_tried_again_with_the_next_step(counter, tmp_path, capsys, how):
+    network = counter(ckpt_every=7)
+    storage = Storage(network, lambda step: how if step == 14 else None)
+    training.train(network, str(tmp_path))
+    again = 15 if how == "at once" else 16  # seen at step 15
+    assert storage.tried == [7, 14, again, 21, 28, 30]
+    assert sorted(network.saved) == [7, again, 21, 28, 30]
+    said = f"saving step 14 failed: disk full; the run goes on, and saves again at step {again}"
+    assert said in capsys.readouterr().err
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+@pytest.mark.parametrize("ends", [41, 42, 45, 53, 70, 79])
+def test_soon_after_storage_works_again_all_is_saved(counter, tmp_path, how, ends):
+    network = counter(ckpt_every=40, total_steps=90, val_set=None)
+    storage = Storage(network, lambda step: how if step < ends else None)
+    training.train(network, str(tmp_path))
+    assert storage.tried[0] == 40
+    assert ends <= min(network.saved) <= ends + 10
+    assert max(network.saved) == 90
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+def test_the_last_save_is_tried_twice(counter, tmp_path, how):
+    fails = [how]
+    network = counter(ckpt_every=1000)
+    storage = Storage(network, lambda step: fails.pop() if fails else None)
+    training.train(network, str(tmp_path / "once"))
+    assert (storage.tried, list(network.saved)) == ([30, 30], [30])
+    network = counter(ckpt_every=1000)
+    storage = Storage(network, lambda step: how)
+    with pytest.raises(InputError, match=r"saving step 30 failed: disk full$"):
+        training.train(network, str(tmp_path / "never"))
+    assert storage.tried == [30, 30]
+    assert [row["step"] for row in rows_of(tmp_path / "never")] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("at", [14, 15, 16, 20])
+def test_a_signal_saves_although_the_save_before_failed(counter, tmp_path, at):
+    network, fails = counter(ckpt_every=7), ["later"]
+    Storage(network, lambda step: fails.pop() if step == 14 and fails else None)
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == at else None
+    training.train(network, str(tmp_path))
+    assert max(network.saved) == network.step == at
+
+
+@pytest.mark.parametrize("failing", ["train", "eval", "open_train_set"])
+def test_whatever_ends_a_run_what_is_done_is_saved(counter, tmp_path, failing):
+    network = counter(ckpt_every=1000, val_every=10)
+    act = getattr(network, failing)
+
+    def fails(*arguments: Any) -> Any:
+        if network.step == 10:
+            raise RuntimeError("unforeseen")
+        return act(*arguments)
+
+    setattr(network, failing, fails)
+    if failing == "open_train_set":
+        loader = act()
+        loader.get_samples = lambda read=loader.get_samples: (
+            fails() if network.step == 10 else read()
+        )
+        network.open_train_set = lambda: loader
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        training.train(network, str(tmp_path))
+    assert list(network.saved) == [10]
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
+
+
+def test_a_signal_ends_a_validation_early(counter, tmp_path):
+    evaluated = []
+    network = counter(ckpt_every=1000, val_every=10, val_batches=4)
+    act = network.eval
+
+    def evaluate(sample: Any) -> Any:
+        evaluated.append(network.step)
+        if len(evaluated) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return act(sample)
+
+    network.eval = evaluate
+    training.train(network, str(tmp_path))
+    assert evaluated == [10, 10]
+    assert max(network.saved) == 10
+    assert "val/loss_held_out" not in rows_of(tmp_path)[-1]
+
+
 def test_what_keeps_training_from_beginning(counter, tmp_path):
     cases = [
         ({"train_set": None}, {}, "training needs the key 'train_set'"),
@@ -378,10 +507,10 @@ def test_a_new_run_may_start_from_other_weights_a_resumed_one_does_not(counter, 
     network = counter(saved)
     options: dict[str, Any] = {"tune_model_path": "there", "fresh_opt": True}
     training.train(network, str(tmp_path), max_steps=3, **options)
-    assert network.calls[0] == "load there True"
+    assert network.calls[1] == "load there True"
     network = counter(saved)
     training.train(network, str(tmp_path), **options)
-    assert network.calls == ["wait", "close"]
+    assert not [call for call in network.calls if call.startswith(("load", "init"))]
     assert len(network.seen) == 27
 
 
