@@ -24,6 +24,7 @@ Norm = Literal[
 
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
 
+MOST_LAYERS = 4096  # what names each layer would take minutes and all memory for many more
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 
 # Which matrices of a block adapters can sit on; the first ones are the default.
@@ -316,6 +317,8 @@ def _check(c: Config) -> None:
     for key in positive.split(" "):
         if getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
+    if c.layers > MOST_LAYERS:
+        raise InputError(f"layers is {c.layers}, expected at most {MOST_LAYERS}")
     at_least_0 = "warmup_steps lr end_lr weight_decay adam_eps z_loss shuffle_buffer val_batches"
     for key in at_least_0.split(" "):
         if getattr(c, key) < 0:

@@ -204,11 +204,16 @@ def _members(path: str) -> list[str]:
 
 
 def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
-    version = npy.read_magic(stream)
-    if version == (1, 0):
-        shape, _, dtype = npy.read_array_header_1_0(stream)
-    else:
-        shape, _, dtype = npy.read_array_header_2_0(stream)
+    try:
+        version = npy.read_magic(stream)
+        if version == (1, 0):
+            shape, _, dtype = npy.read_array_header_1_0(stream)
+        else:
+            shape, _, dtype = npy.read_array_header_2_0(stream)
+    except _DAMAGED:
+        raise
+    except Exception as error:  # numpy parses it as Python, which has errors of its own
+        raise ValueError(f"its header is none of numpy's: {error}") from None
     return shape, dtype
 
 

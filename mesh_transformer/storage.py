@@ -172,7 +172,7 @@ def reason(error: BaseException) -> str:
             return cause.strerror
         if match := _OS_ERROR.search(str(cause)):
             return os.strerror(int(match[1]))
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     text = " ".join(str(root).split()) or type(root).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 

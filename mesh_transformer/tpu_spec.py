@@ -194,7 +194,7 @@ token_url=http://metadata.google.internal/computeMetadata/v1/instance/service-ac
     while [ "$(date +%s)" -lt "$(cat "$deadline")" ]; do sleep 30; done
     for attempt in 1 2 3 4 5; do
         token=$(curl -sf -H 'Metadata-Flavor: Google' "$token_url" |
-            sed -n 's/.*"access_token": *"\\([^"]*\\)".*/\1/p')
+            sed -n 's/.*"access_token": *"\([^"]*\)".*/\1/p')
         # The token comes by standard input: a machine's users see all arguments.
         curl -sf -X DELETE -H @- '{url}' <<< "Authorization: Bearer $token" && exit
         sleep 60

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +30,10 @@ from mesh_transformer.metrics import NAME
 from tests.multihost import random_batches, started
 from tests.multihost import run as run_hosts
 from tests.small_run import TIMES, VALUES, mixed_values, write_config
+from tests.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parent.parent
 HEARTBEAT = 10
-SECONDS = 240.0  # for a whole run
 LONGEST = 60.0  # until a run is further than it was when it was disturbed
 KINDS = ("SIGKILL", "SIGSTOP", "exception")
 SERVERS = ("gcs_server", "raylet")  # of Ray's head; their SIGKILL is a kind too
@@ -54,18 +54,6 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def last_step(folder: Path) -> int:
     return max((row["step"] for row in rows_of(folder)), default=0)
-
-
-def wait_until(
-    condition: Callable[[], Any], what: str, seconds: float = SECONDS, pause: float = 0.01
-) -> Any:
-    """The condition's first true value."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(pause)
-    raise AssertionError(f"{what}: not within {seconds:.0f} s")
 
 
 def members(session: int) -> dict[int, str]:

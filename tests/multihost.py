@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,9 +14,11 @@ import numpy as np
 
 from mesh_transformer.config import Config
 from tests.small_run import SEQ, VOCAB
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 STEPS = 5  # of which there are batches
+PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 SECONDS = 300.0  # on a machine that has other things to do
 
 
@@ -23,6 +26,18 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def listening(port: int) -> list[str]:
+    """Linux: the addresses, as the kernel writes them, on which somebody listens on a port."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            local, _, state = line.split()[1:4]
+            address, _, number = local.partition(":")
+            if state == "0A" and int(number, 16) == port:
+                found.append(address)
+    return found
 
 
 def random_batches(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -61,8 +76,9 @@ def started(
     """
     folder.mkdir()
     np.savez(folder / "batches.npz", **batches)
+    port = free_port()
     start = {
-        "coordinator": f"127.0.0.1:{free_port()}",
+        "coordinator": f"127.0.0.1:{port}",
         "processes": hosts,
         "heartbeat": 10,
         "devices": config["tpu_size"] // hosts,
@@ -83,9 +99,22 @@ def started(
             command = [sys.executable, "-m", "tests.host_process", str(path)]
             with (folder / f"{rank}.log").open("w") as log:
                 to, out = (subprocess.PIPE,) * 2 if pipes else (None, log)
+                # A proxy that does not answer: hosts reach each other without.
+                environment = os.environ | dict.fromkeys(PROXIES, "http://127.0.0.1:9")
                 processes.append(
-                    subprocess.Popen(command, cwd=ROOT, stdin=to, stdout=out, stderr=log, text=True)
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdin=to,
+                        stdout=out,
+                        stderr=log,
+                        text=True,
+                    )
                 )
+        # On loopback alone: the coordinator believes whoever connects.
+        addresses = wait_until(lambda: listening(port), "nobody listens")
+        assert all(address.endswith("0100007F") for address in addresses), addresses
         yield processes
     finally:
         for process in processes:

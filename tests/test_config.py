@@ -86,6 +86,7 @@ def refusal(changes: dict[str, Any]) -> str:
         ({"lora_targets": []}, ["lora_targets is []", "at least one"]),
         ({"pe_rotary_dims": 0}, ["pe_rotary_dims is 0", "positive even number"]),
         ({"layers": 0}, ["layers is 0", "expected at least 1"]),
+        ({"layers": 10**9}, ["layers is 1000000000", "expected at most 4096"]),
         ({"n_heads": 0}, ["n_heads is 0", "expected at least 1"]),
         ({"seq": -1}, ["seq is -1", "expected at least 1"]),
         ({"lr": -1.0}, ["lr is -1.0", "expected at least 0"]),

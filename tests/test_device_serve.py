@@ -23,8 +23,9 @@ from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import QUICK_COMPILATION
-from tests.interruptions import members, sessions_of, wait_until
+from tests.interruptions import members, sessions_of
 from tests.small_run import write_config
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60

@@ -14,7 +14,8 @@ import pytest
 
 from mesh_transformer.arguments import run_arguments, tpu_arguments
 from tests.documents import PYTHON, ROOT, commands, python_commands
-from tests.interruptions import SECONDS, last_step, training, wait_until
+from tests.interruptions import last_step, training
+from tests.waiting import SECONDS, wait_until
 
 PAGE = "pods.md"
 # As quick as a step can be with the vocabulary of the records.

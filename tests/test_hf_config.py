@@ -113,6 +113,7 @@ def test_the_end_of_text_is_named_where_there_is_one(tmp_path):
         ({"n_inner": 8192}, "n_inner is 8192; this model has 4 . n_embd or null alone"),
         ({"n_embd": "4096"}, "n_embd is '4096', expected a whole number"),
         ({"n_layer": "absent"}, "n_layer is None"),
+        ({"n_layer": 10**9}, "layers is 1000000000, expected at most 4096"),
         ({"n_head": True}, "n_head is True"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"n_head": 17}, "n_heads 17 does not divide"),

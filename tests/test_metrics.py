@@ -18,7 +18,7 @@ from mesh_transformer import metrics, wandb_upload
 from mesh_transformer.config import Config
 from mesh_transformer.metrics import NAME, MetricsLog, NoiseScale
 from mesh_transformer.util import InputError
-from tests.interruptions import wait_until
+from tests.waiting import wait_until
 
 CONFIG = Config(layers=1, d_model=8, n_heads=1, n_vocab=8)
 

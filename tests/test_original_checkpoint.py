@@ -509,12 +509,29 @@ def put(value):
     return lambda path: edit(path, lambda arrays: arrays.update(arr_1=value(arrays["arr_1"])))
 
 
+def header(change):
+    """An array whose header, which numpy reads as Python, is changed; its checksums are right."""
+
+    def damage(path):
+        with zipfile.ZipFile(path) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        parts["arr_1.npy"] = parts["arr_1.npy"].replace(*change)
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in parts.items():
+                archive.writestr(name, content)
+
+    return damage
+
+
 # The piece holds the embedding's b, w of shard 1 of 2.
 DAMAGE = [
     (truncate, r"shard_1/0\.npz: expected a whole \.npz archive, .* bytes\); copy"),
     (os.remove, r"shard_1/0\.npz: is missing; a shard has 16 pieces"),
     (lambda path: Path(path).write_bytes(pickle.dumps([1])), r"shard_1/0\.npz: expected a whole"),
     (flip, r"0\.npz: arr_0 \(params: .*linear b\) is damaged: Bad CRC-32.*; expected \(64,\)"),
+    (header((b"}", b"(")), r"arr_1 \(.*linear w\) is damaged: its header is none of numpy's: "),
+    (header((b"'descr'", b"'descr ")), r"arr_1 \(.*\) is damaged: its header is none of numpy's: "),
+    (header((b": ", b":)")), r"arr_1 \(.*linear w\) is damaged: its header is none of numpy's: "),
     (pickled, r"0\.npz: arr_1 \(.*linear w\) is a pickled object.* refused as unsafe"),
     (put(lambda w: w[:-1]), r"0\.npz: arr_1 \(.*\) has shape \(63, 64\), expected \(64, 64\)"),
     (put(lambda w: w[:, :-1]), r"arr_1 \(.*\) has shape \(64, 63\), expected \(64, 64\) in each"),

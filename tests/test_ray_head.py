@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,8 +20,9 @@ from mesh_transformer.config import Config
 from mesh_transformer.ray_head import RayHead
 from mesh_transformer.util import StoppedError
 from tests.conftest import random_batch
-from tests.interruptions import members, sessions_of, wait_until
+from tests.interruptions import members, sessions_of
 from tests.small_run import VALUES
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +94,47 @@ def test_a_head_that_dies_ends_whole_and_is_made_again(name, capfd):
         assert f"Ray's head has died ({name} died); a new one starts" in capfd.readouterr().err
         fill([], 1)
     assert not sessions_of(os.getpid())
+
+
+JOIN = """
+import sys
+import ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    print("joined", len(ray.nodes()))
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_whoever_has_no_token_is_refused(tmp_path):
+    """Each tries for as long as Ray's own client does: all at once."""
+    with RayHead() as head:
+        own = os.environ["RAY_AUTH_TOKEN"]
+        ways = {
+            "the token": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own},
+            "another": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own[::-1]},
+            "none": {"RAY_AUTH_MODE": "token"},
+            "no mode": {"RAY_AUTH_MODE": "disabled"},
+        }
+        others = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+        clients = {
+            way: subprocess.Popen(
+                [sys.executable, "-c", JOIN, head.address],
+                env=others | {"HOME": str(tmp_path)} | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for way, variables in ways.items()
+        }
+        said = {way: client.communicate(timeout=240)[0].strip() for way, client in clients.items()}
+    assert said == {
+        "the token": "joined 1",
+        "another": "ConnectionError",
+        "none": "AuthenticationError",
+        "no mode": "ConnectionError",
+    }
 
 
 @pytest.mark.parametrize("error", [ProcessLookupError, FileNotFoundError])

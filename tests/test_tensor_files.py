@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import re
+import shutil
 import struct
 
 import ml_dtypes
@@ -178,8 +179,14 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path):
     values["weight_map"]["leaf.99"] = first
     index.write_text(json.dumps(values))
     fails(tmp_path, f"{first}: tensor leaf.99 is missing")
-    index.write_text(good.replace(first, f"../{first}"))
-    fails(tmp_path, "is missing, though")
+    # A shard is in its own folder: what an index names elsewhere is not read, though it is there.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name, place in [(f"elsewhere/{first}", elsewhere), (f"../{first}", tmp_path.parent)]:
+        shutil.copy(tmp_path / first, place / first)
+        index.write_text(good.replace(first, name))
+        fails(tmp_path, "is missing, though")
+    (tmp_path.parent / first).unlink()
     index.write_text(good)
     (tmp_path / first).unlink()
     fails(tmp_path, f"{re.escape(first)}: is missing, though .*index.json names it")

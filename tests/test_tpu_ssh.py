@@ -22,7 +22,7 @@ from mesh_transformer.tpu_ssh import Hosts
 from mesh_transformer.tpu_vm import Limits, TpuVm
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.fake_tpu import FakeHost, FakeTpuApi, key_pair
-from tests.interruptions import wait_until
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "a-token-that-nobody-else-may-see"

@@ -29,7 +29,7 @@ from mesh_transformer.tpu_spec import SshOptions, TpuSpec, accelerator_type, dea
 from mesh_transformer.tpu_vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
 from tests.fake_tpu import FakeTpuApi, Queue, key_pair
-from tests.interruptions import wait_until
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 NAME = "projects/p/locations/europe-west4-a/nodes/pod"

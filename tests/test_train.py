@@ -17,15 +17,14 @@ from mesh_transformer import tpu_ray
 from tests.fake_pod import FakePod
 from tests.interruptions import (
     ROOT,
-    SECONDS,
     assert_same,
     command,
     last_step,
     rows_of,
     training,
-    wait_until,
 )
 from tests.small_run import mixed_values, run_values, write_config
+from tests.waiting import SECONDS, wait_until
 
 # f32 rounds to 6e-8; on other processes sums are in another order, over 30 updates.
 OTHER_PROCESSES = 1e-5

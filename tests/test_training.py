@@ -281,6 +281,25 @@ def test_a_loss_that_is_not_finite_stops_and_nothing_is_saved_after_it(
     assert network.calls[-1] == "close"
 
 
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+@pytest.mark.parametrize("step", [1, 8, 9, 30])
+def test_a_gradient_norm_that_is_not_finite_stops_as_well(counter, tmp_path, norm, step):
+    network = counter(ckpt_every=4)
+    act = network.train
+
+    def train(sample: Any) -> dict[str, Any]:
+        measured = act(sample)
+        if network.step == step:
+            measured["grad_norm"] = Number(network, norm)
+        return measured
+
+    network.train = train
+    with pytest.raises(StoppedError, match=rf"^step {step}: loss is .*, gradient norm {norm}; "):
+        training.train(network, str(tmp_path))
+    assert max(network.saved, default=0) == (step - 1) // 4 * 4
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
+
+
 @pytest.mark.parametrize("record", [8 * 6, 8 * 6 + 7])
 def test_a_corrupt_record_loses_no_step_and_mended_goes_on(counter, tmp_path, record):
     whole = counter(ckpt_every=1000)
