@@ -85,7 +85,7 @@ def test_memory_is_a_quarter_and_stays_so_while_it_runs():
         made = batch._generator
         run: Any = step.compile_decode(made.config, made.mesh, None, MOST_STEPS)
         analysis = (
-            run.lower(batch._weights, batch._state, np.int32(1))
+            run.lower(batch._weights, batch._state, np.ones(1, np.int32), np.int32(1))
             .compile(AS_USERS_COMPILE)
             .memory_analysis()
         )
