@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -146,8 +147,10 @@ def test_slow_clients_leave_room_for_others(serve, monkeypatch):
             slow.append(stack.enter_context(contextlib.closing(connected(live))))
             slow[-1].sendall([b"POST /v1/completions HTTP/1.1\r\n", UNREAD[1]][number % 2])
             if number % 10 == 9:
-                assert live.http.get("/health").status_code == 200
-                assert len(live.server.server_state.connections) <= 20
+                # A new connection: one that is kept may be the one that gives way.
+                assert httpx.get(f"{live.url}/health", timeout=SECONDS).status_code == 200
+                # Of another one, which comes in meanwhile, room may not have been made yet.
+                assert len(live.server.server_state.connections) <= 20 + 1
     assert live.ask(prompt="x", max_tokens=2)["choices"]
 
 

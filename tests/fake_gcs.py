@@ -1,0 +1,287 @@
+"""Google Cloud Storage on loopback, as far as the clients here ask it: tensorstore and TensorFlow.
+
+tensorstore and gcsfs take an endpoint from the environment.  TensorFlow does not, but it obeys
+`https_proxy`: the same port is such a proxy, behind which it speaks TLS with a certificate of
+its own.
+"""
+
+import contextlib
+import dataclasses
+import http.server
+import json
+import re
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+HOSTS = ("storage.googleapis.com", "www.googleapis.com")
+
+Key = tuple[str, str]  # a bucket and the name of an object
+
+
+@dataclasses.dataclass
+class Stored:
+    """An object and what it is by now the how-manieth writing of."""
+
+    content: bytes
+    generation: int
+    written: float
+
+    def resource(self, key: Key) -> dict[str, str]:
+        """As the JSON API describes it."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.written))
+        return {
+            "kind": "storage#object",
+            "bucket": key[0],
+            "name": key[1],
+            "size": str(len(self.content)),
+            "generation": str(self.generation),
+            "metageneration": "1",
+            "timeCreated": when,
+            "updated": when,
+        }
+
+
+class Answer(Exception):  # noqa: N818  # most are no errors
+    """What ends a request: a status, a body, and headers."""
+
+    def __init__(self, status: int, body: Any = b"", **headers: Any):
+        super().__init__(status)
+        if status >= 400:
+            body = {"error": {"code": status, "message": str(body)}}
+        self.status = status
+        self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.headers = {name.replace("_", "-"): str(value) for name, value in headers.items()}
+
+
+class FakeGcs:
+    """Buckets of every name; what is in them is kept in memory.
+
+    Attributes:
+      objects: all there are.
+      fault: called before each request; the status that it returns is the answer to it.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[Key, Stored] = {}
+        self.fault: Callable[[], int | None] = lambda: None
+        self.lock = threading.RLock()
+        self.requests = 0
+        self._generation = 0
+        self._uploads: dict[str, tuple[Key, bytearray]] = {}
+
+    def answer(self, method: str, url: str, headers: Any, content: bytes) -> Answer:
+        with self.lock:
+            self.requests += 1
+            if (status := self.fault()) is not None:
+                return Answer(status, "made to fail")
+            parts = urlsplit(url)
+            query = {k: v[0] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
+            try:
+                self._route(method, parts.path, query, headers, content)
+            except Answer as answer:
+                return answer
+            return Answer(404, f"{method} {parts.path} is unknown here")
+
+    def _route(self, method: str, path: str, query: dict, headers: Any, content: bytes) -> None:
+        """Raises the answer, if there is one."""
+        if found := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
+            self._upload(method, found[1], query, headers, content)
+        if found := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
+            raise Answer(200, {"kind": "storage#bucket", "name": found[1], "location": "US"})
+        if found := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
+            raise Answer(200, self._listing(found[1], query))
+        if found := re.fullmatch(
+            r"/storage/v1/b/([^/]+)/o/([^/]+)/(?:rewriteTo|copyTo)/b/([^/]+)/o/([^/]+)", path
+        ):
+            source = self._stored((found[1], unquote(found[2])))
+            copy = self._put((found[3], unquote(found[4])), source.content)
+            raise Answer(200, {"done": True, "resource": copy, "objectSize": copy["size"]})
+        # The XML API reads with the same names, but not escaped as one part of a path.
+        found = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)", path)
+        media = found is None or query.get("alt") == "media"
+        if found := found or re.fullmatch(r"/(?!storage/|upload/)([^/]+)/(.+)", path):
+            self._one(method, (found[1], unquote(found[2])), media, query, headers)
+
+    def _stored(self, key: Key) -> Stored:
+        if key not in self.objects:
+            raise Answer(404, f"{key[0]}/{key[1]}: no such object")
+        return self.objects[key]
+
+    def _put(self, key: Key, content: bytes) -> dict[str, str]:
+        self._generation += 1
+        self.objects[key] = Stored(bytes(content), self._generation, time.time())
+        return self.objects[key].resource(key)
+
+    def _check(self, key: Key, query: dict) -> None:
+        """Preconditions on the generation, which is 0 where there is no object."""
+        there = self.objects.get(key)
+        generation = str(there.generation if there else 0)
+        if query.get("ifGenerationMatch", generation) != generation:
+            raise Answer(412, "ifGenerationMatch")
+        if query.get("ifGenerationNotMatch") == generation:
+            raise Answer(304)
+
+    def _upload(self, method: str, bucket: str, query: dict, headers: Any, content: bytes) -> None:
+        if "upload_id" in query:
+            key, so_far = self._uploads[query["upload_id"]]
+            span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range", ""))
+            if span:
+                so_far[int(span[1]) :] = content
+            elif not headers.get("Content-Range", "").startswith("bytes */"):
+                so_far[:] = content
+            if span and (span[3] == "*" or len(so_far) < int(span[3])):
+                raise Answer(308, Range=f"bytes=0-{len(so_far) - 1}")
+            raise Answer(200, self._put(key, so_far))
+        name = query.get("name") or json.loads(content)["name"]
+        key = (bucket, unquote(name))
+        if query.get("uploadType") == "resumable":
+            number = str(len(self._uploads))
+            self._uploads[number] = (key, bytearray())
+            host = headers["Host"]
+            scheme = "https" if host.partition(":")[0] in HOSTS else "http"
+            path = f"/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={number}"
+            raise Answer(200, Location=f"{scheme}://{host}{path}")
+        if method == "POST":
+            self._check(key, query)
+            raise Answer(200, self._put(key, content))
+
+    def _listing(self, bucket: str, query: dict) -> dict[str, Any]:
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
+        after, most = query.get("pageToken", ""), int(query.get("maxResults", 1000))
+        entries: dict[str, dict | None] = {}  # None: a prefix
+        for key in sorted(self.objects):
+            name = key[1]
+            if key[0] != bucket or not name.startswith(prefix):
+                continue
+            if name < query.get("startOffset", "") or name >= query.get("endOffset", "\U0010ffff"):
+                continue
+            head, cut, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+            if cut:
+                entries.setdefault(prefix + head + cut)
+            else:
+                entries[name] = self.objects[key].resource(key)
+        names = sorted(name for name in entries if name > after)
+        found: dict[str, Any] = {"kind": "storage#objects"}
+        page = {name: entries[name] for name in names[:most]}
+        if items := [entry for entry in page.values() if entry is not None]:
+            found["items"] = items
+        if prefixes := [name for name, entry in page.items() if entry is None]:
+            found["prefixes"] = prefixes
+        if len(names) > most:
+            found["nextPageToken"] = names[most - 1]
+        return found
+
+    def _one(self, method: str, key: Key, media: bool, query: dict, headers: Any) -> None:
+        stored = self._stored(key)
+        self._check(key, query)
+        if method == "DELETE":
+            del self.objects[key]
+            raise Answer(204)
+        if not media:
+            raise Answer(200, stored.resource(key))
+        content, said = stored.content, {"x_goog_generation": stored.generation}
+        span = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
+        if not span:
+            raise Answer(200, content, **said)
+        first = int(span[1]) if span[1] else max(len(content) - int(span[2]), 0)
+        last = min(int(span[2]) if span[1] and span[2] else len(content) - 1, len(content) - 1)
+        if first > last:
+            raise Answer(416, "Range", Content_Range=f"bytes */{len(content)}")
+        said["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
+        raise Answer(206, content[first : last + 1], **said)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """HTTP for one connection; after CONNECT it goes on inside TLS."""
+
+    protocol_version = "HTTP/1.1"
+    gcs: FakeGcs
+    tls: ssl.SSLContext
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_CONNECT(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.connection = self.tls.wrap_socket(self.connection, server_side=True)
+        self.rfile = self.connection.makefile("rb")
+        self.wfile = self.connection.makefile("wb", 0)
+        self.close_connection = False
+        self.handle()
+
+    def _any(self) -> None:
+        answer = self.gcs.answer(self.command, self.path, self.headers, self._content())
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _any
+
+    def _content(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients may leave whenever they like."""
+
+
+@contextlib.contextmanager
+def gcs_server(folder: Path) -> Iterator[tuple[FakeGcs, dict[str, str]]]:
+    """A server, and the environment in which every client finds it.
+
+    Args:
+      folder: for its certificate.
+    """
+    key, certificate = folder / "tls.key", folder / "tls.pem"
+    names = ",".join(f"DNS:{name}" for name in HOSTS)
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", f"/CN={HOSTS[0]}", "-addext", f"subjectAltName={names}"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    gcs = FakeGcs()
+    handler = type("Handler", (_Handler,), {"gcs": gcs, "tls": tls})
+    with _Server(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            yield (
+                gcs,
+                {
+                    "https_proxy": url,
+                    "no_proxy": "127.0.0.1,localhost",
+                    "CURL_CA_BUNDLE": str(certificate),
+                    "TENSORSTORE_GCS_HTTP_URL": url,
+                    "STORAGE_EMULATOR_HOST": url,
+                    "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+                    "GCS_STAT_CACHE_MAX_AGE": "0",
+                    "NO_GCE_CHECK": "true",
+                },
+            )
+        finally:
+            server.shutdown()
+            thread.join()
