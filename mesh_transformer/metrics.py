@@ -42,12 +42,9 @@ class MetricsLog:
         Raises:
           InputError: where the file cannot be written, or what is there cannot be read.
         """
-        folder = local_path(folder)
-        remote = epath.Path(folder) / NAME if is_uri(folder) else None
-        local = folder if remote is None else os.path.join("runs", folder.split("://")[1])
-        self.path = os.path.join(local, NAME)
+        self.path, remote = _places(folder)
         try:
-            os.makedirs(local, exist_ok=True)
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
             _replace(self.path, _rows_so_far(self.path, remote, restored_step))
             self._file = os.open(self.path, os.O_WRONLY)
             self._end = os.fstat(self._file).st_size
@@ -103,6 +100,26 @@ class MetricsLog:
             self._uploads.close()
         if self._wandb is not None:
             self._wandb.close()
+
+
+def row_of(folder: str, step: int) -> dict[str, Any] | None:
+    """What the metrics in a model folder say of a step, if they do.
+
+    Raises:
+      InputError: where they cannot be read.
+    """
+    path, remote = _places(folder)
+    rows = _rows_so_far(path, remote, step)
+    last = json.loads(rows[-1]) if rows else {"step": None}
+    return last if last["step"] == step else None
+
+
+def _places(folder: str) -> tuple[str, epath.Path | None]:
+    """The metrics' file here, and the one in a remote model folder."""
+    folder = local_path(folder)
+    if not is_uri(folder):
+        return os.path.join(folder, NAME), None
+    return os.path.join("runs", folder.split("://")[1], NAME), epath.Path(folder) / NAME
 
 
 def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:

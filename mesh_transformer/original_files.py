@@ -210,7 +210,7 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
             shape, _, dtype = npy.read_array_header_1_0(stream)
         else:
             shape, _, dtype = npy.read_array_header_2_0(stream)
-    except _DAMAGED:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error):
         raise
     except Exception as error:  # numpy parses it as Python, which has errors of its own
         raise ValueError(f"its header is none of numpy's: {error}") from None

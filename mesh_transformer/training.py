@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from mesh_transformer import flops, harness, validation
 from mesh_transformer.config import Config
-from mesh_transformer.metrics import MetricsLog, NoiseScale, StepClock
+from mesh_transformer.metrics import MetricsLog, NoiseScale, StepClock, row_of
 from mesh_transformer.storage import local_path
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -144,7 +144,8 @@ def _train(
         if aux is None:
             start_weights(network, tune_model_path, fresh_opt)
             aux = {}
-        if network.step >= total:
+        unscored = _unscored(folder, network, bool(val_sets or asked)) if aux else None
+        if network.step >= total and unscored is None:
             print(f"{folder} is at step {network.step} of {total}: nothing left to train")
             return
         if "loader" in aux:
@@ -152,9 +153,20 @@ def _train(
         noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
         if "noise" in aux:
             noise.restore(aux["noise"])
-        log = MetricsLog(folder, config, network.step, aux.get("wandb"))
+        logged = network.step - (unscored is not None)
+        log = MetricsLog(folder, config, logged, aux.get("wandb"))
         with contextlib.closing(log):
-            _Run(network, folder, loader, val_sets, asked, log, noise, total).run(received)
+            run = _Run(network, folder, loader, val_sets, asked, log, noise, total, logged)
+            run.run(received, unscored)
+
+
+def _unscored(folder: str, network: Network, scores: bool) -> dict[str, Any] | None:
+    """The row of the step restored, where the scores that are due in it are missing."""
+    if not scores or network.step % network.config.val_every:
+        return None
+    row = row_of(folder, network.step)
+    missing = row is not None and not any(name.startswith(("val/", "eval/")) for name in row)
+    return row if missing else None
 
 
 @contextlib.contextmanager
@@ -224,6 +236,7 @@ class _Run:
         log: MetricsLog,
         noise: NoiseScale,
         total: int,
+        logged: int,
     ):
         self.network = network
         self.config = network.config
@@ -241,12 +254,18 @@ class _Run:
         self.save_again_at: int | None = None
         self.peak = network.peak_flops
         self.clock = StepClock()
-        self.bar = tqdm(total=total, initial=network.step, unit="step", dynamic_ncols=True)
+        self.bar = tqdm(total=total, initial=logged, unit="step", dynamic_ncols=True)
 
-    def run(self, received: list[int]) -> None:
-        """Trains until the last step, or until a signal is `received`."""
+    def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
+        """Trains until the last step, or until a signal is `received`.
+
+        Args:
+          unscored: the row of the step restored, if a signal cut its scores short.
+        """
         with self.bar:
             try:
+                if unscored is not None:
+                    self._score(unscored, received)
                 while self.network.step < self.total and not received:
                     self._step(received)
             except StoppedError:  # of a loss that is not finite, or of hosts that are gone
@@ -327,17 +346,24 @@ class _Run:
             self.log.write(row)
             shown = {"loss": f"{row['train/loss']:.4f}"}
             shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
-            if self.peak is not None:
+            if self.peak is not None and "train/mfu" in row:
                 shown["MFU"] = f"{row['train/mfu']:.1%} of {self.peak / 1e12:,.4g} TFLOP/s"
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
 
     def _validate(self, received: list[int]) -> None:
-        """Adds to the newest step's row how well the network does; ends early at a signal."""
+        """Logs all rows, the newest step's with how well the network does."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
-        newest = next(rows)
+        self._score(next(rows), received)
+
+    def _score(self, newest: dict[str, Any], received: list[int]) -> None:
+        """Adds to the newest step's row how well the network does, and logs it.
+
+        At a signal, or an error, it is logged without: the run that resumes scores the step again.
+        """
+        scores: dict[str, float] = {}
         told = []
 
         def stopped() -> bool:
@@ -346,15 +372,18 @@ class _Run:
         try:
             for name, path in self.val_sets.items():
                 loss = validation.score(self.network, path, stopped=stopped).loss
-                newest[f"val/loss_{name}"] = loss
+                scores[f"val/loss_{name}"] = loss
                 told.append(f"validation loss {name} {loss:.4f}")
-            if self.harness and not received:
+            if self.harness:
                 results = self.harness.results(self.network, stopped)
-                found = {} if results is None else harness.numbers(results)
-                newest |= {f"eval/{name}": value for name, value in found.items()}
+                if results is None:
+                    raise validation.StoppedScoringError
+                found = harness.numbers(results)
+                scores |= {f"eval/{name}": value for name, value in found.items()}
                 told += [f"{name} {value:.4f}" for name, value in found.items()]
+            newest = newest | scores
         except validation.StoppedScoringError:
-            pass  # the step counts, if not its scores
+            told = []
         finally:
             self._log([newest])
         if told:

@@ -256,7 +256,7 @@ def test_a_host_that_cannot_start_ray_is_heard_and_the_tpu_deleted(whole, tmp_pa
     assert f"[host 0 ({broken.address})] one of many lines" in lines
     assert lines[-1] == (
         f"error: host 0 ({broken.address}): 'install and start Ray' exited with status 3: "
-        "no space left on device"
+        "no space left on device; given up after 3 attempts to start the first hosts"
     )
     assert not pod.api.nodes
 

@@ -462,22 +462,37 @@ def test_whatever_ends_a_run_what_is_done_is_saved(counter, tmp_path, failing):
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
 
 
-def test_a_signal_ends_a_validation_early(counter, tmp_path):
+@pytest.mark.parametrize("total", [10, 15])
+def test_a_validation_that_is_cut_short_is_made_anew(counter, tmp_path, total):
+    training.train(counter(val_every=10, val_batches=4), str(tmp_path / "whole"), max_steps=total)
     evaluated = []
-    network = counter(ckpt_every=1000, val_every=10, val_batches=4)
-    act = network.eval
 
-    def evaluate(sample: Any) -> Any:
-        evaluated.append(network.step)
-        if len(evaluated) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return act(sample)
+    def ends(saved: dict[int, Any], how: Callable[[], Any]) -> Any:
+        network = counter(saved, ckpt_every=1000, val_every=10, val_batches=4)
+        act = network.eval
 
-    network.eval = evaluate
-    training.train(network, str(tmp_path))
+        def evaluate(sample: Any) -> Any:
+            evaluated.append(network.step)
+            if len(evaluated) == 2:
+                how()
+            return act(sample)
+
+        network.eval = evaluate
+        return network
+
+    model = str(tmp_path / "model")
+    stopped = ends({}, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    training.train(stopped, model, max_steps=total)
     assert evaluated == [10, 10]
-    assert max(network.saved) == 10
-    assert "val/loss_held_out" not in rows_of(tmp_path)[-1]
+    assert max(stopped.saved) == 10
+    assert "val/loss_held_out" not in rows_of(model)[-1]
+    # Again, by an error.
+    evaluated.clear()
+    with pytest.raises(ZeroDivisionError):
+        training.train(ends(stopped.saved, lambda: 1 // 0), model, max_steps=total)
+    assert [row["step"] for row in rows_of(model)] == list(range(1, 11))
+    training.train(counter(stopped.saved, val_every=10, val_batches=4), model, max_steps=total)
+    assert_same_rows(rows_of(model), rows_of(tmp_path / "whole"))
 
 
 def test_what_keeps_training_from_beginning(counter, tmp_path):
