@@ -27,6 +27,7 @@ class Live:
 
     def __init__(self, network: FakeNetwork, tokenizer: Any, keys: str | None, **options: Any):
         metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
+        drain_seconds = options.pop("drain_seconds", 5)
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
@@ -35,7 +36,7 @@ class Live:
         self.address = listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         app = create_app(self.service, Keys(keys), ["https://page.example"], hosts)
-        self.server = make_server(app, drain_seconds=5)
+        self.server = make_server(app, drain_seconds)
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
         self.http = httpx.Client(base_url=self.url, timeout=SECONDS)

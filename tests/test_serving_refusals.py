@@ -154,6 +154,33 @@ def test_slow_clients_leave_room_for_others(serve, monkeypatch):
     assert live.ask(prompt="x", max_tokens=2)["choices"]
 
 
+def test_what_the_end_of_the_server_cuts_off_is_told_so(serve, capsys):
+    live = serve(drain_seconds=1)
+    started, held_back = threading.Event(), live.network.allowed
+
+    def streamed() -> list[str]:
+        body = {"prompt": "a", "max_tokens": 400, "stream": True}
+        with live.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            held_back.clear()
+            started.set()
+            return [first, *filter(None, lines)]
+
+    with ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(streamed)
+        assert started.wait(SECONDS)
+        whole = pool.submit(live.http.post, "/v1/completions", json={"prompt": "b"})
+        wait_for(lambda: live.engine.waiting == 1)
+        live.server.should_exit = True
+        answer = whole.result(SECONDS)
+        assert answer.status_code == 503
+        assert check_error(answer)["message"] == "the server has ended"
+        assert "the server has ended" in stream.result(SECONDS)[-1]
+    wait_for(lambda: not live.thread.is_alive())
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_hosts_of_other_names_are_refused_without_keys(serve, tmp_path):
     (tmp_path / "keys").write_text("right\n")
     plain, named = serve(), serve(hosts=["model.example"])

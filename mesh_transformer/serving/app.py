@@ -1,7 +1,9 @@
 """The HTTP interface: OpenAI's completions, the original server's, health, metrics and a page."""
 
+import asyncio
 import contextlib
 import ipaddress
+import json
 import re
 import socket
 import time
@@ -26,6 +28,7 @@ from mesh_transformer.serving.requests import CompletionRequest, ContextRequest,
 from mesh_transformer.serving.service import Completion, Service, unless_gone
 from mesh_transformer.util import InputError
 
+EVENTS = "text/event-stream"
 EXIT_SECONDS = 1.0  # for the engine to end when the answers have
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -64,6 +67,7 @@ def create_app(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
 
+    app.add_middleware(CutShort)
     app.add_middleware(Counted, metrics=service.metrics)
     return app
 
@@ -106,6 +110,35 @@ class KnownHosts:
         return False
 
 
+class CutShort:
+    """Answers requests that are cancelled when the server ends: 503, or an error in a stream."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head: Message | None = None
+
+        async def watched(message: Message) -> None:
+            nonlocal head
+            head = message if message["type"] == "http.response.start" else head
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            error = ApiError(503, "the server has ended")
+            if head is None:
+                await error.response()(scope, receive, send)
+            elif Headers(raw=head["headers"]).get("content-type", "").startswith(EVENTS):
+                event = f"data: {json.dumps(error.body())}\n\n".encode()
+                await send({"type": "http.response.body", "body": event})
+            else:
+                raise  # the connection is closed: what was sent is not whole
+
+
 class Counted:
     """Counts the answers by path and status."""
 
@@ -128,7 +161,7 @@ class Events(StreamingResponse):
     """A completion as server-sent events; it ends when the client goes away."""
 
     def __init__(self, completion: Completion):
-        super().__init__(completion.events(), media_type="text/event-stream")
+        super().__init__(completion.events(), media_type=EVENTS)
         self.headers["Cache-Control"] = "no-store"
         self._completion = completion
 
