@@ -30,7 +30,10 @@ SUBJECTS = {
         ["sampling", "generation"],
         ["test_sampling", "test_generation", "test_engine"],
     ),
-    "step": (["step", "validation"], ["test_validation", "test_loss_mask", "test_step"]),
+    "step": (
+        ["step", "validation"],
+        ["test_validation", "test_loss_mask", "test_lora", "test_step"],
+    ),
     "optimizer": (["optimizer"], ["test_optimizer", "test_step"]),
     "parallel": (
         ["parallel", "collectives", "mesh"],

@@ -1,6 +1,7 @@
 """One model, one set of numbers: every mesh, partitioning and ZeRO stage against one device."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -140,6 +141,22 @@ def test_every_mesh_trains_as_one_device(block, partitioning, dp, mp, zero):
     wanted = one_device(config)
     assert wanted.losses[-1] < wanted.losses[0]
     check_agreement(on_mesh(config, partitioning, mp, zero), wanted, dp, mp)
+
+
+def test_shard_map_writes_the_whole_step_out_over_mp_and_jit_parts_of_it():
+    manual = {}
+    for partitioning in ("shard_map", "jit"):
+        config = on_mesh(small_config(), partitioning, 4, 0)
+        state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
+        batch = random_batch(config, ACCUMULATION, BATCH)
+        program = step.compile_train(config, mesh_of(2, 4)).lower(state, batch).as_text()
+        found = re.findall(r"manual_axes=\{([^}]*)\}", program)
+        manual[partitioning] = {frozenset(re.findall(r"\w+", axes)) for axes in found}
+    # Under jit small parts alone, within what is manual over dp: such as looking up embeddings.
+    assert manual == {
+        "shard_map": {frozenset({"dp", "mp"})},
+        "jit": {frozenset({"dp"}), frozenset({"mp"})},
+    }
 
 
 # The first of each kind runs always; the rest of the matrix is slow.

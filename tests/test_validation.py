@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import numpy as np
@@ -72,7 +73,9 @@ def test_the_mode_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypa
     flags = ["--config", str(path), "--model-dir", str(tmp_path / "model"), "--mode", "eval"]
     monkeypatch.setattr(sys, "argv", ["device_train.py", *flags])
     device_train.main()
-    heading, row = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert re.search(rf"{index}: .*5batch", said.err)  # a progress bar
+    heading, row = said.out.splitlines()
     name, tokens, loss, perplexity, accuracy, bits = row.split()
     scores = validation.score(network, index, bytes_of=bytes_of_tokens(load_tokenizer(), 128))
     assert (name, int(tokens)) == ("made", records["loss_mask"][:10].sum())
