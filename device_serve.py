@@ -62,7 +62,7 @@ def main() -> None:
         app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
         serve(app, socket, args.drain_seconds)
     # The interpreter's own end takes seconds, and waits for ever for an engine that is stuck.
-    if engine.close(0):
+    if engine.close(0) or engine.trouble is None:
         exit_now("", 0)
     exit_now("error: the network did not answer; its last requests were dropped", 1)
 

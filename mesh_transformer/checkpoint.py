@@ -12,8 +12,10 @@ may span many processes) to a folder at a time: a lock keeps others out.
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,14 +34,17 @@ from mesh_transformer.host_arrays import HostArrayHandler
 from mesh_transformer.integrity import Integrity
 from mesh_transformer.joint_save import JointSave
 from mesh_transformer.lazy_leaf import LazyLeaf
-from mesh_transformer.state_tree import Path, check_match, check_names, leaves, map_leaves
+from mesh_transformer.state_tree import Path, check_match, check_names, leaves, map_leaves, nested
 from mesh_transformer.storage import (
     FolderLock,
     delete_tree,
+    entries,
     free_space,
     hush_failures,
+    is_storage_error,
     local_path,
     reason,
+    reported,
     step_number,
 )
 from mesh_transformer.util import InputError
@@ -48,9 +53,9 @@ _COMMIT_FILE = "commit_success.txt"
 _MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `delete_step` removes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
-# What Orbax and tensorstore raise when storage fails; jax errors are RuntimeErrors.
 _SAVE_SECONDS = 20 * 60  # for all of a save
-_STORAGE_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
+_PRUNE_SECONDS = 30  # that others wait for old steps to be deleted
+_CAST_BYTES = 1 << 30  # of leaves, or one leaf, that are on the devices before they are cast
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +93,7 @@ class Checkpoints:
         self._known: int | None = None  # the step that was saved or restored last
         self._saving: int | None = None  # the step whose save was begun last
         self._lock: FolderLock | None = None
+        self._pruning: threading.Thread | None = None
         self._joint = JointSave()
         self._sums: dict[str, list[int]] = {}  # of the leaves that are being saved, by their names
         self._integrity: dict[int, Integrity | None] = {}  # of the steps that were read
@@ -121,7 +127,9 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_uncommitted()
-        except OSError as error:
+        except Exception as error:
+            if not _is_failure(error) or isinstance(error, InputError):
+                raise
             raise InputError(
                 f"model folder {self.folder} cannot be written: {reason(error)}; "
                 "choose another folder or mend its permissions"
@@ -135,7 +143,8 @@ class Checkpoints:
         this object saved or restored last is left as it is.  Raises InputError where another's
         step is in the way, this save cannot start or the one before it failed.
         """
-        self.claim()
+        if self._read_only:
+            raise RuntimeError(f"{self.folder} was opened read-only")
         self.wait()
         if step == self._known:
             return
@@ -147,16 +156,23 @@ class Checkpoints:
             state=_StateSave(state, save_args=chunked), aux=ocp.args.JsonSave(aux)
         )
         self._joint.begin()
+        # What a process raises from here on every other one has to hear of.
         try:
+            self.claim()
             self._check_vacant(step)
             self._clear_uncommitted()
+            self._joint.barrier("vacant", _SAVE_SECONDS * 1000)
             self._saving = step
             self._sums.clear()
             if not self._host:  # else as they are written
                 sums = tree_checksums(leaves(state))
                 self._sums |= {".".join(path): sums[path] for path in sums}
-            self._checkpointer.save(self._path(step), args=arguments)
-        except _STORAGE_ERRORS as error:
+            # The first process alone looks once more: to the others its own folder may be in the way.
+            forced = jax.process_index() != 0
+            self._checkpointer.save(self._path(step), args=arguments, force=forced)
+        except Exception as error:
+            if not _is_failure(error):
+                raise
             raise self._failure(step, n_bytes, error) from error
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
 
@@ -185,11 +201,15 @@ class Checkpoints:
         try:
             commit.result()
             self._known = step
-        except _STORAGE_ERRORS as error:
+        except Exception as error:
+            if not _is_failure(error):
+                raise
             raise self._failure(step, n_bytes, error) from error
         finally:
             if commit.done():  # Not when Ctrl-C interrupted the wait.
                 self._pending = None
+        if self._pruning is not None:
+            self._pruning.join(_PRUNE_SECONDS)
 
     def close(self) -> None:
         """Wait for the save under way, let go of threads and lock; raises as `wait` does."""
@@ -235,7 +255,9 @@ class Checkpoints:
         def attempt(act: Callable[[], Any]) -> Any:
             try:
                 return act().result()
-            except _STORAGE_ERRORS as error:
+            except Exception as error:
+                if not _is_failure(error):
+                    raise
                 raise self._unreadable(step, error) from error
 
         def read(layer: int | None) -> np.ndarray:
@@ -265,32 +287,42 @@ class Checkpoints:
         self.wait()
         step = self._existing(step)
         template = template if only is None else {key: template[key] for key in only}
-        saved, record = self.leaves(step), self._record(step)
-        check_match(self._path(step), saved, leaves(template))
-        # As it was saved, so that it can be verified; cast afterwards.
-        dtypes = {path: np.dtype(leaf.dtype) for path, leaf in saved.items()}
+        wanted, saved, record = leaves(template), self.leaves(step), self._record(step)
+        check_match(self._path(step), saved, wanted)
+        restored: dict[Path, Any] = {}
+        for group in _groups(saved, wanted):
+            # As they were saved, so that they can be verified; cast afterwards.
+            read = self._read(step, {path: saved[path].dtype for path in group}, wanted)
+            integrity.check_leaves(self._path(step), record, read)
+            for path in group:
+                leaf, dtype = read.pop(path), wanted[path].dtype
+                restored[path] = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+        self._known = step
+        return map_leaves(lambda path, _: restored[path], template)
+
+    def _read(self, step: int, dtypes: dict[Path, Any], wanted: dict[Path, Any]) -> dict[Path, Any]:
+        """Leaves of a step in these dtypes, each in its sharding among those wanted."""
         arguments = _StateRestore(
-            item=template,
-            restore_args=map_leaves(
-                lambda path, leaf: ocp.ArrayRestoreArgs(
-                    sharding=leaf.sharding, global_shape=leaf.shape, dtype=dtypes[path]
-                ),
-                template,
+            item=nested({path: wanted[path] for path in dtypes}),
+            restore_args=nested(
+                {
+                    path: ocp.ArrayRestoreArgs(
+                        sharding=wanted[path].sharding,
+                        global_shape=wanted[path].shape,
+                        dtype=np.dtype(dtype),
+                    )
+                    for path, dtype in dtypes.items()
+                }
             ),
             partial_restore=True,
         )
-        wanted = ocp.args.Composite(state=arguments)
         try:
-            restored = self._checkpointer.restore(self._path(step), args=wanted)["state"]
+            found = self._checkpointer.restore(
+                self._path(step), args=ocp.args.Composite(state=arguments)
+            )
         except Exception as error:  # Orbax has no class of its own for a damaged array.
             raise self._unreadable(step, error) from error
-        integrity.check_leaves(self._path(step), record, leaves(restored))
-        self._known = step
-        return jax.tree.map(
-            lambda leaf, like: leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype),
-            restored,
-            template,
-        )
+        return leaves(found["state"])
 
     def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
         handlers, joint = ocp.type_handlers, self._joint
@@ -351,22 +383,30 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def _commit(self, saved: int) -> None:
-        """Wait for Orbax to commit, then delete the steps that are no longer kept."""
+        """Wait for Orbax to commit, then have the steps deleted that are no longer kept."""
         self._checkpointer.wait_until_finished()
-        if jax.process_index() != 0:
+        if jax.process_index() != 0 or (self._pruning and self._pruning.is_alive()):
             return
-        for step in self.steps()[: -self._keep_n]:
-            if step != saved and (self._keep_every is None or step % self._keep_every):
-                try:
+        # Beside: storage that does not answer must not hold up a save that is good.
+        self._pruning = threading.Thread(target=self._prune, args=(saved,), daemon=True)
+        self._pruning.start()
+
+    def _prune(self, saved: int) -> None:
+        """Delete the steps that are no longer kept; where one cannot be, the next save tries."""
+        try:
+            for step in self.steps()[: -self._keep_n]:
+                if step != saved and (self._keep_every is None or step % self._keep_every):
                     delete_step(self._path(step))
-                except OSError as error:  # The save is good; the next one tries again.
-                    _log.warning("cannot delete %s: %s", self._path(step), reason(error))
+        except Exception as error:
+            if not _is_failure(error):
+                raise
+            _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
 
     def _clear_uncommitted(self) -> int:
         """Delete the remains of interrupted saves and deletions; how many there were."""
-        if jax.process_index() != 0 or not self.folder.is_dir():
+        if jax.process_index() != 0:
             return 0
-        remains = [path for path in self.folder.iterdir() if _is_remains(path)]
+        remains = [path for path in entries(self.folder) if _is_remains(path)]
         for path in remains:
             delete_tree(path)
         return len(remains)
@@ -381,7 +421,9 @@ class Checkpoints:
         for _ in range(50):
             try:
                 quiet = 0 if self._clear_uncommitted() else quiet + 1
-            except OSError:
+            except Exception as error:
+                if not _is_failure(error):
+                    raise
                 quiet = 0
             if quiet == 5:
                 return
@@ -390,13 +432,17 @@ class Checkpoints:
     def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
         """The one line for a failed save, after clearing away what it had written."""
         free = free_space(os.fspath(self.folder))
-        self._joint.fail(error)
+        self._joint.fail(error, _SAVE_SECONDS)
         self._checkpointer = self._new_checkpointer()
-        self._clear_after_failure()
+        if self._lock is not None:  # else what is there may be another's
+            self._clear_after_failure()
         if isinstance(error, InputError):  # of a `LazyLeaf` that cannot be read
             return error
-        newest = self.newest()
-        good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
+        try:
+            newest = self.newest()
+            good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
+        except InputError:  # of storage that does not answer
+            good = "earlier checkpoints are intact"
         return InputError(
             f"checkpoint folder {self.folder}: saving step {step} failed: {reason(error)} "
             f"({n_bytes:,} bytes to save{free}); {good}; make room or choose another folder"
@@ -409,8 +455,9 @@ def find(path: str) -> tuple[str, int]:
     Raises InputError where the path is missing or holds no checkpoint.
     """
     folder = _absolute(path)
-    if (step := step_number(folder.name)) is not None and _is_committed(folder):
-        return str(folder.parent), step
+    with reported(f"checkpoint folder {folder}"):
+        if (step := step_number(folder.name)) is not None and _is_committed(folder):
+            return str(folder.parent), step
     steps = _committed_steps(folder)
     if not steps:
         raise _nothing_in(folder)
@@ -419,9 +466,9 @@ def find(path: str) -> tuple[str, int]:
 
 def own_steps(folder: str) -> list[epath.Path]:
     """All that this program has written as steps of a model folder, finished or not."""
-    root = _absolute(folder)
-    found = root.iterdir() if root.is_dir() else []
-    return [path for path in found if _is_committed(path) or _is_remains(path)]
+    with reported(f"model folder {folder}"):
+        found = entries(_absolute(folder))
+        return [path for path in found if _is_committed(path) or _is_remains(path)]
 
 
 def find_aux(path: str) -> dict[str, Any]:
@@ -434,7 +481,11 @@ def find_aux(path: str) -> dict[str, Any]:
 def _record(path: epath.Path) -> Integrity | None:
     try:
         return integrity.read(path)
-    except OSError as error:
+    except InputError:
+        raise
+    except Exception as error:
+        if not _is_failure(error):
+            raise
         raise _unreadable(path, None, error) from error
 
 
@@ -445,7 +496,9 @@ def _aux(path: epath.Path, record: Integrity | None) -> dict[str, Any]:
         return json.loads(content)
     except InputError:
         raise
-    except _STORAGE_ERRORS as error:
+    except Exception as error:
+        if not _is_failure(error):
+            raise
         raise _unreadable(path, record, error) from error
 
 
@@ -509,9 +562,8 @@ def _is_remains(path: epath.Path) -> bool:
 
 
 def _committed_steps(folder: epath.Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    names = [path.name for path in folder.iterdir() if _is_committed(path)]
+    with reported(f"model folder {folder}"):
+        names = [path.name for path in entries(folder) if _is_committed(path)]
     return sorted(int(name.removeprefix("step_")) for name in names)
 
 
@@ -528,6 +580,29 @@ def delete_step(path: epath.Path) -> None:
         if item.is_dir():
             delete_tree(item)
     delete_tree(path)
+
+
+def _is_failure(error: Exception) -> bool:
+    """Whether Orbax, tensorstore or a file system raises it when storage fails.
+
+    jax's errors are RuntimeErrors.
+    """
+    return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
+
+
+def _groups(saved: dict[Path, Any], wanted: dict[Path, Any]) -> list[list[Path]]:
+    """What to restore at once: all that is cast last, the largest first, a little at a time."""
+    cast = [path for path in wanted if saved[path].dtype != wanted[path].dtype]
+    found = [[path for path in wanted if path not in set(cast)]]
+    sizes = {path: math.prod(saved[path].shape) * saved[path].dtype.itemsize for path in cast}
+    room = 0
+    for path in sorted(cast, key=lambda path: sizes[path], reverse=True):
+        if sizes[path] > room:
+            found.append([])
+            room = _CAST_BYTES
+        found[-1].append(path)
+        room -= sizes[path]
+    return [group for group in found if group]
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -4,6 +4,7 @@ Orbax's own barriers know nothing of failures: where one process cannot write it
 would wait for it for 20 minutes.  These are made of keys in JAX's coordination service.
 """
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -14,7 +15,6 @@ from jax._src import distributed  # which has no public name; Orbax takes it fro
 from mesh_transformer.storage import reason
 
 POLL_SECONDS = (0.005, 0.5)  # between looks: at first, and after a while
-FAILURE_SECONDS = 60.0  # for all processes to have given a failed save up
 
 _numbers = itertools.count()  # every process makes the same saves in the same order
 
@@ -58,13 +58,18 @@ class JointSave:
             return
         self._meet(key, timeout_ms / 1000, broken=True)
 
-    def fail(self, error: Exception) -> None:
-        """Breaks this save's barriers, now and later, and waits until all have given it up."""
+    def fail(self, error: Exception, seconds: float) -> None:
+        """Breaks this save's barriers, now and later, and waits until all have given it up.
+
+        The others do so when what they are writing is written; after `seconds` without them this
+        process goes on alone.
+        """
         if self.alone:
             return
         if not isinstance(error, BrokenSaveError):
             self._client.key_value_set(f"{self._prefix}/failed/{self._rank}", reason(error))
-        self._meet("given up", FAILURE_SECONDS, broken=False)
+        with contextlib.suppress(TimeoutError):
+            self._meet("given up", seconds, broken=False)
 
     def _meet(self, key: str, seconds: float, *, broken: bool) -> None:
         place = f"{self._prefix}/at/{key.replace('/', ':')}"

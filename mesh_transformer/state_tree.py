@@ -28,6 +28,17 @@ def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
     return jax.tree.map_with_path(at, tree)
 
 
+def nested(flat: dict[Path, Any]) -> dict[str, Any]:
+    """Nested dicts of the leaves at these paths."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        at = tree
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = leaf
+    return tree
+
+
 def placed(host: Any, template: Any) -> Any:
     """A host tree's leaves in the template's layouts and dtypes; the host tree is emptied.
 

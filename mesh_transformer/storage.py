@@ -198,6 +198,29 @@ def is_storage_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or bool(names & _STORAGE_ERRORS)
 
 
+def entries(folder: epath.Path) -> list[epath.Path]:
+    """What is in a folder; empty where there is none.
+
+    Raises:
+      InputError: where storage does not say.
+    """
+    with reported(f"folder {folder}"):
+        try:
+            return list(folder.iterdir())
+        except NotADirectoryError:
+            return []
+        except Exception as error:
+            if _is_missing(error):
+                return []
+            raise
+
+
+def _is_missing(error: BaseException) -> bool:
+    """Whether storage says that there is no such thing, in Python's words or TensorFlow's."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, FileNotFoundError) or "NotFoundError" in names
+
+
 def is_full(error: BaseException) -> bool:
     """Whether a storage error says that the disk, or the user's part of it, is full."""
     return reason(error) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))

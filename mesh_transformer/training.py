@@ -288,8 +288,8 @@ class _Run:
         self._log(self._rows(IN_FLIGHT))
         if network.step % config.val_every == 0 and (self.val_sets or self.harness):
             self._validate(received)
-        if network.save_failed:
-            self._save_later(self._failure_of_save())
+        if network.save_failed and (error := self._failure_of_save()) is not None:
+            self._save_later(error)
         if network.step % config.ckpt_every == 0 or network.step == self.save_again_at:
             self._save()
 
@@ -397,8 +397,11 @@ class _Run:
         error = self._failure_of_save()
         if error is not None:
             self._report(str(error))
+        self.save_again_at = None
         if self.network.step != self.saved:
-            self._save_later(self._failure_of(self._begin_save))
+            error = self._failure_of(self._begin_save)
+            if error is not None:
+                self._save_later(error)
 
     def _begin_save(self) -> None:
         """Begins to write a checkpoint, loader position and averages with it."""
@@ -418,7 +421,9 @@ class _Run:
             return None
         error = self._failure_of(self.network.wait)
         self.saving = False
-        if error is not None:
+        if error is None:
+            self.save_pause = 0
+        else:
             self.saved = -1
         return error
 
@@ -430,11 +435,8 @@ class _Run:
             return error
         return None
 
-    def _save_later(self, error: InputError | None) -> None:
+    def _save_later(self, error: InputError) -> None:
         """After a save that failed, sets the next try: at the next step, then ever later."""
-        if error is None:
-            self.save_pause, self.save_again_at = 0, None
-            return
         self.save_pause = min(2 * self.save_pause or 1, MOST_STEPS_BETWEEN_SAVES)
         self.save_again_at = self.network.step + self.save_pause
         self._report(f"{error}; the run goes on, and saves again at step {self.save_again_at}")

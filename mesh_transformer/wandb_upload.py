@@ -128,10 +128,14 @@ def _say(line: str) -> None:
 def main() -> None:
     """Sends the rows of the task on standard input until that ends; then the rest, and exits."""
     task = json.loads(sys.stdin.readline())
-    out = os.fdopen(os.dup(1), "w", buffering=1)
+    out = os.dup(1)
     os.dup2(2, 1)  # what wandb prints is nobody's
     import wandb
     from wandb.errors import AuthenticationError, UsageError
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(OSError):  # of a run that has ended, and left the rest to us
+            os.write(out, f"{line}\n".encode())
 
     try:
         run = wandb.init(
@@ -143,15 +147,14 @@ def main() -> None:
             settings=wandb.Settings(console="off"),
         )
         if run.url:
-            print(f"url: {run.url}", file=out)
+            tell(f"url: {run.url}")
         # A resumed run says how far it is; what is known there already would be refused.
         for row in _rows(task["path"], max(task["after"], run.step - 1)):
             run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
-            print(f"sent: {row['step']}", file=out)
+            tell(f"sent: {row['step']}")
         run.finish()
     except BaseException as error:
-        print(f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}", file=out)
-        out.flush()
+        tell(f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
         # wandb's own clean-up may wait for a service that is gone.
         os._exit(HOPELESS if isinstance(error, UsageError | AuthenticationError) else 1)
 

@@ -88,8 +88,9 @@ class KnownHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            name = self._name(Headers(scope=scope).get("host", ""))
-            if not self._knows(name):
+            host = Headers(scope=scope).get("host")
+            # Browsers always send one; HTTP/1.0 health checks do not.
+            if host is not None and not self._knows(name := self._name(host)):
                 message = f"the Host {name[:80]!r} is not served; start it with --allow-host"
                 await ApiError(421, message).response()(scope, receive, send)
                 return
