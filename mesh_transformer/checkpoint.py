@@ -167,7 +167,7 @@ class Checkpoints:
             if not self._host:  # else as they are written
                 sums = tree_checksums(leaves(state))
                 self._sums |= {".".join(path): sums[path] for path in sums}
-            # The first process alone looks once more: to the others its own folder may be in the way.
+            # Orbax looks again, and to others the first one's folder would be in the way.
             forced = jax.process_index() != 0
             self._checkpointer.save(self._path(step), args=arguments, force=forced)
         except Exception as error:

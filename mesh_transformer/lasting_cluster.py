@@ -29,6 +29,7 @@ class LastingCluster:
 
     def __init__(self, make: "Callable[[], TPUCluster]"):
         self._make = make
+        self._closed = False
         self._cluster = make()
         self.config = self._cluster.config
         self.dp = self._cluster.dp
@@ -46,12 +47,16 @@ class LastingCluster:
         while True:
             try:
                 if self._cluster.ended:
+                    if self._closed:
+                        raise HostError("the hosts have been ended")
                     print("all hosts start again", file=sys.stderr, flush=True)
                     self._cluster = self._make()
+                    if self._closed:  # meanwhile
+                        self._cluster.kill()
                 return ask(self._cluster)
             except HostError as error:
                 failures += 1
-                if failures == ATTEMPTS:
+                if failures == ATTEMPTS or self._closed:
                     raise
                 print(error, file=sys.stderr, flush=True)
                 time.sleep(SECONDS_BETWEEN)
@@ -66,5 +71,6 @@ class LastingCluster:
         return self._cluster.score(tokens, alternatives)
 
     def close(self) -> None:
-        """Ends the hosts at once, whatever they are doing: there is nothing to save."""
+        """Ends the hosts at once and for good, whatever they do: there is nothing to save."""
+        self._closed = True
         self._cluster.kill()

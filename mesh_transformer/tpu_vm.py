@@ -17,6 +17,7 @@ import dataclasses
 import math
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from google.cloud import tpu_v2
 
 OWNER = "mesh-transformer-owner"  # the label with its maker's mark
+DEADLINE_KEY = "startup-script"  # of its metadata, where it has a deadline
 # States of a TPU that will not become ready by itself; all others are waited for.
 GONE = {"PREEMPTED", "TERMINATED", "DELETING", "STOPPING", "STOPPED", "HIDING", "HIDDEN"}
 QUEUE_GONE = {"SUSPENDING", "SUSPENDED", "DELETING"}
@@ -91,7 +93,9 @@ class TpuVm:
         self.spec = self._api.spec
         self.limits = limits or Limits()
         self._adopt, self._keep = adopt, keep
-        self._began = time.monotonic()
+        self._ready_since: float | None = None  # the first of those that it makes
+        self._asking = threading.RLock()  # held while one is asked for
+        self._left = False
         self._mark = secrets.token_hex(8)
         self._may_exist = False  # a TPU of ours, made or asked for
         self._answered = True  # False while a request to make it has no answer
@@ -104,6 +108,7 @@ class TpuVm:
             if self._adopt:
                 self._mark = kept_mark(self.spec)
             self._make(self.limits.capacity)
+            self._ready_since = time.monotonic()
         except BaseException:
             self._leave()
             raise
@@ -117,6 +122,8 @@ class TpuVm:
     def _leave(self) -> bool:
         """Ends what `__enter__` began; whether nothing is left that costs money unbidden."""
         self._signals.forget()
+        with self._asking:  # another thread may be about to make it again
+            self._left = True
         try:
             if self._keep and self._may_exist:
                 _say(f"TPU {self.spec.name!r} is kept; delete it by: {self.spec.delete_command()}")
@@ -170,14 +177,17 @@ class TpuVm:
         }
         if self.spec.max_hours is not None:
             seconds = max(self._seconds_left(), 0.0) + self.limits.deadline_grace
-            metadata["startup-script"] = deadline_script(self.spec, seconds)
-        self._may_exist, self._answered = True, False
-        try:
-            operation = self._api.create({OWNER: self._mark}, metadata, self.limits.queue)
-        except (InputError, CapacityError):
-            self._may_exist = False  # these are answers: no
-            raise
-        self._answered = True
+            metadata[DEADLINE_KEY] = deadline_script(self.spec, seconds)
+        with self._asking:
+            if self._left:
+                raise StoppedError(f"TPU {name!r} is not made: this process is ending")
+            self._may_exist, self._answered = True, False
+            try:
+                operation = self._api.create({OWNER: self._mark}, metadata, self.limits.queue)
+            except (InputError, CapacityError):
+                self._may_exist = False  # these are answers: no
+                raise
+            self._answered = True
         return operation
 
     def _take_over(
@@ -199,6 +209,12 @@ class TpuVm:
             f"taking over TPU {self.spec.name!r}; deleted at the end, else by: "
             f"{self.spec.delete_command()}"
         )
+        ends = DEADLINE_KEY in node.metadata
+        if ends or self.spec.max_hours is not None:
+            _say(
+                f"TPU {self.spec.name!r}: its hosts keep the --max-hours that it was made with "
+                f"({'some' if ends else 'none'})"
+            )
 
     @staticmethod
     def _is_coming(node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
@@ -280,10 +296,11 @@ class TpuVm:
         self._make(self.limits.capacity_again, (QuotaError,))
 
     def _seconds_left(self) -> float:
-        """Until `max_hours` after this object was made; infinite without."""
+        """Until `max_hours` after the first TPU was ready; infinite without."""
         if self.spec.max_hours is None:
             return math.inf
-        return self._began + 3600 * self.spec.max_hours - time.monotonic()
+        gone = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+        return 3600 * self.spec.max_hours - gone
 
     def delete(self) -> None:
         """Deletes the TPU, if it is ours, and waits until it is gone."""

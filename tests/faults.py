@@ -36,7 +36,7 @@ STATUSES = (403, 429, 500, 503)
 
 
 class Fault(NamedTuple):
-    """What fails from the beginning of one step to that of another."""
+    """What fails from the beginning of one step to that of another, or for as many `pace`s."""
 
     kind: str  # disk, wandb, or a status of the bucket's
     begin: int
@@ -65,7 +65,8 @@ def drive(folder: str, config: str, model: str, pace: float) -> None:
     place = Path(folder)
     plan = [Fault(*each) for each in json.loads((place / "plan.json").read_text())]
     junk, status = place / "disk" / "junk", place / "status"
-    train = CausalTransformer.train
+    train, reached = CausalTransformer.train, [0]
+    ended: dict[int, int] = {}  # by the step at whose beginning a fault began: that of its end
 
     def begin(fault: Fault) -> None:
         if fault.kind == "disk":
@@ -80,17 +81,21 @@ def drive(folder: str, config: str, model: str, pace: float) -> None:
                     os.kill(pid, signal.SIGKILL)
         else:
             status.write_text(fault.kind)
+            # By the clock: a step may wait for storage.
+            threading.Timer(pace * (fault.end - fault.begin), end, [fault]).start()
 
     def end(fault: Fault) -> None:
         if fault.kind == "disk":
             junk.unlink()
         elif fault.kind != "wandb":
             status.unlink()
+            ended[fault.begin] = reached[0]
+            (place / "ended.json").write_text(json.dumps(ended))
 
     def disturbed(self: Any, sample: Any) -> Any:
-        step = self.step + 1
+        step = reached[0] = self.step + 1
         for fault in plan:
-            if fault.end == step:
+            if fault.end == step and fault.kind == "disk":
                 end(fault)
             if fault.begin == step:
                 begin(fault)
@@ -253,6 +258,9 @@ def main() -> None:
         assert_same_rows(rows, rows_of(place / "whole"))
         print(f"{len(rows)} rows, the undisturbed run's to the bit")
         stores = {"disk"} if not in_bucket else set(map(str, STATUSES))
+        if in_bucket:
+            ended = json.loads((place / "ended.json").read_text())
+            plan = [each._replace(end=ended.get(str(each.begin), each.end)) for each in plan]
         check(plan, newest, stores, VALUES["ckpt_every"])
         shutil.rmtree(place / "whole")
 

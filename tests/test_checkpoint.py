@@ -1,6 +1,7 @@
 """Native checkpoints: what is restored is bit for bit what was saved, whatever happens between."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
 from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +33,7 @@ from mesh_transformer.state_tree import leaves
 from mesh_transformer.storage import FolderLock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
+from tests.fake_gcs import gcs_server
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = {
@@ -838,6 +842,40 @@ def two_processes(function, folder):
     return [process.wait(timeout=120) for process in processes] == [0, 0]
 
 
+def fails_once(act):
+    """As `act`, but for the first call."""
+    errors = [PermissionError(errno.EACCES, "Permission denied")]
+
+    def once():
+        if errors:
+            raise errors.pop()
+        return act()
+
+    return once
+
+
+def lagging_of_two(folder, rank, port):
+    """Saves whose second process comes when the first has begun to write, if that lets it."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+    with Checkpoints(folder, keep_n=1) as checkpoints:
+        for step in (1, 2):
+            save = checkpoints._checkpointer.save
+
+            def late(*args, save=save, **kwargs):
+                time.sleep(2 * int(rank))
+                return save(*args, **kwargs)
+
+            checkpoints._checkpointer.save = late
+            save_and_wait(checkpoints, step)
+            checkpoints._checkpointer.save = save
+        restored = checkpoints.restore(2, big_template())
+    for name, leaf in big_state(2).items():
+        for one, other in zip(
+            restored[name].addressable_shards, leaf.addressable_shards, strict=True
+        ):
+            np.testing.assert_array_equal(one.data, other.data)
+
+
 def failing_of_two(folder, rank, port):
     """Saves of which one process cannot write its part, first one and then the other."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
@@ -854,6 +892,15 @@ def failing_of_two(folder, rank, port):
             unlimited = (resource.RLIM_INFINITY,) * 2
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
             assert checkpoints.steps() == [1]
+        # One that fails before there is anything to write, while the other one is late.
+        clear = checkpoints._clear_uncommitted
+        if rank == "0":
+            checkpoints._clear_uncommitted = fails_once(clear)
+        else:
+            time.sleep(1)
+        with pytest.raises(InputError, match=r"saving step 3 failed: .*Permission denied"):
+            save_and_wait(checkpoints, 3)
+        checkpoints._clear_uncommitted = clear
         # With the same processes, and even the same step.
         save_and_wait(checkpoints, 3)
         restored = checkpoints.restore(3, big_template())
@@ -869,6 +916,102 @@ def test_a_process_that_cannot_save_fails_all_of_them_at_once(tmp_path):
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
         assert checkpoints.steps() == [1, 3]
         assert_same_bits(checkpoints.restore(3, big_template()), big_state(3))
+
+
+@pytest.mark.slow
+def test_two_processes_save_to_a_bucket(tmp_path, monkeypatch):
+    """Where what is being saved has no other name than what is saved."""
+    with gcs_server(tmp_path) as (gcs, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert two_processes("lagging_of_two", "gs://bucket/model")
+        steps = {name.split("/")[1] for _, name in gcs.objects if name.count("/") > 1}
+    assert steps == {"step_2"}
+
+
+@pytest.mark.parametrize("where", ["claim", "vacant", "finish", "prune"])
+def test_what_a_bucket_refuses_is_one_line(tmp_path, monkeypatch, caplog, where):
+    """TensorFlow's errors are no OSErrors."""
+    refused = tf.errors.PermissionDeniedError(None, None, "403 Forbidden: no access")
+
+    def refuse(*_):
+        raise refused
+
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        if where != "claim":
+            save_and_wait(checkpoints, 1)
+        if where in ("claim", "vacant"):
+            name = {"claim": "_clear_uncommitted", "vacant": "_check_vacant"}[where]
+            monkeypatch.setattr(checkpoints, name, refuse)
+        else:
+            module, name = {
+                "finish": (checkpoint.integrity, "write"),
+                "prune": (checkpoint, "delete_step"),
+            }[where]
+            monkeypatch.setattr(module, name, refuse)
+        if where == "prune":
+            save_and_wait(checkpoints, 2)
+            assert "cannot delete old steps" in caplog.text
+            assert checkpoints.steps() == [1, 2]
+        else:
+            words = "cannot be written" if where == "claim" else "saving step 2 failed"
+            with pytest.raises(InputError, match=f"{words}: 403 Forbidden: no access"):
+                save_and_wait(checkpoints, 2)
+        monkeypatch.undo()
+        save_and_wait(checkpoints, 3)  # as soon as there is access again
+        assert checkpoints.steps() == [3]
+
+
+def test_deleting_old_steps_holds_nobody_up_for_long(tmp_path, monkeypatch):
+    answers = threading.Event()
+    delete = checkpoint.delete_step
+    monkeypatch.setattr(checkpoint, "delete_step", lambda path: (answers.wait(120), delete(path)))
+    monkeypatch.setattr(checkpoint, "_PRUNE_SECONDS", 0.01)
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        for step in range(1, 5):
+            save_and_wait(checkpoints, step)
+        assert checkpoints.steps() == [1, 2, 3, 4]
+        answers.set()
+        assert checkpoints._pruning is not None
+        checkpoints._pruning.join()
+        save_and_wait(checkpoints, 5)
+        checkpoints._pruning.join()
+        assert checkpoints.steps() == [5]
+
+
+def test_leaves_are_cast_a_few_at_a_time_the_largest_first(tmp_path, monkeypatch):
+    """Lest what was saved in f32 and what is wanted in bf16 are on the devices together."""
+    monkeypatch.setattr(checkpoint, "_CAST_BYTES", 1000)
+    sharding = NamedSharding(mesh_of(1, 8), P())
+    rng = np.random.default_rng(0)
+    sizes = {"a": 10, "b": 400, "c": 200, "d": 100, "e": 30}
+    state = {
+        name: {"w": jax.device_put(rng.normal(size=size).astype(np.float32), sharding)}
+        for name, size in sizes.items()
+    }
+    read = []
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, {})
+        whole = Checkpoints._read
+        monkeypatch.setattr(
+            Checkpoints,
+            "_read",
+            lambda self, step, dtypes, wanted: (
+                read.append([path[0] for path in dtypes]),
+                whole(self, step, dtypes, wanted),
+            )[1],
+        )
+        dtypes = dict.fromkeys("abcd", jnp.bfloat16) | {"e": jnp.float32}
+        template = {
+            name: {"w": jax.ShapeDtypeStruct((size,), dtypes[name], sharding=sharding)}
+            for name, size in sizes.items()
+        }
+        restored = checkpoints.restore(1, template)
+    assert read == [["e"], ["b"], ["c"], ["d", "a"]]
+    assert_same_bits(
+        restored,
+        {name: {"w": leaf["w"].astype(dtypes[name])} for name, leaf in state.items()},
+    )
 
 
 @pytest.mark.slow

@@ -115,6 +115,24 @@ def test_every_request_gets_its_own_answer(network, start, steps):
         assert client.numbers() == wanted
 
 
+def test_no_step_is_decoded_for_nobody(network, start):
+    engine = start(network, rows=2, steps=4)
+    first = held(network, engine)  # of two tokens
+    short, long, waiting = Client([1], 3), Client([2], 8), Client([3], 1)
+    engine.submit([short.request])
+    engine.submit([long.request])
+    engine.submit([waiting.request])
+    network.allowed.set()
+    for client in (first, short, long, waiting):
+        client.numbers()
+    decoded = [call[1] for call in network.calls if call[0] == "decode"]
+    # One of 2 and one of 3 tokens, with others waiting: 1 step till a row is free, then 1 again;
+    # then all that the last row still needs, 4 at a time.
+    assert sum(decoded) <= 1 + 2 + 7
+    assert max(decoded) == 4
+    assert decoded[-1] < 4
+
+
 def test_logprobs_come_to_those_who_asked(network, start):
     engine = start(network)
     plain, telling = Client([1, 2], 6), Client([1, 2], 6, logprobs=True)

@@ -88,3 +88,24 @@ def test_new_hosts_that_fail_too_are_few(cluster, made):
     with pytest.raises(HostError, match=f"attempt {ATTEMPTS}"):
         cluster.batch(4)
     assert len(made) == 1 + ATTEMPTS
+
+
+def test_once_closed_no_hosts_are_made(cluster, made):
+    cluster.close()
+    with pytest.raises(HostError, match="have been ended"):
+        cluster.batch(1)
+    assert len(made) == 1
+
+
+def test_hosts_that_were_being_made_when_it_closed_end_too(cluster, made):
+    made[0].ended = True
+    make = cluster._make
+
+    def slow() -> Any:
+        cluster.close()  # as another thread does
+        return make()
+
+    cluster._make = slow
+    cluster.batch(1)
+    assert len(made) == 2
+    assert made[1].ended

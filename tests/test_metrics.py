@@ -7,6 +7,8 @@ import random
 import resource
 import signal
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,9 @@ from mesh_transformer import metrics, wandb_upload
 from mesh_transformer.config import Config
 from mesh_transformer.metrics import NAME, MetricsLog, NoiseScale
 from mesh_transformer.util import InputError
-from tests.waiting import wait_until
+from tests.waiting import SECONDS, wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
 
 CONFIG = Config(layers=1, d_model=8, n_heads=1, n_vocab=8)
 
@@ -306,6 +310,49 @@ def test_wandb_that_dies_is_started_again_and_loses_nothing(wandb_folder, monkey
     log.close()
     assert sent_to_wandb(wandb_folder, log.wandb_id)[-2:] == [(2, 0.5), (3, 1 / 3)]
     assert [row["step"] for row in rows_in(wandb_folder / "model")] == [1, 2, 3]
+
+
+FAKE_WANDB = """
+import os
+
+class Settings:
+    def __init__(self, **_): pass
+
+class init:
+    step, url = 0, "https://wandb.example"
+    def __init__(self, **_): pass
+    def log(self, row, step):
+        with open(os.environ["SENT"], "a") as file:
+            file.write(f"{step}\\n")
+    def finish(self):
+        with open(os.environ["SENT"], "a") as file:
+            file.write("finished\\n")
+"""
+
+
+def test_what_is_left_to_wandb_is_sent_after_the_run_has_ended(tmp_path):
+    package = tmp_path / "wandb"
+    package.mkdir()
+    (package / "__init__.py").write_text(FAKE_WANDB)
+    errors = "class UsageError(Exception): pass\nAuthenticationError = UsageError\n"
+    (package / "errors.py").write_text(errors)
+    path, sent = tmp_path / "metrics.jsonl", tmp_path / "sent"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 31)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mesh_transformer.wandb_upload"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "SENT": str(sent)},
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    task = {"path": str(path), "project": "p", "name": "n", "config": {}, "id": "i", "after": 0}
+    process.stdout.close()  # the run ends, and nobody reads
+    process.stdin.write(json.dumps(task) + "\n")
+    process.stdin.close()
+    assert process.wait(SECONDS) == 0
+    assert sent.read_text().splitlines() == [*map(str, range(1, 31)), "finished"]
 
 
 def test_wandb_that_cannot_be_reached_is_said_once_and_delays_nothing(

@@ -1,5 +1,6 @@
 """What the server refuses, how, and that good requests beside it are unharmed."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -7,15 +8,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.requests import ClientDisconnect
 
 from mesh_transformer.serving import gate, server
 from mesh_transformer.serving.gate import Keys
 from mesh_transformer.serving.server import PromptProtocol
+from mesh_transformer.serving.service import unless_gone
 from mesh_transformer.util import InputError
 from tests.fake_network import FakeNetwork
 from tests.hostile_requests import BODIES, WRONG
@@ -154,6 +158,46 @@ def test_slow_clients_leave_room_for_others(serve, monkeypatch):
     assert live.ask(prompt="x", max_tokens=2)["choices"]
 
 
+def test_room_is_made_at_once_by_whoever_kept_it_waiting_longest():
+    """Each new connection ends another one, although the end of one is only reported later."""
+    ended: list[float] = []
+
+    class Waiting:
+        def __init__(self, since: float):
+            self._owes, self._since = "head", since
+            self.transport = SimpleNamespace(abort=lambda: ended.append(since))
+
+    new = SimpleNamespace(connections={Waiting(since) for since in (3.0, 1.0, 2.0)})
+    PromptProtocol._make_room(new)
+    PromptProtocol._make_room(new)
+    assert ended == [1.0, 2.0]
+    assert len(new.connections) == 1
+
+
+def test_work_for_a_client_that_has_gone_is_cancelled():
+    cancelled = []
+
+    class Gone:
+        async def receive(self):
+            return {"type": "http.disconnect"}
+
+    async def work():
+        try:
+            await asyncio.sleep(SECONDS)
+        except asyncio.CancelledError:
+            cancelled.append("work")
+            raise
+
+    async def answer():
+        completion = SimpleNamespace(cancel=lambda: cancelled.append("completion"))
+        with pytest.raises(ClientDisconnect):
+            await unless_gone(Gone(), work(), completion)
+        await asyncio.sleep(0)
+
+    asyncio.run(answer())
+    assert sorted(cancelled) == ["completion", "work"]
+
+
 def test_what_the_end_of_the_server_cuts_off_is_told_so(serve, capsys):
     live = serve(drain_seconds=1)
     started, held_back = threading.Event(), live.network.allowed
@@ -204,6 +248,10 @@ def test_hosts_of_other_names_are_refused_without_keys(serve, tmp_path):
         if not known:
             assert "--allow-host" in check_error(answer)["message"]
     assert named.http.get("/health", headers={"Host": "Model.Example:5000"}).status_code == 200
+    # A health check of HTTP/1.0 names none; browsers always do.
+    with connected(plain) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b" 200 " in connection.recv(100)
     # A page elsewhere does not know the key, by whatever name it comes.
     assert locked.http.get("/health", headers={"Host": "evil.example"}).status_code == 200
 

@@ -123,13 +123,31 @@ def test_its_hosts_end_it_after_its_hours(api, make, queued):
         place = "projects/p/locations/europe-west4-a"
         end = f"{place}/queuedResources/pod?force=true" if queued else f"{place}/nodes/pod"
         assert f"https://tpu.googleapis.com/v2/{end}'" in script
-        tpu._began -= 3 * 3600
+        tpu._ready_since -= 3 * 3600
         api.preempt()
         with pytest.raises(StoppedError, match="--max-hours 2 are over, so that it is not made"):
             tpu.make_again()
     with make(name="other") as tpu:
         assert "startup-script" not in asked(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
         assert tpu._seconds_left() == math.inf
+
+
+def test_the_hours_begin_when_it_is_ready(api, make, monkeypatch):
+    """A day in the queue is none of them."""
+    with make(queued=True, tier="spot", max_hours=2) as tpu:
+        assert 2 * 3600 - 60 < tpu._seconds_left() <= 2 * 3600
+    assert make(max_hours=2)._seconds_left() == 2 * 3600  # before it is ready
+
+
+def test_nothing_is_made_once_it_is_left(api, make):
+    """As when a process ends while another of its threads makes the TPU again."""
+    with make() as tpu:
+        api.preempt()
+    made = len(asked(api, tpu_v2.CreateNodeRequest))
+    with pytest.raises(StoppedError, match="is not made: this process is ending"):
+        tpu.make_again()
+    assert len(asked(api, tpu_v2.CreateNodeRequest)) == made
+    assert not api.nodes
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -416,6 +416,17 @@ def test_soon_after_storage_works_again_all_is_saved(counter, tmp_path, how, end
 
 
 @pytest.mark.parametrize("how", ["at once", "later"])
+def test_while_storage_fails_it_is_tried_ever_less_often(counter, tmp_path, how):
+    network = counter(ckpt_every=100, total_steps=150, val_set=None)
+    storage = Storage(network, lambda step: how if step < 150 else None)
+    training.train(network, str(tmp_path))
+    gaps = np.diff([step for step in storage.tried if step < 150])
+    seen = how == "later"  # a step later
+    assert gaps[:3].tolist() == [1 + seen, 2 + seen, 4 + seen]
+    assert set(gaps[3:]) == {8 + seen}
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
 def test_the_last_save_is_tried_twice(counter, tmp_path, how):
     fails = [how]
     network = counter(ckpt_every=1000)
