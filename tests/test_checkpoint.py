@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import random
@@ -516,6 +517,31 @@ def test_a_killed_writer_holds_nobody_up(tmp_path):
             mine.release()
             FolderLock(folder).release()
     assert os.listdir(folder) == []
+
+
+def open_files(folder):
+    """Linux: the files in a folder that this process has open."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.append(os.readlink(path))
+    return [name for name in found if name.startswith(f"{folder}/")]
+
+
+def test_a_lock_whose_file_is_deleted_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """By an owner that ends just then."""
+    flock, deleted = fcntl.flock, []
+
+    def late(file, operation):
+        if not deleted:
+            deleted.append((tmp_path / ".lock").unlink())
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with FolderLock(tmp_path):
+        with pytest.raises(InputError, match="is in use by process"):
+            FolderLock(tmp_path)
+        assert open_files(tmp_path) == [str(tmp_path / ".lock")]
 
 
 def test_a_lock_is_taken_by_one_of_many(tmp_path):
