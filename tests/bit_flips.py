@@ -131,12 +131,13 @@ def cost(pairs: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         network = CausalTransformer(LARGE)
         network.save(name)
+        network.close()
         size = sum(values.nbytes for values in leaves_of(network).values())
 
         def seconds(unverified: Any) -> float:
             with unverified:
                 began = time.perf_counter()
-                network.restore(name)
+                assert network.restore(name) is not None
                 jax.block_until_ready(network.state)
                 return time.perf_counter() - began
 
