@@ -9,6 +9,7 @@ next writer clears away; whatever else is named `step_*` is not ours to touch.  
 may span many processes) to a folder at a time: a lock keeps others out.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -408,7 +409,8 @@ class Checkpoints:
             return 0
         remains = [path for path in entries(self.folder) if _is_remains(path)]
         for path in remains:
-            delete_tree(path)
+            with contextlib.suppress(FileNotFoundError):  # `_prune` may be at it
+                delete_tree(path)
         return len(remains)
 
     def _clear_after_failure(self) -> None:
