@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import os
 import re
 import threading
@@ -35,15 +34,24 @@ from mesh_transformer.host_arrays import HostArrayHandler
 from mesh_transformer.integrity import Integrity
 from mesh_transformer.joint_save import JointSave
 from mesh_transformer.lazy_leaf import LazyLeaf
-from mesh_transformer.state_tree import Path, check_match, check_names, leaves, map_leaves, nested
+from mesh_transformer.state_tree import (
+    Path,
+    cast_groups,
+    check_match,
+    check_names,
+    leaves,
+    map_leaves,
+    nested,
+)
 from mesh_transformer.storage import (
     FolderLock,
     delete_tree,
     entries,
     free_space,
     hush_failures,
-    is_storage_error,
+    is_failure,
     local_path,
+    nothing_in,
     reason,
     reported,
     step_number,
@@ -129,7 +137,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_uncommitted()
         except Exception as error:
-            if not _is_failure(error) or isinstance(error, InputError):
+            if not is_failure(error) or isinstance(error, InputError):
                 raise
             raise InputError(
                 f"model folder {self.folder} cannot be written: {reason(error)}; "
@@ -172,7 +180,7 @@ class Checkpoints:
             forced = jax.process_index() != 0
             self._checkpointer.save(self._path(step), args=arguments, force=forced)
         except Exception as error:
-            if not _is_failure(error):
+            if not is_failure(error):
                 raise
             raise self._failure(step, n_bytes, error) from error
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
@@ -203,7 +211,7 @@ class Checkpoints:
             commit.result()
             self._known = step
         except Exception as error:
-            if not _is_failure(error):
+            if not is_failure(error):
                 raise
             raise self._failure(step, n_bytes, error) from error
         finally:
@@ -257,7 +265,7 @@ class Checkpoints:
             try:
                 return act().result()
             except Exception as error:
-                if not _is_failure(error):
+                if not is_failure(error):
                     raise
                 raise self._unreadable(step, error) from error
 
@@ -291,7 +299,7 @@ class Checkpoints:
         wanted, saved, record = leaves(template), self.leaves(step), self._record(step)
         check_match(self._path(step), saved, wanted)
         restored: dict[Path, Any] = {}
-        for group in _groups(saved, wanted):
+        for group in cast_groups(saved, wanted, _CAST_BYTES):
             # As they were saved, so that they can be verified; cast afterwards.
             read = self._read(step, {path: saved[path].dtype for path in group}, wanted)
             integrity.check_leaves(self._path(step), record, read)
@@ -377,7 +385,7 @@ class Checkpoints:
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
         if not steps:
-            raise _nothing_in(self.folder)
+            raise nothing_in(self.folder)
         if step is not None and step not in steps:
             found = ", ".join(map(str, steps))
             raise InputError(f"checkpoint folder {self.folder} has no step {step}; it has {found}")
@@ -399,7 +407,7 @@ class Checkpoints:
                 if step != saved and (self._keep_every is None or step % self._keep_every):
                     delete_step(self._path(step))
         except Exception as error:
-            if not _is_failure(error):
+            if not is_failure(error):
                 raise
             _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
 
@@ -424,7 +432,7 @@ class Checkpoints:
             try:
                 quiet = 0 if self._clear_uncommitted() else quiet + 1
             except Exception as error:
-                if not _is_failure(error):
+                if not is_failure(error):
                     raise
                 quiet = 0
             if quiet == 5:
@@ -462,7 +470,7 @@ def find(path: str) -> tuple[str, int]:
             return str(folder.parent), step
     steps = _committed_steps(folder)
     if not steps:
-        raise _nothing_in(folder)
+        raise nothing_in(folder)
     return str(folder), steps[-1]
 
 
@@ -486,7 +494,7 @@ def _record(path: epath.Path) -> Integrity | None:
     except InputError:
         raise
     except Exception as error:
-        if not _is_failure(error):
+        if not is_failure(error):
             raise
         raise _unreadable(path, None, error) from error
 
@@ -499,7 +507,7 @@ def _aux(path: epath.Path, record: Integrity | None) -> dict[str, Any]:
     except InputError:
         raise
     except Exception as error:
-        if not _is_failure(error):
+        if not is_failure(error):
             raise
         raise _unreadable(path, record, error) from error
 
@@ -584,40 +592,9 @@ def delete_step(path: epath.Path) -> None:
     delete_tree(path)
 
 
-def _is_failure(error: Exception) -> bool:
-    """Whether Orbax, tensorstore or a file system raises it when storage fails.
-
-    jax's errors are RuntimeErrors.
-    """
-    return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
-
-
-def _groups(saved: dict[Path, Any], wanted: dict[Path, Any]) -> list[list[Path]]:
-    """What to restore at once: all that is cast last, the largest first, a little at a time."""
-    cast = [path for path in wanted if saved[path].dtype != wanted[path].dtype]
-    found = [[path for path in wanted if path not in set(cast)]]
-    sizes = {path: math.prod(saved[path].shape) * saved[path].dtype.itemsize for path in cast}
-    room = 0
-    for path in sorted(cast, key=lambda path: sizes[path], reverse=True):
-        if sizes[path] > room:
-            found.append([])
-            room = _CAST_BYTES
-        found[-1].append(path)
-        room -= sizes[path]
-    return [group for group in found if group]
-
-
 def _is_news(record: logging.LogRecord) -> bool:
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
         return False  # of the other writes or reads of one that has failed
     if record.levelno < logging.ERROR:
         return "Skipping merge of OCDBT" not in record.getMessage()  # of host arrays: as it should
     return "/orbax/checkpoint/" not in record.pathname and _TEMPORARY not in record.getMessage()
-
-
-def _nothing_in(folder: epath.Path) -> InputError:
-    found = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
-    return InputError(
-        f"checkpoint folder {folder} {found}; expected a model folder with step_<N> folders "
-        "in it, one of these, or a Hugging Face folder"
-    )

@@ -1,5 +1,6 @@
 """The leaves of a state by their path, which a model has, and whether those found are these."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,24 @@ def nested(flat: dict[Path, Any]) -> dict[str, Any]:
             at = at.setdefault(key, {})
         at[path[-1]] = leaf
     return tree
+
+
+def cast_groups(saved: dict[Path, Any], wanted: dict[Path, Any], most: int) -> list[list[Path]]:
+    """What to restore at once: what is not cast, then the rest, the largest first.
+
+    Each of the latter groups is one leaf, or leaves of `most` bytes together.
+    """
+    cast = [path for path in wanted if saved[path].dtype != wanted[path].dtype]
+    found = [[path for path in wanted if path not in set(cast)]]
+    sizes = {path: math.prod(saved[path].shape) * saved[path].dtype.itemsize for path in cast}
+    room = 0
+    for path in sorted(cast, key=lambda path: sizes[path], reverse=True):
+        if sizes[path] > room:
+            found.append([])
+            room = most
+        found[-1].append(path)
+        room -= sizes[path]
+    return [group for group in found if group]
 
 
 def placed(host: Any, template: Any) -> Any:

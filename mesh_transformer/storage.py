@@ -198,6 +198,22 @@ def is_storage_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or bool(names & _STORAGE_ERRORS)
 
 
+def is_failure(error: Exception) -> bool:
+    """Whether Orbax, tensorstore or a file system raises it when storage fails.
+
+    jax's errors are RuntimeErrors.
+    """
+    return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
+
+
+def nothing_in(folder: epath.Path) -> InputError:
+    found = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
+    return InputError(
+        f"checkpoint folder {folder} {found}; expected a model folder with step_<N> folders "
+        "in it, one of these, or a Hugging Face folder"
+    )
+
+
 def entries(folder: epath.Path) -> list[epath.Path]:
     """What is in a folder; empty where there is none.
 
