@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mesh_transformer.tpu_cluster import TPUCluster
     from mesh_transformer.transformer_shard import CausalTransformer
 
-FIRST_TRIES = 3  # to start hosts of which none has ever joined: one of many may be slow or flaky
+FIRST_TRIES = 3  # attempts to start the hosts before any has joined
 BATCHES_IN_STORE = 8  # those under way, and as much again for what validation and sampling send
 
 
@@ -139,7 +139,7 @@ def tpu_machines(
 def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
     with RayHead(_object_store(config)) as head, tpu, _stopped_after(tpu.spec.max_hours):
         known: list[str] = []  # the hosts that this TPU has had here
-        # Once hosts have joined another attempt may always go well.
+        # Once hosts have joined, failures are taken to be temporary.
         tries_left = FIRST_TRIES
 
         def hosts() -> "list[Host]":

@@ -47,6 +47,7 @@ from mesh_transformer.storage import (
     FolderLock,
     delete_tree,
     entries,
+    failures_as,
     free_space,
     hush_failures,
     is_failure,
@@ -55,6 +56,7 @@ from mesh_transformer.storage import (
     reason,
     reported,
     step_number,
+    unwritable,
 )
 from mesh_transformer.util import InputError
 
@@ -133,16 +135,9 @@ class Checkpoints:
         if self._lock is not None or jax.process_index() != 0:
             return
         self._lock = FolderLock(os.fspath(self.folder))
-        try:
+        with failures_as(lambda error: unwritable(self.folder, error)):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_uncommitted()
-        except Exception as error:
-            if not is_failure(error) or isinstance(error, InputError):
-                raise
-            raise InputError(
-                f"model folder {self.folder} cannot be written: {reason(error)}; "
-                "choose another folder or mend its permissions"
-            ) from error
 
     def save(self, step: int, state: Any, aux: dict[str, Any]) -> None:
         """Start to save nested dicts of arrays and a JSON-able dict as `step`.
@@ -166,7 +161,7 @@ class Checkpoints:
         )
         self._joint.begin()
         # What a process raises from here on every other one has to hear of.
-        try:
+        with failures_as(lambda error: self._failure(step, n_bytes, error)):
             self.claim()
             self._check_vacant(step)
             self._clear_uncommitted()
@@ -179,10 +174,6 @@ class Checkpoints:
             # Orbax looks again, and to others the first one's folder would be in the way.
             forced = jax.process_index() != 0
             self._checkpointer.save(self._path(step), args=arguments, force=forced)
-        except Exception as error:
-            if not is_failure(error):
-                raise
-            raise self._failure(step, n_bytes, error) from error
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
 
     def _check_vacant(self, step: int) -> None:
@@ -208,12 +199,9 @@ class Checkpoints:
             return
         step, n_bytes, commit = self._pending
         try:
-            commit.result()
-            self._known = step
-        except Exception as error:
-            if not is_failure(error):
-                raise
-            raise self._failure(step, n_bytes, error) from error
+            with failures_as(lambda error: self._failure(step, n_bytes, error)):
+                commit.result()
+                self._known = step
         finally:
             if commit.done():  # Not when Ctrl-C interrupted the wait.
                 self._pending = None
@@ -262,12 +250,8 @@ class Checkpoints:
         spec = handlers.get_json_tspec_read(info, use_ocdbt=ocdbt)
 
         def attempt(act: Callable[[], Any]) -> Any:
-            try:
+            with failures_as(lambda error: self._unreadable(step, error)):
                 return act().result()
-            except Exception as error:
-                if not is_failure(error):
-                    raise
-                raise self._unreadable(step, error) from error
 
         def read(layer: int | None) -> np.ndarray:
             values = attempt((stored if layer is None else stored[layer]).read)
@@ -489,30 +473,21 @@ def find_aux(path: str) -> dict[str, Any]:
 
 
 def _record(path: epath.Path) -> Integrity | None:
-    try:
+    with failures_as(lambda error: _unreadable(path, None, error)):
         return integrity.read(path)
-    except InputError:
-        raise
-    except Exception as error:
-        if not is_failure(error):
-            raise
-        raise _unreadable(path, None, error) from error
 
 
 def _aux(path: epath.Path, record: Integrity | None) -> dict[str, Any]:
-    try:
+    with failures_as(lambda error: _unreadable(path, record, error)):
         content = (path / "aux" / "metadata").read_bytes()
         integrity.check_file(path, record, "aux/metadata", content)
         return json.loads(content)
-    except InputError:
-        raise
-    except Exception as error:
-        if not is_failure(error):
-            raise
-        raise _unreadable(path, record, error) from error
 
 
 def _unreadable(path: epath.Path, record: Integrity | None, error: Exception) -> InputError:
+    """The one line for a step that cannot be read; an InputError as it is."""
+    if isinstance(error, InputError):
+        return error
     if (name := integrity.damaged_file(path, record)) is not None:
         return integrity.damaged(path, f"its file {name}")
     # tensorstore names the file last, in quotes.

@@ -61,8 +61,8 @@ class JointSave:
     def fail(self, error: Exception, seconds: float) -> None:
         """Breaks this save's barriers, now and later, and waits until all have given it up.
 
-        The others do so when what they are writing is written; after `seconds` without them this
-        process goes on alone.
+        The others give up once they have finished writing; this process waits for them for
+        `seconds` at most.
         """
         if self.alone:
             return

@@ -67,7 +67,7 @@ class MetricsLog:
             self._flush()
         except OSError as error:
             if not self._failing:
-                _say(f"{self.path}: {error.strerror}; the run goes on, and keeps its metrics")
+                _say(f"{self.path}: {error.strerror}; training continues, its metrics are kept")
             self._failing = True
 
     def _flush(self) -> None:

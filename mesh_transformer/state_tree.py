@@ -41,21 +41,25 @@ def nested(flat: dict[Path, Any]) -> dict[str, Any]:
 
 
 def cast_groups(saved: dict[Path, Any], wanted: dict[Path, Any], most: int) -> list[list[Path]]:
-    """What to restore at once: what is not cast, then the rest, the largest first.
+    """The leaves to restore together: those that keep their dtype, then the others by size.
 
-    Each of the latter groups is one leaf, or leaves of `most` bytes together.
+    A group of leaves to be cast holds at most `most` bytes, or a single leaf; the largest leaves
+    come first.
     """
-    cast = [path for path in wanted if saved[path].dtype != wanted[path].dtype]
-    found = [[path for path in wanted if path not in set(cast)]]
-    sizes = {path: math.prod(saved[path].shape) * saved[path].dtype.itemsize for path in cast}
+    sizes = {
+        path: math.prod(saved[path].shape) * saved[path].dtype.itemsize
+        for path in wanted
+        if saved[path].dtype != wanted[path].dtype
+    }
+    groups = [[path for path in wanted if path not in sizes]]
     room = 0
-    for path in sorted(cast, key=lambda path: sizes[path], reverse=True):
+    for path in sorted(sizes, key=lambda path: sizes[path], reverse=True):
         if sizes[path] > room:
-            found.append([])
+            groups.append([])
             room = most
-        found[-1].append(path)
+        groups[-1].append(path)
         room -= sizes[path]
-    return [group for group in found if group]
+    return [group for group in groups if group]
 
 
 def placed(host: Any, template: Any) -> Any:

@@ -90,15 +90,10 @@ class FolderLock:
         self._file: int | None = None
         if is_uri(self._folder):
             return
-        try:
+        with failures_as(lambda error: unwritable(self._folder, error)):
             os.makedirs(self._folder, exist_ok=True)
             while self._file is None:
                 self._file = self._taken()
-        except OSError as error:
-            raise InputError(
-                f"model folder {self._folder} cannot be written: {reason(error)}; "
-                "choose another folder or mend its permissions"
-            ) from error
 
     def _taken(self) -> int | None:
         """The locked file; None where its last owner has just deleted it."""
@@ -206,7 +201,32 @@ def is_failure(error: Exception) -> bool:
     return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
 
 
+@contextlib.contextmanager
+def failures_as(line: Callable[[Exception], InputError]) -> Iterator[None]:
+    """Raises the InputError that `line` makes of a failure (`is_failure`) of what is done here.
+
+    `line` also gets InputErrors, and may return them as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_failure(error) or (told := line(error)) is error:
+            raise
+        raise told from error
+
+
+def unwritable(folder: AnyPath, error: Exception) -> InputError:
+    """What to raise where nothing can be written to a model folder; an InputError as it is."""
+    if isinstance(error, InputError):
+        return error
+    return InputError(
+        f"model folder {os.fspath(folder)} cannot be written: {reason(error)}; "
+        "choose another folder or mend its permissions"
+    )
+
+
 def nothing_in(folder: epath.Path) -> InputError:
+    """What to raise where a folder has no checkpoint, or does not exist."""
     found = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
     return InputError(
         f"checkpoint folder {folder} {found}; expected a model folder with step_<N> folders "

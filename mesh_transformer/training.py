@@ -90,10 +90,10 @@ def train(
 
     Goes on from the newest checkpoint in `folder`; without one starts from the weights at
     `tune_model_path`, or from fresh ones; where the base of adapters has moved since, that path
-    tells it.  Saves every `ckpt_every` steps, at the end, before any error that ends it, and on
-    SIGTERM, Ctrl-C or SIGHUP (its terminal closes), after which it returns.  A save that fails is
-    reported and tried again while training goes on.  No other process may write to `folder`
-    meanwhile.
+    replaces the recorded one.  Saves every `ckpt_every` steps, at the end, before any error that
+    ends it, and on SIGTERM, Ctrl-C or SIGHUP (its terminal closes), after which it returns.  A save
+    that fails is reported and tried again while training goes on.  No other process may write to
+    `folder` meanwhile.
 
     Raises:
       InputError: for input that cannot be used, and where the last save fails twice.

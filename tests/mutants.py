@@ -136,9 +136,7 @@ def candidates(tree: ast.Module) -> Iterator[ast.AST]:
     stack: list[ast.AST] = [node for node in tree.body if not isinstance(node, ast.Assign)]
     while stack:
         node = stack.pop()
-        if isinstance(
-            node, ast.JoinedStr | ast.Raise | ast.AnnAssign | ast.Import | ast.ImportFrom
-        ):
+        if isinstance(node, UNCHANGED):
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node):

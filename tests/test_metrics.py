@@ -77,7 +77,9 @@ def test_a_full_disk_keeps_the_rows_until_there_is_room(tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().err
-    assert said.count("metrics.jsonl: File too large; the run goes on, and keeps its metrics") == 1
+    assert (
+        said.count("metrics.jsonl: File too large; training continues, its metrics are kept") == 1
+    )
     log.write({"step": 4})
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3, 4]
     log.close()
