@@ -2,8 +2,8 @@
 
 import argparse
 
-from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser
-from mesh_transformer.build_model import running_model
+from mesh_transformer.cli.arguments import add_host_arguments, model_arguments, model_parser
+from mesh_transformer.pod.launch import running_model
 from mesh_transformer.util import run_script
 
 
@@ -25,10 +25,10 @@ def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
 
-    from mesh_transformer.compilation_cache import use_compilation_cache
-    from mesh_transformer.conversion import config_of
-    from mesh_transformer.hf_config import Tokenizer
-    from mesh_transformer.repl import Repl, Settings
+    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.hf_config import Tokenizer
+    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+    from mesh_transformer.serving.repl import Repl, Settings
 
     # First, as loading takes long.
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded

@@ -2,8 +2,13 @@
 
 import argparse
 
-from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser, positive
-from mesh_transformer.build_model import running_model
+from mesh_transformer.cli.arguments import (
+    add_host_arguments,
+    model_arguments,
+    model_parser,
+    positive,
+)
+from mesh_transformer.pod.launch import running_model
 from mesh_transformer.util import exit_now, run_script
 
 
@@ -37,9 +42,9 @@ def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
 
-    from mesh_transformer.compilation_cache import use_compilation_cache
-    from mesh_transformer.conversion import config_of
-    from mesh_transformer.hf_config import Tokenizer
+    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.hf_config import Tokenizer
+    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.engine import Engine
     from mesh_transformer.serving.gate import Keys

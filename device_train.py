@@ -1,7 +1,8 @@
 """Trains a model on this machine's devices, or scores it; goes on where it was interrupted."""
 
-from mesh_transformer import training, validation
-from mesh_transformer.arguments import run_arguments, run_parser
+from mesh_transformer.cli.arguments import run_arguments, run_parser
+from mesh_transformer.evaluation import validation
+from mesh_transformer.training import loop
 from mesh_transformer.util import run_script
 
 
@@ -9,7 +10,7 @@ def main() -> None:
     args = run_parser(__doc__).parse_args()
     config, folder, options = run_arguments(args)
 
-    from mesh_transformer.compilation_cache import use_compilation_cache
+    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
     from mesh_transformer.transformer_shard import CausalTransformer
 
     use_compilation_cache()
@@ -17,7 +18,7 @@ def main() -> None:
     if args.mode == "eval":
         validation.validate(network, args.tune_model_path or folder)
     else:
-        training.train(network, folder, **options)
+        loop.train(network, folder, **options)
 
 
 if __name__ == "__main__":

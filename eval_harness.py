@@ -2,9 +2,9 @@
 
 import argparse
 
-from mesh_transformer.arguments import add_host_arguments, model_arguments, model_parser
-from mesh_transformer.build_model import running_model
-from mesh_transformer.harness import DEFAULT_TASKS, Harness, write
+from mesh_transformer.cli.arguments import add_host_arguments, model_arguments, model_parser
+from mesh_transformer.evaluation.harness import DEFAULT_TASKS, Harness, write
+from mesh_transformer.pod.launch import running_model
 from mesh_transformer.util import run_script
 
 
@@ -27,8 +27,8 @@ def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
 
-    from mesh_transformer.compilation_cache import use_compilation_cache
-    from mesh_transformer.conversion import config_of
+    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
 
     own = config or config_of(path)
     names = args.tasks.split(",") if args.tasks else own.eval_harness_tasks

@@ -2,9 +2,10 @@
 
 import argparse
 
-from mesh_transformer import harness, runs
-from mesh_transformer.arguments import add_host_arguments, run_arguments, run_parser
-from mesh_transformer.build_model import build_model, machines_of
+from mesh_transformer.cli.arguments import add_host_arguments, run_arguments, run_parser
+from mesh_transformer.evaluation import harness
+from mesh_transformer.pod import restarts
+from mesh_transformer.pod.launch import build_model, machines_of
 from mesh_transformer.util import run_script
 
 
@@ -21,20 +22,20 @@ def main() -> None:
     config, folder, options = run_arguments(args)
     if args.mode == "train":
         config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
-        runs.check_records(config)
+        restarts.check_records(config)
     harness.opened(config)  # before a TPU is made, if its tasks cannot be had
     machines = machines_of(args, config)
     if args.new:
-        runs.begin_anew(folder, yes=args.yes)
+        restarts.begin_anew(folder, yes=args.yes)
     with machines as hosts:
 
         def make():
             return build_model(config, hosts(), heartbeat=args.heartbeat, patience=args.patience)
 
         if args.mode == "eval":
-            runs.validate(make, args.tune_model_path or folder)
+            restarts.validate(make, args.tune_model_path or folder)
         else:
-            runs.train(make, folder, **options)
+            restarts.train(make, folder, **options)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
-from mesh_transformer import conversion, flops, loading, lora
-from mesh_transformer import step as steps
-from mesh_transformer.checkpoint import Checkpoints
+from mesh_transformer.checkpoint import conversion, loading
+from mesh_transformer.checkpoint.native import Checkpoints
+from mesh_transformer.checkpoint.native_checkpoint import saved_config
+from mesh_transformer.checkpoint.same_model import check_same_run
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import joined
-from mesh_transformer.generation import Chosen
-from mesh_transformer.generator import Batch, Generator
-from mesh_transformer.mesh import make_mesh, use_virtual_devices
-from mesh_transformer.native_checkpoint import saved_config
-from mesh_transformer.rows import Rows
-from mesh_transformer.same_model import check_same_run
-from mesh_transformer.storage import AnyPath, local_path
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.data.storage import AnyPath, local_path
+from mesh_transformer.generation.batch import Batch, Generator
+from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.mesh.declaration import joined
+from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
+from mesh_transformer.mesh.placement import Rows
+from mesh_transformer.model import flops, lora
+from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # virtual CPU devices, at least, where a model's own number is not given

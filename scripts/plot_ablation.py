@@ -3,8 +3,7 @@
 import argparse
 from typing import Any
 
-import pictures
-
+from mesh_transformer.performance import pictures
 from mesh_transformer.util import run_script
 
 DRAWN = {"ratio": "step time", "memory_bytes": "memory of a device"}

@@ -4,8 +4,7 @@ import argparse
 import json
 from typing import Any
 
-import pictures
-
+from mesh_transformer.performance import pictures
 from mesh_transformer.util import InputError, run_script
 
 

@@ -4,9 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-import pictures
-
-from mesh_transformer.scaling import Scaling
+from mesh_transformer.performance import pictures
+from mesh_transformer.performance.scaling import Scaling
 from mesh_transformer.util import run_script
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from create_completion_tfrecords import FILE_TYPES, Pair, read_pairs
-from input_files import Bad, find_files, told
 from tqdm import tqdm
 
-from mesh_transformer.arguments import (
+from mesh_transformer.cli.arguments import (
     add_host_arguments,
     model_arguments,
     model_parser,
     positive,
 )
-from mesh_transformer.build_model import running_model
+from mesh_transformer.cli.completion_records import FILE_TYPES, Pair, read_pairs
+from mesh_transformer.data.input_files import Bad, find_files, told
+from mesh_transformer.pod.launch import running_model
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -67,7 +67,7 @@ def continued(
     network: Any, prompts: Sequence[np.ndarray], length: int, tokenizer: Any
 ) -> Iterator[list[int]]:
     """The tokens that follow each prompt of a batch, up to the end of text."""
-    from mesh_transformer.sampling import sampler_settings
+    from mesh_transformer.generation.sampling import sampler_settings
 
     end, count = tokenizer.eos_token_id, len(prompts)
     batch = network.batch(network.batch_size)
@@ -135,9 +135,9 @@ def main() -> None:
     path, config = model_arguments(options)
     pairs = read(options)
 
-    from mesh_transformer.compilation_cache import use_compilation_cache
-    from mesh_transformer.conversion import config_of
-    from mesh_transformer.hf_config import Tokenizer
+    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.hf_config import Tokenizer
+    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
 
     scored(["a"], ["a"])  # what is missing is told before the model is loaded
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded

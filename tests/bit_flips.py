@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer import integrity
+from mesh_transformer.checkpoint import integrity
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.build_model import build_model, local_machines
 from mesh_transformer.config import Config
-from mesh_transformer.training import IN_FLIGHT
+from mesh_transformer.pod.launch import build_model, local_machines
+from mesh_transformer.training.loop import IN_FLIGHT
 from tests.host_process import SECONDS_ARE
 from tests.multihost import STEPS, random_batches, started
 from tests.small_run import VALUES

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer.sampling import SamplerSettings
+from mesh_transformer.generation.sampling import SamplerSettings
 
 
 class FakeChosen(NamedTuple):

@@ -23,8 +23,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from mesh_transformer import tpu_ray
-from mesh_transformer.tpu_api import ENDPOINT
+from mesh_transformer.pod.tpu import install
+from mesh_transformer.pod.tpu.api import ENDPOINT
 from tests.fake_tpu import FakeHost, FakeTpuApi, key_pair
 
 ROOT = Path(__file__).parent.parent
@@ -150,7 +150,7 @@ def _install(home: Path) -> None:
 
     Its Ray has a folder in the host's home in place of the one /tmp that all hosts here share.
     """
-    package, venv = home / tpu_ray.PACKAGE, home / tpu_ray.FOLDER / "venv"
+    package, venv = home / install.PACKAGE, home / install.FOLDER / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     version = ".".join(platform.python_version_tuple()[:2])
     libraries = sysconfig.get_path("purelib")

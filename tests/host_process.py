@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.rows import share
-from mesh_transformer.train_actor import NetworkRunner
-from mesh_transformer.training import IN_FLIGHT
+from mesh_transformer.mesh.placement import share
+from mesh_transformer.pod.runner import NetworkRunner
+from mesh_transformer.training.loop import IN_FLIGHT
 from tests.multihost import STEPS
 
 SECONDS_ARE = "seconds: "  # before a number on standard output, where libraries write too

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer import runs
-from mesh_transformer.checkpoint import Checkpoints
+from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.config import Config
-from mesh_transformer.metrics import NAME
+from mesh_transformer.pod import restarts
+from mesh_transformer.training.metrics import NAME
 from tests.multihost import random_batches, started
 from tests.multihost import run as run_hosts
 from tests.small_run import TIMES, VALUES, mixed_values, write_config
@@ -75,7 +75,7 @@ def sessions_of(driver: int) -> set[int]:
         for child in map(int, Path(f"/proc/{driver}/task/{driver}/children").read_text().split()):
             # Others begin sessions too: wandb's server does.
             command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            if os.getsid(child) == child and b"mesh_transformer.ray_head" in command:
+            if os.getsid(child) == child and b"mesh_transformer.pod.ray_head" in command:
                 found.add(child)
     return found
 
@@ -229,7 +229,7 @@ def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> N
 
     After `step`, once, the host of that rank gets a batch without `obs`: a KeyError there.
     """
-    from mesh_transformer.build_model import build_model, local_machines
+    from mesh_transformer.pod.launch import build_model, local_machines
 
     loaded = Config.load(config)
     done = []
@@ -250,7 +250,7 @@ def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> N
         return cluster
 
     with local_machines(loaded, HOSTS) as hosts:
-        runs.train(lambda: make(hosts()), folder)
+        restarts.train(lambda: make(hosts()), folder)
 
 
 def planned(count: int, seed: int) -> list[tuple[str, int, int]]:

@@ -65,17 +65,17 @@ def main_in_child(script: Any, arguments: list[str], kill_after: int | None) -> 
 def run(folder: Path, kills: int) -> None:
     """Goes on until so many were killed, each set then made to its end."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    import create_finetune_tfrecords as script  # pyright: ignore[reportMissingImports]
-    import text_documents  # pyright: ignore[reportMissingImports]
-    import token_corpus  # pyright: ignore[reportMissingImports]
+    from mesh_transformer.cli import text_records as script  # pyright: ignore[reportMissingImports]
+    from mesh_transformer.data import corpus  # pyright: ignore[reportMissingImports]
+    from mesh_transformer.data import documents as text_documents  # pyright: ignore[reportMissingImports]
 
     text_documents.PIECE_CHARACTERS = 64
-    token_corpus.BATCH_CHARACTERS = 200
-    token_corpus.SAVE_EVERY = 2
+    corpus.BATCH_CHARACTERS = 200
+    corpus.SAVE_EVERY = 2
     # What every child would import; none of it has begun a thread here.
-    from mesh_transformer import record_files, tokenizer
+    from mesh_transformer.data import tfrecords, tokenizer
 
-    record_files.tensorflow()
+    tfrecords.tensorflow()
     loaded = tokenizer.load_tokenizer()
     script.load_tokenizer = lambda _: loaded
     write_text(folder / "in")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.fake_network import FakeNetwork
 from tests.live_server import Live
 

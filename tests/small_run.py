@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.metrics import NAME
-from mesh_transformer.record_files import write_records
+from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.training.metrics import NAME
 
 SEQ = 16
 VOCAB = 64

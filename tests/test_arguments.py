@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mesh_transformer.arguments import (
+from mesh_transformer.cli.arguments import (
     add_tpu_arguments,
     positive,
     refuse_tpu_arguments,

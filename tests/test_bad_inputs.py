@@ -15,18 +15,17 @@ import numpy as np
 import pytest
 import zstandard
 
-from mesh_transformer.record_files import tensorflow, write_records
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.cli import completion_records, text_records
+from mesh_transformer.data import documents as text_documents
+from mesh_transformer.data import input_files
+from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.tfrecords import tensorflow, write_records
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError, run_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import create_completion_tfrecords  # pyright: ignore[reportMissingImports]
-import create_finetune_tfrecords  # pyright: ignore[reportMissingImports]
-import input_files  # pyright: ignore[reportMissingImports]
-import text_documents  # pyright: ignore[reportMissingImports]
 
-SCRIPTS = {"text": create_finetune_tfrecords, "pairs": create_completion_tfrecords}
+SCRIPTS = {"text": text_records, "pairs": completion_records}
 SEQ = 8
 # Far above what any case takes on a busy machine: only what never ends reaches it.
 SECONDS = 300

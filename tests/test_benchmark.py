@@ -10,18 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from mesh_transformer import benchmark, device_trace, flops
+from mesh_transformer.cli import benchmark as script
 from mesh_transformer.config import Config
+from mesh_transformer.model import flops
+from mesh_transformer.performance import ablation, benchmark, device_trace, loader_timing, report
 from mesh_transformer.util import InputError, StoppedError, run_script
+from scripts import plot_ablation
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-import benchmark as script  # pyright: ignore[reportMissingImports] # noqa: E402
-import benchmark_ablation as ablation  # pyright: ignore[reportMissingImports] # noqa: E402
-import benchmark_loader  # pyright: ignore[reportMissingImports] # noqa: E402
-import benchmark_report  # pyright: ignore[reportMissingImports] # noqa: E402
-import plot_ablation  # pyright: ignore[reportMissingImports] # noqa: E402
 
 TINY = SMALL | {
     "layers": 1,
@@ -131,11 +129,11 @@ ABOUT = {
 
 def check_row(found: dict) -> None:
     """The mode's table in the docs has these columns, and each of them a cell."""
-    header = benchmark_report.header(found["mode"])
+    header = report.header(found["mode"])
     assert header in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     columns = header.splitlines()[0].count(" | ")
-    assert {line.count(" | ") for line in benchmark_report.row(found).splitlines()} == {columns}
-    assert found["date"] in benchmark_report.lines(found)
+    assert {line.count(" | ") for line in report.row(found).splitlines()} == {columns}
+    assert found["date"] in report.lines(found)
 
 
 @pytest.mark.slow
@@ -198,14 +196,14 @@ def test_a_checkpoint_is_compared_with_a_plain_file(monkeypatch, capsys, tmp_pat
 
 @pytest.mark.slow
 def test_the_loader_is_compared_with_tf_data_and_with_a_step(tmp_path, config_file):
-    found = benchmark_loader.measure(tmp_path, 1000, 8, 1)
+    found = loader_timing.measure(tmp_path, 1000, 8, 1)
     assert found["tokens_per_second"] == 8 * found["records_per_second"]
     assert min(found.values()) > 0
     args = script.parse_args(["--config", config_file, "--loader"])
     about = script.about(args, script.config_of(args), SimpleNamespace(platform="cpu"))
     check_row(about | found | {"limits": None, "most_tokens_per_second_of_a_step": None})
     with pytest.raises(InputError, match="a multiple of 10"):
-        benchmark_loader.measure(tmp_path, 15, 8, 1)
+        loader_timing.measure(tmp_path, 15, 8, 1)
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer import build_model
 from mesh_transformer.config import Config
-from mesh_transformer.tpu_api import PreemptedError, UnavailableError
-from mesh_transformer.tpu_spec import SshOptions, TpuSpec
+from mesh_transformer.pod import launch
+from mesh_transformer.pod.tpu.api import PreemptedError, UnavailableError
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.conftest import SMALL
 
@@ -75,10 +75,10 @@ class Machines:
 def machines(monkeypatch) -> Machines:
     found = Machines()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
-    monkeypatch.setattr(build_model, "RayHead", lambda size: found)
+    monkeypatch.setattr(launch, "RayHead", lambda size: found)
     # In place of the real one, which would import Ray into the tests' process.
     hosts = types.SimpleNamespace(joined_hosts=found.joined_hosts)
-    monkeypatch.setitem(sys.modules, "mesh_transformer.ray_hosts", hosts)
+    monkeypatch.setitem(sys.modules, "mesh_transformer.pod.hosts", hosts)
     return found
 
 
@@ -86,7 +86,7 @@ def machines(monkeypatch) -> Machines:
 def attempt(machines) -> Iterator[Callable[[], list[str]]]:
     """Asks for the hosts once more: what was called for it."""
     tpu: Any = machines
-    with build_model._tpu_machines(CONFIG, tpu) as hosts:
+    with launch._tpu_machines(CONFIG, tpu) as hosts:
 
         def once() -> list[str]:
             machines.calls.clear()
@@ -147,11 +147,11 @@ def test_after_its_hours_a_run_is_asked_to_end(machines, monkeypatch, capsys):
     before = signal.signal(signal.SIGTERM, receive)
     tpu: Any = machines
     try:
-        with build_model._tpu_machines(CONFIG, tpu):
+        with launch._tpu_machines(CONFIG, tpu):
             assert ended.wait(60)
         assert "--max-hours" in capsys.readouterr().err
         monkeypatch.setattr(machines, "spec", types.SimpleNamespace(max_hours=1000.0))
-        with build_model._tpu_machines(CONFIG, tpu):
+        with launch._tpu_machines(CONFIG, tpu):
             timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
             assert len(timers) == 1
         timers[0].join(60)
@@ -215,8 +215,8 @@ def test_what_another_attempt_would_not_mend_ends_the_run(machines, attempt, err
 def test_a_tpu_of_another_size_is_refused_at_once():
     spec = TpuSpec("pod", "us-central2-b", "v4-8")
     with pytest.raises(InputError, match="v4-8 has 4 devices, expected the config's tpu_size 8"):
-        build_model.tpu_machines(CONFIG, spec)
+        launch.tpu_machines(CONFIG, spec)
     with pytest.raises(InputError, match="SSH key nowhere is missing"):
-        build_model.tpu_machines(
+        launch.tpu_machines(
             CONFIG, TpuSpec("pod", "us-central2-b", "v4-16"), SshOptions(key_file="nowhere")
         )

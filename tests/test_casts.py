@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike
 
-from mesh_transformer import conversion, hf, model, native_checkpoint, original_checkpoint
-from mesh_transformer.casts import FLOATS, cast
-from mesh_transformer.declaration import map_declared
+from mesh_transformer.checkpoint import conversion, hf, native_checkpoint, original
+from mesh_transformer.checkpoint.casts import FLOATS, cast
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
 
@@ -48,7 +49,7 @@ def weights(config, dtype: DTypeLike = np.float32):
     """Random weights that every format holds: without a bias of the embedding."""
     rng = np.random.default_rng(0)
     params = map_declared(
-        lambda d: rng.normal(size=d.shape).astype(dtype), model.declarations(config)
+        lambda d: rng.normal(size=d.shape).astype(dtype), gptj.declarations(config)
     )
     params["embed"]["embedding"]["b"][...] = 0
     return {"params": params, "step": np.zeros((), np.int32)}
@@ -58,9 +59,7 @@ def write(folder, kind, state, config):
     if kind == "hf":
         hf.write(folder, state, config)
     else:
-        {"native": native_checkpoint, "original": original_checkpoint}[kind].write(
-            folder, state, config
-        )
+        {"native": native_checkpoint, "original": original}[kind].write(folder, state, config)
 
 
 @pytest.mark.parametrize("source", conversion.FORMATS)
@@ -85,7 +84,7 @@ def test_every_pair_of_formats_refuses_what_f16_cannot_hold(small, source, targe
 
 def test_a_sum_of_f16_shares_may_be_too_large_for_it(small, tmp_path):
     config = small(layers=1, norm="rmsnorm", cores_per_replica=4)
-    folder = original_checkpoint.write(str(tmp_path / "f16"), weights(config, np.float16), config)
+    folder = original.write(str(tmp_path / "f16"), weights(config, np.float16), config)
     for number in range(4):
         path = f"{folder}/shard_{number}/0.npz"
         with np.load(path) as archive:
@@ -93,8 +92,8 @@ def test_a_sum_of_f16_shares_may_be_too_large_for_it(small, tmp_path):
         arrays["arr_0"][5] = 24992
         np.savez(path, **arrays)
     with pytest.raises(InputError, match=r"linear b\) holds 99968, but float16 ends at 65504"):
-        original_checkpoint.read(folder, config)
-    wide = original_checkpoint.read(folder, config, dtype=ml_dtypes.bfloat16)
+        original.read(folder, config)
+    wide = original.read(folder, config, dtype=ml_dtypes.bfloat16)
     assert wide["params"]["embed"]["embedding"]["b"][5] == ml_dtypes.bfloat16(1e5)
 
 

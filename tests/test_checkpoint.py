@@ -26,12 +26,13 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import checkpoint, integrity, model, native_checkpoint
-from mesh_transformer.checkpoint import Checkpoints, find
-from mesh_transformer.checksums import host_checksum, tree_checksums
-from mesh_transformer.declaration import map_declared
-from mesh_transformer.state_tree import leaves
-from mesh_transformer.storage import FolderLock
+from mesh_transformer.checkpoint import integrity, native, native_checkpoint
+from mesh_transformer.checkpoint.checksums import host_checksum, tree_checksums
+from mesh_transformer.checkpoint.native import Checkpoints, find
+from mesh_transformer.checkpoint.state_tree import leaves
+from mesh_transformer.data.storage import FolderLock
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.model import gptj
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.fake_gcs import gcs_server
@@ -255,8 +256,8 @@ def test_a_deletion_that_was_interrupted_goes_on(tmp_path, monkeypatch):
         step = epath.Path(tmp_path / "step_1")
         # Killed when all but the last folder-wide deletion was done.
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "delete_tree", lambda path: None)
-            checkpoint.delete_step(step)
+            patch.setattr(native, "delete_tree", lambda path: None)
+            native.delete_step(step)
         assert checkpoints.steps() == []
         assert step.exists()
         checkpoints.save(2, {"x": jnp.int32(2)}, {})
@@ -618,7 +619,7 @@ def test_host_arrays_are_saved_as_they_are_and_restored_on_any_mesh(tmp_path):
 def test_a_new_model_folder_appears_whole(tmp_path, monkeypatch, small):
     """Even by SIGKILL nothing is left under its name, so that a second try is not refused."""
     config, folder = small(layers=1), tmp_path / "new"
-    params = map_declared(lambda d: np.ones(d.shape, np.float32), model.declarations(config))
+    params = map_declared(lambda d: np.ones(d.shape, np.float32), gptj.declarations(config))
     state = {"params": params, "step": np.zeros((), np.int32)}
     save = Checkpoints.save
 
@@ -971,8 +972,8 @@ def test_what_a_bucket_refuses_is_one_line(tmp_path, monkeypatch, caplog, where)
             monkeypatch.setattr(checkpoints, name, refuse)
         else:
             module, name = {
-                "finish": (checkpoint.integrity, "write"),
-                "prune": (checkpoint, "delete_step"),
+                "finish": (native.integrity, "write"),
+                "prune": (native, "delete_step"),
             }[where]
             monkeypatch.setattr(module, name, refuse)
         if where == "prune":
@@ -990,9 +991,9 @@ def test_what_a_bucket_refuses_is_one_line(tmp_path, monkeypatch, caplog, where)
 
 def test_deleting_old_steps_holds_nobody_up_for_long(tmp_path, monkeypatch):
     answers = threading.Event()
-    delete = checkpoint.delete_step
-    monkeypatch.setattr(checkpoint, "delete_step", lambda path: (answers.wait(120), delete(path)))
-    monkeypatch.setattr(checkpoint, "_PRUNE_SECONDS", 0.01)
+    delete = native.delete_step
+    monkeypatch.setattr(native, "delete_step", lambda path: (answers.wait(120), delete(path)))
+    monkeypatch.setattr(native, "_PRUNE_SECONDS", 0.01)
     with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
         for step in range(1, 5):
             save_and_wait(checkpoints, step)
@@ -1007,7 +1008,7 @@ def test_deleting_old_steps_holds_nobody_up_for_long(tmp_path, monkeypatch):
 
 def test_leaves_are_cast_a_few_at_a_time_the_largest_first(tmp_path, monkeypatch):
     """Lest what was saved in f32 and what is wanted in bf16 are on the devices together."""
-    monkeypatch.setattr(checkpoint, "_CAST_BYTES", 1000)
+    monkeypatch.setattr(native, "_CAST_BYTES", 1000)
     sharding = NamedSharding(mesh_of(1, 8), P())
     rng = np.random.default_rng(0)
     sizes = {"a": 10, "b": 400, "c": 200, "d": 100, "e": 30}

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mesh_transformer.compiler_options import compiler_options
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.compiler_options import compiler_options
 from tests.conftest import SMALL
 
 

@@ -17,20 +17,20 @@ import pytest
 import device_sample
 import mesh_transformer
 import resharding_example
-from mesh_transformer import (
+from mesh_transformer.checkpoint import (
     conversion,
+    hf_files,
     integrity,
     native_checkpoint,
-    original_checkpoint,
     original_files,
-    tensor_files,
 )
-from mesh_transformer.casts import FLOATS
+from mesh_transformer.checkpoint import original as original_format
+from mesh_transformer.checkpoint.casts import FLOATS
+from mesh_transformer.checkpoint.lazy_leaf import in_memory
+from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.config import Config
-from mesh_transformer.lazy_leaf import in_memory
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, run_script
-from scripts import convert_checkpoint
 from tests.conftest import DATA, original_config, random_batch
 from tests.test_hf_config import word_tokenizer
 
@@ -74,8 +74,8 @@ def config(tmp_path_factory) -> tuple[str, Config]:
 def start(config, tmp_path_factory) -> Path:
     """A full checkpoint of 8 shards; in the model folder `original`."""
     folder = tmp_path_factory.mktemp("start")
-    state = original_checkpoint.read(str(GOLDEN / "step_10"), config[1])
-    original_checkpoint.write(str(folder / "original"), state, config[1], shards=8)
+    state = original_format.read(str(GOLDEN / "step_10"), config[1])
+    original_format.write(str(folder / "original"), state, config[1], shards=8)
     return folder
 
 
@@ -93,7 +93,7 @@ def convert(source: str, src: object, target: str, dst: object, *flags: object) 
     before = sys.argv
     sys.argv = ["convert_checkpoint.py", *map(str, arguments)]
     try:
-        convert_checkpoint.main()
+        convert_command.main()
     finally:
         sys.argv = before
 
@@ -133,9 +133,9 @@ def test_meshes_in_between_leave_the_bytes(start, config, tmp_path):
         network.save(source)
         network.close()
     native, saved = native_checkpoint.read(source)
-    before = original_checkpoint.read(begin, native)
+    before = original_format.read(begin, native)
     saved["step"] = before["step"]  # a loaded model begins at 0
-    original_checkpoint.write(str(tmp_path / "end"), saved, native, shards=8)
+    original_format.write(str(tmp_path / "end"), saved, native, shards=8)
     assert files(tmp_path / "end" / "step_10") == files(start / "original" / "step_10")
 
 
@@ -500,7 +500,7 @@ def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path,
 @pytest.mark.parametrize("target", ["original", "hf"])
 def test_a_terminated_conversion_leaves_nothing(formats, config, tmp_path, monkeypatch, target):
     """SIGTERM while the files are written."""
-    module = {"original": original_files, "hf": tensor_files}[target]
+    module = {"original": original_files, "hf": hf_files}[target]
 
     def terminated(folder: str | list[str], *_: Any) -> None:
         folder = folder if isinstance(folder, str) else folder[0]
@@ -602,7 +602,7 @@ def test_scripts_end_with_status_2(formats, config, tmp_path, monkeypatch, capsy
     model = ("--config", config[0], "--model-path", tmp_path)
     large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"  # though there is no model
     for main, arguments in (
-        (convert_checkpoint.main, ("--from", "native", tmp_path, "--to", "hf", tmp_path / "end")),
+        (convert_command.main, ("--from", "native", tmp_path, "--to", "hf", tmp_path / "end")),
         (resharding_example.main, model),
         (device_sample.main, model),
         (device_sample.main, ("--model-path", formats["native"])),

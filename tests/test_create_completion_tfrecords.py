@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.cli import completion_records as script
+from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import create_completion_tfrecords as script  # pyright: ignore[reportMissingImports]
 
 SEQ = 12
 END = 50256

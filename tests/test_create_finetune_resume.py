@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import zstandard
 
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.cli import text_records as script
+from mesh_transformer.data import corpus, documents, record_parts
+from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
 from tests import killed_tokenizing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import create_finetune_tfrecords as script  # pyright: ignore[reportMissingImports]
-import record_parts  # pyright: ignore[reportMissingImports]
-import text_documents  # pyright: ignore[reportMissingImports]
-import token_corpus  # pyright: ignore[reportMissingImports]
 
 SEQ = 16
 
@@ -37,9 +35,9 @@ def tokenizer():
 @pytest.fixture
 def source(tmp_path, monkeypatch, tokenizer):
     """A folder of text of several kinds; pieces, batches and saves are small."""
-    monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 64)
-    monkeypatch.setattr(token_corpus, "BATCH_CHARACTERS", 800)
-    monkeypatch.setattr(token_corpus, "SAVE_EVERY", 1)
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 64)
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 800)
+    monkeypatch.setattr(corpus, "SAVE_EVERY", 1)
     monkeypatch.setattr(script, "load_tokenizer", lambda name: tokenizer)
     killed_tokenizing.write_text(tmp_path / "in")
     return tmp_path / "in"
@@ -69,9 +67,9 @@ def stop_at(monkeypatch, place, name, number):
 
 
 PLACES = {
-    "before a save": (token_corpus.Progress, "save"),
-    "behind a save": (token_corpus.Tokenizing, "_write"),
-    "while a file is read": (token_corpus, "read_pieces"),
+    "before a save": (corpus.Progress, "save"),
+    "behind a save": (corpus.Tokenizing, "_write"),
+    "while a file is read": (corpus, "read_pieces"),
     "before a part": (record_parts, "write_records"),
     "at the end": (record_parts, "publish"),
 }
@@ -102,16 +100,16 @@ def test_stopped_in_the_clean_up_it_begins_anew(tmp_path, monkeypatch, source):
 
 
 def test_what_is_through_is_not_read_again(tmp_path, monkeypatch, source):
-    stop_at(monkeypatch, token_corpus, "read_pieces", 3)
+    stop_at(monkeypatch, corpus, "read_pieces", 3)
     with pytest.raises(Stopped):
         create(source, tmp_path / "out")
-    read, whole = [], text_documents.read_pieces
+    read, whole = [], documents.read_pieces
 
     def noted(path, *arguments):
         read.append(path)
         return whole(path, *arguments)
 
-    monkeypatch.setattr(token_corpus, "read_pieces", noted)
+    monkeypatch.setattr(corpus, "read_pieces", noted)
     create(source, tmp_path / "out")
     # One is through; another may be, if the stop came before it was saved.
     assert 1 <= len(list(source.iterdir())) - len(read) <= 2
@@ -119,8 +117,8 @@ def test_what_is_through_is_not_read_again(tmp_path, monkeypatch, source):
 
 def test_batches_files_and_cores_do_not_matter(tmp_path, monkeypatch, source):
     expected = create(source, tmp_path / "one")
-    monkeypatch.setattr(token_corpus, "BATCH_CHARACTERS", 1 << 20)
-    monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 1 << 14)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # one core
     assert create(source, tmp_path / "two") == expected
     create(source, tmp_path / "three", "--sequences-per-file", "7")
@@ -231,10 +229,10 @@ def test_text_of_any_size_takes_little_memory(tmp_path):
     (tmp_path / "c.txt").write_text("\u4e2d" * 1_500_000)
     longest = 0
     for name in "a.jsonl.zst", "b.txt", "c.txt":
-        bad = text_documents.Bad(False)
-        for piece in text_documents.read_pieces(str(tmp_path / name), "<|end|>", bad, int):
+        bad = documents.Bad(False)
+        for piece in documents.read_pieces(str(tmp_path / name), "<|end|>", bad, int):
             longest = max(longest, len(piece.text))
-    assert longest <= text_documents.LONGEST_RUN + text_documents.PIECE_CHARACTERS
+    assert longest <= documents.LONGEST_RUN + documents.PIECE_CHARACTERS
 
 
 @pytest.mark.slow

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from mesh_transformer.record_set import Position, RecordSet
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.cli import text_records as script
+from mesh_transformer.data import cleaning
+from mesh_transformer.data import documents as text_documents
+from mesh_transformer.data.record_set import Position, RecordSet
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-import create_finetune_tfrecords as script  # noqa: E402  # pyright: ignore[reportMissingImports]
-import text_cleaning  # noqa: E402  # pyright: ignore[reportMissingImports]
-import text_documents  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 SEQ = 16
 END = 50256
@@ -264,7 +264,7 @@ def test_ftfy_repairs_garbled_text_first(tmp_path, tokenizer):
     ],
 )
 def test_wikitext_spacing_is_undone(spaced, joined):
-    assert text_cleaning.wikitext_detokenize(spaced) == joined
+    assert cleaning.wikitext_detokenize(spaced) == joined
 
 
 def test_wikitext_option_reaches_the_records(tmp_path, tokenizer):

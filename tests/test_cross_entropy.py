@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.cross_entropy import chunked_cross_entropy, cross_entropy
-from mesh_transformer.parallel import Auto, Manual
+from mesh_transformer.mesh.parallel import Auto, Manual
+from mesh_transformer.model.loss import chunked_cross_entropy, cross_entropy
 from tests.test_layers import normal, softmax
 
 

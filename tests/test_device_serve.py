@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import device_serve
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.serving.server import listen
-from mesh_transformer.tokenizer import load_tokenizer
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import QUICK_COMPILATION
@@ -108,7 +108,7 @@ def test_answers_are_the_networks_and_sigterm_drains(model, start):
         assert answer["choices"][0]["text"] == text
         load = ["--clients", "8", "--seconds", "2", "--requests", "8", "--most-tokens", "16"]
         load += ["--most-words", "20"]
-        command = [sys.executable, "scripts/load_test.py", "--url", url, *load]
+        command = [sys.executable, "scripts/measure/serving.py", "--url", url, *load]
         loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert (loaded.returncode, loaded.stdout.count("0 answers differ")) == (0, 1), loaded
         # Two requests of many sequences, most of which still wait when the signal comes.

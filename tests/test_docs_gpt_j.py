@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer import hf, original_checkpoint
+from mesh_transformer.checkpoint import hf, original
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.documents import new_place, python_commands, run_here
@@ -23,7 +23,7 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     new_place(tmp_path, monkeypatch, ("6B_roto_256.json", "example_config.json"), **TINY)
     config = Config.load("configs/6B_roto_256.json")
     state = jax.tree.map(np.asarray, CausalTransformer(config).state)
-    original_checkpoint.write("model", state, config)
+    original.write("model", state, config)
     Path("model/step_0").rename("step_383500")
     hf.write("gpt-j-6b", state, config)
     hf.write("cut", state, config, trim_vocab=True)

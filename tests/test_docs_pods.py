@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_transformer.arguments import run_arguments, tpu_arguments
+from mesh_transformer.cli.arguments import run_arguments, tpu_arguments
 from tests.documents import PYTHON, ROOT, commands, python_commands
 from tests.interruptions import last_step, training
 from tests.waiting import SECONDS, wait_until

@@ -9,10 +9,10 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
+from scripts import score_summaries
 from tests.documents import ROOT, new_place, python_commands, run_here
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import score_summaries  # pyright: ignore[reportMissingImports]
 
 TINY = {"layers": 1, "d_model": 32, "pe_rotary_dims": 4, "per_replica_batch": 2, "val_batches": 1}
 # Of one device, which compiles in less time; docs/finetune.md's test is of a mesh.

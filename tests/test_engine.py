@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from mesh_transformer.sampling import SamplingOptions
+from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving.engine import (
     ALTERNATIVES,
     PREFILL_TOKENS,

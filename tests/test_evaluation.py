@@ -13,10 +13,11 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 import eval_harness
-from mesh_transformer import evaluation, harness, hf
-from mesh_transformer.harness import Harness
-from mesh_transformer.network_lm import NetworkLM
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.checkpoint import hf
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.evaluation import evaluation, harness
+from mesh_transformer.evaluation.harness import Harness
+from mesh_transformer.evaluation.network_lm import NetworkLM
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests import made_tasks

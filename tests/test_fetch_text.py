@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.util import InputError
+from scripts import fetch_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import fetch_text  # pyright: ignore[reportMissingImports]
 
 
 @pytest.fixture

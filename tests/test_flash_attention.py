@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer import flash_attention, step
 from mesh_transformer.config import Config
-from mesh_transformer.parallel import Auto
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import flash_attention
+from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import random_batch
 from tests.test_step import BATCH, largest_differences, mesh_of, on_mesh, run, small_config

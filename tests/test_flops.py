@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from mesh_transformer import flops, model
 from mesh_transformer.config import Config, Norm
-from mesh_transformer.declaration import is_declaration
-from mesh_transformer.parallel import Auto
+from mesh_transformer.mesh.declaration import is_declaration
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import flops, gptj
 from mesh_transformer.util import InputError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -54,7 +54,7 @@ def test_gptj_6b_needs_39_gigaflops_a_token():
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_parameters_equal_what_the_model_declares(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)
-    declared = model.declarations(config)
+    declared = gptj.declarations(config)
     leaves = jax.tree.leaves(declared, is_leaf=is_declaration)
     assert flops.n_params(config) == sum(math.prod(leaf.shape) for leaf in leaves)
     # Biases, norms and tables of positions take part in no matmul.
@@ -133,9 +133,9 @@ def test_hardware_flops_are_the_matmuls_that_a_step_has(remat, block, attention)
     tokens = jnp.zeros((2, config.seq), jnp.int32)
 
     def loss(params):
-        return model.train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
+        return gptj.train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
 
-    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     traced = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
     expected = flops.hardware_flops_per_token(config, attention)
     assert multiplied(traced) == tokens.size * expected

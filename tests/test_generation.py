@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer import generation, generator, model, step
-from mesh_transformer.attention import LayerCache, write
 from mesh_transformer.config import Config
-from mesh_transformer.generator import MOST_STEPS, Batch
-from mesh_transformer.mesh import named
-from mesh_transformer.parallel import Auto
-from mesh_transformer.sampling import choose, penalize, sampler_settings
+from mesh_transformer.generation import batch as running_batch
+from mesh_transformer.generation import decode
+from mesh_transformer.generation.batch import MOST_STEPS, Batch
+from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
+from mesh_transformer.mesh.devices import named
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj
+from mesh_transformer.model.attention import LayerCache, write
+from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import AS_USERS_COMPILE, DATA
@@ -52,7 +55,7 @@ def full_logprobs(config: Config, tokens: np.ndarray) -> np.ndarray:
     # A table of positions is as long as it is; what has none may be any length.
     seq = config.seq if config.pe == "fixed" else width
     whole = config.replace(seq=seq, attention_window=min(config.window, width))
-    run = jax.jit(lambda params, tokens: model.logits(params, tokens, whole, Auto()))
+    run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, whole, Auto()))
     return np.asarray(jax.nn.log_softmax(run(weights(base_of(config)), tokens)))
 
 
@@ -144,11 +147,11 @@ def cache_results(text: str, shape: tuple[int, ...]) -> list[str]:
     return [line for line in found if not any(f"calls=%{name}" in line for name in scatters)]
 
 
-def compiled_decode(batch: Batch, function: Any = generation.decode) -> tuple[str, Any]:
+def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, Any]:
     """The text of the decode step over `batch`, and its memory."""
     made, network = batch._generator, batch._state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "decode", function)
+        patch.setattr(decode, "decode", function)
         run: Any = step.compile_decode(made.config, made.mesh, None, 8)
         lowered = run.lower(batch._weights, network, batch.left, np.int32(3))
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
@@ -183,7 +186,7 @@ def test_a_copy_of_a_cache_would_be_found():
         caches = jax.tree.map(lambda x: jnp.roll(x, 1, axis=2), state.caches)
         return state._replace(caches=caches), chosen
 
-    generation_decode = generation.decode
+    generation_decode = decode.decode
     text, _ = compiled_decode(batch, rolled)
     assert cache_results(text, shape)
 
@@ -248,7 +251,7 @@ def test_released_rows_stand_still_and_their_settings_count_for_nothing(monkeypa
 
     config = small_config()
     network = network_of(config)
-    monkeypatch.setattr(generation, "choose", choose)
+    monkeypatch.setattr(decode, "choose", choose)
     batch = network.batch(4)
     options = {"top_k": np.array([1, 10, 20]), "repetition_penalty": 2.0, "top_p": 0.5}
     settings = sampler_settings(options, 3)
@@ -257,7 +260,7 @@ def test_released_rows_stand_still_and_their_settings_count_for_nothing(monkeypa
     batch.release([1])
     assert batch.left.tolist() == [17, 0, 0, 0]
     assert batch.decode(2).token[0].tolist() == [1, 1]
-    idle = jax.tree.map(lambda x: x.tolist(), generation.IDLE)
+    idle = jax.tree.map(lambda x: x.tolist(), decode.IDLE)
     assert idle == (1.0, 0, 0.0, 1.0, 0)  # greedy, without a filter or a penalty
 
 
@@ -268,7 +271,7 @@ def test_a_cache_that_grows_goes_on_as_one_that_is_large(monkeypatch):
     settings = sampler_settings(LIVELY, 2)
 
     def said(smallest: int) -> tuple[list[int], np.ndarray]:
-        monkeypatch.setattr(generator, "SMALLEST_CACHE", smallest)
+        monkeypatch.setattr(running_batch, "SMALLEST_CACHE", smallest)
         batch, slots = network.batch(2), []
         parts = [batch.insert([0, 1], prompts, 40, settings).token[:, None]]
         while batch.left.any():

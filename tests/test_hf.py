@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 
-from mesh_transformer import hf, model, tensor_files
+from mesh_transformer.checkpoint import hf, hf_files
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import map_declared
-from mesh_transformer.parallel import Auto
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
 SEQ = 24
@@ -56,7 +57,7 @@ def ours(config, seed=0, bias=True, dtype=np.float32):
     """A host state of random weights; the embedding's bias is zero where `bias` is False."""
     rng = np.random.default_rng(seed)
     params = map_declared(
-        lambda d: (rng.standard_normal(d.shape) * 0.3).astype(dtype), model.declarations(config)
+        lambda d: (rng.standard_normal(d.shape) * 0.3).astype(dtype), gptj.declarations(config)
     )
     if not bias:
         params["embed"]["embedding"]["b"][...] = 0
@@ -70,7 +71,7 @@ def small_config(**changes):
 
 def logits(state, config, tokens):
     config = config.replace(dtype="float32")
-    return np.asarray(model.logits(state["params"], jnp.asarray(tokens), config, Auto()))
+    return np.asarray(gptj.logits(state["params"], jnp.asarray(tokens), config, Auto()))
 
 
 def tokens_for(vocab):
@@ -94,7 +95,7 @@ def assert_same_state(found, expected):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
-    map_declared(same, model.declarations(found[0]), found[1]["params"], expected["params"])
+    map_declared(same, gptj.declarations(found[0]), found[1]["params"], expected["params"])
 
 
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
@@ -197,7 +198,7 @@ def test_dtypes_are_cast_where_asked(tmp_path):
         {
             "params": map_declared(
                 lambda _, x: x.astype(ml_dtypes.bfloat16),
-                model.declarations(config),
+                gptj.declarations(config),
                 state["params"],
             )
         },
@@ -227,7 +228,7 @@ def test_layers_of_several_dtypes_need_one(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bin_files_are_read(tmp_path, monkeypatch, dtype, sharded):
-    monkeypatch.setattr(tensor_files, "_MAPPED", 10_000)  # so that files are mapped several times
+    monkeypatch.setattr(hf_files, "_MAPPED", 10_000)  # so that files are mapped several times
     network = theirs(dtype=dtype)
     network.save_pretrained(tmp_path / "safe")
     network.config.save_pretrained(tmp_path / "bin")
@@ -365,12 +366,12 @@ def test_a_config_of_another_model_is_refused(tmp_path, changes, found):
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    def write_two(path, *arguments, write_file=tensor_files._write_file):
+    def write_two(path, *arguments, write_file=hf_files._write_file):
         if "00003" in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_file(path, *arguments)
 
-    monkeypatch.setattr(tensor_files, "_write_file", write_two)
+    monkeypatch.setattr(hf_files, "_write_file", write_two)
     config = small_config()
     with pytest.raises(InputError, match="hf: cannot be written: No space left on device"):
         hf.write(str(tmp_path / "hf"), ours(config), config, shard_bytes=20_000)

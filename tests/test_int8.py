@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import int8, step
-from mesh_transformer.declaration import Declaration
-from mesh_transformer.generator import MOST_STEPS
-from mesh_transformer.sampling import sampler_settings
+from mesh_transformer.generation import int8
+from mesh_transformer.generation.batch import MOST_STEPS
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.mesh.declaration import Declaration
+from mesh_transformer.training import step
 from tests.conftest import AS_USERS_COMPILE
 from tests.test_generation import PLACES, by_token, network_of, random_prompts
 from tests.test_model import small_config

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer import lasting_cluster
-from mesh_transformer.lasting_cluster import ATTEMPTS, LastingCluster
+from mesh_transformer.pod import lasting_cluster
+from mesh_transformer.pod.lasting_cluster import ATTEMPTS, LastingCluster
 from mesh_transformer.util import HostError, InputError
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.attention import MASKED, attend, causal_bias, rotate
 from mesh_transformer.config import Config
-from mesh_transformer.layers import (
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model.attention import MASKED, attend, causal_bias, rotate
+from mesh_transformer.model.layers import (
     Embedding,
     Norm,
     Projection,
@@ -18,7 +19,6 @@ from mesh_transformer.layers import (
     lookup,
     t5_bucket,
 )
-from mesh_transformer.parallel import Auto
 from tests.conftest import SMALL
 
 

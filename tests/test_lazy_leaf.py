@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer import conversion, model, original_checkpoint
+from mesh_transformer.checkpoint import conversion, original
+from mesh_transformer.checkpoint.lazy_leaf import LazyLeaf, in_memory
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import map_declared
-from mesh_transformer.lazy_leaf import LazyLeaf, in_memory
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
 rng = np.random.default_rng(3)
@@ -86,10 +87,10 @@ def test_a_conversion_holds_a_layer_at_a_time(tmp_path):
     sizes = {"layers": 24, "d_model": 256, "n_heads": 4, "n_vocab": 256}
     config = Config.from_dict(sizes | {"cores_per_replica": 4, "pe_rotary_dims": 32})
     params = map_declared(
-        lambda d: rng.standard_normal(d.shape, np.float32), model.declarations(config)
+        lambda d: rng.standard_normal(d.shape, np.float32), gptj.declarations(config)
     )
     params["embed"]["embedding"]["b"][...] = 0  # which is folded in: the way back is exact
-    start = original_checkpoint.write(
+    start = original.write(
         str(tmp_path / "start"), {"params": params, "step": np.zeros((), np.int32)}, config
     )
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

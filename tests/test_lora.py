@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from mesh_transformer import conversion, lora, model, native_checkpoint, step, training
-from mesh_transformer.checkpoint import Checkpoints, find_aux
-from mesh_transformer.checksums import host_checksum
+from mesh_transformer.checkpoint import conversion, native_checkpoint
+from mesh_transformer.checkpoint.checksums import host_checksum
+from mesh_transformer.checkpoint.native import Checkpoints, find_aux
 from mesh_transformer.config import LORA_TARGETS, Config
-from mesh_transformer.declaration import joined, partition
-from mesh_transformer.mesh import make_mesh, named
-from mesh_transformer.parallel import Auto
+from mesh_transformer.mesh.declaration import joined, partition
+from mesh_transformer.mesh.devices import make_mesh, named
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj, lora
+from mesh_transformer.training import loop, step
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
@@ -65,13 +67,13 @@ def trained(config: Config, state: Any, batch: Any) -> tuple[Any, dict[str, floa
 
 def gradients_of_merged_weights(config: Config, params: Any, batch: Any) -> Any:
     """The adapters' gradients, by the model without adapters: they enter through its weights."""
-    adapters, frozen = partition(model.declarations(config), params)
+    adapters, frozen = partition(gptj.declarations(config), params)
 
     def loss(adapters: Any, obs: Any, target: Any) -> Any:
         whole = joined(frozen, adapters)
         merge = functools.partial(lora.merged, scale=config.lora_scale)
         whole |= {"layers": jax.vmap(merge)(whole["layers"])}
-        return model.train_loss(whole, obs, target, config.merged(), Auto())[0]
+        return gptj.train_loss(whole, obs, target, config.merged(), Auto())[0]
 
     # Microbatches of one size: the mean over all of their sequences is the mean of their means.
     every = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
@@ -103,7 +105,7 @@ def test_every_mesh_trains_adapters_as_the_merged_model_and_leaves_the_base(bloc
     assert_close(found, one)
     for name in ("loss", "last_loss", "grad_norm"):
         assert told[name] == pytest.approx(measured[name], abs=1e-5)
-    declared = model.declarations(config)
+    declared = gptj.declarations(config)
     (moved, frozen), (adapters, before) = (
         partition(declared, tree["params"]) for tree in (found, state)
     )
@@ -145,7 +147,7 @@ def run(config: Config, folder: Path, steps: int, base: Path | None = None) -> C
     """Trains until a step, or goes on."""
     network = CausalTransformer(config, devices=jax.devices()[: config.tpu_size], init=False)
     tune = None if base is None else str(base)
-    training.train(network, str(folder), max_steps=steps, tune_model_path=tune)
+    loop.train(network, str(folder), max_steps=steps, tune_model_path=tune)
     return network
 
 
@@ -195,7 +197,7 @@ def test_at_gpt_j_s_size_under_5_percent_of_the_state_is_trained():
 
     def held(config: Config) -> int:
         state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
-        adapters, _ = partition(model.declarations(config), state["params"])
+        adapters, _ = partition(gptj.declarations(config), state["params"])
         return sum(
             x.size * x.dtype.itemsize for x in jax.tree.leaves((adapters, state["opt_state"]))
         )

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer import model, step
 from mesh_transformer.config import Config
-from mesh_transformer.cross_entropy import cross_entropy
-from mesh_transformer.mesh import named
-from mesh_transformer.parallel import Auto
+from mesh_transformer.mesh.devices import named
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj
+from mesh_transformer.model.loss import cross_entropy
+from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import random_batch
@@ -48,7 +49,7 @@ def masked_batch(config: Config, accumulation: int = ACCUMULATION) -> dict[str, 
 def by_hand(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
     """The losses from the model's logits, in numpy and f64."""
     params = state_of(config)["params"]
-    call = jax.jit(functools.partial(model.logits, config=config, par=Auto()))
+    call = jax.jit(functools.partial(gptj.logits, config=config, par=Auto()))
     sums, squares, last, positions = 0.0, 0.0, [], batch["loss_mask"].astype(bool)
     for obs, target, mask in zip(batch["obs"], batch["target"], positions, strict=True):
         logits = np.asarray(call(params, obs), np.float64)
@@ -115,11 +116,11 @@ def test_what_should_follow_where_there_is_no_loss_changes_nothing():
 def test_positions_without_loss_get_no_gradient():
     batch = {key: x[0] for key, x in masked_batch(CONFIG).items()}
     params = state_of(CONFIG)["params"]
-    weights = model.loss_weights(jnp.asarray(batch["loss_mask"]), Auto())
+    weights = gptj.loss_weights(jnp.asarray(batch["loss_mask"]), Auto())
 
     def loss(moved: jax.Array) -> jax.Array:
         """The loss when what the head reads is moved: its gradient is that of the positions."""
-        logits = moved + model.logits(params, batch["obs"], CONFIG, Auto())
+        logits = moved + gptj.logits(params, batch["obs"], CONFIG, Auto())
         found = cross_entropy(logits, batch["target"], Auto())
         return jnp.mean(weights.every_BT * found.loss_BT)
 

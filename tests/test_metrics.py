@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer import metrics, wandb_upload
 from mesh_transformer.config import Config
-from mesh_transformer.metrics import NAME, MetricsLog, NoiseScale
+from mesh_transformer.training import metrics, wandb_upload
+from mesh_transformer.training.metrics import NAME, MetricsLog, NoiseScale
 from mesh_transformer.util import InputError
 from tests.waiting import SECONDS, wait_until
 
@@ -341,7 +341,7 @@ def test_what_is_left_to_wandb_is_sent_after_the_run_has_ended(tmp_path):
     path, sent = tmp_path / "metrics.jsonl", tmp_path / "sent"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 31)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "mesh_transformer.wandb_upload"],
+        [sys.executable, "-m", "mesh_transformer.training.wandb_upload"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "SENT": str(sent)},

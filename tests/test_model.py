@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer import model
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import is_declaration, map_declared
-from mesh_transformer.parallel import Auto
+from mesh_transformer.mesh.declaration import is_declaration, map_declared
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj
 from tests.conftest import SMALL
 
 
@@ -36,7 +36,7 @@ def weights(config: Config) -> Any:
             return 0.3 * noise
         return 0.02 * noise + (gain if path[-1].key == "scale" else 0)
 
-    declared = model.declarations(config)
+    declared = gptj.declarations(config)
     return jax.tree_util.tree_map_with_path(draw, declared, is_leaf=is_declaration)
 
 
@@ -49,7 +49,7 @@ def base_of(config: Config) -> Config:
 
 def full_pass(config: Config, base: Config) -> Any:
     """Logits of `config`'s model with the weights of `base`, on one device."""
-    run = jax.jit(lambda params, tokens: model.logits(params, tokens, config, Auto()))
+    run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, config, Auto()))
     return lambda tokens: run(weights(base), np.asarray(tokens, np.uint32))
 
 
@@ -59,7 +59,7 @@ KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotar
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_initial_weights_have_the_original_s_spread(block):
     config = small_config(block=block, d_model=128, n_vocab=256, layers=4, pe="fixed")
-    params = jax.jit(functools.partial(model.init, config))(jax.random.key(0))
+    params = jax.jit(functools.partial(gptj.init, config))(jax.random.key(0))
     output = 2 / config.layers / math.sqrt(config.d_model)
     fan_in = config.d_model**-0.5
     layer, modules = params["layers"]["layer"], params["layers"]
@@ -90,8 +90,8 @@ def test_initial_weights_have_the_original_s_spread(block):
 @pytest.mark.parametrize(("block", "pe"), KINDS)
 def test_declarations_describe_the_parameters(block, pe, norm):
     config = small_config(block=block, pe=pe, norm=norm, cores_per_replica=4)
-    shapes = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
-    declared = model.declarations(config)
+    shapes = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
+    declared = gptj.declarations(config)
 
     def check(path: Any, leaf: Any, declaration: Any) -> None:
         name = jax.tree_util.keystr(path)
@@ -116,7 +116,7 @@ def test_the_training_loss_adds_the_z_loss_to_the_mean():
     config = small_config(z_loss=0.3)
     rng = np.random.default_rng(6)
     tokens, targets = rng.integers(0, 128, (2, 2, 16)).astype(np.uint32)
-    run = jax.jit(functools.partial(model.train_loss, config=config, par=Auto()))
+    run = jax.jit(functools.partial(gptj.train_loss, config=config, par=Auto()))
     loss, last = run(weights(base_of(config)), tokens, targets)
     logits = np.asarray(full_pass(config, base_of(config))(tokens), np.float64)
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -145,9 +145,9 @@ def test_remat_keeps_what_matmuls_gave_and_no_more(small, block):
 
     def kept(policy: str) -> int:
         config = small(block=block, remat=policy)
-        params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+        params = jax.eval_shape(lambda: gptj.init(config, jax.random.key(0)))
         tokens = jnp.zeros((1, config.seq), jnp.int32)
-        loss = lambda p: model.train_loss(p, tokens, tokens, config, Auto())[0]  # noqa: E731
+        loss = lambda p: gptj.train_loss(p, tokens, tokens, config, Auto())[0]  # noqa: E731
         backward = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 

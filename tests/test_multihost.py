@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.rows import gathered, places, share
+from mesh_transformer.mesh.placement import gathered, places, share
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError
 from tests.multihost import STEPS, random_batches, run

@@ -6,8 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from mesh_transformer import conversion
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.checkpoint import conversion
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.transformer_shard import CausalTransformer, load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import Declaration
-from mesh_transformer.metrics import NoiseScale
-from mesh_transformer.optimizer import Optimizer, gpt3_schedule
+from mesh_transformer.mesh.declaration import Declaration
+from mesh_transformer.training.metrics import NoiseScale
+from mesh_transformer.training.optimizer import Optimizer, gpt3_schedule
 from tests.conftest import DATA, SMALL
 
 DECLARED = {

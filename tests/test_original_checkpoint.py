@@ -19,14 +19,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mesh_transformer import model
+from mesh_transformer.checkpoint.original import read, write
+from mesh_transformer.checkpoint.original_files import split, step_folder
+from mesh_transformer.checkpoint.original_names import entries
 from mesh_transformer.config import Norm
-from mesh_transformer.declaration import map_declared
-from mesh_transformer.mesh import named
-from mesh_transformer.original_checkpoint import read, write
-from mesh_transformer.original_files import split, step_folder
-from mesh_transformer.original_names import entries
-from mesh_transformer.step import state_specs
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.mesh.devices import named
+from mesh_transformer.model import gptj
+from mesh_transformer.training.step import state_specs
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import DATA, original_config, random_batch
@@ -40,7 +40,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def random_state(config, *, seed=0, dtype=np.float32, full=True):
     """A state whose leaves are all different; positive second moments."""
     rng = np.random.default_rng(seed)
-    declared = model.declarations(config)
+    declared = gptj.declarations(config)
 
     def tree(dtype):
         return map_declared(
@@ -179,7 +179,7 @@ def test_names_and_order_are_those_of_the_original_s_list(variant, n):
     lines = (ORIGINAL / variant / "leaves.txt").read_text().splitlines()
     listed = re.findall(r"\['params'\]\['(.*)'\]\['(.*)'\]", "\n".join(lines))
     config = original_config(variant)
-    found = entries(config, model.declarations(config))
+    found = entries(config, gptj.declarations(config))
     assert [entry.name for entry in found] == [" ".join(names) for names in listed]
     assert len(found) == n
     places = [
@@ -249,7 +249,7 @@ def haiku_names(config):
 @pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
 def test_names_and_order_are_haiku_s(small, norm, pe):
     config = small(layers=11, norm=norm, pe=pe)  # layer_10 stands between layer_1 and layer_2
-    found = [entry.name for entry in entries(config, model.declarations(config))]
+    found = [entry.name for entry in entries(config, gptj.declarations(config))]
     assert found == haiku_names(config)
 
 
@@ -313,7 +313,7 @@ def test_bf16_moments_are_written_as_f32(small, tmp_path):
 
 def leaf_of(folder, config, shard, group, name):
     """One array of a full checkpoint, found by counting as FORMAT has it."""
-    names = [entry.name for entry in entries(config, model.declarations(config))]
+    names = [entry.name for entry in entries(config, gptj.declarations(config))]
     n = len(names)
     found = next(i for i, other in enumerate(names) if other.endswith(name))
     index = found + {"mu": 1, "nu": n + 1, "params": 2 * n + 2}[group]
@@ -419,7 +419,7 @@ def test_what_all_shards_hold_is_their_mean(small, tmp_path):
     config = small(norm="rmsnorm")
     state = random_state(config)
     folder = write(str(tmp_path / "model"), state, config, shards=2)
-    names = [entry.name for entry in entries(config, model.declarations(config))]
+    names = [entry.name for entry in entries(config, gptj.declarations(config))]
     places = split(3 * len(names) + 3)
     changed = {  # where the list has them, from where on: the mean of the second is a moment's
         "projection_shard/~/rms_norm scale": 2 * len(names) + 2,
@@ -445,7 +445,7 @@ def test_the_step_is_the_schedule_s(small, tmp_path):
     config = small()
     state = random_state(config)
     folder = write(str(tmp_path / "model"), state, config, shards=2)
-    n = len(entries(config, model.declarations(config)))
+    n = len(entries(config, gptj.declarations(config)))
     piece = next(p for p, (first, end) in enumerate(split(3 * n + 3)) if first <= 2 * n + 1 < end)
     place = f"arr_{2 * n + 1 - split(3 * n + 3)[piece][0]}"
     edit(f"{folder}/shard_0/{piece}.npz", lambda arrays: arrays.update({place: np.int32(3)}))

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer import model, step
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import Declaration
-from mesh_transformer.hlo import Collective, Groups, Loop, groups_of, parse
-from mesh_transformer.mesh import make_mesh
-from mesh_transformer.parallel import Manual
+from mesh_transformer.mesh.declaration import Declaration
+from mesh_transformer.mesh.devices import make_mesh
+from mesh_transformer.mesh.parallel import Manual
+from mesh_transformer.model import gptj
+from mesh_transformer.performance.hlo import Collective, Groups, Loop, groups_of, parse
+from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import AS_USERS_COMPILE, SMALL, random_batch
 
@@ -107,7 +108,7 @@ def check_gradients_are_reduced_once_a_step(program: Program, zero: int, **chang
     assert {c.groups for c in inside} == {over("mp")}
 
     # Over dp every gradient is summed exactly once a step, beside four metrics.
-    declared = model.declarations(Config.from_dict(SMALL | {"layers": 4} | changes))
+    declared = gptj.declarations(Config.from_dict(SMALL | {"layers": 4} | changes))
     every = jax.tree.leaves(declared, is_leaf=lambda node: isinstance(node, Declaration))
     leaves = [d for d in every if not d.frozen]
     entries = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in leaves)
@@ -288,7 +289,7 @@ PROBE = "print(jax.default_backend(), jax.local_device_count('cpu'))"
 def test_virtual_devices_appear_unless_the_caller_chose(environment, before, expected):
     lines = (
         "import jax",
-        "from mesh_transformer.mesh import use_virtual_devices",
+        "from mesh_transformer.mesh.devices import use_virtual_devices",
         before,
         "use_virtual_devices(6)",
         PROBE,

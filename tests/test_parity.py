@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer import step
-from mesh_transformer.mesh import named
-from mesh_transformer.original_checkpoint import read
+from mesh_transformer.checkpoint.original import read
+from mesh_transformer.mesh.devices import named
+from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import AS_USERS_COMPILE, DATA, original_config
 

@@ -12,14 +12,15 @@ from typing import Any
 import jax
 import pytest
 
-from mesh_transformer import decode_plan, flops, plan, plan_search
+from mesh_transformer.cli import plan as script
 from mesh_transformer.config import Config
-from mesh_transformer.topology import GIB, LIBRARY, Present, slice_named, topology
+from mesh_transformer.model import flops
+from mesh_transformer.performance import decode_plan, plan, search
+from mesh_transformer.performance.topology import GIB, LIBRARY, Present, slice_named, topology
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import plan as script  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).parent.parent
 
@@ -186,7 +187,7 @@ def test_a_search_ranks_what_fits():
     """Of 4 devices; the settings are fixed but for mp and dp to have two compilations."""
     config = small(cores_per_replica=2, tpu_size=4, gradient_accumulation_steps=1)
     fixed = {"remat": "full", "zero": 0, "per_replica_batch": config.per_replica_batch}
-    found = plan_search.search(config, slice_named("cpu-4"), fixed=fixed, limit=2)
+    found = search.search(config, slice_named("cpu-4"), fixed=fixed, limit=2)
     assert found.fits
     assert len(found.plans) == 2
     speeds = [one.estimate.tokens_per_second[1] for one in found.plans if one.estimate]
@@ -195,7 +196,7 @@ def test_a_search_ranks_what_fits():
     assert "2 fit" in found.table()
     json.dumps(dataclasses.asdict(found))
     with pytest.raises(InputError, match="takes the sequences a step"):
-        plan_search.search(
+        search.search(
             config.replace(per_replica_batch=1),
             slice_named("cpu-4"),
             fixed={"remat": "full", "zero": 3, "cores_per_replica": 4},
@@ -267,8 +268,8 @@ SMALL_ON_A_TPU = """
 import json, sys
 from dataclasses import asdict
 from mesh_transformer.config import Config
-from mesh_transformer.plan import plan
-from mesh_transformer.topology import topology
+from mesh_transformer.performance.plan import plan
+from mesh_transformer.performance.topology import topology
 
 keys = json.loads(sys.argv[1])
 configs = [Config(**keys, **more) for more in json.loads(sys.argv[2])]
@@ -304,8 +305,8 @@ def test_what_tpus_sum_over_replicas():
 DECODE_ON_A_TPU = """
 import json, sys
 from mesh_transformer.config import Config
-from mesh_transformer.decode_plan import decode_plan
-from mesh_transformer.topology import topology
+from mesh_transformer.performance.decode_plan import decode_plan
+from mesh_transformer.performance.topology import topology
 
 found = decode_plan(Config(**json.loads(sys.argv[1])), topology("v3-8"))
 names = ("weights_bytes", "cache_bytes", "read_bytes", "peak_bytes", "bytes_per_token")

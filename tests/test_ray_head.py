@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer import ray_head
-from mesh_transformer.build_model import build_model
 from mesh_transformer.config import Config
-from mesh_transformer.ray_head import RayHead
+from mesh_transformer.pod import ray_head
+from mesh_transformer.pod.launch import build_model
+from mesh_transformer.pod.ray_head import RayHead
 from mesh_transformer.util import StoppedError
 from tests.conftest import random_batch
 from tests.interruptions import members, sessions_of
@@ -56,7 +56,7 @@ def tiled(batch: dict[str, np.ndarray], times: int) -> dict[str, np.ndarray]:
 def test_a_full_store_spills_and_a_full_disk_is_one_line(spill_folder):
     batch = random_batch(CONFIG, 4)
     with RayHead(STORE):
-        from mesh_transformer.ray_hosts import local_hosts
+        from mesh_transformer.pod.hosts import local_hosts
 
         with closing(build_model(CONFIG, local_hosts(CONFIG, 2))) as cluster:
             cluster.init()

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from mesh_transformer import record_set
-from mesh_transformer.record_files import frames, write_records
-from mesh_transformer.record_set import RecordSet
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs
+from mesh_transformer.data import record_set
+from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.record_set import RecordSet
+from mesh_transformer.data.tfrecords import frames, write_records
 from mesh_transformer.util import InputError
 
 SEQ = 3

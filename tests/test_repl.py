@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.repl import COMMANDS, Repl, Settings
+from mesh_transformer.serving.repl import COMMANDS, Repl, Settings
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import SMALL
 
@@ -142,7 +142,7 @@ def test_an_interrupted_answer_leaves_the_next_whole(network, repl, monkeypatch,
             raise KeyboardInterrupt
         return decode(self, *arguments)
 
-    from mesh_transformer.generator import Batch
+    from mesh_transformer.generation.batch import Batch
 
     decode = Batch.decode
     monkeypatch.setattr(Batch, "decode", interrupted)
@@ -154,7 +154,7 @@ def test_an_interrupted_answer_leaves_the_next_whole(network, repl, monkeypatch,
 def test_a_second_start_compiles_nothing(tmp_path):
     program = f"""
 import jax, numpy as np
-from mesh_transformer.compilation_cache import use_compilation_cache
+from mesh_transformer.mesh.compilation_cache import use_compilation_cache
 from mesh_transformer.transformer_shard import CausalTransformer
 use_compilation_cache()
 misses = []

@@ -14,19 +14,20 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mesh_transformer import flash_attention, flops, hlo, model, plan_search, scaling
+from mesh_transformer.cli import plan as script
 from mesh_transformer.config import Config
-from mesh_transformer.hlo_bytes import Program
-from mesh_transformer.parallel import Auto
-from mesh_transformer.roofline import estimate, link_seconds, sent
-from mesh_transformer.scaling import on_paper
-from mesh_transformer.topology import topology
-from mesh_transformer.traffic import traffic_of
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import flash_attention, flops, gptj
+from mesh_transformer.performance import hlo, scaling, search
+from mesh_transformer.performance.hlo_bytes import Program
+from mesh_transformer.performance.roofline import estimate, link_seconds, sent
+from mesh_transformer.performance.scaling import on_paper
+from mesh_transformer.performance.topology import topology
+from mesh_transformer.performance.traffic import traffic_of
 from mesh_transformer.util import InputError, to_bf16
+from scripts import plot_scaling
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import plan as script  # pyright: ignore[reportMissingImports]
-import plot_scaling  # pyright: ignore[reportMissingImports]
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -311,9 +312,9 @@ def test_on_paper_a_layer_keeps_what_its_backward_pass_reads(attention, remat, b
 
     def loss(params: Any) -> jax.Array:
         par = Auto(attention=attention)
-        return model.train_loss(to_bf16(params), tokens, tokens, config, par)[0]
+        return gptj.train_loss(to_bf16(params), tokens, tokens, config, par)[0]
 
-    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     saved = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))
     kept = sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -344,16 +345,14 @@ def test_attention_on_paper_is_the_generation_s(monkeypatch):
 
 def test_every_candidate_trains_on_as_many_sequences_a_step():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    found = plan_search.candidates(config, 256)
+    found = search.candidates(config, 256)
     assert len(found) == len(set(found)) > 100
     for one in found:
         dp = 256 // one.cores_per_replica
         assert dp * one.per_replica_batch * one.gradient_accumulation_steps == 512
     assert {one.cores_per_replica for one in found} == {1, 2, 4, 8, 16}  # of 16 heads
     assert not any(
-        one.zero
-        for one in plan_search.candidates(config, 8)
-        if one.tpu_size == one.cores_per_replica
+        one.zero for one in search.candidates(config, 8) if one.tpu_size == one.cores_per_replica
     )
 
 
@@ -429,13 +428,11 @@ def told(config: Config, speed: float, *, fits: bool = True, fast: bool = True) 
 
 def searched(monkeypatch, compile_one: Any, fixed: dict[str, Any], **keys: Any) -> Any:
     """A search for a v3-8 with `compile_one(config, fast)` as the compiler."""
-    monkeypatch.setattr(
-        plan_search, "plan", lambda config, _, fast=False: compile_one(config, fast)
-    )
+    monkeypatch.setattr(search, "plan", lambda config, _, fast=False: compile_one(config, fast))
     config = Config(
         layers=2, d_model=128, n_heads=8, n_vocab=512, tpu_size=8, gradient_accumulation_steps=3
     )
-    return plan_search.search(config, topology("v3-8"), fixed=fixed, **keys)
+    return search.search(config, topology("v3-8"), fixed=fixed, **keys)
 
 
 @pytest.mark.parametrize(
@@ -457,8 +454,8 @@ def test_activations_stay_whole_where_that_is_asked(monkeypatch):
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(per_replica_batch=16)
     slice_, hardware = topology("v3-256"), flops.hardware("v3")
     asked = {"shard_activations": False}
-    assert plan_search._with_room(config, hardware, slice_, {})[1].shard_activations
-    paper, kept = plan_search._with_room(config, hardware, slice_, asked)
+    assert search._with_room(config, hardware, slice_, {})[1].shard_activations
+    paper, kept = search._with_room(config, hardware, slice_, asked)
     assert not kept.shard_activations
     assert paper.memory_bytes > slice_.hbm
 
@@ -494,7 +491,7 @@ def test_a_search_says_what_became_of_every_setting(monkeypatch):
     config = Config(
         layers=2, d_model=128, n_heads=8, n_vocab=512, tpu_size=8, gradient_accumulation_steps=3
     )
-    every = plan_search.candidates(config, 8, {"zero": 0})
+    every = search.candidates(config, 8, {"zero": 0})
     assert tried + found.hopeless + found.left_out == len(every)
     assert found.refused > 0
     assert f"{found.refused} that cannot be compiled" in found.table()

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer import runs, training
 from mesh_transformer.config import Config
-from mesh_transformer.storage import FolderLock
+from mesh_transformer.data.storage import FolderLock
+from mesh_transformer.pod import restarts
+from mesh_transformer.training import loop
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.small_run import run_values
 
@@ -28,7 +29,7 @@ class Attempt:
 def attempts(monkeypatch):
     """`run(plan)`: the attempts that `runs.train` makes of a plan, and the waits between them."""
     waits: list[float] = []
-    monkeypatch.setattr(runs.time, "sleep", waits.append)
+    monkeypatch.setattr(restarts.time, "sleep", waits.append)
 
     def attempt(network: Attempt, folder: str, **options: Any) -> None:
         assert options == {"max_steps": 7, "tune_model_path": None, "fresh_opt": False}
@@ -36,7 +37,7 @@ def attempts(monkeypatch):
         if network.error is not None:
             raise network.error
 
-    monkeypatch.setattr(training, "train", attempt)
+    monkeypatch.setattr(loop, "train", attempt)
     made: list[Attempt] = []
 
     def run(plan: list[tuple[int, BaseException | None]], **options: Any) -> None:
@@ -51,7 +52,7 @@ def attempts(monkeypatch):
             made.append(Attempt(reaches, error))
             return made[-1]
 
-        runs.train(make, "folder", max_steps=7, **options)
+        restarts.train(make, "folder", max_steps=7, **options)
         assert next(pending, None) is None
 
     return run, made, waits
@@ -113,20 +114,20 @@ def a_run(folder: Path) -> None:
 def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypatch):
     a_run(tmp_path)
     with pytest.raises(InputError, match=r"would delete metrics\.jsonl, step_1, step_20"):
-        runs.begin_anew(str(tmp_path), yes=False)  # nobody is at pytest's standard input
+        restarts.begin_anew(str(tmp_path), yes=False)  # nobody is at pytest's standard input
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "n")
     with pytest.raises(InputError, match="is as it was"):
-        runs.begin_anew(str(tmp_path), yes=False)
+        restarts.begin_anew(str(tmp_path), yes=False)
     assert len(list(tmp_path.iterdir())) == 7
     monkeypatch.setattr("builtins.input", lambda question: "Yes ")
-    runs.begin_anew(str(tmp_path), yes=False)
+    restarts.begin_anew(str(tmp_path), yes=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt", "step_5"]
-    runs.begin_anew(str(tmp_path), yes=False)  # nothing to ask for any more
+    restarts.begin_anew(str(tmp_path), yes=False)  # nothing to ask for any more
     a_run(tmp_path)
-    runs.begin_anew(str(tmp_path), yes=True)
+    restarts.begin_anew(str(tmp_path), yes=True)
     assert len(list(tmp_path.iterdir())) == 3
-    runs.begin_anew(str(tmp_path / "missing"), yes=False)
+    restarts.begin_anew(str(tmp_path / "missing"), yes=False)
 
 
 def test_begin_anew_leaves_alone_what_is_in_use_and_what_links_lead_to(tmp_path, monkeypatch):
@@ -136,22 +137,22 @@ def test_begin_anew_leaves_alone_what_is_in_use_and_what_links_lead_to(tmp_path,
     (mine / "step_20").symlink_to(theirs / "step_20")
     before = sorted(theirs.rglob("*"))
     with FolderLock(str(mine)), pytest.raises(InputError, match=r"mine is in use by process \d+"):
-        runs.begin_anew(str(mine), yes=True)
+        restarts.begin_anew(str(mine), yes=True)
     assert (mine / "step_20").is_symlink()
     monkeypatch.setenv("HOME", str(tmp_path))
-    runs.begin_anew("~/mine", yes=True)
+    restarts.begin_anew("~/mine", yes=True)
     assert list(mine.iterdir()) == []
     assert sorted(theirs.rglob("*")) == before
 
 
 def test_the_driver_reads_the_records_before_it_makes_a_tpu(tmp_path):
     config = Config(**run_values(tmp_path))
-    runs.check_records(config)
+    restarts.check_records(config)
     for changes, message in [
         ({"train_set": str(tmp_path / "gone.index")}, "gone.index"),
         ({"val_set": {"v": str(tmp_path / "away.index")}}, "away.index"),
     ]:
         with pytest.raises(InputError, match=message):
-            runs.check_records(config.replace(**changes))
+            restarts.check_records(config.replace(**changes))
     # It need not be near the data that hosts read.
-    runs.check_records(config.replace(train_set="gs://far/away.index", hosts_read=True))
+    restarts.check_records(config.replace(train_set="gs://far/away.index", hosts_read=True))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer import sampling
-from mesh_transformer.sampling import (
+from mesh_transformer.generation import sampling
+from mesh_transformer.generation.sampling import (
     REMOVED,
     SamplerSettings,
     SamplingOptions,

@@ -234,7 +234,7 @@ def test_a_second_ctrl_c_ends_at_once(compiled, tmp_path):
     code = (
         "import time\n"
         "import device_train\n"
-        "from mesh_transformer.checkpoint import Checkpoints\n"
+        "from mesh_transformer.checkpoint.native import Checkpoints\n"
         "from mesh_transformer.util import run_script\n"
         "def commit(self, step):\n"
         "    print('committing', flush=True)\n"

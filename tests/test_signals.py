@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mesh_transformer.signals import Signals
+from mesh_transformer.pod.tpu.signals import Signals
 
 
 class Thing:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mesh_transformer import model, step
 from mesh_transformer.config import Config
-from mesh_transformer.declaration import map_declared
-from mesh_transformer.mesh import named
-from mesh_transformer.parallel import Auto
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.mesh.devices import named
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj
+from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 from tests.test_model import weights
@@ -282,7 +283,7 @@ def test_a_fresh_state_has_the_same_bits_on_every_mesh():
 
 def replica_gradients(config: Config, state: step.State, batch: Any) -> list[list[Any]]:
     """By microbatch and replica, of one sequence each: its gradient, as one device computes it."""
-    grad = jax.jit(jax.grad(lambda p, x, y: model.train_loss(p, x, y, config, Auto())[0]))
+    grad = jax.jit(jax.grad(lambda p, x, y: gptj.train_loss(p, x, y, config, Auto())[0]))
 
     def one(micro: int, row: int) -> Any:
         tokens = (batch[key][micro, row : row + 1] for key in ("obs", "target"))
@@ -311,7 +312,7 @@ def test_micro_norms_are_those_of_the_replicas_gradients(partitioning, zero):
     batch = random_batch(config, 2, 2)
     mesh = mesh_of(2, 4)
     state = fresh_state(config.replace(partitioning="jit", zero=0, cores_per_replica=1))
-    declared = model.declarations(config)
+    declared = gptj.declarations(config)
 
     def square(grads: Any) -> float:
         squares = map_declared(
@@ -372,7 +373,7 @@ def test_zero_names_the_matrix_that_it_cannot_split():
 
 def test_the_state_at_rest_is_split_as_zero_promises():
     mesh = mesh_of(2, 4)
-    declared = model.declarations(small_config())
+    declared = gptj.declarations(small_config())
     for stage, shards in ((0, 4), (1, 8), (3, 8)):
         config = on_mesh(small_config(), "shard_map", 4, stage)
         layout = named(mesh, step.state_specs(config, mesh)["params"])

@@ -136,29 +136,35 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 
 # The files that may import each of the heavy packages.
 HOMES = {
-    "tensorflow": {"mesh_transformer/record_files.py"},
-    "orbax": {"mesh_transformer/checkpoint.py", "mesh_transformer/host_arrays.py"},
+    "tensorflow": {"mesh_transformer/data/tfrecords.py"},
+    "orbax": {
+        "mesh_transformer/checkpoint/native.py",
+        "mesh_transformer/checkpoint/host_arrays.py",
+    },
     "rouge_score": {"scripts/score_summaries.py"},
-    "wandb": {"mesh_transformer/wandb_upload.py"},
-    "lm_eval": {"mesh_transformer/evaluation.py", "mesh_transformer/network_lm.py"},
-    "transformers": {"mesh_transformer/tokenizer.py", "scripts/measure_generation.py"},
+    "wandb": {"mesh_transformer/training/wandb_upload.py"},
+    "lm_eval": {
+        "mesh_transformer/evaluation/evaluation.py",
+        "mesh_transformer/evaluation/network_lm.py",
+    },
+    "transformers": {"mesh_transformer/data/tokenizer.py", "scripts/measure/generation.py"},
     # To read .bin files, and as what generation is measured against.
-    "torch": {"mesh_transformer/tensor_files.py", "scripts/measure_generation.py"},
-    "fabric": {"mesh_transformer/tpu_ssh.py"},
+    "torch": {"mesh_transformer/checkpoint/hf_files.py", "scripts/measure/generation.py"},
+    "fabric": {"mesh_transformer/pod/tpu/ssh.py"},
     "fastapi": {"mesh_transformer/serving/app.py"},
     "uvicorn": {"mesh_transformer/serving/server.py"},
     "prometheus_client": {
         "mesh_transformer/serving/app.py",
         "mesh_transformer/serving/metrics.py",
     },
-    "paramiko": {"mesh_transformer/tpu_spec.py", "mesh_transformer/tpu_ssh.py"},
-    "google.api_core": {"mesh_transformer/tpu_api.py"},
-    "google.auth": {"mesh_transformer/tpu_api.py"},
-    "google.cloud.tpu_v2": {"mesh_transformer/tpu_api.py", "mesh_transformer/tpu_vm.py"},
+    "paramiko": {"mesh_transformer/pod/tpu/spec.py", "mesh_transformer/pod/tpu/ssh.py"},
+    "google.api_core": {"mesh_transformer/pod/tpu/api.py"},
+    "google.auth": {"mesh_transformer/pod/tpu/api.py"},
+    "google.cloud.tpu_v2": {"mesh_transformer/pod/tpu/api.py", "mesh_transformer/pod/tpu/vm.py"},
     "ray": {
-        "mesh_transformer/ray_head.py",
-        "mesh_transformer/ray_hosts.py",
-        "mesh_transformer/tpu_cluster.py",
+        "mesh_transformer/pod/ray_head.py",
+        "mesh_transformer/pod/hosts.py",
+        "mesh_transformer/pod/cluster.py",
     },
 }
 
@@ -395,12 +401,12 @@ def test_importing_the_package_loads_no_heavy_package():
 @pytest.mark.parametrize(
     ("module", "source", "found"),
     [
-        ("layers", "from mesh_transformer.model import init", "may not import model"),
+        ("layers", "from mesh_transformer.model.gptj import init", "may not import model"),
         ("optimizer", "from mesh_transformer import layers", "may not import layers"),
         ("step", "def f():\n    import mesh_transformer.transformer_shard", ":2:"),
         ("training", "from mesh_transformer.transformer_shard import C", "transformer_shard"),
         ("training", "from mesh_transformer import parallel", "may not import parallel"),
-        ("model", "from mesh_transformer.training import train", "may not import training"),
+        ("model", "from mesh_transformer.training.loop import train", "may not import training"),
         ("model", "from .layers import Norm", "relative import"),
         ("helpers", "", "add it to LEVELS"),
     ],
@@ -431,9 +437,9 @@ def test_collective_rule_finds(source):
         (mesh_errors, "serving", "from jax.sharding import Mesh"),
         (mesh_errors, "training", "from jax import shard_map"),
         (home_errors, "scripts/make.py", "def f():\n    import tensorflow as tf"),
-        (home_errors, "mesh_transformer/hf.py", "from torch import nn"),
-        (home_errors, "mesh_transformer/step.py", "import orbax.checkpoint as ocp"),
-        (home_errors, "mesh_transformer/step.py", "from google.cloud import tpu_v2"),
+        (home_errors, "mesh_transformer/checkpoint/hf.py", "from torch import nn"),
+        (home_errors, "mesh_transformer/training/step.py", "import orbax.checkpoint as ocp"),
+        (home_errors, "mesh_transformer/training/step.py", "from google.cloud import tpu_v2"),
         (import_work_errors, "layers", "import jax.numpy as jnp\nONES = jnp.ones(3)"),
         (import_work_errors, "layers", "print('hello')"),
         (text_errors, "README.md", "see `.." + "/shared/DESIGN.md`"),
@@ -446,7 +452,7 @@ def test_other_rules_find(rule, name, source):
 
 def test_rules_pass_what_the_design_allows():
     layer = """
-from mesh_transformer.parallel import param
+from mesh_transformer.mesh.parallel import param
 import jax
 
 class Linear:
@@ -459,5 +465,5 @@ class Linear:
     assert layering_errors("layers", layer) == []
     assert collective_errors("layers", layer) == []
     assert import_work_errors("layers", layer) == []
-    assert home_errors("mesh_transformer/checkpoint.py", "import orbax.checkpoint") == []
+    assert home_errors("mesh_transformer/checkpoint/native.py", "import orbax.checkpoint") == []
     assert text_errors("README.md", "https://example.org/home/page and data/work/x") == []

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from mesh_transformer import tensor_files
-from mesh_transformer.tensor_files import Tensor
+from mesh_transformer.checkpoint import hf_files
+from mesh_transformer.checkpoint.hf_files import Tensor
 from mesh_transformer.util import InputError
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -36,11 +36,11 @@ def random_arrays(seed, count=12):
 def write(folder, arrays, shard_bytes=10**9):
     tensors = [Tensor(k, v.dtype, v.shape, lambda v=v: v) for k, v in arrays.items()]
     with tqdm(total=sum(v.nbytes for v in arrays.values()), disable=True) as bar:
-        tensor_files.write(str(folder), tensors, shard_bytes, bar)
+        hf_files.write(str(folder), tensors, shard_bytes, bar)
 
 
 def read_all(folder):
-    return {name: stored.read() for name, stored in tensor_files.find(str(folder)).items()}
+    return {name: stored.read() for name, stored in hf_files.find(str(folder)).items()}
 
 
 def as_torch(array):
@@ -99,8 +99,8 @@ def test_what_the_library_wrote_is_read(tmp_path, seed):
     assert_same(read_all(tmp_path), arrays)
     # Ordered by place in the file, so that reading all runs through it once.
     sizes = [
-        math.prod(t.shape) * tensor_files.DTYPES[t.dtype].itemsize
-        for t in tensor_files.find(str(tmp_path)).values()
+        math.prod(t.shape) * hf_files.DTYPES[t.dtype].itemsize
+        for t in hf_files.find(str(tmp_path)).values()
     ]
     offset = (tmp_path / SINGLE).stat().st_size - sum(sizes)
     raw = (tmp_path / SINGLE).read_bytes()[offset:]
@@ -115,7 +115,7 @@ def test_what_torch_wrote_is_read(tmp_path, monkeypatch):
     arrays["view"] = tensors["view"].contiguous().numpy()
     torch.save(tensors, tmp_path / PICKLED)
     for mapped in (1, 1 << 30):
-        monkeypatch.setattr(tensor_files, "_MAPPED", mapped)
+        monkeypatch.setattr(hf_files, "_MAPPED", mapped)
         assert_same(read_all(tmp_path), arrays)
 
 
@@ -142,7 +142,7 @@ def edit_header(path, change):
 def fails(folder, expected):
     """The one line, which must name the folder."""
     with pytest.raises(InputError, match=expected) as caught:
-        tensor_files.find(str(folder))
+        hf_files.find(str(folder))
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
 
@@ -238,7 +238,7 @@ def test_bin_without_torch_says_what_to_do(tmp_path, monkeypatch):
 
 def test_other_dtypes_are_listed_not_read(tmp_path):
     save_file({"a": torch.ones(3, dtype=torch.int64)}, tmp_path / SINGLE)
-    assert tensor_files.find(str(tmp_path))["a"].dtype == "I64"
+    assert hf_files.find(str(tmp_path))["a"].dtype == "I64"
     (tmp_path / SINGLE).unlink()
     torch.save({"a": torch.ones(3, dtype=torch.int64)}, tmp_path / PICKLED)
-    assert tensor_files.find(str(tmp_path))["a"].dtype == "torch.int64"
+    assert hf_files.find(str(tmp_path))["a"].dtype == "torch.int64"

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.text_stream import TextStream
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.generation.text_stream import TextStream
 
 TEXT = "naïve 日本語 👩‍👩‍👧‍👦 café 🇨🇭 \ufffd ok\n\n𐍈\tend"
 

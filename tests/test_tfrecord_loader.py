@@ -9,9 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from mesh_transformer.prefetch import Prefetch
-from mesh_transformer.record_files import tensorflow, write_records
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs
+from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.prefetch import Prefetch
+from mesh_transformer.data.tfrecords import tensorflow, write_records
 from mesh_transformer.util import InputError
 
 SEQ = 6

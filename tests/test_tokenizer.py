@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mesh_transformer import tokenizer as tokenizer_module
-from mesh_transformer.tokenizer import load_tokenizer
+from mesh_transformer.data import tokenizer as tokenizer_module
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
 
 

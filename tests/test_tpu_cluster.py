@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 
 import eval_harness
-from mesh_transformer import harness, training, validation
-from mesh_transformer.build_model import build_model, local_machines
 from mesh_transformer.config import Config
-from mesh_transformer.sampling import sampler_settings
+from mesh_transformer.evaluation import harness, validation
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.pod.launch import build_model, local_machines
+from mesh_transformer.pod.runner import Measured
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.train_actor import Measured
+from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests import made_tasks
@@ -194,11 +195,11 @@ def test_tasks_are_asked_while_it_trains(cluster, alone, tmp_path, monkeypatch, 
         monkeypatch.setattr(network, "close", network.wait)
     monkeypatch.setattr(cluster, "kill", lambda: None)  # which a `LastingCluster` ends with
     one, many = str(tmp_path / "one"), str(tmp_path / "many")
-    training.train(alone, one)
-    training.train(cluster, many)
+    loop.train(alone, one)
+    loop.train(cluster, many)
     rows = rows_of(many)
     shutil.rmtree(tmp_path / "many" / "step_4")  # as if killed while that was saved
-    training.train(cluster, many)
+    loop.train(cluster, many)
     assert_same_rows(told(rows_of(many)), told(rows))
     for found, expected in zip(told(rows), told(rows_of(one)), strict=True):
         assert found == pytest.approx(expected, rel=OTHER_PROCESSES)
@@ -209,8 +210,8 @@ def test_tasks_are_asked_while_it_trains(cluster, alone, tmp_path, monkeypatch, 
     assert not [name for row in rows[::2] for name in row if name.startswith("eval/")]
 
     hosts = contextlib.nullcontext(lambda: cluster.hosts)
-    monkeypatch.setattr("mesh_transformer.build_model.machines_of", lambda *_: hosts)
-    monkeypatch.setattr("mesh_transformer.build_model.build_model", lambda *_, **__: cluster)
+    monkeypatch.setattr("mesh_transformer.pod.launch.machines_of", lambda *_: hosts)
+    monkeypatch.setattr("mesh_transformer.pod.launch.build_model", lambda *_, **__: cluster)
     output = tmp_path / "told.json"
     written = write_config(tmp_path / "config.json", config.as_dict())
     flags = ["--config", written, "--model-path", many, "--limit", "6", "--local-hosts", "2"]
@@ -299,7 +300,7 @@ def test_hosts_that_disagree_are_ended(machines):
 
 
 def test_steps_that_nobody_reads_are_few(cluster):
-    from mesh_transformer.tpu_cluster import MOST_UNREAD
+    from mesh_transformer.pod.cluster import MOST_UNREAD
 
     first, more = cluster.step, 3 * MOST_UNREAD
     found = [cluster.train(random_batch(CONFIG, 2, 4, seed=seed)) for seed in range(more)]
@@ -309,7 +310,7 @@ def test_steps_that_nobody_reads_are_few(cluster):
 
 
 def test_a_host_that_hangs_while_it_is_made_is_named_and_ends(machines, monkeypatch):
-    monkeypatch.setattr("mesh_transformer.tpu_cluster.SECONDS_TO_START", 15.0)
+    monkeypatch.setattr("mesh_transformer.pod.cluster.SECONDS_TO_START", 15.0)
     (head,) = sessions_of(os.getpid())
 
     def made() -> list[int]:
@@ -358,7 +359,7 @@ def kill(session: int) -> None:
 
 
 def test_a_machine_that_vanishes_is_named_and_its_successor_taken(machines):
-    from mesh_transformer.ray_hosts import joined_hosts
+    from mesh_transformer.pod.hosts import joined_hosts
 
     def make() -> Any:
         # As `runs.train` does: at first the old machine may still be taken for alive.

@@ -16,10 +16,11 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from mesh_transformer import tpu_ray, tpu_ssh
-from mesh_transformer.tpu_spec import SshOptions, TpuSpec
-from mesh_transformer.tpu_ssh import Hosts
-from mesh_transformer.tpu_vm import Limits, TpuVm
+from mesh_transformer.pod.tpu import install
+from mesh_transformer.pod.tpu import ssh as tpu_ssh
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
+from mesh_transformer.pod.tpu.ssh import Hosts
+from mesh_transformer.pod.tpu.vm import Limits, TpuVm
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.fake_tpu import FakeHost, FakeTpuApi, key_pair
 from tests.waiting import wait_until
@@ -234,12 +235,12 @@ def test_a_host_that_takes_a_command_and_is_silent_has_a_limit(host, hosts, monk
 
 
 def test_package_arrives_whole_in_place_of_the_old(host, hosts):
-    old = host.home / tpu_ray.PACKAGE
+    old = host.home / install.PACKAGE
     old.mkdir(parents=True)
     (old / "stale.py").touch()
-    tpu_ray.copy_package(hosts)
+    install.copy_package(hosts)
     assert not (old / "stale.py").exists()
-    for name in [*tpu_ray.NEEDED, "mesh_transformer/config.py"]:
+    for name in [*install.NEEDED, "mesh_transformer/config.py"]:
         assert (old / name).read_bytes() == (ROOT / name).read_bytes()
     assert os.access(old / "scripts/init_ray.sh", os.X_OK)
     left = sorted(each.name for each in old.parent.iterdir())
@@ -247,21 +248,21 @@ def test_package_arrives_whole_in_place_of_the_old(host, hosts):
 
 
 def test_archive_has_sources_alone(tmp_path):
-    for name in tpu_ray.NEEDED:
+    for name in install.NEEDED:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     package = tmp_path / "mesh_transformer"
     package.mkdir()
     for name in ("a.py", ".env", "key.pem", "id_rsa", "notes.txt"):
         (package / name).write_text(name)
-    first = tpu_ray.package_archive(tmp_path)
+    first = install.package_archive(tmp_path)
     with tarfile.open(fileobj=BytesIO(first)) as archive:
-        assert set(archive.getnames()) == {*tpu_ray.NEEDED, "mesh_transformer/a.py"}
+        assert set(archive.getnames()) == {*install.NEEDED, "mesh_transformer/a.py"}
     os.utime(package / "a.py", (1, 1))
-    assert tpu_ray.package_archive(tmp_path) == first
+    assert install.package_archive(tmp_path) == first
     (tmp_path / "setup.py").unlink()
     with pytest.raises(InputError, match=r"setup\.py is missing"):
-        tpu_ray.package_archive(tmp_path)
+        install.package_archive(tmp_path)
 
 
 def test_token_is_found_where_ray_looks(tmp_path, monkeypatch):
@@ -269,24 +270,24 @@ def test_token_is_found_where_ray_looks(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     with pytest.raises(InputError, match="get-auth-token --generate"):
-        tpu_ray.ray_token()
+        install.ray_token()
     usual = tmp_path / ".ray" / "auth_token"
     usual.parent.mkdir()
     usual.write_text("usual\n")
     usual.chmod(0o644)
     with pytest.raises(InputError, match="chmod 600"):
-        tpu_ray.ray_token()
+        install.ray_token()
     usual.chmod(0o600)
-    assert tpu_ray.ray_token() == "usual"
+    assert install.ray_token() == "usual"
     named = tmp_path / "named"
     named.touch(0o600)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(named))
     with pytest.raises(InputError, match="is empty"):
-        tpu_ray.ray_token()
+        install.ray_token()
     named.write_text("named")
-    assert tpu_ray.ray_token() == "named"
+    assert install.ray_token() == "named"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "variable")
-    assert tpu_ray.ray_token() == "variable"
+    assert install.ray_token() == "variable"
 
 
 def stub_venv(folder: Path) -> None:
@@ -349,8 +350,8 @@ def left_running(host: FakeHost) -> list[bool]:
 def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
     """The whole path of a host: package, token, installation (stubbed), `ray start` (stubbed)."""
     host = stubbed
-    tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60, show=True)
-    token = host.home / tpu_ray.TOKEN
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60, show=True)
+    token = host.home / install.TOKEN
     assert token.read_text() == TOKEN
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     calls = (host.home / "calls").read_text().splitlines()
@@ -366,7 +367,7 @@ def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
         f"token unset {token.resolve()}"
     }
     # A second start installs nothing, and no command or log ever had the token.
-    tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     again = (host.home / "calls").read_text().splitlines()[len(calls) :]
     assert [call.split()[:2] for call in again] == [["ray", "start"]]
     assert left_running(host) == [False, True]
@@ -377,11 +378,11 @@ def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
 def test_a_start_that_ray_gives_up_is_tried_once_more(stubbed, hosts):
     """Ray itself gives a machine that has just booted no more than 30 s."""
     (stubbed.home / "fail").touch()
-    tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert left_running(stubbed) == [False, True]
     (stubbed.home / "twice").touch()
     with pytest.raises(StoppedError, match="'install and start Ray' exited with status 1: timed"):
-        tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+        install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert left_running(stubbed)[:-1] == [False] * 3
 
 
@@ -390,16 +391,16 @@ def test_a_start_that_was_cut_off_is_ended_by_the_next(stubbed, hosts, argument)
     (stubbed.home / f"hang{argument}").touch()
     hanging = stubbed.home / "hanging"
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(tpu_ray.start_ray, hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+        first = other.submit(install.start_ray, hosts, "10.0.0.2:6379", TOKEN, seconds=60)
         wait_until(hanging.exists, "it hangs", 30)
         stubbed.cut()
         with pytest.raises(HostError, match="'install and start Ray' was cut off"):
             first.result()
     assert runs(int(hanging.read_text()))
-    tpu_ray.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert not runs(int(hanging.read_text()))
     assert left_running(stubbed) == [True]
-    with (stubbed.home / tpu_ray.LOCK).open() as lock:  # which what is left does not hold
+    with (stubbed.home / install.LOCK).open() as lock:  # which what is left does not hold
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -441,14 +442,14 @@ def test_tpu_vm_runs_on_its_hosts_with_the_published_keys(tmp_path, key, host):
         with TpuVm(spec, client=api.client(), limits=limits, ssh=ssh) as tpu:
             assert tpu.run("echo hello", seconds=10) == ["hello\n"]
             tpu.copy_package()
-            assert (host.home / tpu_ray.PACKAGE / "setup.py").is_file()
+            assert (host.home / install.PACKAGE / "setup.py").is_file()
         assert not api.nodes
 
 
 INTERRUPTED = """
 import sys
-from mesh_transformer.tpu_spec import SshOptions
-from mesh_transformer.tpu_ssh import Hosts
+from mesh_transformer.pod.tpu.spec import SshOptions
+from mesh_transformer.pod.tpu.ssh import Hosts
 from mesh_transformer.util import run_script
 
 def main():

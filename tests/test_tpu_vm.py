@@ -17,16 +17,16 @@ import grpc
 import pytest
 from google.cloud import tpu_v2
 
-from mesh_transformer import tpu_api
-from mesh_transformer.tpu_api import (
+from mesh_transformer.pod.tpu import api as tpu_api
+from mesh_transformer.pod.tpu.api import (
     CapacityError,
     PreemptedError,
     UnavailableError,
     default_project,
     new_client,
 )
-from mesh_transformer.tpu_spec import SshOptions, TpuSpec, accelerator_type, deadline_script
-from mesh_transformer.tpu_vm import OWNER, Limits, TpuVm
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, accelerator_type, deadline_script
+from mesh_transformer.pod.tpu.vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
 from tests.fake_tpu import FakeTpuApi, Queue, key_pair
 from tests.waiting import wait_until
@@ -510,8 +510,8 @@ def test_no_request_is_broken_off(api, make, number, raised):
 
 DRIVER = """
 import sys
-from mesh_transformer.tpu_spec import SshOptions, TpuSpec
-from mesh_transformer.tpu_vm import Limits, TpuVm
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
+from mesh_transformer.pod.tpu.vm import Limits, TpuVm
 from mesh_transformer.util import run_script
 from tests.fake_tpu import client
 import time

@@ -13,16 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mesh_transformer import tpu_ray
+from mesh_transformer.pod.tpu import install
 from tests.fake_pod import FakePod
-from tests.interruptions import (
-    ROOT,
-    assert_same,
-    command,
-    last_step,
-    rows_of,
-    training,
-)
+from tests.interruptions import ROOT, assert_same, command, last_step, rows_of, training
 from tests.small_run import mixed_values, run_values, write_config
 from tests.waiting import SECONDS, wait_until
 
@@ -247,7 +240,7 @@ def test_ctrl_c_while_the_tpu_is_made_deletes_it(whole, tmp_path, pod):
 @pytest.mark.slow
 def test_a_host_that_cannot_start_ray_is_heard_and_the_tpu_deleted(whole, tmp_path, pod):
     (broken,) = pod.switch_on(1, devices=8)
-    ray = broken.home / tpu_ray.FOLDER / "venv" / "bin" / "ray"
+    ray = broken.home / install.FOLDER / "venv" / "bin" / "ray"
     ray.write_text("#!/bin/sh\necho one of many lines\necho no space left on device >&2\nexit 3\n")
     with training(tmp_path / "model", *on_tpu(whole[0], tmp_path / "model", pod)) as run:
         assert run.process.wait(SECONDS) == 1

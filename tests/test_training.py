@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import mesh_transformer
-from mesh_transformer import metrics, training
 from mesh_transformer.config import Config
-from mesh_transformer.tfrecord_loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.training import loop, metrics
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.conftest import random_batch
@@ -125,17 +125,17 @@ def counter(tmp_path) -> Callable[..., Counter]:
 
 def test_no_loss_is_read_before_later_steps_were_dispatched(counter, tmp_path):
     network = counter(ckpt_every=1000, val_set=None)
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     # The last ones are read at the end, when there is nothing left to dispatch.
     assert {made: at for made, at in network.reads if at < 30} == {
-        step: step + training.IN_FLIGHT for step in range(1, 30 - training.IN_FLIGHT)
+        step: step + loop.IN_FLIGHT for step in range(1, 30 - loop.IN_FLIGHT)
     }
     assert {made for made, _ in network.reads} == set(range(1, 31))
 
 
 def test_rows_have_the_keys_of_the_issue(counter, tmp_path):
     network = counter(ckpt_every=7)
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 31))
     train = ("loss", "last_loss", "grad_norm", "learning_rate", "tokens_per_sec", "mfu")
@@ -153,12 +153,12 @@ def test_rows_have_the_keys_of_the_issue(counter, tmp_path):
 @pytest.mark.parametrize("stops", [(1, 2, 30), (13, 14, 29, 30)])
 def test_records_are_read_once_each_over_restarts(counter, tmp_path, stops):
     whole = counter(ckpt_every=5)
-    training.train(whole, str(tmp_path / "whole"))
+    loop.train(whole, str(tmp_path / "whole"))
     saved: dict[int, Any] = {}
     seen = []
     for stop in stops:
         network = counter(saved, ckpt_every=5)
-        training.train(network, str(tmp_path / "parts"), max_steps=stop)
+        loop.train(network, str(tmp_path / "parts"), max_steps=stop)
         seen += network.seen
     np.testing.assert_array_equal(np.stack(seen), np.stack(whole.seen))
     assert_same_rows(rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole"))
@@ -179,7 +179,7 @@ def test_a_signal_saves_and_returns(counter, tmp_path, capsys, number):
     network.before_step = lambda step: os.kill(os.getpid(), number) if step == 6 else None
     if number == signal.SIGHUP:  # a shell that ends sends it once more
         network.wait = lambda: os.kill(os.getpid(), number)
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     assert max(network.saved) == network.step == 6
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
     said = f"{number.name}: stopped and saved at step 6"
@@ -192,7 +192,7 @@ def test_under_nohup_a_terminal_that_closes_is_nothing(counter, tmp_path):
     network = counter()
     network.before_step = lambda step: os.kill(os.getpid(), signal.SIGHUP) if step == 6 else None
     try:
-        training.train(network, str(tmp_path))
+        loop.train(network, str(tmp_path))
     finally:
         signal.signal(signal.SIGHUP, before)
     assert network.step == 30
@@ -213,7 +213,7 @@ def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
     network.wait = lambda: os.kill(os.getpid(), number)
     try:
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
-            training.train(network, str(tmp_path))
+            loop.train(network, str(tmp_path))
         assert signal.getsignal(signal.SIGTERM) is ended
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -225,7 +225,7 @@ def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
 def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
     network = counter()
     network.init = lambda: os.kill(os.getpid(), signal.SIGINT)
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     assert network.saved == {}
     assert network.seen == []
     assert "SIGINT: stopped before the first step; " in capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_a_signal_is_kept_where_a_host_fails_after_it(counter, tmp_path):
     with pytest.raises(
         StoppedError, match="SIGTERM: stopped, but not saved: host 1 died"
     ) as caught:
-        training.train(network, str(tmp_path))
+        loop.train(network, str(tmp_path))
     assert not isinstance(caught.value, HostError)
 
 
@@ -255,14 +255,14 @@ def test_a_host_that_fails_after_the_last_save_costs_nothing(counter, tmp_path):
         raise HostError("host 1 died")
 
     network.close = fails
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     assert max(network.saved) == 6
 
 
 def test_off_the_main_thread_it_trains_without_signals(counter, tmp_path):
     network = counter()
     with ThreadPoolExecutor(1) as other:
-        other.submit(training.train, network, str(tmp_path)).result()
+        other.submit(loop.train, network, str(tmp_path)).result()
     assert network.step == 30
 
 
@@ -274,7 +274,7 @@ def test_a_loss_that_is_not_finite_stops_and_nothing_is_saved_after_it(
     network = counter(ckpt_every=4)
     network.loss = lambda at: loss if at == step else 1 / at
     with pytest.raises(StoppedError, match=rf"^step {step}: loss is {loss}, ") as caught:
-        training.train(network, str(tmp_path))
+        loop.train(network, str(tmp_path))
     assert "\n" not in str(caught.value)
     assert max(network.saved, default=0) == (step - 1) // 4 * 4
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
@@ -295,7 +295,7 @@ def test_a_gradient_norm_that_is_not_finite_stops_as_well(counter, tmp_path, nor
 
     network.train = train
     with pytest.raises(StoppedError, match=rf"^step {step}: loss is .*, gradient norm {norm}; "):
-        training.train(network, str(tmp_path))
+        loop.train(network, str(tmp_path))
     assert max(network.saved, default=0) == (step - 1) // 4 * 4
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
 
@@ -303,7 +303,7 @@ def test_a_gradient_norm_that_is_not_finite_stops_as_well(counter, tmp_path, nor
 @pytest.mark.parametrize("record", [8 * 6, 8 * 6 + 7])
 def test_a_corrupt_record_loses_no_step_and_mended_goes_on(counter, tmp_path, record):
     whole = counter(ckpt_every=1000)
-    training.train(whole, str(tmp_path / "whole"))
+    loop.train(whole, str(tmp_path / "whole"))
     saved: dict[int, Any] = {}
     network = counter(saved, ckpt_every=1000)
     path = Path(str(network.config.train_set)).parent / "train_two.tfrecords"
@@ -314,11 +314,11 @@ def test_a_corrupt_record_loses_no_step_and_mended_goes_on(counter, tmp_path, re
     message = r"train_two\.tfrecords: corrupt record at byte \d+ \(wrong checksum\)"
     for _ in range(2):  # To start again says the same and changes nothing.
         with pytest.raises(InputError, match=message):
-            training.train(counter(saved, ckpt_every=1000), str(tmp_path / "parts"))
+            loop.train(counter(saved, ckpt_every=1000), str(tmp_path / "parts"))
         assert list(saved) == [6]
         assert [row["step"] for row in rows_of(tmp_path / "parts")] == list(range(1, 7))
     path.write_bytes(good)
-    training.train(counter(saved, ckpt_every=1000), str(tmp_path / "parts"))
+    loop.train(counter(saved, ckpt_every=1000), str(tmp_path / "parts"))
     assert_same_rows(rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole"))
 
 
@@ -329,7 +329,7 @@ def test_a_corrupt_validation_record_loses_no_step(counter, tmp_path):
     frame = len(content) // 13
     path.write_bytes(content[: 9 * frame + 20] + b"\xff" + content[9 * frame + 21 :])
     with pytest.raises(InputError, match=r"val_one\.tfrecords: corrupt record at byte"):
-        training.train(network, str(tmp_path))
+        loop.train(network, str(tmp_path))
     assert list(network.saved) == [10]
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
 
@@ -353,7 +353,7 @@ def test_bad_records_are_told_even_where_the_hosts_have_ended(counter, tmp_path)
     loader.get_samples, network.wait = get_samples, wait
     network.open_train_set = lambda: loader
     with pytest.raises(InputError, match=r"train_one\.tfrecords: corrupt"):
-        training.train(network, str(tmp_path))
+        loop.train(network, str(tmp_path))
 
 
 # Saves that fail.
@@ -395,7 +395,7 @@ class Storage:
 def test_a_save_that_fails_is_tried_again_with_the_next_step(counter, tmp_path, capsys, how):
     network = counter(ckpt_every=7)
     storage = Storage(network, lambda step: how if step == 14 else None)
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     again = 15 if how == "at once" else 16  # seen at step 15
     assert storage.tried == [7, 14, again, 21, 28, 30]
     assert sorted(network.saved) == [7, again, 21, 28, 30]
@@ -409,7 +409,7 @@ def test_a_save_that_fails_is_tried_again_with_the_next_step(counter, tmp_path, 
 def test_soon_after_storage_works_again_all_is_saved(counter, tmp_path, how, ends):
     network = counter(ckpt_every=40, total_steps=90, val_set=None)
     storage = Storage(network, lambda step: how if step < ends else None)
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     assert storage.tried[0] == 40
     assert ends <= min(network.saved) <= ends + 10
     assert max(network.saved) == 90
@@ -419,7 +419,7 @@ def test_soon_after_storage_works_again_all_is_saved(counter, tmp_path, how, end
 def test_while_storage_fails_it_is_tried_ever_less_often(counter, tmp_path, how):
     network = counter(ckpt_every=100, total_steps=150, val_set=None)
     storage = Storage(network, lambda step: how if step < 150 else None)
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     gaps = np.diff([step for step in storage.tried if step < 150])
     seen = how == "later"  # a step later
     assert gaps[:3].tolist() == [1 + seen, 2 + seen, 4 + seen]
@@ -431,12 +431,12 @@ def test_the_last_save_is_tried_twice(counter, tmp_path, how):
     fails = [how]
     network = counter(ckpt_every=1000)
     storage = Storage(network, lambda step: fails.pop() if fails else None)
-    training.train(network, str(tmp_path / "once"))
+    loop.train(network, str(tmp_path / "once"))
     assert (storage.tried, list(network.saved)) == ([30, 30], [30])
     network = counter(ckpt_every=1000)
     storage = Storage(network, lambda step: how)
     with pytest.raises(InputError, match=r"saving step 30 failed: disk full$"):
-        training.train(network, str(tmp_path / "never"))
+        loop.train(network, str(tmp_path / "never"))
     assert storage.tried == [30, 30]
     assert [row["step"] for row in rows_of(tmp_path / "never")] == list(range(1, 31))
 
@@ -446,7 +446,7 @@ def test_a_signal_saves_although_the_save_before_failed(counter, tmp_path, at):
     network, fails = counter(ckpt_every=7), ["later"]
     Storage(network, lambda step: fails.pop() if step == 14 and fails else None)
     network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == at else None
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     assert max(network.saved) == network.step == at
 
 
@@ -468,14 +468,14 @@ def test_whatever_ends_a_run_what_is_done_is_saved(counter, tmp_path, failing):
         )
         network.open_train_set = lambda: loader
     with pytest.raises(RuntimeError, match="unforeseen"):
-        training.train(network, str(tmp_path))
+        loop.train(network, str(tmp_path))
     assert list(network.saved) == [10]
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
 
 
 @pytest.mark.parametrize("total", [10, 15])
 def test_a_validation_that_is_cut_short_is_made_anew(counter, tmp_path, total):
-    training.train(counter(val_every=10, val_batches=4), str(tmp_path / "whole"), max_steps=total)
+    loop.train(counter(val_every=10, val_batches=4), str(tmp_path / "whole"), max_steps=total)
     evaluated = []
 
     def ends(saved: dict[int, Any], how: Callable[[], Any]) -> Any:
@@ -493,16 +493,16 @@ def test_a_validation_that_is_cut_short_is_made_anew(counter, tmp_path, total):
 
     model = str(tmp_path / "model")
     stopped = ends({}, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    training.train(stopped, model, max_steps=total)
+    loop.train(stopped, model, max_steps=total)
     assert evaluated == [10, 10]
     assert max(stopped.saved) == 10
     assert "val/loss_held_out" not in rows_of(model)[-1]
     # Again, by an error.
     evaluated.clear()
     with pytest.raises(ZeroDivisionError):
-        training.train(ends(stopped.saved, lambda: 1 // 0), model, max_steps=total)
+        loop.train(ends(stopped.saved, lambda: 1 // 0), model, max_steps=total)
     assert [row["step"] for row in rows_of(model)] == list(range(1, 11))
-    training.train(counter(stopped.saved, val_every=10, val_batches=4), model, max_steps=total)
+    loop.train(counter(stopped.saved, val_every=10, val_batches=4), model, max_steps=total)
     assert_same_rows(rows_of(model), rows_of(tmp_path / "whole"))
 
 
@@ -516,19 +516,19 @@ def test_what_keeps_training_from_beginning(counter, tmp_path):
     for changes, arguments, message in cases:
         network = counter(**changes)
         with pytest.raises(InputError, match=message):
-            training.train(network, str(tmp_path / "model"), **arguments)
+            loop.train(network, str(tmp_path / "model"), **arguments)
         assert network.calls == []
     assert not (tmp_path / "model").exists()
 
 
 def test_nothing_left_to_train_says_so_and_touches_nothing(counter, tmp_path, capsys):
     saved: dict[int, Any] = {}
-    training.train(counter(saved), str(tmp_path), max_steps=9)
+    loop.train(counter(saved), str(tmp_path), max_steps=9)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     capsys.readouterr()
     for stop in (9, 5):
         network = counter(saved)
-        training.train(network, str(tmp_path), max_steps=stop)
+        loop.train(network, str(tmp_path), max_steps=stop)
         said = capsys.readouterr()
         assert said.out == f"{tmp_path} is at step 9 of {stop}: nothing left to train\n"
         assert said.err == ""
@@ -538,11 +538,11 @@ def test_nothing_left_to_train_says_so_and_touches_nothing(counter, tmp_path, ca
 
 def test_another_record_set_is_refused_before_anything_changes(counter, tmp_path):
     saved: dict[int, Any] = {}
-    training.train(counter(saved), str(tmp_path), max_steps=9)
+    loop.train(counter(saved), str(tmp_path), max_steps=9)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     other = write_set(tmp_path, "other")
     with pytest.raises(InputError, match=r"other\.index lists other files than when"):
-        training.train(counter(saved, train_set=other), str(tmp_path))
+        loop.train(counter(saved, train_set=other), str(tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert max(saved) == 9
 
@@ -551,10 +551,10 @@ def test_a_new_run_may_start_from_other_weights_a_resumed_one_does_not(counter, 
     saved: dict[int, Any] = {}
     network = counter(saved)
     options: dict[str, Any] = {"tune_model_path": "there", "fresh_opt": True}
-    training.train(network, str(tmp_path), max_steps=3, **options)
+    loop.train(network, str(tmp_path), max_steps=3, **options)
     assert network.calls[1] == "load there True"
     network = counter(saved)
-    training.train(network, str(tmp_path), **options)
+    loop.train(network, str(tmp_path), **options)
     assert not [call for call in network.calls if call.startswith(("load", "init"))]
     assert len(network.seen) == 27
 
@@ -613,7 +613,7 @@ def test_the_seconds_of_steps_add_up_to_what_they_took(counter, tmp_path, monkey
     network = Timed(counter().config)
     network.begin(depth, seed=depth)
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: network.now))
-    training.train(network, str(tmp_path))
+    loop.train(network, str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     tokens = network.config.gradient_accumulation_steps * network.batch_size * network.config.seq
     found = np.array([tokens / row["train/tokens_per_sec"] for row in rows])
@@ -660,7 +660,7 @@ def train_here(values: dict[str, Any], folder: Path, **options: Any) -> list[np.
         return train(sample)
 
     network.train = watched  # type: ignore[method-assign]
-    training.train(network, str(folder), **options)
+    loop.train(network, str(folder), **options)
     return [record for batch in seen for record in batch.reshape(-1, batch.shape[-1])]
 
 
@@ -732,9 +732,7 @@ def test_fine_tuning_begins_at_step_0_with_or_without_the_moments(base, tmp_path
     assert all(not leaf.any() for leaf in moments(fresh))
     trained.close()
 
-    training.train(
-        tuned, str(tmp_path), max_steps=2, tune_model_path=str(folder / "half" / "step_20")
-    )
+    loop.train(tuned, str(tmp_path), max_steps=2, tune_model_path=str(folder / "half" / "step_20"))
     first, second = rows_of(tmp_path)
     assert first["step"] == 1
     assert (first["train/learning_rate"], second["train/learning_rate"]) == (

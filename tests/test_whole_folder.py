@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from mesh_transformer import whole_folder as module
+from mesh_transformer.checkpoint import atomic_folder as module
+from mesh_transformer.checkpoint.atomic_folder import whole_folder
 from mesh_transformer.util import InputError
-from mesh_transformer.whole_folder import whole_folder
 
 
 def fill(folder, size=10):
@@ -77,7 +77,7 @@ def test_every_file_and_folder_is_flushed_before_it_appears(tmp_path, monkeypatc
 
 KILLED = """
 import os, signal, sys
-from mesh_transformer.whole_folder import whole_folder
+from mesh_transformer.checkpoint.atomic_folder import whole_folder
 with whole_folder(sys.argv[1]) as folder:
     os.mkdir(os.path.join(folder, "inner"))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.sampling import SamplerSettings, SamplingOptions
+from mesh_transformer.generation.sampling import SamplerSettings, SamplingOptions
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 

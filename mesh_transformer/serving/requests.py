@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mesh_transformer.sampling import RANGES
+from mesh_transformer.generation.sampling import RANGES
 from mesh_transformer.serving.errors import ApiError
 
 MOST_STOPS = 16

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from mesh_transformer.sampling import SamplingOptions
+from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
-from mesh_transformer.serving.completion import Answer, Echo, Piece, Spot, Words
+from mesh_transformer.serving.answer import Answer, Echo, Piece, Spot, Words
 from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngineError
 from mesh_transformer.serving.errors import ApiError
 from mesh_transformer.serving.metrics import Metrics

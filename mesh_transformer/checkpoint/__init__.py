@@ -1,0 +1,1 @@
+"""Native, original and Hugging Face checkpoints, and conversion between them."""

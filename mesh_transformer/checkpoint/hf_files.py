@@ -1,0 +1,271 @@
+"""The files in which a Hugging Face folder keeps its tensors, read and written one at a time.
+
+`.safetensors` is read and written here rather than by its library: that maps whole files, whose
+pages then count as this process's memory, knows no bfloat16 in numpy, and writes a file from
+arrays that are all in memory.  https://github.com/huggingface/safetensors has the format.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from tqdm import tqdm
+
+from mesh_transformer.checkpoint.casts import FLOATS
+from mesh_transformer.data.prefetch import Prefetch
+from mesh_transformer.util import InputError
+
+DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by the format's codes
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_LARGEST_HEADER = 100_000_000  # the format's own limit
+_MAPPED = 1 << 28  # bytes read from a .bin before it is mapped anew
+_COPY = "copy the folder anew"
+
+
+class Stored(NamedTuple):
+    """One tensor of a file; `dtype` is a code of the format's.
+
+    `read` gives the values, perhaps as a view of the mapped file: copy them and let them go.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+class Tensor(NamedTuple):
+    """One tensor to write; `values` makes its array, when its turn comes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    values: Callable[[], np.ndarray]
+
+    @property
+    def n_bytes(self) -> int:
+        """Its size in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def find(folder: str) -> dict[str, Stored]:
+    """All tensors of a folder by name, in the order in which its files hold them.
+
+    Takes model.safetensors, or several by their index, or else pytorch_model.bin (which needs
+    torch) likewise.  Raises InputError where a file or a tensor is missing or damaged.
+    """
+    for single, opener in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
+        path = os.path.join(folder, single)
+        if os.path.isfile(path):
+            return opener(path)
+        if os.path.isfile(f"{path}.index.json"):
+            return _sharded(folder, f"{path}.index.json", opener)
+    raise InputError(
+        f"{folder}: found no weights; expected model.safetensors or pytorch_model.bin, or several "
+        "with their .index.json"
+    )
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """One JSON mapping; InputError where the file is missing or is something else."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {_COPY}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); {_COPY}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: found {type(values).__name__}, expected a mapping; {_COPY}")
+    return values
+
+
+def _sharded(
+    folder: str, index: str, opener: Callable[[str], dict[str, Stored]]
+) -> dict[str, Stored]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{index}: has no mapping weight_map; {_COPY}")
+    found: dict[str, Stored] = {}
+    for name in sorted({str(name) for name in weight_map.values()}):
+        path = os.path.join(folder, name)
+        if os.path.basename(name) != name or not os.path.isfile(path):
+            raise InputError(f"{path}: is missing, though {index} names it; {_COPY}")
+        found |= opener(path)
+    for name, file in weight_map.items():
+        if name not in found:
+            raise InputError(f"{os.path.join(folder, file)}: tensor {name} is missing; {_COPY}")
+    return found
+
+
+def _safetensors(path: str) -> dict[str, Stored]:
+    """The tensors of one .safetensors file, by place in it."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        if length > min(size - 8, _LARGEST_HEADER):
+            raise InputError(f"{path}: is truncated or no safetensors file; {_COPY}")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+            found = {
+                name: _span(path, entry["dtype"], tuple(entry["shape"]), 8 + length, *spans[name])
+                for name, entry in sorted(header.items(), key=lambda item: spans[item[0]])
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path}: its header is damaged ({error}); {_COPY}") from None
+    expected = 8 + length + max((end for _, end in spans.values()), default=0)
+    if size != expected:
+        raise InputError(
+            f"{path}: is truncated or damaged: found {size:,} bytes, expected {expected:,}; {_COPY}"
+        )
+    return found
+
+
+def _span(path: str, code: str, shape: tuple[int, ...], start: int, begin: int, end: int) -> Stored:
+    """A tensor at bytes begin to end of a safetensors file's data, which begins at `start`."""
+    dtype, count = DTYPES.get(code), math.prod(shape)
+    if dtype is not None and (begin < 0 or end - begin != count * dtype.itemsize):
+        raise ValueError(f"{end - begin} bytes for {shape} {code}")
+
+    def read() -> np.ndarray:
+        values = np.fromfile(path, dtype, count, offset=start + begin)
+        if values.size != count:
+            raise InputError(f"{path}: became shorter while it was read; {_COPY}")
+        return values.reshape(shape)
+
+    return Stored(path, code, shape, read)
+
+
+def _pickled(path: str) -> dict[str, Stored]:
+    """The tensors of one .bin file, whose pickle may build tensors and nothing else."""
+    if not zipfile.is_zipfile(path):
+        raise InputError(
+            f"{path}: is truncated, or no archive as torch.save writes it (a plain pickle is "
+            "refused as unsafe); copy it anew or take the safetensors"
+        )
+    file = _TorchFile(path)
+    return {
+        name: Stored(path, code, shape, lambda name=name: file.read(name))
+        for name, (code, shape) in file.layout().items()
+    }
+
+
+class _TorchFile:
+    """A .bin file that is mapped anew every `_MAPPED` bytes: pages once read count as memory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.torch = _import_torch(path)
+        self._tensors: dict[str, Any] = {}
+        self._left = 0  # bytes to read before the next mapping
+
+    def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Each tensor's dtype and shape."""
+        torch = self.torch
+        codes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        return {
+            name: (codes.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            for name, tensor in self._load().items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor's values, in the mapped file."""
+        torch = self.torch
+        if self._left <= 0:
+            self._tensors = {}
+            self._tensors, self._left = self._load(), _MAPPED
+        tensor = self._tensors[name]
+        self._left -= tensor.nbytes
+        if tensor.dtype == torch.bfloat16:  # which torch does not hand to numpy
+            return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    def _load(self) -> dict[str, Any]:
+        torch = self.torch
+        try:
+            tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError:
+            raise InputError(
+                f"{self.path}: refused as unsafe: its pickle holds more than tensors and could "
+                "run code; take the safetensors"
+            ) from None
+        except (RuntimeError, OSError, EOFError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"{self.path}: cannot be read ({reason}); {_COPY}") from None
+        if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+            raise InputError(f"{self.path}: found no mapping of names to tensors; {_COPY}")
+        return tensors
+
+
+def _import_torch(path: str) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError(
+            f"{path}: reading .bin needs torch; pip install torch, or take the safetensors"
+        ) from None
+    return torch
+
+
+def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -> None:
+    """Writes model.safetensors, or where it would exceed `shard_bytes` several and their index.
+
+    A tensor larger than that has a file of its own.  `bar` counts the bytes.
+    """
+    shards: list[list[Tensor]] = [[]]
+    room = shard_bytes
+    for tensor in tensors:
+        if shards[-1] and tensor.n_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.n_bytes
+    if len(shards) == 1:
+        _write_file(os.path.join(folder, "model.safetensors"), shards[0], bar)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_file(os.path.join(folder, name), shard, bar)
+        weight_map |= {tensor.name: name for tensor in shard}
+    total = sum(tensor.n_bytes for tensor in tensors)
+    write_json(
+        os.path.join(folder, "model.safetensors.index.json"),
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+
+
+def write_json(path: str, values: dict[str, Any]) -> None:
+    """One JSON mapping, as transformers writes it."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.n_bytes
+        code, shape = _CODES[tensor.dtype], list(tensor.shape)
+        header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+    # The next one is read while one is written.
+    made = Prefetch((tensor.values() for tensor in tensors), 1)
+    with contextlib.closing(made), open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor, values in zip(tensors, made, strict=True):
+            assert values.shape == tensor.shape, tensor.name
+            assert values.dtype == tensor.dtype, tensor.name
+            file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+            bar.update(tensor.n_bytes)

@@ -1,0 +1,1 @@
+"""Text and records to batches: storage, tokenizers, TFRecords, packing and loading."""

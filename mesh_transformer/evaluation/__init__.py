@@ -1,0 +1,1 @@
+"""Losses on record sets, and lm-eval tasks."""

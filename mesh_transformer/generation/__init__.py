@@ -1,0 +1,1 @@
+"""Tokens after a prompt: sampling, decoding and running batches."""

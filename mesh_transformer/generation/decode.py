@@ -1,0 +1,325 @@
+"""Cached generation as pure functions: rows of a running batch, each at its own position.
+
+A row's keys and values stand in a ring of S slots, position p in slot p mod S; so past the window
+the oldest gives way.  A new row comes in by `prefill`, while the others stand still; `decode` lets
+all rows advance.  Layers are unrolled here, each with its own arrays: what a loop over stacked
+arrays slices out, it copies.
+
+Array names end in their shape: B rows of the batch, P rows that come in, T prompt, S slots,
+D model, H heads, K head size, V vocabulary, M tokens of one call, N alternatives.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.generation import int8
+from mesh_transformer.generation.sampling import (
+    SamplerSettings,
+    choose,
+    sampler_settings,
+    top_tokens,
+)
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model import gptj, lora
+from mesh_transformer.model.attention import LayerCache, causal_bias
+from mesh_transformer.model.layers import Context
+from mesh_transformer.model.loss import cross_entropy
+
+Weights = dict[str, Any]
+MATRICES = ("layers", "proj")  # the parts whose matrices 8 bits can hold
+# Of rows without a text: greedy, which takes the least time, and penalizes nothing.
+IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
+
+
+class Prompts(NamedTuple):
+    """What comes into a batch; left-aligned, what stands behind a prompt is never seen."""
+
+    tokens_PT: Any
+    length_P: Any
+    row_P: Any  # where each goes, among this program's rows; beyond them: nowhere
+    settings: SamplerSettings
+
+
+class Chosen(NamedTuple):
+    """Chosen tokens, and where asked for what the model thought of them (not of the settings)."""
+
+    token: Any  # [B], or [B, M]
+    logprob: Any = None  # of that token, in nats
+    top_token: Any = None  # the likeliest tokens, [..., N]
+    top_logprob: Any = None
+
+
+class DecodeState(NamedTuple):
+    """A batch of rows in the midst of generation."""
+
+    caches: tuple[LayerCache, ...]  # one a layer
+    length_B: Any  # tokens in the cache: the position of the pending one
+    token_B: Any  # chosen, but not yet in the cache
+    made_B: Any  # tokens chosen so far
+    seen_BV: Any  # which tokens the row's text has, prompt included
+    settings: SamplerSettings
+
+    @property
+    def slots(self) -> int:
+        """S: how many positions a row has room for."""
+        return self.caches[0].v_BHSK.shape[2]
+
+
+def weights_of(params: gptj.Params, config: Config) -> Weights:
+    """The parameters in the type and the arrays that generation reads, without adapters."""
+    declared = weight_declarations(config)
+
+    def one(layer: int) -> Any:
+        modules = jax.tree.map(lambda x: x[layer], params["layers"])
+        return lora.merged(modules, config.lora_scale) if config.lora_rank else modules
+
+    weights = params | {"layers": tuple(one(layer) for layer in range(config.layers))}
+    if not config.int8_weights:
+        return jax.tree.map(lambda x: x.astype(config.dtype), weights)
+    in_8_bits = {name: int8.quantize(weights[name], declared[name]) for name in MATRICES}
+    rest = {name: weights[name] for name in weights if name not in MATRICES}
+    return jax.tree.map(lambda x: x.astype(config.dtype), rest) | in_8_bits
+
+
+def weight_declarations(config: Config) -> Weights:
+    """What each array of `weights_of` declares, but for its type."""
+    declared = gptj.declarations(config.merged())
+    one = map_declared(lambda d: d.unstack(), declared["layers"])
+    return declared | {"layers": (one,) * config.layers}
+
+
+def weight_specs(config: Config) -> Weights:
+    """The layouts of `weights_of`."""
+    declared = weight_declarations(config)
+    specs = map_declared(lambda d: d.spec, declared)
+    if not config.int8_weights:
+        return specs
+    return specs | {name: int8.layout(declared[name]) for name in MATRICES}
+
+
+def empty(config: Config, rows: int, slots: int) -> DecodeState:
+    """A batch of `rows` idle rows; all of it global: jit it with the layout you want."""
+    shape = (rows, config.n_heads, slots, config.d_head)
+
+    def zeros(dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((rows,), dtype)
+
+    return DecodeState(
+        tuple(
+            LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+            for _ in range(config.layers)
+        ),
+        length_B=zeros(),
+        token_B=zeros(jnp.uint32),
+        made_B=zeros(),
+        seen_BV=jnp.zeros((rows, config.n_vocab), bool),
+        settings=jax.tree.map(lambda value: jnp.full((rows,), value), IDLE),
+    )
+
+
+def grow(state: DecodeState, slots: int) -> DecodeState:
+    """The same rows with room for `slots` positions; no row may have passed the old end."""
+    more = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
+    return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, more), state.caches))
+
+
+def _forward(
+    weights: Weights,
+    tokens_BT: Array,
+    context: Context,
+    caches: tuple[LayerCache, ...] | None,
+    config: Config,
+    par: Parallel,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """The residual stream x_BTD before the last norm, and each layer's cache (see the layer)."""
+    parts = gptj.transforms(config, par)
+    x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
+    filled = []
+    for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
+        y_BTD, cache = parts["layers"].apply(
+            int8.restore(layer, config.dtype, x_BTD), x_BTD, context, cache
+        )
+        x_BTD += y_BTD
+        filled.append(cache)
+    return x_BTD, tuple(filled)
+
+
+def _context(
+    weights: Weights,
+    positions_BT: Array,
+    key_positions_BS: Array,
+    slot_B: Array | None,
+    config: Config,
+    par: Parallel,
+) -> Context:
+    bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
+    if config.pe == "t5":
+        relative = gptj.transforms(config, par)["relative"]
+        bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
+    return Context(positions_BT, bias_BHTS, slot_B)
+
+
+def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
+    """Over the vocabulary that this program holds."""
+    whole = int8.restore(weights["proj"], config.dtype, x_BTD)
+    return gptj.transforms(config, par)["proj"].apply(whole, x_BTD)
+
+
+def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
+    """Of the only position of x, over the whole vocabulary, on every device."""
+    logits_BTV = _own_logits(weights, x_BTD, config, par)
+    return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
+
+
+def _say(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
+    if alternatives is None:
+        return Chosen(token_B)
+    log_sum_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    top_BN, top_token_BN = top_tokens(logits_BV, alternatives)
+    own_B1 = jnp.take_along_axis(logits_BV, token_B[:, None].astype(jnp.int32), axis=1)
+    logprob_B1, top_logprob_BN = own_B1 - log_sum_B1, top_BN - log_sum_B1
+    return Chosen(token_B, logprob_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)
+
+
+def score(
+    weights: Weights,
+    tokens_BT: Array,
+    following_BT: Array,
+    alternatives: int,
+    config: Config,
+    par: Parallel,
+) -> Chosen:
+    """What the model thinks of the token that follows each of `tokens`, [B, T]; nothing is chosen.
+
+    No device sees more of the logits than its own part of the vocabulary.
+    """
+    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+    context = _context(weights, positions_1T, positions_1T, None, config, par)
+    x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
+    logits_BTV = _own_logits(weights, x_BTD, config, par)
+    loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
+    # The likeliest of each part, then the likeliest of those.
+    top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
+    token_BTN = par.gather(token_BTN + par.rank() * logits_BTV.shape[-1])
+    top_BTN, at_BTN = jax.lax.top_k(par.gather(top_BTN), alternatives)
+    token_BTN = jnp.take_along_axis(token_BTN, at_BTN, axis=-1)
+    top_logprob_BTN = top_BTN - top_BTN[..., :1] - log_sum_BT[..., None]
+    return Chosen(following_BT, -loss_BT, token_BTN.astype(jnp.uint32), top_logprob_BTN)
+
+
+def prefill(
+    weights: Weights,
+    state: DecodeState,
+    prompts: Prompts,
+    alternatives: int | None,
+    config: Config,
+    par: Parallel,
+) -> tuple[DecodeState, Chosen]:
+    """Puts prompts into rows of the batch, in place of what was there, and chooses a token each.
+
+    Args:
+      alternatives: how many of the likeliest tokens to tell, with logprobs; None for no logprobs.
+    """
+    tokens_PT, length_P, row_P, settings = prompts
+    count, width = tokens_PT.shape
+    positions_PT = jnp.arange(width)[None]
+    context = _context(weights, positions_PT, positions_PT, None, config, par)
+    x_PTD, new = _forward(weights, tokens_PT, context, None, config, par)
+
+    def put(rows: Array, values: Array, *at: Any) -> Array:
+        return rows.at[(row_P, *at)].set(values, mode="drop")
+
+    here = (slice(None), slice(width))
+    caches = jax.tree.map(lambda cache, x: put(cache, x, *here), state.caches, new)
+    last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1)[:, None, None], axis=1)
+    logits_PV = _logits(weights, last_PTD, config, par)
+
+    prompt_rows = jnp.arange(count)[:, None]
+    in_prompt_PT = positions_PT < length_P[:, None]
+    seen_PV = jnp.zeros((count, config.n_vocab), bool)
+    seen_PV = seen_PV.at[prompt_rows, tokens_PT.astype(jnp.int32)].max(in_prompt_PT)
+    made_P = jnp.zeros_like(length_P)
+    token_P = choose(logits_PV, settings, made_P, seen_PV)
+    seen_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
+    state = DecodeState(
+        caches,
+        put(state.length_B, length_P),
+        put(state.token_B, token_P),
+        put(state.made_B, made_P + 1),
+        put(state.seen_BV, seen_PV),
+        jax.tree.map(put, state.settings, settings),
+    )
+    return state, _say(logits_PV, token_P, alternatives)
+
+
+def _step(
+    weights: Weights,
+    state: DecodeState,
+    goes_B: Array,
+    alternatives: int | None,
+    config: Config,
+    par: Parallel,
+) -> tuple[DecodeState, Chosen]:
+    """The pending tokens into the cache, and one more chosen in each row that goes on."""
+    last_B1 = state.length_B[:, None]
+    slots_1S = jnp.arange(state.slots)[None]
+    # The newest position in each slot that is not past the pending token's; negative: none.
+    key_positions_BS = last_B1 - (last_B1 - slots_1S) % state.slots
+    slot_B = state.length_B % state.slots
+    context = _context(weights, last_B1, key_positions_BS, slot_B, config, par)
+    x_BTD, caches = _forward(weights, state.token_B[:, None], context, state.caches, config, par)
+    logits_BV = _logits(weights, x_BTD, config, par)
+    # The settings of an idle row must not make the others wait.
+    settings = jax.tree.map(lambda x, idle: jnp.where(goes_B, x, idle), state.settings, IDLE)
+    token_B = choose(logits_BV, settings, state.made_B, state.seen_BV)
+    token_B = jnp.where(goes_B, token_B, state.token_B)
+    one_B = goes_B.astype(jnp.int32)
+    state = DecodeState(
+        caches,
+        state.length_B + one_B,
+        token_B,
+        state.made_B + one_B,
+        state.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
+        state.settings,
+    )
+    return state, _say(logits_BV, token_B, alternatives)
+
+
+def decode(
+    weights: Weights,
+    state: DecodeState,
+    left_B: Array,
+    steps: Array,
+    alternatives: int | None,
+    most: int,
+    config: Config,
+    par: Parallel,
+) -> tuple[DecodeState, Chosen]:
+    """`steps` more tokens (at most `most`) in every row that has so many left.
+
+    Args:
+      left_B: how many tokens each row may still have, int32; a row with none stands still.
+
+    Returns:
+      The new state and the tokens [B, most]; only the first `steps` of a row, and of them as many
+      as it had left, mean anything.
+    """
+    shapes = jax.eval_shape(
+        lambda s: _step(weights, s, left_B > 0, alternatives, config, par)[1], state
+    )
+    chosen = jax.tree.map(
+        lambda x: par.zeros((x.shape[0], most, *x.shape[1:]), x.dtype, "dp", *(None,) * x.ndim),
+        shapes,
+    )
+
+    def body(at: Array, carry: tuple[DecodeState, Chosen]) -> tuple[DecodeState, Chosen]:
+        state, chosen = carry
+        state, new = _step(weights, state, left_B > at, alternatives, config, par)
+        return state, jax.tree.map(lambda all_, one: all_.at[:, at].set(one), chosen, new)
+
+    return jax.lax.fori_loop(0, steps, body, (state, chosen))

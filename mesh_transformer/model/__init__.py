@@ -1,0 +1,1 @@
+"""GPT-J as pure functions: layers, attention, loss, LoRA and FLOPs."""

@@ -1,0 +1,1 @@
+"""Plans without devices, and benchmarks with them."""

@@ -1,0 +1,233 @@
+"""Whether a program fits a slice of devices, and what its devices will say to each other.
+
+The real step is compiled, for devices that need not exist; the figures are the compiler's own,
+but for those called an estimate.
+"""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.config import Config
+from mesh_transformer.model import flash_attention, flops
+from mesh_transformer.model.flops import Hardware
+from mesh_transformer.performance.hlo_bytes import Program, planned_memory
+from mesh_transformer.performance.roofline import Estimate, estimate
+from mesh_transformer.performance.topology import GIB, Slice
+from mesh_transformer.performance.traffic import Traffic, traffic_of
+from mesh_transformer.training import step
+from mesh_transformer.util import InputError
+
+# The same collectives, the peak within 8 percent, the traffic of memory within a factor of 2.
+FAST = {"exec_time_optimization_effort": -1.0}
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
+_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a program takes of one device, in bytes; `text` is None where that is too much."""
+
+    peak: int
+    text: str | None
+    seconds: float
+    fast: bool  # by `FAST`
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A config's training on a slice.
+
+    Bytes are of one device; `flops` are PaLM's of a whole step on all devices.
+    """
+
+    topology: str
+    devices: int
+    dp: int
+    mp: int
+    partitioning: str | None
+    zero: int | None
+    remat: str
+    shard_activations: bool
+    loss_chunk: int
+    per_replica_batch: int
+    accumulation: int
+    parameters: int
+    state_bytes: int
+    peak_bytes: int
+    hbm_bytes: int
+    fits: bool
+    flops_per_token: int
+    flops: int
+    collectives: Traffic | None  # None where it does not fit: there is no program then
+    estimate: Estimate | None
+    compile_seconds: float
+    fast: bool  # compiled quickly: the peak and the estimate are rougher
+
+    @property
+    def setting(self) -> str:
+        """What was chosen, in one line."""
+        return (
+            f"dp {self.dp} x mp {self.mp}, {self.partitioning}, ZeRO {self.zero}, remat "
+            f"{self.remat}, {'sharded' if self.shard_activations else 'whole'} activations, loss "
+            f"in chunks of {self.loss_chunk}, batch {self.per_replica_batch} a replica x "
+            f"{self.accumulation} microbatches"
+        )
+
+    def table(self) -> str:
+        """The same for people."""
+        lines = [
+            f"{self.topology}: {self.devices} devices, {self.setting}",
+            f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP a "
+            f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP a step",
+            room(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
+        ]
+        if self.collectives is not None:
+            lines += self.collectives.lines()
+        if self.estimate is not None:
+            lines += self.estimate.lines()
+        effort = " (--fast)" if self.fast else ""
+        return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s{effort}"])
+
+
+def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
+    """One line: what a device's memory has to hold, and by how much it does or does not."""
+    rest = (limit - peak) / GIB
+    verdict = f"fits, {rest:.2f} GiB to spare" if fits else f"does not fit by {-rest:.2f} GiB"
+    return (
+        f"memory of a device: state {state / GIB:.2f} GiB, peak {peak / GIB:.2f} of "
+        f"{limit / GIB:.2f}: {verdict}"
+    )
+
+
+def mesh_of(config: Config, topology: Slice) -> Mesh:
+    """Replicas of the config's `cores_per_replica` devices, as many as the slice has.
+
+    Raises:
+      InputError: where they do not divide the slice.
+    """
+    mp = config.cores_per_replica
+    if topology.devices % mp:
+        raise InputError(
+            f"topology {topology.name} has {topology.devices} devices, which mp {mp} does not "
+            "divide; give another --mp"
+        )
+    return topology.mesh(topology.devices // mp, mp)
+
+
+def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
+    """Compiles the config's training step for a slice, and tells what came of it.
+
+    Args:
+      config: its `cores_per_replica` is mp; the rest of the devices are replicas.
+      fast: compile in a fraction of the time, for a peak that is less exact.
+
+    Raises:
+      InputError: where mp does not divide the devices, libtpu is missing, or the compiler refuses
+        the program for another reason than its size.
+    """
+    mesh = mesh_of(config, topology)
+    config = config.replace(tpu_size=topology.devices)
+    step.check_zero(config, mesh)
+    # Before the compilation, as not every device is known.
+    hardware, limit = topology.hardware(config.dtype), topology.hbm
+    state, batch = step.abstract_state(config, mesh), abstract_batch(config, mesh)
+    found = compiled(topology.name, step.compile_train(config, mesh), state, batch, fast=fast)
+    tokens = math.prod(batch["obs"].shape)
+    traffic = speed = None
+    if found.text is not None:
+        traffic, speed = _read(found.text, config, mesh, hardware, tokens)
+    per_token = flops.palm_flops_per_token(config)
+    return Plan(
+        topology=topology.name,
+        devices=mesh.size,
+        dp=mesh.shape["dp"],
+        mp=mesh.shape["mp"],
+        partitioning=config.partitioning,
+        zero=config.zero,
+        remat=config.remat,
+        shard_activations=config.shard_activations,
+        loss_chunk=config.loss_chunk,
+        per_replica_batch=config.per_replica_batch,
+        accumulation=config.gradient_accumulation_steps,
+        parameters=flops.n_params(config),
+        state_bytes=bytes_on_one_device(state),
+        peak_bytes=found.peak,
+        hbm_bytes=limit,
+        fits=found.text is not None and found.peak <= limit,
+        flops_per_token=per_token,
+        flops=per_token * tokens,
+        collectives=traffic,
+        estimate=speed,
+        compile_seconds=found.seconds,
+        fast=found.fast,
+    )
+
+
+def _read(
+    text: str, config: Config, mesh: Mesh, hardware: Hardware, tokens: int
+) -> tuple[Traffic, Estimate]:
+    """What a compiled step's text says of the links, and how fast that could be."""
+    traffic = traffic_of(text, config, mesh)
+    return traffic, estimate(
+        config,
+        hardware,
+        devices=mesh.size,
+        tokens=tokens,
+        hbm_traffic_bytes=Program(text).moved(),
+        link_bytes=sum(each.sent for each in traffic.exchanges),
+        attention=flash_attention.chosen(config, mesh.devices.flat[0]),
+    )
+
+
+def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
+    """A jitted function, compiled for abstract arguments on the devices that they name.
+
+    Raises:
+      InputError: where the compiler refuses it, but for its size.
+    """
+    began = time.perf_counter()
+    lowered = function.trace(*args).lower()  # type: ignore[attr-defined]
+    on_tpu = _platform(args) == "tpu"
+    fast = fast and on_tpu
+    try:
+        program = lowered.compile(compiler_options=FAST if fast else None)
+    except jax.errors.JaxRuntimeError as error:
+        wanted = _OUT_OF_MEMORY.search(str(error))
+        if wanted is None:
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(f"topology {topology}: the compiler refuses: {reason}") from None
+        peak = int(float(wanted[1]) * _SIZES[wanted[2]])
+        return Memory(peak, None, time.perf_counter() - began, fast)
+    # Elsewhere the compiler tells no peak.
+    peak = program.memory_analysis().peak_memory_in_bytes if on_tpu else planned_memory(program)
+    return Memory(peak, program.as_text(), time.perf_counter() - began, fast)
+
+
+def _platform(args: Any) -> str:
+    leaves = (leaf for leaf in jax.tree.leaves(args) if leaf.sharding is not None)
+    return next(iter(next(leaves).sharding.device_set)).platform
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and layouts of one step's tokens."""
+    rows = config.per_replica_batch * mesh.shape["dp"]
+    shape = (config.gradient_accumulation_steps, rows, config.seq)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
+    return {"obs": tokens, "target": tokens}
+
+
+def bytes_on_one_device(tree: Any) -> int:
+    """What the largest device holds of abstract arrays."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,1 @@
+"""Many hosts as one network, by Ray."""

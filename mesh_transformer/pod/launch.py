@@ -1,0 +1,211 @@
+"""From a Config to a running `TPUCluster`: on this machine's processes, or on a TPU's hosts."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mesh_transformer.cli.arguments import refuse_tpu_arguments, tpu_arguments
+from mesh_transformer.config import Config
+from mesh_transformer.pod.ray_head import OBJECT_STORE, RayHead
+from mesh_transformer.pod.tpu.api import PreemptedError
+from mesh_transformer.pod.tpu.install import ray_token
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
+from mesh_transformer.pod.tpu.vm import TpuVm
+from mesh_transformer.util import HostError, InputError, StoppedError
+
+# Both import Ray, which has to wait until `RayHead` has chosen its authentication.
+if TYPE_CHECKING:
+    from mesh_transformer.pod.cluster import TPUCluster
+    from mesh_transformer.pod.hosts import Host
+    from mesh_transformer.pod.lasting_cluster import LastingCluster
+    from mesh_transformer.transformer_shard import CausalTransformer
+
+FIRST_TRIES = 3  # attempts to start the hosts before any has joined
+BATCHES_IN_STORE = 8  # those under way, and as much again for what validation and sampling send
+
+
+def build_model(config: Config, hosts: "list[Host]", **options: Any) -> "TPUCluster":
+    """The config's network over `hosts`, without weights yet; `options` are `TPUCluster`'s."""
+    from mesh_transformer.pod.cluster import TPUCluster
+
+    return TPUCluster(config, hosts, **options)
+
+
+def machines_of(
+    args: argparse.Namespace, config: Config
+) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
+    """What gives the hosts that `add_host_arguments`' flags ask for, at each attempt."""
+    if args.tpu is not None:
+        return tpu_machines(config, *tpu_arguments(args, config))
+    refuse_tpu_arguments(args)
+    return local_machines(config, args.local_hosts)
+
+
+@contextlib.contextmanager
+def running_model(
+    args: argparse.Namespace, path: str, config: Config | None, *, only_generate: bool = False
+) -> "Iterator[CausalTransformer | LastingCluster]":
+    """A network with the weights at `path`, to answer with.
+
+    It runs on the hosts that `add_host_arguments`' flags ask for, otherwise in this process;
+    without a config it has that of `path`.  For `only_generate` see `CausalTransformer`.
+    """
+    if args.tpu is None and args.local_hosts is None:
+        from mesh_transformer.transformer_shard import load
+
+        refuse_tpu_arguments(args)
+        alone = load(path, config)
+        if only_generate:
+            alone.only_generate()
+        yield alone
+        return
+    from mesh_transformer.checkpoint.conversion import config_of
+
+    own = config or config_of(path)
+    with machines_of(args, own) as hosts:
+        from mesh_transformer.pod.lasting_cluster import LastingCluster
+
+        def make() -> "TPUCluster":
+            cluster = build_model(own, hosts(), heartbeat=args.heartbeat, patience=args.patience)
+            try:
+                cluster.load(path, only_params=True)
+                if only_generate:
+                    cluster.only_generate()
+            except BaseException:
+                cluster.close()
+                raise
+            return cluster
+
+        with contextlib.closing(LastingCluster(make)) as network:
+            yield network
+
+
+def local_machines(
+    config: Config, count: int
+) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
+    """What gives `count` processes of this machine, that stand in for hosts, at each attempt.
+
+    They and Ray end with the `with` block, or with this process.
+
+    Raises:
+      InputError: at once, where the devices do not divide by `count`.
+    """
+    assert config.tpu_size is not None
+    if count < 1 or config.tpu_size % count:
+        raise InputError(
+            f"--local-hosts is {count}, which does not divide the config's tpu_size "
+            f"{config.tpu_size}; give a divisor of it"
+        )
+    return _local_machines(config, count)
+
+
+@contextlib.contextmanager
+def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[Host]]]":
+    with RayHead(_object_store(config)) as head:
+        from mesh_transformer.pod.hosts import local_hosts
+
+        def hosts() -> "list[Host]":
+            head.revive()
+            return local_hosts(config, count)
+
+        yield hosts
+
+
+def tpu_machines(
+    config: Config, spec: TpuSpec, ssh: SshOptions | None = None
+) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
+    """What gives the hosts of a TPU at each attempt, which is made again where it was taken away.
+
+    The TPU is made at the beginning of the `with` block, and deleted at its end.
+
+    Raises:
+      InputError: at once, where the TPU is not of the config's size, or a key is missing that
+        making it or logging in takes.
+    """
+    if spec.devices != config.tpu_size:
+        raise InputError(
+            f"the TPU {spec.accelerator_type} has {spec.devices} devices, expected the config's "
+            f"tpu_size {config.tpu_size}"
+        )
+    return _tpu_machines(config, TpuVm(spec, ssh=ssh, adopt=True))
+
+
+@contextlib.contextmanager
+def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
+    with RayHead(_object_store(config)) as head, tpu, _stopped_after(tpu.spec.max_hours):
+        known: list[str] = []  # the hosts that this TPU has had here
+        # Once hosts have joined, failures are taken to be temporary.
+        tries_left = FIRST_TRIES
+
+        def hosts() -> "list[Host]":
+            nonlocal tries_left
+            head.revive()
+            if _is_gone(tpu):
+                known.clear()
+                tpu.make_again()
+            try:
+                found = _joined(tpu, head.address, known)
+            except StoppedError as error:
+                tries_left -= 1
+                if tries_left > 0 or _is_gone(tpu):
+                    raise HostError(str(error)) from error
+                raise StoppedError(
+                    f"{error}; given up after {FIRST_TRIES} attempts to start the first hosts"
+                ) from None
+            tries_left = sys.maxsize
+            known[:] = [host.address for host in found]
+            return found
+
+        yield hosts
+
+
+@contextlib.contextmanager
+def _stopped_after(hours: float | None) -> Iterator[None]:
+    """Sends this process SIGTERM when the hours are over: a run saves, and its TPU is deleted."""
+    if hours is None:
+        yield
+        return
+
+    def stop() -> None:
+        print(f"--max-hours {hours:g} are over", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(3600 * hours, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _is_gone(tpu: TpuVm) -> bool:
+    try:
+        tpu.check()
+    except PreemptedError:
+        return True
+    return False
+
+
+def _joined(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
+    """The TPU's hosts in the Ray cluster at `head`; those that have left it are started anew."""
+    from mesh_transformer.pod.hosts import joined_hosts
+
+    if known:
+        with contextlib.suppress(HostError):
+            return joined_hosts(known, seconds=0.0)
+    tpu.start_ray(head, ray_token())
+    return joined_hosts(tpu.hosts())
+
+
+def _object_store(config: Config) -> int:
+    """Bytes for the batches on their way from the driver."""
+    assert config.tpu_size is not None
+    sequences = config.per_replica_batch * config.tpu_size // config.cores_per_replica
+    tokens = sequences * config.gradient_accumulation_steps * config.seq
+    return max(OBJECT_STORE, BATCHES_IN_STORE * tokens * 2 * 4)

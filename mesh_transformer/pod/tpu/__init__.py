@@ -1,0 +1,1 @@
+"""TPU VMs: creating, reaching, installing on and deleting them."""

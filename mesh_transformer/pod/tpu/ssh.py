@@ -1,0 +1,348 @@
+"""Commands and files on all hosts of a TPU at once, through SSH.
+
+Host keys: the ones that a TPU's hosts publish through the API (guest attributes) are the only
+ones accepted.  For a host that published none, the first key seen is held on to: its address
+belongs to a machine made a minute ago, which no earlier record could know.  `trust_first=False`
+refuses such a host instead.  The user's own known_hosts is neither read nor written, since
+addresses of TPUs are used again with other keys.
+"""
+
+import base64
+import contextlib
+import functools
+import logging
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tqdm import tqdm
+
+from mesh_transformer.pod.tpu.spec import SshOptions
+from mesh_transformer.util import HostError, InputError, StoppedError
+
+if TYPE_CHECKING:
+    from fabric import Connection
+
+Found = TypeVar("Found")
+
+SHOWN_LINES = 40  # of a failing command's output
+KEEPALIVE_SECONDS = 15
+SILENCE_SECONDS = 60  # after which a host whose network is gone counts as lost
+PUT_SECONDS = 300.0  # for one file
+CONNECT_SECONDS = 30  # for one attempt's each stage: the network, sshd, the key
+RECONNECT_SECONDS = 60.0  # for a host that was there before, and may have been taken away
+KILLED = 137  # a shell's status where SIGKILL ended what it ran
+REMOTE_LIMIT = (124, KILLED)  # what `timeout` exits with, and others may too
+SAME_CLOCKS = 0.99  # of a host's seconds are as many here, while clocks are being set right
+
+
+class Hosts:
+    """SSH connections to hosts, opened when first used; one thread each.
+
+    `host_keys` are (type, base64) pairs by address.  Addresses are in the order of the hosts'
+    numbers in the TPU.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        options: SshOptions,
+        host_keys: Mapping[str, Sequence[tuple[str, str]]] | None = None,
+    ):
+        self.addresses = list(addresses)
+        self.options = options
+        self._keys = {address: list(keys) for address, keys in (host_keys or {}).items()}
+        self._key = options.private_key()
+        self._connections: dict[int, Connection] = {}
+        self._seen: set[int] = set()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def run(self, command: str, *, seconds: float, show: bool = False, what: str = "") -> list[str]:
+        """A bash command's output on each host; `show` prints it line by line as it comes.
+
+        The user reads `what` it does, or the command itself.  Raises StoppedError where it fails
+        or takes longer, after printing that host's last lines; HostError where a host cannot be
+        reached, or not any more.  The command is seen by others on the host: give secrets by
+        `put_secret`.
+        """
+        what = what or command
+        run = functools.partial(self._run, command=command, seconds=seconds, show=show, what=what)
+        return self._each(run, what, seconds + SILENCE_SECONDS)
+
+    def _run(self, host: int, command: str, seconds: float, show: bool, what: str) -> str:
+        from invoke.exceptions import CommandTimedOut
+
+        # Apart, since they arrive in no order: much of one would drive out the other's last lines.
+        streams = output, errors = [_Output(self._label(host), show) for _ in range(2)]
+        # The host ends it by itself; the limit here is for a host that does not answer.
+        limited = f"timeout --kill-after=10 {seconds:g} bash -c {shlex.quote(command)}"
+        connection = self._connected(host)
+        began = time.monotonic()
+        try:
+            result = connection.run(
+                limited,
+                warn=True,
+                hide=True,
+                in_stream=False,
+                out_stream=output,
+                err_stream=errors,
+                timeout=seconds + 20,
+            )
+        except CommandTimedOut as error:
+            raise self._lost(host, what, f"gave no answer for {seconds:g} s") from error
+        except _lost_errors() as error:
+            raise self._lost(host, what, f"was cut off ({_kind(error)})") from error
+        for stream in streams:
+            stream.end()
+        if result.exited == 0:
+            return result.stdout
+        if not show:
+            for stream in streams:
+                stream.print_last()
+        late = time.monotonic() - began > SAME_CLOCKS * seconds
+        too_long = f"took more than {seconds:g} s"
+        if result.exited < 0:  # of `timeout` too, which ends with what does not heed SIGTERM
+            cut = "was cut off or killed (the connection closed)"
+            raise self._lost(host, what, too_long if late else cut)
+        if late and result.exited in REMOTE_LIMIT:
+            raise self._failed(host, what, too_long)
+        if result.exited == KILLED:
+            raise self._failed(host, what, "was killed; is the host out of memory?")
+        last = errors.last or output.last
+        said = f": {last}" if last else ""
+        raise self._failed(host, what, f"exited with status {result.exited}{said}")
+
+    def _failed(self, host: int, what: str, how: str) -> StoppedError:
+        return StoppedError(f"host {self._label(host)}: {_short(what)!r} {how}")
+
+    def _lost(self, host: int, what: str, how: str) -> HostError:
+        return HostError(str(self._failed(host, what, how)))
+
+    def _label(self, host: int) -> str:
+        return f"{host} ({self.addresses[host]})"
+
+    def put(self, content: bytes, remote: str) -> None:
+        """Writes a file on each host; its name appears when it is whole."""
+        self._put_everywhere(content, remote, 0o644)
+
+    def put_secret(self, text: str, remote: str) -> None:
+        """Writes a file that its owner alone can read, before it holds a byte as after."""
+        self._put_everywhere(text.encode(), remote, 0o600)
+
+    def _put_everywhere(self, content: bytes, remote: str, mode: int) -> None:
+        put = functools.partial(self._put, content=content, remote=remote, mode=mode)
+        self._each(put, f"copy {remote}", PUT_SECONDS)
+
+    def _put(self, host: int, content: bytes, remote: str, mode: int) -> None:
+        temporary = f"{remote}.{os.urandom(6).hex()}"
+        try:
+            sftp = self._connected(host).sftp()
+            with contextlib.suppress(OSError):  # it exists
+                sftp.mkdir(os.path.dirname(remote), 0o700)
+            with sftp.open(temporary, "wx") as file:
+                file.chmod(mode)
+                file.set_pipelined(True)
+                file.write(content)
+            sftp.posix_rename(temporary, remote)
+        except _lost_errors() as error:
+            raise self._lost(host, f"copy {remote}", f"failed ({_kind(error)})") from error
+
+    def _each(self, function: Callable[[int], Found], what: str, seconds: float) -> list[Found]:
+        """`function` of each host's number, all at once; the first error ends them all.
+
+        They have `seconds`, and what it takes to connect.
+        """
+        count = len(self.addresses)
+        self._stopping.clear()
+        pool = ThreadPoolExecutor(max_workers=max(1, count))
+        bar = tqdm(total=count, desc=_short(what), unit="host", leave=False, disable=count < 2)
+        try:
+            futures = [pool.submit(function, host) for host in range(count)]
+            for future in futures:
+                future.add_done_callback(lambda _: bar.update())
+            limit = seconds + self.options.connect_seconds + CONNECT_SECONDS
+            done, pending = wait(futures, timeout=limit, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if pending:
+                silent = min(futures.index(future) for future in pending)
+                raise self._lost(silent, what, f"gave no answer for {limit:g} s")
+            return [future.result() for future in futures]
+        except BaseException:
+            self._stopping.set()
+            self.close()  # ends what the other threads wait for, on Ctrl-C too
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            bar.close()
+
+    def _connected(self, host: int) -> "Connection":
+        with self._lock:
+            found = self._connections.get(host)
+        if found is not None and found.is_connected:
+            return found
+        limit = self.options.connect_seconds
+        connection = self._open(
+            host, min(limit, RECONNECT_SECONDS) if host in self._seen else limit
+        )
+        with self._lock:
+            self._connections[host] = connection
+            self._seen.add(host)
+        return connection
+
+    def _open(self, host: int, seconds: float) -> "Connection":
+        """Connects, again and again: a new host starts sshd and learns its keys in its own time."""
+        from paramiko.ssh_exception import (
+            AuthenticationException,
+            BadHostKeyException,
+        )
+
+        options, label = self.options, self._label(host)
+        deadline = time.monotonic() + seconds
+        while True:
+            connection = self._new_connection(host)
+            try:
+                connection.open()
+                assert connection.transport is not None
+                connection.transport.set_keepalive(KEEPALIVE_SECONDS)
+                # Keepalives that nobody acknowledges would end it only after a quarter of an hour.
+                line: Any = connection.transport.sock
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
+                return connection
+            except (BadHostKeyException, _UntrustedError) as error:
+                raise StoppedError(
+                    f"host {label}: its SSH key is not the one known for it, so that something "
+                    "else may be answering there; nothing was sent to it"
+                ) from error
+            except _lost_errors() as error:
+                connection.close()
+                if time.monotonic() < deadline:
+                    if self._stopping.wait(min(2.0, options.connect_seconds / 10)):
+                        raise HostError(f"host {label}: not connected, as others failed") from None
+                    continue
+                if isinstance(error, AuthenticationException):
+                    raise InputError(
+                        f"host {label}: user {options.user!r} with key {options.key_path} is not "
+                        "let in; is the key its own, and OS Login off for the project?"
+                    ) from error
+                raise HostError(
+                    f"host {label}: no SSH on port {options.port} for "
+                    f"{seconds:g} s ({_kind(error)}); is this machine in the "
+                    "TPU's network, and does a firewall rule allow it?"
+                ) from error
+
+    def _new_connection(self, host: int) -> "Connection":
+        from fabric import Config, Connection
+
+        # Without a handler, paramiko's tracebacks of connections that are tried again are printed.
+        logging.getLogger("paramiko").addHandler(logging.NullHandler())
+        address, options = self.addresses[host], self.options
+        connection = Connection(
+            address,
+            user=options.user,
+            port=options.port,
+            config=Config(overrides={"load_ssh_configs": False}, lazy=True),
+            connect_timeout=CONNECT_SECONDS,
+            connect_kwargs={
+                "pkey": self._key,
+                "allow_agent": False,
+                "look_for_keys": False,
+                "banner_timeout": CONNECT_SECONDS,
+                "auth_timeout": CONNECT_SECONDS,
+            },
+        )
+        client: Any = connection.client
+        self._trust(client, address)
+        return connection
+
+    def _trust(self, client: Any, address: str) -> None:
+        """Tells a client which host keys to accept: those known, or the first one seen."""
+        from paramiko import MissingHostKeyPolicy, PKey
+
+        hosts, known, may_pin = self, self._keys.get(address, []), self.options.trust_first
+        name = address if self.options.port == 22 else f"[{address}]:{self.options.port}"
+        for kind, text in known:
+            with contextlib.suppress(Exception):  # a type that this paramiko does not know
+                key = PKey.from_type_string(kind, base64.b64decode(text))
+                client.get_host_keys().add(name, kind, key)
+
+        class Pin(MissingHostKeyPolicy):
+            def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
+                if known or not may_pin:
+                    raise _UntrustedError
+                hosts._keys[address] = [(key.get_name(), key.get_base64())]
+
+        client.set_missing_host_key_policy(Pin())
+
+    def close(self) -> None:
+        with self._lock:
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            with contextlib.suppress(*_lost_errors()):
+                connection.close()
+
+
+class _UntrustedError(Exception):
+    """A host showed a key although it has others, or none that was published."""
+
+
+def _lost_errors() -> tuple[type[Exception], ...]:
+    """What a connection that cannot be made, or breaks, raises."""
+    from invoke.exceptions import ThreadException
+    from paramiko.ssh_exception import NoValidConnectionsError, SSHException
+
+    return (SSHException, NoValidConnectionsError, ThreadException, OSError, EOFError)
+
+
+class _Output:
+    """Where fabric writes one stream of a host; keeps the last lines, shows all if wanted."""
+
+    def __init__(self, label: str, show: bool):
+        self._label = label
+        self._show = show
+        self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
+        self._rest = ""
+
+    def write(self, text: str) -> None:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._lines.append(line.rstrip())
+            if self._show:
+                self._print(line.rstrip())
+
+    def flush(self) -> None:
+        """Lines are printed as they end."""
+
+    def end(self) -> None:
+        if self._rest:
+            self.write("\n")
+
+    def print_last(self) -> None:
+        for line in self._lines:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        tqdm.write(f"[host {self._label}] {line}", file=sys.stderr)
+
+    @property
+    def last(self) -> str:
+        """The last line that says something."""
+        return next((line for line in reversed(self._lines) if line.strip()), "")
+
+
+def _short(command: str) -> str:
+    line = " ".join(command.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+def _kind(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

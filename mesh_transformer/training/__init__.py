@@ -1,0 +1,1 @@
+"""The optimizer, the train step, the training loop and its metrics."""

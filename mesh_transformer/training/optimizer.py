@@ -1,0 +1,98 @@
+"""The original's optimizer chain in one place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.declaration import Declaration, map_declared
+from mesh_transformer.util import to_bf16, to_f32
+
+OptState = dict[str, Any]
+
+
+def gpt3_schedule(
+    warmup_steps: int, anneal_steps: int, lr: float, end_lr: float
+) -> Callable[[Array], Array]:
+    """Linear warm-up from 0 to `lr`, then a cosine down to `end_lr` over `anneal_steps`.
+
+    Steps count updates done, so that the first update has rate 0 unless `warmup_steps` is 0.
+    """
+
+    def schedule(step: Array) -> Array:
+        warm = jnp.clip(step, 0, warmup_steps) / warmup_steps if warmup_steps else 1.0
+        annealed = jnp.clip(step - warmup_steps, 0, anneal_steps) / anneal_steps
+        return warm * lr - (lr - end_lr) * (1 - jnp.cos(jnp.pi * annealed)) / 2
+
+    return schedule
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Clip by global norm, Adam, decoupled decay of matrices, gpt3 schedule.
+
+    Gradients come as the mean over microbatches and replicas, in f32 and in the state's layout.
+    `declared` has a `Declaration` for every parameter: it says which decay, and which are biases
+    that the original keeps once per shard.  With `original_bias_copies` c these move c times
+    Adam's step and weigh c times in the norm, as c copies that add up do.
+    """
+
+    config: Config
+    declared: Any
+
+    def _copies(self, declaration: Declaration) -> int:
+        return self.config.original_bias_copies if declaration.summed else 1
+
+    def _adam(self) -> optax.GradientTransformation:
+        c = self.config
+        return optax.scale_by_adam(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_eps)
+
+    def init(self, params: Any) -> OptState:
+        """Zero moments, f32 or with `bf16_optimizer` bf16, in the parameters' layout."""
+        adam = self._adam().init(to_f32(params))
+        assert isinstance(adam, optax.ScaleByAdamState)
+        return self._pack(adam)
+
+    def _pack(self, adam: optax.ScaleByAdamState) -> OptState:
+        cast = to_bf16 if self.config.bf16_optimizer else to_f32
+        return {"count": adam.count, "mu": cast(adam.mu), "nu": cast(adam.nu)}
+
+    def squares(self, grads: Any) -> Any:
+        """What every leaf adds to the squared norm, in f32; of this program's part of it."""
+
+        def square(declaration: Declaration, g: Array) -> Array:
+            return jnp.sum(jnp.square(g.astype(jnp.float32))) * self._copies(declaration)
+
+        return map_declared(square, self.declared, grads)
+
+    def learning_rate(self, step: Array) -> Array:
+        """The schedule's rate for the update after `step` others."""
+        c = self.config
+        return gpt3_schedule(c.warmup_steps, c.anneal_steps, c.lr, c.end_lr)(step)
+
+    def update(
+        self, grads: Any, state: OptState, params: Any, step: Array, norm: Array
+    ) -> tuple[Any, OptState]:
+        """New parameters and state; clips by `norm`, the global norm of `grads`.
+
+        `step` drives the schedule, the state's own count Adam's bias correction.
+        """
+        clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
+        grads = jax.tree.map(lambda g: g * clip, grads)
+        before = optax.ScaleByAdamState(state["count"], to_f32(state["mu"]), to_f32(state["nu"]))
+        updates, after = self._adam().update(grads, before)
+        assert isinstance(after, optax.ScaleByAdamState)
+        rate = self.learning_rate(step)
+
+        def move(declaration: Declaration, p: Array, u: Array) -> Array:
+            decay = self.config.weight_decay if declaration.decay else 0.0
+            u = (u + decay * p.astype(jnp.float32)) * self._copies(declaration)
+            return (p.astype(jnp.float32) - rate * u).astype(p.dtype)
+
+        moved = map_declared(move, self.declared, params, updates)
+        return moved, self._pack(after)

@@ -1,0 +1,124 @@
+"""Measures conversion: peak memory and seconds of original -> native -> hf -> original.
+
+Makes a random model of 1.5B parameters (6 GB in f32; five times that of disk is needed), converts
+it by scripts/convert_checkpoint.py, each way in a process of its own, and compares with the bound
+on memory, the weights and 2 GiB, and with the time that copying the result to disk takes.
+"""
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from mesh_transformer.checkpoint import original
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.declaration import Declaration, map_declared
+from mesh_transformer.model import gptj
+from mesh_transformer.util import InputError, run_script
+
+CONVERTER = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
+GIB = 2**30
+LEGS = (("original", "native"), ("native", "hf"), ("hf", "again"))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("folder", type=Path, help="to work in; made and removed again")
+    parser.add_argument("--layers", type=int, default=26)
+    parser.add_argument("--d-model", type=int, default=2048)
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often to time each leg; the fastest counts (3)"
+    )
+    return parser.parse_args()
+
+
+def write_model(folder: Path, config: Config) -> int:
+    """A weights-only checkpoint of 8 shards; returns its size in bytes."""
+    rng = np.random.default_rng(0)
+    some = 0.02 * rng.standard_normal(1 << 22, np.float32)
+
+    def weights(declaration: Declaration) -> np.ndarray:
+        size = int(np.prod(declaration.shape))
+        return np.resize(np.roll(some, rng.integers(len(some))), size).reshape(declaration.shape)
+
+    params = map_declared(weights, gptj.declarations(config))
+    state = {"params": params, "step": np.zeros((), np.int32)}
+    original.write(str(folder), state, config, shards=8)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def run(*command: object) -> tuple[float, float]:
+    """Seconds and peak resident GiB of a Python process."""
+    os.sync()  # What others wrote before is not this one's to wait for.
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *map(str, command)])
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise InputError(f"{command[0]} failed: see above")
+    return time.perf_counter() - began, usage.ru_maxrss * 1024 / GIB
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds to copy a folder and flush it to the disk."""
+    os.sync()
+    began = time.perf_counter()
+    shutil.copytree(source, target)
+    for path in target.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    seconds = time.perf_counter() - began
+    shutil.rmtree(target)
+    return seconds
+
+
+def main() -> None:
+    args = parse_args()
+    if args.folder.exists():
+        raise InputError(f"{args.folder}: is there already; choose another name")
+    args.folder.mkdir(parents=True)
+    try:
+        measure(args)
+    finally:
+        shutil.rmtree(args.folder)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Prints a line for each leg."""
+    sizes = {"layers": args.layers, "d_model": args.d_model, "n_heads": 16, "n_vocab": 50400}
+    config = Config.from_dict(sizes)
+    config_path = args.folder / "config.json"
+    config_path.write_text(str(sizes).replace("'", '"'))
+    # In a process of its own: what a child is charged with begins with its parent's peak.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        size = other.submit(write_model, args.folder / "original", config).result()
+    bound = size / GIB + 2
+    print(f"{size / 4e9:.2f}B parameters in f32: {size / GIB:.2f} GiB, bound {bound:.2f} GiB")
+    for source, target in LEGS:
+        kinds = [name.replace("again", "original") for name in (source, target)]
+        options = ["--config", config_path] if "original" in kinds else []
+        options += ["--shards", 8] if kinds[1] == "original" else []
+        pair = ("--from", kinds[0], args.folder / source, "--to", kinds[1], args.folder / target)
+        timed = []
+        for _ in range(args.rounds):
+            shutil.rmtree(args.folder / target, ignore_errors=True)
+            seconds, peak = run(CONVERTER, *pair, *options)
+            timed.append((seconds, copy(args.folder / target, args.folder / "copy"), peak))
+        # The fastest: what else the machine does, and memory that it must get first, only add.
+        seconds, copied = (min(each[i] for each in timed) for i in (0, 1))
+        peak = max(peak for *_, peak in timed)
+        print(
+            f"{source} -> {target}: {seconds:.1f} s, copy and fsync {copied:.1f} s, "
+            f"ratio {seconds / copied:.2f}; peak {peak:.2f} GiB, {bound - peak:.2f} below the bound"
+        )
+
+
+if __name__ == "__main__":
+    run_script(main)

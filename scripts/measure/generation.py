@@ -1,0 +1,144 @@
+"""Measures generation against torch transformers' `generate` on this machine, process by process.
+
+Both run a GPT-J of 12 x 768 with random weights, greedily, in alternating processes, each pair's
+ratio beside the others'.  What one pass reads is compared with the memory's bandwidth.  With
+--dtype bfloat16 this library does what it does of itself on CPUs, which is to keep float32; with
+int8 its weights have 8 bits, and torch, which has no such thing, is measured in bfloat16.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+LAYERS, WIDTH, HEADS, VOCABULARY, WINDOW = 12, 768, 12, 50400, 2048
+ROTARY = 32
+ENGINES = ("ours", "torch")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows (1 8)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens (128)")
+    parser.add_argument("--new", type=int, default=64, help="tokens (64)")
+    parser.add_argument("--pairs", type=int, default=3, help="of processes, alternating (3)")
+    parser.add_argument("--runs", type=int, default=5, help="in each process; the best counts (5)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"))
+    parser.add_argument("--one", choices=ENGINES, help="measure this one here; print JSON")
+    return parser.parse_args()
+
+
+def ours(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
+    """A call that generates once."""
+    from mesh_transformer.transformer_shard import CausalTransformer
+
+    network = CausalTransformer(
+        {
+            "layers": LAYERS,
+            "d_model": WIDTH,
+            "n_heads": HEADS,
+            "n_vocab": VOCABULARY,
+            "seq": WINDOW,
+            "pe_rotary_dims": ROTARY,
+            "dtype": "float32" if args.dtype == "float32" else "bfloat16",
+            "int8_weights": args.dtype == "int8",
+        }
+    )
+    prompts = np.ones((batch, args.prompt), np.uint32)
+    lengths = np.full(batch, args.prompt)
+    return lambda: network.generate(prompts, lengths, args.new, {"temp": 0.0, "top_p": 1.0})
+
+
+def theirs(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
+    """As `ours`, with torch."""
+    import torch
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    config = GPTJConfig(
+        n_layer=LAYERS,
+        n_embd=WIDTH,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=WINDOW,
+        rotary_dim=ROTARY,
+        use_cache=True,
+    )
+    dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
+    model: Any = GPTJForCausalLM(config)
+    model = model.to(dtype).eval()
+    prompts = torch.ones((batch, args.prompt), dtype=torch.long)
+
+    def generate() -> np.ndarray:
+        with torch.inference_mode():
+            return model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=args.new,
+                min_new_tokens=args.new,
+                do_sample=False,
+                pad_token_id=0,
+            ).numpy()
+
+    return generate
+
+
+def measure_one(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second for each batch size, and the seconds of each first call."""
+    found = {}
+    for batch in args.batch:
+        generate = (ours if args.one == "ours" else theirs)(args, batch)
+        start = time.perf_counter()
+        generate()
+        found[f"first_{batch}"] = time.perf_counter() - start
+        times = []
+        for _ in range(args.runs):
+            start = time.perf_counter()
+            generate()
+            times.append(time.perf_counter() - start)
+        found[str(batch)] = batch * args.new / min(times)
+    return found
+
+
+def bytes_read(args: argparse.Namespace, batch: int) -> int:
+    """What one token of every row reads here: the weights once, each row's keys and values."""
+    weights = LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY
+    cache = 2 * LAYERS * WIDTH * batch * (args.prompt + args.new / 2)
+    return int((1 if args.dtype == "int8" else 4) * weights + 4 * cache)
+
+
+def main() -> None:
+    args = parse_args()
+    if args.one:
+        print(json.dumps(measure_one(args)))
+        return
+    found: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
+    for _ in range(args.pairs):
+        for engine in ENGINES:
+            command = [sys.executable, __file__, *sys.argv[1:], "--one", engine]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found[engine].append(json.loads(done.stdout.splitlines()[-1]))
+            print(engine, {key: round(value, 1) for key, value in found[engine][-1].items()})
+
+    from mesh_transformer.model.flops import hardware
+
+    copied = hardware("cpu").hbm / 1e9
+    print(f"memory: {copied:.1f} GB/s copied")
+    for batch in args.batch:
+        mine, other = ([run[str(batch)] for run in found[engine]] for engine in ENGINES)
+        ratios = [a / b for a, b in zip(mine, other, strict=True)]
+        limit = batch * copied * 1e9 / bytes_read(args, batch)
+        print(
+            f"batch {batch}, {args.dtype}: ours {statistics.median(mine):.1f} tokens/s, torch "
+            f"{statistics.median(other):.1f}, ratio {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}), {max(mine) / limit:.2f} of the bandwidth"
+        )
+
+
+if __name__ == "__main__":
+    main()
