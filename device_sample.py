@@ -3,7 +3,7 @@
 import argparse
 
 from mesh_transformer.cli.arguments import add_host_arguments, model_arguments, model_parser
-from mesh_transformer.pod.launch import running_model
+from mesh_transformer.cli.machines import running_model
 from mesh_transformer.util import run_script
 
 
@@ -26,8 +26,8 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.conversion import config_of
-    from mesh_transformer.checkpoint.hf_config import Tokenizer
-    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+    from mesh_transformer.data.tokenizer import Tokenizer
+    from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.serving.repl import Repl, Settings
 
     # First, as loading takes long.

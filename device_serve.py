@@ -8,7 +8,7 @@ from mesh_transformer.cli.arguments import (
     model_parser,
     positive,
 )
-from mesh_transformer.pod.launch import running_model
+from mesh_transformer.cli.machines import running_model
 from mesh_transformer.util import exit_now, run_script
 
 
@@ -43,12 +43,12 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.conversion import config_of
-    from mesh_transformer.checkpoint.hf_config import Tokenizer
-    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+    from mesh_transformer.data.tokenizer import Tokenizer
+    from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.engine import Engine
-    from mesh_transformer.serving.gate import Keys
     from mesh_transformer.serving.metrics import Metrics
+    from mesh_transformer.serving.requests import Keys
     from mesh_transformer.serving.server import listen, serve
     from mesh_transformer.serving.service import Service
 

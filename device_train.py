@@ -10,7 +10,7 @@ def main() -> None:
     args = run_parser(__doc__).parse_args()
     config, folder, options = run_arguments(args)
 
-    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+    from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.transformer_shard import CausalTransformer
 
     use_compilation_cache()

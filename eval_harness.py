@@ -3,8 +3,8 @@
 import argparse
 
 from mesh_transformer.cli.arguments import add_host_arguments, model_arguments, model_parser
+from mesh_transformer.cli.machines import running_model
 from mesh_transformer.evaluation.harness import DEFAULT_TASKS, Harness, write
-from mesh_transformer.pod.launch import running_model
 from mesh_transformer.util import run_script
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.conversion import config_of
-    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+    from mesh_transformer.mesh.program import use_compilation_cache
 
     own = config or config_of(path)
     names = args.tasks.split(",") if args.tasks else own.eval_harness_tasks

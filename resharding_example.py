@@ -42,7 +42,7 @@ def main() -> None:
     devices = args.devices
     config = config.replace(cores_per_replica=devices, tpu_size=devices, early_cast=early_cast)
 
-    from mesh_transformer.checkpoint.hf_config import Tokenizer
+    from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.transformer_shard import load
 
     tokenizer = Tokenizer.of(None, config, must_fit=True).loaded

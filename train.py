@@ -3,9 +3,10 @@
 import argparse
 
 from mesh_transformer.cli.arguments import add_host_arguments, run_arguments, run_parser
+from mesh_transformer.cli.machines import machines_of
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.launch import build_model, machines_of
+from mesh_transformer.pod.launch import build_model
 from mesh_transformer.util import run_script
 
 

@@ -14,19 +14,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
-from mesh_transformer.checkpoint import conversion, loading
+from mesh_transformer.checkpoint import adapters, conversion, loading
 from mesh_transformer.checkpoint.native import Checkpoints
-from mesh_transformer.checkpoint.native_checkpoint import saved_config
-from mesh_transformer.checkpoint.same_model import check_same_run
+from mesh_transformer.checkpoint.native_state import saved_config
+from mesh_transformer.checkpoint.state_tree import check_same_run
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.data.storage import AnyPath, local_path
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.declaration import joined
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows
-from mesh_transformer.model import flops, lora
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
@@ -65,7 +65,7 @@ class CausalTransformer:
         self._folder: str | None = None  # that of `_checkpoints`, as the caller named it
         self.step = 0  # updates done, known without waiting for the device
         self.state: steps.State | None = None
-        self._base: lora.Base | None = None  # what adapters are trained on
+        self._base: adapters.Base | None = None  # what adapters are trained on
         if init:
             self.init()
 
@@ -108,7 +108,7 @@ class CausalTransformer:
     @property
     def peak_flops(self) -> float | None:
         """FLOP/s that all of the mesh's devices can do together; None where not known."""
-        one = flops.peak_flops(self.mesh.devices.flat[0], self.config.dtype)
+        one = accelerators.peak_flops(self.mesh.devices.flat[0], self.config.dtype)
         return None if one is None else one * self.mesh.size
 
     @functools.cached_property
@@ -243,7 +243,7 @@ class CausalTransformer:
         With `lora_rank` what is written are the adapters, their moments, and where their base is.
         """
         state = loading.saved_part(self._loaded(), self.config)
-        told = {"config": self.config.as_dict()} | lora.told(self._base)
+        told = {"config": self.config.as_dict()} | adapters.told(self._base)
         self._writer(folder).save(self.step, state, told | (aux or {}))
 
     def wait(self) -> None:
@@ -274,7 +274,7 @@ class CausalTransformer:
         check_same_run(self.config, saved_config(aux, where), where)
         wanted = loading.saved_part(steps.abstract_state(self.config, self.mesh), self.config)
         restored = checkpoints.restore(newest, wanted)
-        if (recorded := lora.saved_base(aux, where)) is not None:
+        if (recorded := adapters.saved_base(aux, where)) is not None:
             places = [recorded.path, *([] if base is None else [local_path(base)])]
             frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
             restored["params"] = joined(frozen, restored["params"])

@@ -4,10 +4,18 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can make again."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mesh-transformer"
+
 
 Tree = TypeVar("Tree")
 

@@ -22,8 +22,8 @@ from mesh_transformer.cli.arguments import (
     positive,
 )
 from mesh_transformer.cli.completion_records import FILE_TYPES, Pair, read_pairs
-from mesh_transformer.data.input_files import Bad, find_files, told
-from mesh_transformer.pod.launch import running_model
+from mesh_transformer.cli.machines import running_model
+from mesh_transformer.data.documents import Bad, find_files, told
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -136,8 +136,8 @@ def main() -> None:
     pairs = read(options)
 
     from mesh_transformer.checkpoint.conversion import config_of
-    from mesh_transformer.checkpoint.hf_config import Tokenizer
-    from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+    from mesh_transformer.data.tokenizer import Tokenizer
+    from mesh_transformer.mesh.program import use_compilation_cache
 
     scored(["a"], ["a"])  # what is missing is told before the model is loaded
     tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from mesh_transformer.serving import gate
+from mesh_transformer.serving import requests
 from tests.live_server import SECONDS, check_error, connected, post
 
 WRONG = [
@@ -226,7 +226,7 @@ class Hostile:
         return {400}, self.post(b'{"prompt": ' + opening * depth + b"1" + closing * depth + b"}")
 
     def huge_body(self):
-        size = self.rng.choice([gate.BODY_BYTES + 1, 8 * 2**20])
+        size = self.rng.choice([requests.BODY_BYTES + 1, 8 * 2**20])
         return {413}, self.post(b'{"prompt": "' + b"a" * size + b'"}')
 
     def huge_prompt(self):

@@ -13,8 +13,8 @@ import httpx
 
 from mesh_transformer.serving.app import create_app
 from mesh_transformer.serving.engine import Engine
-from mesh_transformer.serving.gate import Keys
 from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.requests import Keys
 from mesh_transformer.serving.server import listen, make_server
 from mesh_transformer.serving.service import Service
 from tests.fake_network import FakeNetwork

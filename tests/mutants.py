@@ -27,35 +27,35 @@ SECONDS = 1500  # for the tests of one mutant; one that hangs them is caught
 # By subject: modules, and the test files that are closest to them, the quickest first.
 SUBJECTS = {
     "sampling": (
-        ["sampling", "generation"],
+        ["generation/sampling", "generation/decode"],
         ["test_sampling", "test_generation", "test_engine"],
     ),
     "step": (
-        ["step", "validation"],
+        ["training/step", "evaluation/validation"],
         ["test_validation", "test_loss_mask", "test_lora", "test_step"],
     ),
-    "optimizer": (["optimizer"], ["test_optimizer", "test_step"]),
+    "optimizer": (["training/optimizer"], ["test_optimizer", "test_step"]),
     "parallel": (
-        ["parallel", "collectives", "mesh"],
+        ["mesh/parallel", "mesh/devices"],
         ["test_layers", "test_parallel", "test_step"],
     ),
     "checkpoint": (
-        ["checkpoint", "integrity", "checksums", "storage"],
+        ["checkpoint/native", "checkpoint/integrity", "data/storage"],
         ["test_checkpoint", "test_lora", "test_training", "test_multihost"],
     ),
     "serving": (
         [
             f"serving/{name}"
-            for name in ("app", "completion", "engine", "gate", "server", "service")
+            for name in ("app", "answer", "engine", "requests", "server", "service")
         ],
         ["test_serving", "test_serving_refusals", "test_engine", "test_device_serve"],
     ),
     "loader": (
-        ["tfrecord_loader", "record_set", "record_files", "prefetch"],
+        ["data/loader", "data/record_set", "data/tfrecords", "data/prefetch"],
         ["test_tfrecord_loader", "test_record_order", "test_bad_inputs", "test_training"],
     ),
     "pod": (
-        ["tpu_cluster", "lasting_cluster", "build_model", "tpu_vm", "tpu_spec"],
+        ["pod/cluster", "pod/restarts", "pod/launch", "pod/tpu/vm", "pod/tpu/spec"],
         [
             "test_lasting_cluster",
             "test_build_model",

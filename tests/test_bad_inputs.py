@@ -17,7 +17,6 @@ import zstandard
 
 from mesh_transformer.cli import completion_records, text_records
 from mesh_transformer.data import documents as text_documents
-from mesh_transformer.data import input_files
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import tensorflow, write_records
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -65,7 +64,7 @@ def run(tmp_path, monkeypatch, capsys, tokenizer):
         said = capsys.readouterr()
         return ended.value.code or 0, (said.err if ended.value.code else said.out).splitlines()[-1]
 
-    monkeypatch.setattr(input_files, "LONGEST_LINE", LIMIT)
+    monkeypatch.setattr(text_documents, "LONGEST_LINE", LIMIT)
     return called
 
 
@@ -190,7 +189,7 @@ def pieces_or_none(path) -> list[text_documents.Piece] | None:
 
 
 def pieces(path) -> list[text_documents.Piece]:
-    bad = input_files.Bad(False)
+    bad = text_documents.Bad(False)
     return list(text_documents.read_pieces(str(path), "<|endoftext|>", bad, int))
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike
 
-from mesh_transformer.checkpoint import conversion, hf, native_checkpoint, original
-from mesh_transformer.checkpoint.casts import FLOATS, cast
+from mesh_transformer.checkpoint import conversion, hf, native_state, original
+from mesh_transformer.checkpoint.host_arrays import FLOATS, cast
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
@@ -59,7 +59,7 @@ def write(folder, kind, state, config):
     if kind == "hf":
         hf.write(folder, state, config)
     else:
-        {"native": native_checkpoint, "original": original}[kind].write(folder, state, config)
+        {"native": native_state, "original": original}[kind].write(folder, state, config)
 
 
 @pytest.mark.parametrize("source", conversion.FORMATS)

@@ -26,8 +26,8 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.checkpoint import integrity, native, native_checkpoint
-from mesh_transformer.checkpoint.checksums import host_checksum, tree_checksums
+from mesh_transformer.checkpoint import integrity, native, native_state
+from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
 from mesh_transformer.data.storage import FolderLock
@@ -631,11 +631,11 @@ def test_a_new_model_folder_appears_whole(tmp_path, monkeypatch, small):
 
     monkeypatch.setattr(Checkpoints, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        native_checkpoint.write(str(folder), state, config)
+        native_state.write(str(folder), state, config)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
-    native_checkpoint.write(str(folder), state, config)
-    assert_same_bits(native_checkpoint.read(str(folder))[1], state)
+    native_state.write(str(folder), state, config)
+    assert_same_bits(native_state.read(str(folder))[1], state)
 
 
 @pytest.mark.parametrize("from_host", [False, True])
@@ -698,7 +698,7 @@ def test_an_aux_without_a_config_is_one_line(small, aux, tmp_path):
         checkpoints.save(1, {"params": {"w": jnp.zeros(3)}}, aux)
     for config in (None, small()):
         with pytest.raises(InputError, match=r"step_1: (its aux is|saved config: )") as caught:
-            native_checkpoint.read(str(tmp_path), config=config)
+            native_state.read(str(tmp_path), config=config)
         assert "\n" not in str(caught.value)
 
 

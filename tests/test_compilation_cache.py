@@ -9,7 +9,7 @@ from tests.documents import ROOT
 COMPILES = """
 import jax
 from jax._src import distributed
-from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+from mesh_transformer.mesh.program import use_compilation_cache
 
 use_compilation_cache()
 jax.devices()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.compiler_options import compiler_options
+from mesh_transformer.mesh.program import compiler_options
 from tests.conftest import SMALL
 
 

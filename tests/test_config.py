@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.checkpoint.same_model import check_same_model
+from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL

@@ -21,12 +21,11 @@ from mesh_transformer.checkpoint import (
     conversion,
     hf_files,
     integrity,
-    native_checkpoint,
+    native_state,
     original_files,
 )
 from mesh_transformer.checkpoint import original as original_format
-from mesh_transformer.checkpoint.casts import FLOATS
-from mesh_transformer.checkpoint.lazy_leaf import in_memory
+from mesh_transformer.checkpoint.host_arrays import FLOATS, in_memory
 from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -132,7 +131,7 @@ def test_meshes_in_between_leave_the_bytes(start, config, tmp_path):
         source = str(tmp_path / name)
         network.save(source)
         network.close()
-    native, saved = native_checkpoint.read(source)
+    native, saved = native_state.read(source)
     before = original_format.read(begin, native)
     saved["step"] = before["step"]  # a loaded model begins at 0
     original_format.write(str(tmp_path / "end"), saved, native, shards=8)
@@ -320,7 +319,7 @@ def test_one_replica_has_nothing_to_split_its_state_over(
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     _, state = conversion.read(formats["native"], "native")
     pod = config[1].replace(partitioning="jit", zero=3)
-    native_checkpoint.write(str(tmp_path / "model"), state, pod)
+    native_state.write(str(tmp_path / "model"), state, pod)
     network = mesh_transformer.load(tmp_path / "model")
     assert dict(network.mesh.shape) == {"dp": 1, "mp": mp}
     assert (network.config.zero, network.config.partitioning) == (0, "jit")

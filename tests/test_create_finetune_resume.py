@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from mesh_transformer.cli import text_records as script
-from mesh_transformer.data import corpus, documents, record_parts
+from mesh_transformer.data import corpus, documents, packing
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
@@ -70,8 +70,8 @@ PLACES = {
     "before a save": (corpus.Progress, "save"),
     "behind a save": (corpus.Tokenizing, "_write"),
     "while a file is read": (corpus, "read_pieces"),
-    "before a part": (record_parts, "write_records"),
-    "at the end": (record_parts, "publish"),
+    "before a part": (packing, "write_records"),
+    "at the end": (packing, "publish"),
 }
 
 
@@ -191,7 +191,7 @@ def test_a_bad_file_may_be_mended_or_skipped_and_the_rest_is_not_read_again(tmp_
     ids=["seed", "option", "file", "folder"],
 )
 def test_a_run_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch, source, change, named):
-    stop_at(monkeypatch, record_parts, "write_records", 1)
+    stop_at(monkeypatch, packing, "write_records", 1)
     with pytest.raises(Stopped):
         create(source, tmp_path / "out")
     changed = change(source)
@@ -205,7 +205,7 @@ def test_a_run_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch, source
 
 @pytest.mark.parametrize("damage", ["{}", "[", '{"sources": [{}], "current": null}'])
 def test_progress_that_cannot_be_read_is_refused(tmp_path, monkeypatch, source, damage):
-    stop_at(monkeypatch, record_parts, "write_records", 1)
+    stop_at(monkeypatch, packing, "write_records", 1)
     with pytest.raises(Stopped):
         create(source, tmp_path / "out")
     (tmp_path / "out" / "set.partial" / "progress.json").write_text(damage)

@@ -16,7 +16,6 @@ import pytest
 import zstandard
 
 from mesh_transformer.cli import text_records as script
-from mesh_transformer.data import cleaning
 from mesh_transformer.data import documents as text_documents
 from mesh_transformer.data.record_set import Position, RecordSet
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -264,7 +263,7 @@ def test_ftfy_repairs_garbled_text_first(tmp_path, tokenizer):
     ],
 )
 def test_wikitext_spacing_is_undone(spaced, joined):
-    assert cleaning.wikitext_detokenize(spaced) == joined
+    assert text_documents.wikitext_detokenize(spaced) == joined
 
 
 def test_wikitext_option_reaches_the_records(tmp_path, tokenizer):

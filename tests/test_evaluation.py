@@ -15,7 +15,8 @@ from lm_eval.tasks import TaskManager
 import eval_harness
 from mesh_transformer.checkpoint import hf
 from mesh_transformer.data.tokenizer import load_tokenizer
-from mesh_transformer.evaluation import evaluation, harness
+from mesh_transformer.evaluation import harness
+from mesh_transformer.evaluation import tasks as lm_eval_tasks
 from mesh_transformer.evaluation.harness import Harness
 from mesh_transformer.evaluation.network_lm import NetworkLM
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -244,7 +245,7 @@ def test_a_task_that_cannot_be_asked_is_told_before_a_model_is_there(model, task
         Harness(config.replace(seq=12), tasks)
     # Instead of lm-eval's own thousands of tasks, which are read for seconds.
     monkeypatch.setattr(
-        evaluation, "_manager", lambda path, shipped: TaskManager(None, path, False)
+        lm_eval_tasks, "_manager", lambda path, shipped: TaskManager(None, path, False)
     )
     with pytest.raises(InputError, match=r"^lm-eval has no task 'no_such_task'; "):
         Harness(config, ["no_such_task"])
@@ -263,8 +264,8 @@ def test_a_task_that_cannot_be_asked_is_told_before_a_model_is_there(model, task
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    for module in ("evaluation", "network_lm"):
-        monkeypatch.delitem(sys.modules, f"mesh_transformer.{module}", raising=False)
-        monkeypatch.delattr(f"mesh_transformer.{module}", raising=False)
+    for module in ("tasks", "network_lm"):
+        monkeypatch.delitem(sys.modules, f"mesh_transformer.evaluation.{module}", raising=False)
+        monkeypatch.delattr(f"mesh_transformer.evaluation.{module}", raising=False)
     with pytest.raises(InputError, match=r"tasks \(piqa\): lm_eval is missing; pip install"):
         harness.opened(config.replace(eval_harness_tasks=["piqa"]))

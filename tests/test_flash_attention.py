@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.generation import batch as running_batch
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import flash_attention
+from mesh_transformer.model import attention as attention_module
+from mesh_transformer.model.attention import _cudnn_disagrees, attend_function, attention_backend
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import random_batch
@@ -67,7 +69,7 @@ def test_every_attention_trains_as_the_plain_one_does(plain, attention, partitio
 )
 def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kernels):
     """Forward, once more for the backward pass with remat, and the gradients' two."""
-    monkeypatch.setattr(flash_attention, "chosen", lambda *_: "splash")
+    monkeypatch.setattr(attention_module, "attention_backend", lambda *_: "splash")
     config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
     mesh = mesh_of(2, 2)
     train: Any = step.compile_train(config, mesh)
@@ -109,15 +111,15 @@ def test_blocks_never_hold_all_weights():
     ],
 )
 def test_auto_is_what_the_devices_have(monkeypatch, where, changes, expected):
-    monkeypatch.setattr(flash_attention, "_cudnn_disagrees", lambda head_size: None)
-    assert flash_attention.chosen(GPTJ.replace(**changes), where) == expected
+    monkeypatch.setattr(attention_module, "_cudnn_disagrees", lambda head_size: None)
+    assert attention_backend(GPTJ.replace(**changes), where) == expected
 
 
 def test_a_gpu_whose_cudnn_fails_or_differs_has_xla(monkeypatch):
     # There is no cuDNN here: the small batch cannot run.
-    assert flash_attention.chosen(GPTJ, H200) == "xla"
+    assert attention_backend(GPTJ, H200) == "xla"
     with pytest.raises(InputError, match="'cudnn', which cannot run here \\("):
-        flash_attention.chosen(GPTJ.replace(attention="cudnn"), H200)
+        attention_backend(GPTJ.replace(attention="cudnn"), H200)
     real = jax.nn.dot_product_attention
     for error, expected in ((0.0, "cudnn"), (0.5, "xla")):
 
@@ -126,16 +128,16 @@ def test_a_gpu_whose_cudnn_fails_or_differs_has_xla(monkeypatch):
             return real(*inputs, implementation="xla", **options) * (1 + wrong)
 
         monkeypatch.setattr(jax.nn, "dot_product_attention", other)
-        flash_attention._cudnn_disagrees.cache_clear()
-        assert flash_attention.chosen(GPTJ, H200) == expected
-    flash_attention._cudnn_disagrees.cache_clear()
+        _cudnn_disagrees.cache_clear()
+        assert attention_backend(GPTJ, H200) == expected
+    _cudnn_disagrees.cache_clear()
 
 
 def test_only_what_attends_to_whole_sequences_asks_for_a_kernel():
     config = small_config(attention="splash")  # no CPU has it
     mesh = mesh_of(1, 1)
     step.state_specs(config, mesh)
-    step.compile_decode(config, mesh, None, 1)
+    running_batch.compile_decode(config, mesh, None, 1)
     with pytest.raises(InputError, match="takes sequences in multiples of 128"):
         step.compile_eval(config, mesh)
 
@@ -163,7 +165,7 @@ def test_only_what_attends_to_whole_sequences_asks_for_a_kernel():
 )
 def test_what_cannot_be_had_is_refused(where, changes, words):
     with pytest.raises(InputError, match=words) as refused:
-        flash_attention.chosen(GPTJ.replace(**changes), where)
+        attention_backend(GPTJ.replace(**changes), where)
     assert str(refused.value).startswith("config: attention is '")
     assert str(refused.value).endswith("set it to 'auto'")
 
@@ -171,14 +173,14 @@ def test_what_cannot_be_had_is_refused(where, changes, words):
 def test_other_lengths_and_packed_texts_fall_back_unless_the_config_insists():
     text = np.zeros((1, 100), np.int32)
     splash, cudnn = Auto(attention="splash"), Auto(attention="cudnn")
-    assert flash_attention.attend(GPTJ, splash, 256, text) is not None
-    assert flash_attention.attend(GPTJ, splash, 100, None) is None
-    assert flash_attention.attend(GPTJ, cudnn, 100, None) is not None
-    assert flash_attention.attend(GPTJ, cudnn, 100, text) is None
+    assert attend_function(GPTJ, splash, 256, text) is not None
+    assert attend_function(GPTJ, splash, 100, None) is None
+    assert attend_function(GPTJ, cudnn, 100, None) is not None
+    assert attend_function(GPTJ, cudnn, 100, text) is None
     # Long ones do not hold all weights even so.
     long = np.zeros((1, 2056), np.int32)
-    assert flash_attention.attend(GPTJ, splash, 2056, None) is not None
-    assert flash_attention.attend(GPTJ, cudnn, 2056, long) is not None
-    assert flash_attention.attend(GPTJ, Auto(), 2056, long) is None
+    assert attend_function(GPTJ, splash, 2056, None) is not None
+    assert attend_function(GPTJ, cudnn, 2056, long) is not None
+    assert attend_function(GPTJ, Auto(), 2056, long) is None
     with pytest.raises(InputError, match="'cudnn', which does not keep the texts"):
-        flash_attention.attend(GPTJ.replace(attention="cudnn"), cudnn, 100, text)
+        attend_function(GPTJ.replace(attention="cudnn"), cudnn, 100, text)

@@ -13,9 +13,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mesh_transformer.config import Config, Norm
+from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import flops, gptj
+from mesh_transformer.model.loss import train_loss
 from mesh_transformer.util import InputError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -133,7 +135,7 @@ def test_hardware_flops_are_the_matmuls_that_a_step_has(remat, block, attention)
     tokens = jnp.zeros((2, config.seq), jnp.int32)
 
     def loss(params):
-        return gptj.train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
+        return train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
 
     params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     traced = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
@@ -181,35 +183,35 @@ class Device:
     ],
 )
 def test_peak_of_a_device_kind(kind, platform, tera):
-    peak = flops.peak_flops(Device(kind, platform))  # type: ignore[arg-type]
+    peak = accelerators.peak_flops(Device(kind, platform))  # type: ignore[arg-type]
     assert peak == (None if tera is None else tera * 1e12)
 
 
 def test_hardware_by_name():
     """A chip's figures are its cores' together; a device's kind and its name find the same row."""
-    one = flops.hardware("v3")
+    one = accelerators.hardware("v3")
     assert (2 * one.peak, 2 * one.hbm) == (123e12, 900e9)
-    assert flops.hardware_of(Device("TPU v3", "tpu")) is one
-    assert flops.hardware_of(Device("NVIDIA H200", "gpu")) is flops.hardware("h200")
+    assert accelerators.hardware_of(Device("TPU v3", "tpu")) is one
+    assert accelerators.hardware_of(Device("NVIDIA H200", "gpu")) is accelerators.hardware("h200")
     for kind, speed in (
         ("NVIDIA GH200 480GB", 4000e9),
         ("NVIDIA A100-SXM4-40GB", 1555e9),
         ("NVIDIA A100-PCIE-40GB", 1555e9),
         ("NVIDIA A100-SXM4-80GB", 2039e9),
     ):
-        found = flops.hardware_of(Device(kind, "gpu"))
+        found = accelerators.hardware_of(Device(kind, "gpu"))
         assert found is not None
         assert found.hbm == speed
-    assert flops.hardware("v5p").interconnect == 600e9
-    for each in flops.HARDWARE:
-        assert flops.hardware(each.name).peak == each.peak
+    assert accelerators.hardware("v5p").interconnect == 600e9
+    for each in accelerators.HARDWARE:
+        assert accelerators.hardware(each.name).peak == each.peak
     with pytest.raises(InputError, match=r"hardware is 'v9', .* take one of cpu, v2, v3"):
-        flops.hardware("v9")
+        accelerators.hardware("v9")
 
 
 def test_a_cpu_is_measured_once_and_shared_by_its_virtual_devices():
     device = jax.devices("cpu")[0]
-    first, second = flops.peak_flops(device), flops.peak_flops(device)
+    first, second = accelerators.peak_flops(device), accelerators.peak_flops(device)
     assert first is not None
     assert first == second
     whole = first * jax.local_device_count("cpu")

@@ -152,7 +152,7 @@ def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, A
     made, network = batch._generator, batch._state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "decode", function)
-        run: Any = step.compile_decode(made.config, made.mesh, None, 8)
+        run: Any = running_batch.compile_decode(made.config, made.mesh, None, 8)
         lowered = run.lower(batch._weights, network, batch.left, np.int32(3))
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()

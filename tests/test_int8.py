@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.generation import batch as running_batch
 from mesh_transformer.generation import int8
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.declaration import Declaration
-from mesh_transformer.training import step
 from tests.conftest import AS_USERS_COMPILE
 from tests.test_generation import PLACES, by_token, network_of, random_prompts
 from tests.test_model import small_config
@@ -84,7 +84,7 @@ def test_memory_is_a_quarter_and_stays_so_while_it_runs():
         network = network_of(config.replace(**changes))
         batch = network.batch(1)
         made = batch._generator
-        run: Any = step.compile_decode(made.config, made.mesh, None, MOST_STEPS)
+        run: Any = running_batch.compile_decode(made.config, made.mesh, None, MOST_STEPS)
         analysis = (
             run.lower(batch._weights, batch._state, np.ones(1, np.int32), np.int32(1))
             .compile(AS_USERS_COMPILE)

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.pod import lasting_cluster
-from mesh_transformer.pod.lasting_cluster import ATTEMPTS, LastingCluster
+from mesh_transformer.pod import restarts
+from mesh_transformer.pod.restarts import ATTEMPTS, LastingCluster
 from mesh_transformer.util import HostError, InputError
 
 
@@ -37,7 +37,7 @@ class FakeCluster:
 
 @pytest.fixture
 def made(monkeypatch) -> list[FakeCluster]:
-    monkeypatch.setattr(lasting_cluster, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(restarts, "SECONDS_BETWEEN", 0.0)
     return []
 
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from mesh_transformer.checkpoint import conversion, native_checkpoint
-from mesh_transformer.checkpoint.checksums import host_checksum
+from mesh_transformer.checkpoint import conversion, loading, native_state
+from mesh_transformer.checkpoint.integrity import host_checksum
 from mesh_transformer.checkpoint.native import Checkpoints, find_aux
 from mesh_transformer.config import LORA_TARGETS, Config
 from mesh_transformer.mesh.declaration import joined, partition
 from mesh_transformer.mesh.devices import make_mesh, named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj, lora
+from mesh_transformer.model.loss import train_loss
 from mesh_transformer.training import loop, step
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
@@ -73,7 +74,7 @@ def gradients_of_merged_weights(config: Config, params: Any, batch: Any) -> Any:
         whole = joined(frozen, adapters)
         merge = functools.partial(lora.merged, scale=config.lora_scale)
         whole |= {"layers": jax.vmap(merge)(whole["layers"])}
-        return gptj.train_loss(whole, obs, target, config.merged(), Auto())[0]
+        return train_loss(whole, obs, target, config.merged(), Auto())[0]
 
     # Microbatches of one size: the mean over all of their sequences is the mean of their means.
     every = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
@@ -233,7 +234,7 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
     shutil.copytree(folder / "adapters", adapters)
     other_config, state = conversion.read(folder / "base", "native")
     state["params"]["proj"]["projection/head"]["b"][3] += 0.01
-    native_checkpoint.write(str(other), state, other_config)
+    native_state.write(str(other), state, other_config)
     base = folder / "base" / "step_1"
     network = CausalTransformer(config, devices=jax.devices()[:1], init=False)
     shutil.move(folder / "base", moved)
@@ -284,7 +285,7 @@ def test_a_checksum_is_the_same_on_a_mesh_and_in_parts_on_the_host(dtype):
     values = rng.normal(size=(3, 8, 20)).astype(np.float32)
     mesh = make_mesh(lora_config(cores_per_replica=4))
     placed = jax.device_put(values, named(mesh, jax.sharding.PartitionSpec(None, "mp", None)))
-    whole = int(step.compile_checksums(mesh, dtype)({"w": placed})["w"])
+    whole = int(loading.compile_checksums(mesh, dtype)({"w": placed})["w"])
     parts = [host_checksum(part, at * 160, dtype) for at, part in enumerate(values)]
     assert whole == sum(parts) % 2**32
     swapped = values.copy()

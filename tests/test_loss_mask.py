@@ -12,7 +12,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
-from mesh_transformer.model.loss import cross_entropy
+from mesh_transformer.model.loss import cross_entropy, loss_weights
 from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -116,7 +116,7 @@ def test_what_should_follow_where_there_is_no_loss_changes_nothing():
 def test_positions_without_loss_get_no_gradient():
     batch = {key: x[0] for key, x in masked_batch(CONFIG).items()}
     params = state_of(CONFIG)["params"]
-    weights = gptj.loss_weights(jnp.asarray(batch["loss_mask"]), Auto())
+    weights = loss_weights(jnp.asarray(batch["loss_mask"]), Auto())
 
     def loss(moved: jax.Array) -> jax.Array:
         """The loss when what the head reads is moved: its gradient is that of the positions."""

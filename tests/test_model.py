@@ -13,6 +13,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import is_declaration, map_declared
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
+from mesh_transformer.model.loss import train_loss
 from tests.conftest import SMALL
 
 
@@ -116,7 +117,7 @@ def test_the_training_loss_adds_the_z_loss_to_the_mean():
     config = small_config(z_loss=0.3)
     rng = np.random.default_rng(6)
     tokens, targets = rng.integers(0, 128, (2, 2, 16)).astype(np.uint32)
-    run = jax.jit(functools.partial(gptj.train_loss, config=config, par=Auto()))
+    run = jax.jit(functools.partial(train_loss, config=config, par=Auto()))
     loss, last = run(weights(base_of(config)), tokens, targets)
     logits = np.asarray(full_pass(config, base_of(config))(tokens), np.float64)
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -147,7 +148,7 @@ def test_remat_keeps_what_matmuls_gave_and_no_more(small, block):
         config = small(block=block, remat=policy)
         params = jax.eval_shape(lambda: gptj.init(config, jax.random.key(0)))
         tokens = jnp.zeros((1, config.seq), jnp.int32)
-        loss = lambda p: gptj.train_loss(p, tokens, tokens, config, Auto())[0]  # noqa: E731
+        loss = lambda p: train_loss(p, tokens, tokens, config, Auto())[0]  # noqa: E731
         backward = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 

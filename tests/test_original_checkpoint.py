@@ -19,9 +19,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mesh_transformer.checkpoint.original import read, write
+from mesh_transformer.checkpoint.original import entries, read, write
 from mesh_transformer.checkpoint.original_files import split, step_folder
-from mesh_transformer.checkpoint.original_names import entries
 from mesh_transformer.config import Norm
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.devices import named

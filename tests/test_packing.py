@@ -14,7 +14,7 @@ from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.evaluation import validation
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj
+from mesh_transformer.model.loss import loss_weights
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.test_step import BATCH, largest_differences, on_mesh, run, small_config
@@ -108,7 +108,7 @@ def test_a_packed_set_trains_as_it_does_unpacked(indexes, partitioning, dp, mp):
 def test_each_run_of_a_number_is_a_text_and_has_a_last_position():
     segments = np.array([[1, 1, 2, 2, 1, 1, -1, -1], [5] * 8])
     mask = np.array([[1, 1, 0, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0, 0, 0]])
-    weights = gptj.loss_weights(jnp.asarray(mask), Auto(), jnp.asarray(segments))
+    weights = loss_weights(jnp.asarray(mask), Auto(), jnp.asarray(segments))
     last = np.array([[0, 1, 0, 0, 1, 0, 0, 1], [0, 0, 1, 0, 0, 0, 0, 0]])
     np.testing.assert_allclose(weights.last_BT, last / last.mean(), rtol=1e-6)  # f32
     np.testing.assert_allclose(weights.every_BT, mask / mask.mean(), rtol=1e-6)

@@ -14,9 +14,10 @@ import pytest
 
 from mesh_transformer.cli import plan as script
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.model import flops
-from mesh_transformer.performance import decode_plan, plan, search
-from mesh_transformer.performance.topology import GIB, LIBRARY, Present, slice_named, topology
+from mesh_transformer.performance import plan, search
+from mesh_transformer.performance.topology import LIBRARY, Present, slice_named, topology
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
@@ -166,7 +167,7 @@ def test_a_plan_for_virtual_devices():
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_a_plan_of_generation(partitioning):
     config = small(cores_per_replica=2, per_replica_batch=3, partitioning=partitioning)
-    found = decode_plan.decode_plan(config, slice_named("cpu-4"))
+    found = plan.decode_plan(config, slice_named("cpu-4"))
     assert (found.dp, found.mp, found.rows, found.fits) == (2, 2, 6, True)
     # K and V of each layer, of the heads and rows that a device has, in f32.
     heads = config.n_heads // 2
@@ -305,7 +306,7 @@ def test_what_tpus_sum_over_replicas():
 DECODE_ON_A_TPU = """
 import json, sys
 from mesh_transformer.config import Config
-from mesh_transformer.performance.decode_plan import decode_plan
+from mesh_transformer.performance.plan import decode_plan
 from mesh_transformer.performance.topology import topology
 
 found = decode_plan(Config(**json.loads(sys.argv[1])), topology("v3-8"))

@@ -154,7 +154,7 @@ def test_an_interrupted_answer_leaves_the_next_whole(network, repl, monkeypatch,
 def test_a_second_start_compiles_nothing(tmp_path):
     program = f"""
 import jax, numpy as np
-from mesh_transformer.mesh.compilation_cache import use_compilation_cache
+from mesh_transformer.mesh.program import use_compilation_cache
 from mesh_transformer.transformer_shard import CausalTransformer
 use_compilation_cache()
 misses = []

@@ -16,14 +16,16 @@ from jax.sharding import Mesh
 
 from mesh_transformer.cli import plan as script
 from mesh_transformer.config import Config
+from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import flash_attention, flops, gptj
+from mesh_transformer.model import attention as attention_module
+from mesh_transformer.model import flops, gptj
+from mesh_transformer.model.loss import train_loss
 from mesh_transformer.performance import hlo, scaling, search
-from mesh_transformer.performance.hlo_bytes import Program
-from mesh_transformer.performance.roofline import estimate, link_seconds, sent
+from mesh_transformer.performance.hlo import Program
+from mesh_transformer.performance.roofline import estimate, link_seconds, sent, traffic_of
 from mesh_transformer.performance.scaling import on_paper
 from mesh_transformer.performance.topology import topology
-from mesh_transformer.performance.traffic import traffic_of
 from mesh_transformer.util import InputError, to_bf16
 from scripts import plot_scaling
 
@@ -48,14 +50,14 @@ def test_what_a_device_sends_in_a_ring(kind, size, devices, expected):
 
 
 def test_links_are_all_busy_or_two_of_them():
-    v5p = flops.hardware("v5p")  # six links of 100 GB/s
+    v5p = accelerators.hardware("v5p")  # six links of 100 GB/s
     assert link_seconds(600e9, v5p) == pytest.approx((1, 3))
-    assert link_seconds(450e9, flops.hardware("h100")) == pytest.approx((1, 1))
+    assert link_seconds(450e9, accelerators.hardware("h100")) == pytest.approx((1, 1))
 
 
 def test_a_step_is_between_its_longest_part_and_the_sum():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    hardware, tokens = flops.hardware("v5e"), 8 * 2048
+    hardware, tokens = accelerators.hardware("v5e"), 8 * 2048
     found = estimate(
         config,
         hardware,
@@ -234,9 +236,9 @@ def test_runs_are_as_many_as_asked_for_or_take_so_long(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     runs: list[None] = []
-    assert flops._run_seconds(lambda: runs.append(None), 3) == [1] * 3
+    assert accelerators._run_seconds(lambda: runs.append(None), 3) == [1] * 3
     assert len(runs) == 4  # the first is left out
-    assert flops._run_seconds(lambda: None, 3, 7.0) == [1] * 7
+    assert accelerators._run_seconds(lambda: None, 3, 7.0) == [1] * 7
 
 
 def test_every_array_of_a_collective_in_pieces_counts_once():
@@ -268,16 +270,16 @@ def test_a_program_is_not_its_own_loop_over_one_layer():
 def test_paper_of_gpt_j_on_a_v3_8():
     """58 all-reduces of 2048 x 4096 bf16 over 8 devices: 1.70 GB sent; no replicas, no dp."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(gradient_accumulation_steps=1)
-    found = on_paper(config, flops.hardware("v3"), 8)
+    found = on_paper(config, accelerators.hardware("v3"), 8)
     assert (found.dp, found.mp, found.dp_bytes) == (1, 8, 0)
     assert found.mp_bytes == 58 * 2 * 7 * 2048 * 4096 * 2 // 8
     # f32 parameters and moments, and at the update gradients; with several microbatches also a
     # bf16 copy and the residual stream of each layer; with eight times the batch these are more.
     eighth, stream = flops.n_params(config) // 8, 28 * 2048 * 4096 * 2
     assert found.memory_bytes == (12 + 4) * eighth
-    more = on_paper(config.replace(gradient_accumulation_steps=2), flops.hardware("v3"), 8)
+    more = on_paper(config.replace(gradient_accumulation_steps=2), accelerators.hardware("v3"), 8)
     assert more.memory_bytes == (12 + 4 + 2) * eighth + stream
-    batch = on_paper(config.replace(per_replica_batch=8), flops.hardware("v3"), 8)
+    batch = on_paper(config.replace(per_replica_batch=8), accelerators.hardware("v3"), 8)
     assert batch.memory_bytes == (12 + 2) * eighth + 8 * stream
 
 
@@ -287,9 +289,11 @@ def test_paper_of_zero():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     part = flops.n_params(config) // 8
     for zero, width in ((0, 8), (1, 6), (3, 16 * 8)):
-        found = on_paper(config.replace(zero=zero), flops.hardware("v3"), 256)
+        found = on_paper(config.replace(zero=zero), accelerators.hardware("v3"), 256)
         assert found.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
-    assert on_paper(config.replace(zero=1), flops.hardware("v3"), 256).memory_bytes < 8 * 2**30
+    assert (
+        on_paper(config.replace(zero=1), accelerators.hardware("v3"), 256).memory_bytes < 8 * 2**30
+    )
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
@@ -312,7 +316,7 @@ def test_on_paper_a_layer_keeps_what_its_backward_pass_reads(attention, remat, b
 
     def loss(params: Any) -> jax.Array:
         par = Auto(attention=attention)
-        return gptj.train_loss(to_bf16(params), tokens, tokens, config, par)[0]
+        return train_loss(to_bf16(params), tokens, tokens, config, par)[0]
 
     params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     saved = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))
@@ -327,17 +331,19 @@ def test_on_paper_a_layer_keeps_what_its_backward_pass_reads(attention, remat, b
 
 def test_attention_on_paper_is_the_generation_s(monkeypatch):
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    names = {name: scaling.attention_on(config, flops.hardware(name)) for name in ("v3", "v4")}
+    names = {
+        name: scaling.attention_on(config, accelerators.hardware(name)) for name in ("v3", "v4")
+    }
     assert names == {"v3": "xla", "v4": "splash"}
     # A GPU's kernels count where they were tried.
-    assert scaling.attention_on(config, flops.hardware("h200")) == "xla"
-    monkeypatch.setattr(flash_attention, "_cudnn_disagrees", lambda head_size: None)
-    assert scaling.attention_on(config, flops.hardware("h200")) == "cudnn"
+    assert scaling.attention_on(config, accelerators.hardware("h200")) == "xla"
+    monkeypatch.setattr(attention_module, "_cudnn_disagrees", lambda head_size: None)
+    assert scaling.attention_on(config, accelerators.hardware("h200")) == "cudnn"
     for each in ("t5", "rotary"):
         named = config.replace(pe=each, attention="splash")
-        assert scaling.attention_on(named, flops.hardware("v3")) == "xla"
+        assert scaling.attention_on(named, accelerators.hardware("v3")) == "xla"
     whole = config.replace(remat="none")
-    v3, v4 = (scaling.on_paper(whole, flops.hardware(name), 8) for name in names)
+    v3, v4 = (scaling.on_paper(whole, accelerators.hardware(name), 8) for name in names)
     # Of two heads, the scores for what each gave once more, and a sum.
     less = 2 * (2048 * 4 - 256 * 2 - 4)
     assert v3.memory_bytes - v4.memory_bytes == 28 * 2048 * less
@@ -452,7 +458,7 @@ def test_a_search_keeps_what_is_given(monkeypatch, key, value):
 def test_activations_stay_whole_where_that_is_asked(monkeypatch):
     """Though nothing else has room for them."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(per_replica_batch=16)
-    slice_, hardware = topology("v3-256"), flops.hardware("v3")
+    slice_, hardware = topology("v3-256"), accelerators.hardware("v3")
     asked = {"shard_activations": False}
     assert search._with_room(config, hardware, slice_, {})[1].shard_activations
     paper, kept = search._with_room(config, hardware, slice_, asked)

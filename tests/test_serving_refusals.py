@@ -16,8 +16,8 @@ import openai
 import pytest
 from starlette.requests import ClientDisconnect
 
-from mesh_transformer.serving import gate, server
-from mesh_transformer.serving.gate import Keys
+from mesh_transformer.serving import requests, server
+from mesh_transformer.serving.requests import Keys
 from mesh_transformer.serving.server import PromptProtocol
 from mesh_transformer.serving.service import unless_gone
 from mesh_transformer.util import InputError
@@ -79,7 +79,7 @@ def test_pages_elsewhere_must_be_allowed(live):
 
 
 def test_slow_body_and_slow_head(serve, monkeypatch):
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(requests, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
     live = serve()
 

@@ -15,6 +15,7 @@ from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
+from mesh_transformer.model.loss import train_loss
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
@@ -283,7 +284,7 @@ def test_a_fresh_state_has_the_same_bits_on_every_mesh():
 
 def replica_gradients(config: Config, state: step.State, batch: Any) -> list[list[Any]]:
     """By microbatch and replica, of one sequence each: its gradient, as one device computes it."""
-    grad = jax.jit(jax.grad(lambda p, x, y: gptj.train_loss(p, x, y, config, Auto())[0]))
+    grad = jax.jit(jax.grad(lambda p, x, y: train_loss(p, x, y, config, Auto())[0]))
 
     def one(micro: int, row: int) -> Any:
         tokens = (batch[key][micro, row : row + 1] for key in ("obs", "target"))

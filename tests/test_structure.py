@@ -17,121 +17,28 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mesh_transformer"
 
-# A module may import the package's modules of a lower level alone.
-LEVELS = {
-    "util": 0,
-    "value_types": 0,
-    "attention": 1,
-    "casts": 1,
-    "config": 1,
-    "declaration": 1,
-    "tensor_files": 2,
-    "lazy_leaf": 2,
-    "host_arrays": 3,
-    "mesh": 2,
-    "parallel": 2,
-    "sampling": 2,
-    "tokenizer": 2,
-    "record_files": 2,
-    "record_set": 3,
-    "tfrecord_loader": 4,
-    "flops": 2,
-    "checksums": 1,
-    "integrity": 2,
-    "joint_save": 2,
-    "prefetch": 1,
-    "storage": 1,
-    "state_tree": 2,
-    "whole_folder": 2,
-    "metrics": 3,
-    "wandb_upload": 2,
-    "optimizer": 3,
-    "cross_entropy": 3,
-    "layers": 3,
-    "model": 4,
-    "int8": 2,
-    "flash_attention": 3,
-    "collectives": 1,
-    "lora": 2,
-    "same_model": 2,
-    "merged_leaves": 3,
-    "generation": 5,
-    "step": 6,
-    "checkpoint": 5,
-    "original_names": 2,
-    "original_files": 2,
-    "original_checkpoint": 5,
-    "hf_config": 3,
-    "hf": 5,
-    "native_checkpoint": 6,
-    "conversion": 7,
-    "comparison": 8,
-    "rows": 6,
-    "generator": 7,
-    "compilation_cache": 1,
-    "text_stream": 1,
-    "signals": 1,
-    "loading": 8,
-    "transformer_shard": 9,
-    "train_actor": 10,
-    "ray_head": 9,
-    "tpu_spec": 2,
-    "tpu_api": 3,
-    "tpu_ssh": 3,
-    "tpu_ray": 4,
-    "tpu_guard": 5,
-    "arguments": 3,
-    "tpu_vm": 9,
-    "hlo": 1,
-    "hlo_bytes": 2,
-    "compiler_options": 2,
-    "roofline": 3,
-    "scaling": 4,
-    "topology": 4,
-    "device_trace": 1,
-    "benchmark": 8,
-    "traffic": 4,
-    "plan": 9,
-    "decode_plan": 10,
-    "plan_search": 10,
-    "ray_hosts": 11,
-    "cluster_batch": 8,
-    "cluster_step": 1,
-    "cluster_train_set": 2,
-    "tpu_cluster": 12,
-    "lasting_cluster": 13,
-    "build_model": 14,
-    "repl": 14,
-    "__init__": 15,
-}
-# These drive a network that they know by its methods only (a Protocol), wherever it runs.
-DRIVERS = {
-    "training": {
-        "config",
-        "util",
-        "flops",
-        "metrics",
-        "storage",
-        "tfrecord_loader",
-        "validation",
-        "harness",
-    },
-    "validation": {"config", "util", "text_stream", "tfrecord_loader", "tokenizer", "harness"},
-    "runs": {
-        "config",
-        "util",
-        "metrics",
-        "storage",
-        "tfrecord_loader",
-        "training",
-        "validation",
-        "checkpoint",
-    },
-    "network_lm": {"config", "util", "sampling"},
-    "evaluation": {"config", "util", "network_lm"},
-    "harness": {"config", "util", "hf_config", "evaluation", "network_lm"},
-    "serving": {"config", "util", "sampling", "text_stream", "serving"},
-}
+# The rooms of the package; each may import only those before it, in its comments and types too.
+ROOMS = (
+    "util",
+    "config",
+    "mesh",
+    "data",
+    "model",
+    "generation",
+    "network",
+    "evaluation",
+    "training",
+    "checkpoint",
+    "transformer_shard",
+    "serving",
+    "pod",
+    "performance",
+    "cli",
+    "__init__",
+)
+# These know a network by its methods only (a Protocol), wherever it runs: no meshes, no layouts.
+DRIVERS = ("training.loop", "training.metrics", "evaluation", "serving", "pod.restarts")
+LAYOUTS = {"declaration", "devices", "parallel", "placement", "program"}  # of the room mesh
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
 
 # The files that may import each of the heavy packages.
@@ -139,12 +46,12 @@ HOMES = {
     "tensorflow": {"mesh_transformer/data/tfrecords.py"},
     "orbax": {
         "mesh_transformer/checkpoint/native.py",
-        "mesh_transformer/checkpoint/host_arrays.py",
+        "mesh_transformer/checkpoint/orbax_handlers.py",
     },
     "rouge_score": {"scripts/score_summaries.py"},
     "wandb": {"mesh_transformer/training/wandb_upload.py"},
     "lm_eval": {
-        "mesh_transformer/evaluation/evaluation.py",
+        "mesh_transformer/evaluation/tasks.py",
         "mesh_transformer/evaluation/network_lm.py",
     },
     "transformers": {"mesh_transformer/data/tokenizer.py", "scripts/measure/generation.py"},
@@ -188,17 +95,25 @@ FORBIDDEN_TEXT = re.compile(r"\.\./" + r"shared|(?<![\w./:-])/" + r"(?:work|root
 
 
 def module_of(path: Path) -> str:
-    """A file's module in the tables; a subpackage is one module."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """A file's module, without the package's name: "data.loader"; a room for its `__init__`."""
+    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return name.removesuffix(".__init__")
 
 
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that a source imports, wherever in it."""
-    for node in ast.walk(ast.parse(source)):
+def imports(source: str, *, types: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that a source imports, wherever in it.
+
+    Without `types` what only a type checker imports is left out.
+    """
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -207,38 +122,76 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
             base = "." * node.level + (node.module or "")
             for alias in node.names:
                 yield node.lineno, f"{base}.{alias.name}"
+        pending += ast.iter_child_nodes(node)
 
 
 def layering_errors(module: str, source: str) -> list[str]:
-    """Imports inside the package that do not go down the table."""
-    if module not in LEVELS and module not in DRIVERS:
-        return [f"{module}: unknown module; add it to LEVELS or DRIVERS in tests/test_structure.py"]
+    """Imports inside the package that do not go to the same room or one before it."""
+    room = module.partition(".")[0]
+    if room not in ROOMS:
+        return [f"{module}: unknown room {room}; add it to ROOMS in tests/test_structure.py"]
     errors = []
     for line, name in imports(source):
         if name.startswith("."):
             errors.append(f"{module}:{line}: relative import {name}; write the whole name")
-        parts = name.split(".")
-        if parts[0] != "mesh_transformer" or len(parts) == 1:
+        package, _, rest = name.partition(".")
+        if package != "mesh_transformer" or not rest:
             continue
-        other = parts[1]
-        if module in DRIVERS:
-            allowed = other in DRIVERS[module]
-        else:
-            drives = other in DRIVERS and module == "__init__"
-            allowed = drives or LEVELS.get(other, 99) < LEVELS[module]
-        if not allowed:
+        other = rest.partition(".")[0]
+        below = other in ROOMS[: ROOMS.index(room)]
+        if not below and (other != room or "." not in module):
             errors.append(f"{module}:{line}: may not import {other}")
     return errors
 
 
+def cycles(modules: dict[str, str]) -> list[str]:
+    """Modules (source by name) that import each other, one line per cycle found."""
+    graph = {
+        module: sorted(
+            {
+                other
+                for _, name in imports(source, types=False)
+                for other in (name.removeprefix("mesh_transformer."),)
+                for other in (other, other.rpartition(".")[0])
+                if other in modules and other != module
+            }
+        )
+        for module, source in modules.items()
+    }
+    errors: list[str] = []
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> None:
+        if module in path:
+            errors.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for other in graph[module]:
+                walk(other, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        walk(module, [])
+    return errors
+
+
+def init_errors(module: str, source: str) -> list[str]:
+    """A room's `__init__` is its description: one sentence, and no import."""
+    tree = ast.parse(source)
+    text = ast.get_docstring(tree) or ""
+    if len(tree.body) == 1 and text.endswith(".") and "\n" not in text:
+        return []
+    return [f"{module}: its __init__ must be a docstring of one sentence, and nothing else"]
+
+
 def mesh_errors(module: str, source: str) -> list[str]:
     """What a driver may not know: meshes and layouts."""
-    if module not in DRIVERS:
+    if not any(module == driver or module.startswith(f"{driver}.") for driver in DRIVERS):
         return []
     return [
         f"{module}:{line}: may not import {name}"
         for line, name in imports(source)
-        if name.startswith("jax.sharding") or name.split(".")[-1] in MESH_NAMES
+        if name.startswith(("jax.sharding", *(f"mesh_transformer.mesh.{m}" for m in LAYOUTS)))
+        or name.split(".")[-1] in MESH_NAMES
     ]
 
 
@@ -291,7 +244,7 @@ def collective_errors(module: str, source: str) -> list[str]:
     known = jax_names(source)
     for line, name in imports(source):
         last = name.split(".")[-1]
-        if last in COLLECTIVES or (module == "layers" and last in MESH_NAMES):
+        if last in COLLECTIVES or (module == "model.layers" and last in MESH_NAMES):
             errors.append(f"{module}:{line}: imports {name}; ask `par`")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES | {"PartitionSpec"}:
@@ -344,11 +297,37 @@ def test_every_module_keeps(rule):
     assert not errors, "\n".join(errors)
 
 
+def test_no_two_modules_import_each_other():
+    modules = {module_of(path): path.read_text("utf-8") for path in sources()}
+    assert not cycles(modules), "\n".join(cycles(modules))
+
+
+def test_rooms_are_folders_with_a_description():
+    folders = [path for path in PACKAGE.rglob("*/") if path != PACKAGE and any(path.glob("*.py"))]
+    assert 10 <= sum(path.parent == PACKAGE for path in folders) <= 12
+    errors = []
+    for path in folders:
+        init = path / "__init__.py"
+        assert init.exists(), f"{path}: has no __init__.py"
+        errors += init_errors(module_of(init), init.read_text("utf-8"))
+    assert not errors, "\n".join(errors)
+
+
 @pytest.mark.parametrize(
-    "module", ["layers", "cross_entropy", "model", "generation", "sampling", "int8"]
+    "module",
+    [
+        "model.layers",
+        "model.loss",
+        "model.gptj",
+        "model.attention",
+        "generation.decode",
+        "generation.sampling",
+        "generation.int8",
+    ],
 )
 def test_no_collective_but_through_par(module):
-    errors = collective_errors(module, (PACKAGE / f"{module}.py").read_text("utf-8"))
+    path = PACKAGE / f"{module.replace('.', '/')}.py"
+    errors = collective_errors(module, path.read_text("utf-8"))
     assert not errors, "\n".join(errors)
 
 
@@ -401,18 +380,39 @@ def test_importing_the_package_loads_no_heavy_package():
 @pytest.mark.parametrize(
     ("module", "source", "found"),
     [
-        ("layers", "from mesh_transformer.model.gptj import init", "may not import model"),
-        ("optimizer", "from mesh_transformer import layers", "may not import layers"),
-        ("step", "def f():\n    import mesh_transformer.transformer_shard", ":2:"),
-        ("training", "from mesh_transformer.transformer_shard import C", "transformer_shard"),
-        ("training", "from mesh_transformer import parallel", "may not import parallel"),
-        ("model", "from mesh_transformer.training.loop import train", "may not import training"),
-        ("model", "from .layers import Norm", "relative import"),
-        ("helpers", "", "add it to LEVELS"),
+        ("mesh.devices", "from mesh_transformer.model import gptj", "may not import model"),
+        ("model.layers", "from mesh_transformer.training import step", "may not import training"),
+        ("training.step", "def f():\n    import mesh_transformer.transformer_shard", ":2:"),
+        ("training.loop", "from mesh_transformer.transformer_shard import C", "transformer_shard"),
+        ("util", "from mesh_transformer import config", "may not import config"),
+        ("model.gptj", "from .layers import Norm", "relative import"),
+        ("helpers.files", "", "unknown room helpers"),
     ],
 )
 def test_layering_rule_finds(module, source, found):
     assert found in "\n".join(layering_errors(module, source))
+
+
+def test_cycle_rule_finds():
+    modules = {
+        "data.a": "from mesh_transformer.data.b import f",
+        "data.b": "def g():\n    from mesh_transformer.data import c",
+        "data.c": "import mesh_transformer.data.a",
+    }
+    assert cycles(modules) == ["data.a -> data.b -> data.c -> data.a"]
+    typed = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mesh_transformer.data.a"
+    )
+    assert cycles(modules | {"data.c": typed}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['"""Data."""\nimport jax', '"""Data"""', '"""Data.\n\nMore."""', ""],
+)
+def test_init_rule_finds(source):
+    assert len(init_errors("data", source)) == 1
+    assert init_errors("data", '"""Text to batches."""') == []
 
 
 @pytest.mark.parametrize(
@@ -428,14 +428,14 @@ def test_layering_rule_finds(module, source, found):
     ],
 )
 def test_collective_rule_finds(source):
-    assert len(collective_errors("layers", source)) == 1
+    assert len(collective_errors("model.layers", source)) == 1
 
 
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (mesh_errors, "serving", "from jax.sharding import Mesh"),
-        (mesh_errors, "training", "from jax import shard_map"),
+        (mesh_errors, "serving.app", "from jax.sharding import Mesh"),
+        (mesh_errors, "training.loop", "from mesh_transformer.mesh import parallel"),
         (home_errors, "scripts/make.py", "def f():\n    import tensorflow as tf"),
         (home_errors, "mesh_transformer/checkpoint/hf.py", "from torch import nn"),
         (home_errors, "mesh_transformer/training/step.py", "import orbax.checkpoint as ocp"),
@@ -462,8 +462,8 @@ class Linear:
         b = param(self.par, "b", (3,), ("mp",), jax.nn.initializers.zeros)
         return self.par.join(jax.nn.gelu(x @ w + b))
 """
-    assert layering_errors("layers", layer) == []
-    assert collective_errors("layers", layer) == []
-    assert import_work_errors("layers", layer) == []
+    assert layering_errors("model.layers", layer) == []
+    assert collective_errors("model.layers", layer) == []
+    assert import_work_errors("model.layers", layer) == []
     assert home_errors("mesh_transformer/checkpoint/native.py", "import orbax.checkpoint") == []
     assert text_errors("README.md", "https://example.org/home/page and data/work/x") == []

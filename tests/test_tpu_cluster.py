@@ -210,8 +210,8 @@ def test_tasks_are_asked_while_it_trains(cluster, alone, tmp_path, monkeypatch, 
     assert not [name for row in rows[::2] for name in row if name.startswith("eval/")]
 
     hosts = contextlib.nullcontext(lambda: cluster.hosts)
-    monkeypatch.setattr("mesh_transformer.pod.launch.machines_of", lambda *_: hosts)
-    monkeypatch.setattr("mesh_transformer.pod.launch.build_model", lambda *_, **__: cluster)
+    monkeypatch.setattr("mesh_transformer.cli.machines.machines_of", lambda *_: hosts)
+    monkeypatch.setattr("mesh_transformer.cli.machines.build_model", lambda *_, **__: cluster)
     output = tmp_path / "told.json"
     written = write_config(tmp_path / "config.json", config.as_dict())
     flags = ["--config", written, "--model-path", many, "--limit", "6", "--local-hosts", "2"]

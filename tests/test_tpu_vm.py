@@ -17,6 +17,7 @@ import grpc
 import pytest
 from google.cloud import tpu_v2
 
+from mesh_transformer.mesh.accelerators import accelerator_type
 from mesh_transformer.pod.tpu import api as tpu_api
 from mesh_transformer.pod.tpu.api import (
     CapacityError,
@@ -25,7 +26,7 @@ from mesh_transformer.pod.tpu.api import (
     default_project,
     new_client,
 )
-from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, accelerator_type, deadline_script
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
 from tests.fake_tpu import FakeTpuApi, Queue, key_pair

@@ -10,9 +10,8 @@ import pytest
 
 import device_train
 from mesh_transformer.data.tfrecords import write_records
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import validation
-from mesh_transformer.generation.text_stream import bytes_of_tokens
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 

@@ -1,25 +1,31 @@
 """Any checkpoint in, any checkpoint out: the original's, Hugging Face's and native ones.
 
 Every format reads and writes the same host state: {"params", "step"} and perhaps {"opt_state"},
-nested dicts of numpy arrays in the native structure, global shapes.
+nested dicts of numpy arrays in the native structure, global shapes.  `compare` shows whether two
+checkpoints are the same model, by their logits on a fixed prompt.
 """
 
+import functools
 import os
 import re
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mesh_transformer.checkpoint import hf, hf_config, native_checkpoint, original, original_files
-from mesh_transformer.checkpoint.adapters import merged_leaves
-from mesh_transformer.checkpoint.lazy_leaf import in_memory
+from mesh_transformer.checkpoint import hf, native_state, original, original_files
+from mesh_transformer.checkpoint.adapters import MOVED, Base, merged_leaves, saved_base
+from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.native import find, find_aux
-from mesh_transformer.checkpoint.same_model import check_same_model
+from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
 from mesh_transformer.data.storage import AnyPath, check_free, is_uri, local_path, step_number
-from mesh_transformer.model.lora import MOVED, Base, saved_base
-from mesh_transformer.util import InputError
+from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj
+from mesh_transformer.util import InputError, to_f32
 
 Format = Literal["original", "native", "hf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -96,10 +102,10 @@ def config_of(path: AnyPath) -> Config:
 def _told(path: str, kind: Format) -> Config:
     if kind == "native":
         return Config.from_dict(
-            native_checkpoint.saved_config(find_aux(path), path), f"{path}: saved config"
+            native_state.saved_config(find_aux(path), path), f"{path}: saved config"
         )
     if kind == "hf":
-        return hf_config.read_config(path)
+        return hf.read_config(path)
     raise _tells_none(path)
 
 
@@ -145,7 +151,7 @@ def read(
         raise InputError(f"--base goes with adapters, and {path} is a whole model; leave it out")
     wanted: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": lazy}
     if kind == "native":
-        return native_checkpoint.read(path, config=config, **wanted)
+        return native_state.read(path, config=config, **wanted)
     if config is None:
         raise _tells_none(path)
     return config, original.read(path, config, **wanted)
@@ -159,7 +165,7 @@ def _merged(
     dtype: DTypeLike | None,
 ) -> tuple[Config, dict[str, Any]]:
     """The adapters at `path`, merged lazily into the model that is now at `moved`."""
-    own, adapters = native_checkpoint.read(path, optimizer=False)
+    own, adapters = native_state.read(path, optimizer=False)
     config = (config or own).merged()
     check_same_model(config, own.as_dict(), path)
     place = recorded.path if moved is None else local_path(moved)
@@ -219,7 +225,7 @@ def convert(
         # Now, as reading takes long: is it there, and is it this model's?
         if tokenizer is not None:
             config = config.replace(tokenizer=tokenizer)
-            hf_config.Tokenizer.of(tokenizer, config, must_fit=True)
+            Tokenizer.of(tokenizer, config, must_fit=True)
         optimizer = not slim and target_kind != "hf"
         wanted: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": True, "base": base}
         _, state = read(path, source_kind, config, **wanted)
@@ -233,7 +239,7 @@ def convert(
         folder = _model_folder(target, state, source_kind)
         written = os.path.join(folder, f"step_{int(state['step'])}")
         if target_kind == "native":
-            native_checkpoint.write(folder, state, config)
+            native_state.write(folder, state, config)
         else:
             original.write(folder, state, config, shards=shards)
     held = state["params"]["embed"]["embedding"]["w"].dtype.name
@@ -310,3 +316,65 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
             f"{target}: the source is at step {step}; name it step_{step}, or give a model folder"
         )
     return os.path.dirname(target)
+
+
+_PROMPT_LENGTH = 64
+# What `compare` allows a target of each dtype.  In f32 only a bias that is folded or split is
+# rounded; the others round every weight (by 2^-11, 2^-8), and every layer adds to that.
+LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+def compare(
+    source: AnyPath,
+    source_kind: Format,
+    target: AnyPath,
+    target_kind: Format,
+    config: Config,
+    base: AnyPath | None = None,
+) -> tuple[float, float]:
+    """How far apart the logits of two checkpoints are on a fixed prompt, and how far they may be.
+
+    Both are the largest difference over the spread of the source's logits; what may be depends on
+    the target's dtype.  They are read one after the other; `base` is the source's, see
+    `conversion.read`.
+    """
+    both: list[tuple[str, Format, AnyPath | None]] = [
+        (local_path(source), source_kind, base),
+        (local_path(target), target_kind, None),
+    ]
+    # Hugging Face's vocabulary may be without the padding that the config has.
+    sizes = [hf.read_config(path).n_vocab for path, kind, _ in both if kind == "hf"]
+    tokens = min([config.n_vocab, *sizes])
+    (before, _), (after, dtype) = (
+        _logits(path, kind, None if kind == "hf" else config, tokens, base)
+        for path, kind, base in both
+    )
+    spread = before.max() - np.median(before)  # the same, whatever is added to all
+    return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
+
+
+def _logits(
+    path: str, kind: Format, config: Config | None, tokens: int, base: AnyPath | None
+) -> tuple[np.ndarray, str]:
+    """f32 logits [T, tokens] after each token of a fixed prompt, and the dtype of the weights.
+
+    Of the first `tokens` of the vocabulary alone.  Computed in f32 whatever the weights' dtype, on
+    one device; of the layers' weights one layer's are cast at a time.
+    """
+    config, state = read(path, kind, config, optimizer=False, lazy=True, base=base)
+    prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
+    params = _on_device(state)["params"]
+    dtype = params["embed"]["embedding"]["w"].dtype.name
+    # The first activation is f32, so that each layer's weights become f32 where they are used.
+    outer = {part: to_f32(leaves) for part, leaves in params.items() if part != "layers"}
+    function = functools.partial(gptj.logits, config=config.replace(dtype="float32"), par=Auto())
+    with jax.default_matmul_precision("highest"):
+        logits_BTV = jax.jit(function)(params | outer, jnp.asarray(prompt))
+    return np.asarray(logits_BTV[0, :, :tokens]), dtype
+
+
+def _on_device(tree: Any) -> Any:
+    """A host tree's arrays as JAX's; the tree is emptied on the way."""
+    if isinstance(tree, dict):
+        return {key: _on_device(tree.pop(key)) for key in list(tree)}
+    return jnp.asarray(np.asarray(tree))

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.checkpoint.casts import FLOATS
+from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.util import InputError
 

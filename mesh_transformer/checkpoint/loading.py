@@ -1,25 +1,49 @@
 """From a checkpoint of any format to a state on a mesh, every leaf in its layout at rest."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.checkpoint import conversion, original_files
+from mesh_transformer.checkpoint.adapters import MOVED, Base, saved_base
 from mesh_transformer.checkpoint.conversion import Format
+from mesh_transformer.checkpoint.integrity import checksum
 from mesh_transformer.checkpoint.native import Checkpoints, find, find_aux
-from mesh_transformer.checkpoint.native_checkpoint import saved_config
-from mesh_transformer.checkpoint.same_model import check_same_model
-from mesh_transformer.checkpoint.state_tree import leaves, placed
+from mesh_transformer.checkpoint.native_state import saved_config
+from mesh_transformer.checkpoint.state_tree import check_same_model, leaves, placed
 from mesh_transformer.config import Config
 from mesh_transformer.data.storage import AnyPath, local_path
 from mesh_transformer.mesh.declaration import joined, partition
+from mesh_transformer.mesh.devices import named
 from mesh_transformer.model import gptj
-from mesh_transformer.model.lora import MOVED, Base, saved_base
 from mesh_transformer.training import step as steps
+from mesh_transformer.training.step import init_state, state_specs
 from mesh_transformer.util import InputError
+
+
+def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
+    """A function from a key to fresh adapters, without the parameters that they sit on."""
+    declared = gptj.declarations(config)
+
+    def fresh(key: Array) -> Any:
+        return partition(declared, init_state(config, key)["params"])[0]
+
+    layout = partition(declared, state_specs(config, mesh)["params"])[0]
+    return jax.jit(fresh, out_shardings=named(mesh, layout))
+
+
+def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
+    """A function from frozen parameters to a checksum of each, of its numbers in `dtype`."""
+
+    def sums(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: checksum(leaf.astype(dtype)), params)
+
+    return jax.jit(sums, out_shardings=named(mesh, P()))
 
 
 class Loaded(NamedTuple):
@@ -54,7 +78,7 @@ def load(path: AnyPath, config: Config, mesh: Mesh, *, optimizer: bool) -> Loade
         return Loaded(_read(path, kind, config, wanted, merge=recorded is not None), None)
     if recorded is None:
         frozen, base = load_base(path, config, mesh, [path], None)
-        fresh = steps.compile_adapters(config, mesh)(jax.random.key(config.seed))
+        fresh = compile_adapters(config, mesh)(jax.random.key(config.seed))
         return Loaded({"params": joined(frozen, fresh)}, base)
     found = _read(path, kind, config, saved_part(wanted, config))
     frozen, base = load_base(path, config, mesh, [recorded.path], recorded)
@@ -112,7 +136,7 @@ def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, i
     """Of the numbers that the run computes with, and of what bf16 makes of them."""
     found = {}
     for dtype in sorted({config.dtype, "bfloat16"}):
-        sums = steps.compile_checksums(mesh, dtype)(frozen)
+        sums = compile_checksums(mesh, dtype)(frozen)
         found[dtype] = {"/".join(key): int(np.asarray(x)) for key, x in leaves(sums).items()}
     return found
 

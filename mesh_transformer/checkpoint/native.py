@@ -10,7 +10,6 @@ may span many processes) to a folder at a time: a lock keeps others out.
 """
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -29,11 +28,21 @@ import tensorstore
 from etils import epath
 
 from mesh_transformer.checkpoint import integrity
-from mesh_transformer.checkpoint.checksums import host_checksum, is_stacked, tree_checksums
-from mesh_transformer.checkpoint.host_arrays import HostArrayHandler
-from mesh_transformer.checkpoint.integrity import Integrity
+from mesh_transformer.checkpoint.host_arrays import LazyLeaf
+from mesh_transformer.checkpoint.integrity import (
+    Integrity,
+    host_checksum,
+    is_stacked,
+    tree_checksums,
+)
 from mesh_transformer.checkpoint.joint_save import JointSave
-from mesh_transformer.checkpoint.lazy_leaf import LazyLeaf
+from mesh_transformer.checkpoint.orbax_handlers import (
+    SAVE_SECONDS,
+    HostArrayHandler,
+    StateHandler,
+    StateRestore,
+    StateSave,
+)
 from mesh_transformer.checkpoint.state_tree import (
     Path,
     cast_groups,
@@ -64,7 +73,6 @@ _COMMIT_FILE = "commit_success.txt"
 _MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `delete_step` removes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
-_SAVE_SECONDS = 20 * 60  # for all of a save
 _PRUNE_SECONDS = 30  # that others wait for old steps to be deleted
 _CAST_BYTES = 1 << 30  # of leaves, or one leaf, that are on the devices before they are cast
 
@@ -157,7 +165,7 @@ class Checkpoints:
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         chunked = jax.tree.map(_save_args, state)
         arguments = ocp.args.Composite(
-            state=_StateSave(state, save_args=chunked), aux=ocp.args.JsonSave(aux)
+            state=StateSave(state, save_args=chunked), aux=ocp.args.JsonSave(aux)
         )
         self._joint.begin()
         # What a process raises from here on every other one has to hear of.
@@ -165,7 +173,7 @@ class Checkpoints:
             self.claim()
             self._check_vacant(step)
             self._clear_uncommitted()
-            self._joint.barrier("vacant", _SAVE_SECONDS * 1000)
+            self._joint.barrier("vacant", SAVE_SECONDS * 1000)
             self._saving = step
             self._sums.clear()
             if not self._host:  # else as they are written
@@ -295,7 +303,7 @@ class Checkpoints:
 
     def _read(self, step: int, dtypes: dict[Path, Any], wanted: dict[Path, Any]) -> dict[Path, Any]:
         """Leaves of a step in these dtypes, each in its sharding among those wanted."""
-        arguments = _StateRestore(
+        arguments = StateRestore(
             item=nested({path: wanted[path] for path in dtypes}),
             restore_args=nested(
                 {
@@ -324,7 +332,7 @@ class Checkpoints:
             active_processes=None if joint.alone else {jax.process_index()}
         )
         host_arrays = HostArrayHandler(self._sums)
-        state = _StateHandler(
+        state = StateHandler(
             joint,
             # Weights hardly compress.
             use_compression=False,
@@ -343,7 +351,7 @@ class Checkpoints:
         options = ocp.options.AsyncOptions(
             # Directories made in the background leave threads that wait for ever when that fails.
             create_directories_asynchronously=False,
-            timeout_secs=_SAVE_SECONDS,
+            timeout_secs=SAVE_SECONDS,
             barrier_sync_fn=None if joint.alone else joint.barrier,
             post_finalization_callback=self._write_integrity,
         )
@@ -426,7 +434,7 @@ class Checkpoints:
     def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
         """The one line for a failed save, after clearing away what it had written."""
         free = free_space(os.fspath(self.folder))
-        self._joint.fail(error, _SAVE_SECONDS)
+        self._joint.fail(error, SAVE_SECONDS)
         self._checkpointer = self._new_checkpointer()
         if self._lock is not None:  # else what is there may be another's
             self._clear_after_failure()
@@ -497,31 +505,6 @@ def _unreadable(path: epath.Path, record: Integrity | None, error: Exception) ->
         f"checkpoint {path} cannot be read{where}: {reason(error)}; "
         "restore another step or copy this one anew"
     )
-
-
-class _StateHandler(ocp.PyTreeCheckpointHandler):
-    """Writes arrays once the first process has made the folders for them."""
-
-    def __init__(self, joint: JointSave, **options: Any):
-        super().__init__(**options)
-        self._joint = joint
-
-    async def async_save(self, *args: Any, **kwargs: Any) -> Any:
-        self._joint.barrier("folders", _SAVE_SECONDS * 1000)
-        return await super().async_save(*args, **kwargs)
-
-
-# Orbax finds a handler by the arguments' class.
-@ocp.args.register_with_handler(_StateHandler, for_save=True)
-@dataclasses.dataclass
-class _StateSave(ocp.args.PyTreeSave):
-    pass
-
-
-@ocp.args.register_with_handler(_StateHandler, for_restore=True)
-@dataclasses.dataclass
-class _StateRestore(ocp.args.PyTreeRestore):
-    pass
 
 
 def _absolute(path: str) -> epath.Path:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.data.input_files import (
+from mesh_transformer.data.documents import (
     Bad,
     BadInputError,
     find_files,

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 
-from mesh_transformer.checkpoint import comparison, conversion
-from mesh_transformer.checkpoint.casts import FLOATS
+from mesh_transformer.checkpoint import conversion
+from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError, run_script
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"its tokenizer is {tokenizer}, which must stay there; --tokenizer names another")
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
-        found, bound = comparison.compare(
+        found, bound = conversion.compare(
             source, source_kind, target, target_kind, written.config, args.base
         )
         print(f"logits differ by {found:.1e} of their spread; {bound:.0e} is expected at most")

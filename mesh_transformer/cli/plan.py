@@ -73,8 +73,7 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
     from mesh_transformer.performance import scaling
-    from mesh_transformer.performance.decode_plan import decode_plan
-    from mesh_transformer.performance.plan import plan
+    from mesh_transformer.performance.plan import decode_plan, plan
     from mesh_transformer.performance.search import search
     from mesh_transformer.performance.topology import slice_named, topology
 

@@ -20,12 +20,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.data.cleaning import cleaner
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
-from mesh_transformer.data.documents import FILE_TYPES
-from mesh_transformer.data.input_files import find_files, told
-from mesh_transformer.data.packing import Order, sequences
-from mesh_transformer.data.record_parts import publish, write_parts
+from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, told
+from mesh_transformer.data.packing import Order, publish, sequences, write_parts
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.util import InputError, run_script
 

@@ -18,8 +18,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.data.documents import Piece, read_pieces
-from mesh_transformer.data.input_files import Bad
+from mesh_transformer.data.documents import Bad, Piece, read_pieces
 from mesh_transformer.data.tokenizer import encode_batch
 from mesh_transformer.util import InputError
 

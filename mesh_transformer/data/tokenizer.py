@@ -1,14 +1,18 @@
 """The GPT-2 tokenizer from a package, a folder or the hub; the only transformers import here."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -153,3 +157,79 @@ def _import_transformers():
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+class Tokenizer(NamedTuple):
+    """The tokenizer that goes with the weights; `fits` where the model's vocabulary holds it."""
+
+    source: str
+    loaded: Any  # of a class of transformers, which tokenizer.py alone imports
+    fits: bool
+
+    @classmethod
+    def of(cls, given: str | None, config: Config, must_fit: bool) -> "Tokenizer":
+        """The given one, which must fit, or the config's."""
+        source = given or config.tokenizer
+        try:
+            loaded = load_tokenizer(source)
+        except InputError as error:
+            if given:
+                raise
+            raise InputError(
+                f"{error}; where the model's own has gone, name another: --tokenizer, or the "
+                "config's key"
+            ) from None
+        fits = len(loaded) <= config.n_vocab
+        if not fits and (given or must_fit):
+            raise InputError(
+                f"tokenizer {source}: has {len(loaded)} tokens, more than n_vocab "
+                f"{config.n_vocab}; give the model's own"
+            )
+        return cls(source, loaded, fits)
+
+    def save(self, folder: str) -> None:
+        """Copies its files, or writes them where it is no Hugging Face folder; none if too big."""
+        if not self.fits:
+            print(
+                f"tokenizer {self.source}: left out, as its {len(self.loaded)} tokens are more "
+                "than the model has; give the model's own (--tokenizer)"
+            )
+            return
+        paths = [os.path.join(self.source, name) for name in _TOKENIZER_FILES]
+        found = [path for path in paths if self.source != "gpt2" and os.path.isfile(path)]
+        for path in found:
+            shutil.copy(path, folder)
+        if not found:
+            self.loaded.save_pretrained(folder)
+
+
+def byte_letters() -> dict[str, int]:
+    """Which byte each letter of the names of GPT-2's tokens stands for."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    # The unprintable bytes have letters from U+100 on.
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + at): byte for at, byte in enumerate(others)
+    }
+
+
+def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
+    """How many bytes of UTF-8 text each token id stands for, [n_vocab]; special tokens for none."""
+    letters, special = byte_letters(), set(tokenizer.all_special_ids)
+    counts = np.zeros(n_vocab, np.int64)
+    for name, number in tokenizer.get_vocab().items():
+        if number in special or number >= n_vocab:
+            continue
+        whole = all(letter in letters for letter in name)  # a tokenizer of bytes, as GPT-2's
+        counts[number] = len(name) if whole else len(tokenizer.decode([number]).encode())
+    return counts

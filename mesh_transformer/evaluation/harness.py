@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_transformer.checkpoint.hf_config import Tokenizer
 from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
-    from mesh_transformer.evaluation.network_lm import Network
+    from mesh_transformer.network import Network
 
 # What the original's configs name, as lm-eval calls them now.
 DEFAULT_TASKS = ("lambada", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
@@ -43,17 +43,17 @@ class Harness:
         if limit is not None and not limit > 0:
             raise InputError(f"the limit of questions is {limit}, expected above 0")
         try:
-            from mesh_transformer.evaluation import evaluation
+            from mesh_transformer.evaluation import tasks
         except ImportError as error:
             raise InputError(
                 f"lm-eval's tasks ({', '.join(names)}): {error.name or error} is missing; "
                 "pip install 'lm-eval>=0.4.13', or set eval_harness_tasks to []"
             ) from None
-        self._evaluation = evaluation
-        self._tasks = evaluation.tasks_of(names, include_path)
+        self._evaluation = tasks
+        self._tasks = tasks.tasks_of(names, include_path)
         self._tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
         self._options: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit}
-        evaluation.rehearse(config, self._tokenizer, self._tasks, **self._options)
+        tasks.rehearse(config, self._tokenizer, self._tasks, **self._options)
 
     def results(
         self, network: "Network", stopped: Callable[[], bool] = lambda: False

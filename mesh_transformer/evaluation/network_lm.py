@@ -4,7 +4,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from lm_eval import utils
@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.network import Network
 from mesh_transformer.util import HostError, InputError, bucket
 
 SMALLEST = 16  # texts are padded to this width times a power of two: few compilations
@@ -25,17 +26,6 @@ Encoded = tuple[Any, list[int], list[int]]  # lm-eval's (texts, context, continu
 
 class StoppedAskingError(Exception):
     """Whoever asked for scores has no use for them any more."""
-
-
-class Network(Protocol):
-    """What the tasks ask of a model; see `CausalTransformer`."""
-
-    config: Config
-
-    @property
-    def batch_size(self) -> int: ...
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
-    def batch(self, rows: int) -> Any: ...
 
 
 class NetworkLM(TemplateLM):

@@ -6,16 +6,15 @@ import math
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
-from mesh_transformer.generation.text_stream import bytes_of_tokens
+from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.util import InputError
 
 IN_FLIGHT = 2  # batches dispatched before what is told of the oldest is read
@@ -23,18 +22,6 @@ IN_FLIGHT = 2  # batches dispatched before what is told of the oldest is read
 
 class StoppedScoringError(Exception):
     """Whoever asked for scores has no use for them any more."""
-
-
-class Network(Protocol):
-    """What is scored, wherever it runs; see `CausalTransformer`."""
-
-    config: Config
-
-    @property
-    def batch_size(self) -> int: ...
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
-    def batch(self, rows: int) -> Any: ...
-    def load(self, path: str, *, fresh_opt: bool = False) -> None: ...
 
 
 @dataclasses.dataclass
@@ -61,7 +48,7 @@ class Scores:
     def add(
         self, sample: dict[str, np.ndarray], told: dict[str, Any], bytes_of: np.ndarray | None
     ) -> None:
-        """Counts a batch, and what `Network.eval` tells of it, in."""
+        """Counts a batch, and what `TrainableNetwork.eval` tells of it, in."""
         bearing = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
         self.nats += float(np.asarray(told["all_loss"], np.float64)[bearing].sum())
         self.tokens += int(bearing.sum())
@@ -81,7 +68,7 @@ HEADING = (
 )
 
 
-def open_set(network: Network, path: str) -> TFRecordNewInputs:
+def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
     """A validation set's batches, once, in its index's order."""
     config = network.config
     return TFRecordNewInputs(
@@ -101,7 +88,7 @@ def _filled(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
 
 
 def score(
-    network: Network,
+    network: TrainableNetwork,
     path: str,
     *,
     bytes_of: np.ndarray | None = None,
@@ -134,7 +121,7 @@ def score(
     return found
 
 
-def validate(network: Network, path: str) -> dict[str, Scores]:
+def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
     """Loads the weights at `path`; prints what it says of every `val_set`, and lm-eval's tasks."""
     config = network.config
     sets = config.val_set if config.val_batches else {}

@@ -1,7 +1,7 @@
 """A running batch of prompts on a mesh, for callers that know tokens and rows but no arrays."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,72 +11,79 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
+from mesh_transformer.generation import decode
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts, Weights
+from mesh_transformer.generation.prompts import check_prompts, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
+from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.placement import Rows
-from mesh_transformer.training import step as steps
+from mesh_transformer.mesh.program import compiled
+from mesh_transformer.model.attention import LayerCache
 from mesh_transformer.util import InputError, bucket
+
+
+def decode_specs(config: Config) -> decode.DecodeState:
+    """The layout of a running batch: rows over dp, heads over mp."""
+    rows, cache = P("dp"), P("dp", "mp")
+    settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
+    caches = (LayerCache(cache, cache),) * config.layers
+    return decode.DecodeState(caches, rows, rows, rows, rows, settings)
+
+
+def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
+    """A function from params, in any layout, to the weights of the functions below."""
+    return jax.jit(
+        functools.partial(decode.weights_of, config=config),
+        out_shardings=named(mesh, decode.weight_specs(config)),
+    )
+
+
+def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.DecodeState]:
+    """(rows, slots) -> a batch of idle rows."""
+    return jax.jit(
+        functools.partial(decode.empty, config),
+        static_argnums=(0, 1),
+        out_shardings=named(mesh, decode_specs(config)),
+    )
+
+
+def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
+    """(batch, slots) -> the same batch with more slots."""
+    layout = named(mesh, decode_specs(config))
+    return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
+
+
+def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[..., Any]:
+    """(weights, tokens, following) -> what the model thinks of what follows each token."""
+    rows = P("dp")
+    function = functools.partial(decode.score, alternatives=alternatives)
+    specs = (decode.weight_specs(config), rows, rows)
+    return compiled(function, config, mesh, specs, rows)
+
+
+def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
+    """(weights, batch, prompts) -> (batch, what was chosen); the old batch's memory is reused."""
+    rows, state = P("dp"), decode_specs(config)
+    prompts = decode.Prompts(rows, rows, rows, state.settings)
+    function = functools.partial(decode.prefill, alternatives=alternatives)
+    specs = (decode.weight_specs(config), state, prompts)
+    return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
+
+
+def compile_decode(
+    config: Config, mesh: Mesh, alternatives: int | None, most: int
+) -> Callable[..., Any]:
+    """(weights, batch, left, steps) -> (batch, chosen); the old batch's memory is reused."""
+    state = decode_specs(config)
+    function = functools.partial(decode.decode, alternatives=alternatives, most=most)
+    specs = (decode.weight_specs(config), state, P("dp"), P())
+    return compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)
+
 
 SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
 SMALLEST_CACHE = 256  # as for a prompt; a cache that grows is a new compilation each time
 MOST_STEPS = 32  # in one call of the device
 PREFILL_TOKENS = 4096  # in one call, on one replica: attention's memory is their number times T
-
-
-def check_length(gen_length: int) -> None:
-    """Raises InputError where no token is asked for."""
-    if gen_length < 1:
-        raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
-
-
-def check_prompts(
-    ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts [B, T] and their lengths [B] as numpy arrays, checked in all but their tokens.
-
-    Raises:
-      InputError: where shapes do not fit, a prompt is empty, or nothing is to be generated.
-    """
-    tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
-    if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
-        raise InputError(
-            f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
-        )
-    check_length(gen_length)
-    if length.min() < 1 or length.max() > tokens.shape[1]:
-        raise InputError("generate: an empty prompt, or a length beyond ctx; give 1 to T tokens")
-    return tokens, length
-
-
-def check_texts(
-    config: Config, prompts: Sequence[np.ndarray], lengths: ArrayLike
-) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """The last window of each prompt, its length, and how many tokens it may have; all checked.
-
-    Raises:
-      InputError: see `Batch.insert`.
-    """
-    texts = [np.asarray(prompt)[-config.window :] for prompt in prompts]
-    for text in texts:
-        if not np.issubdtype(text.dtype, np.integer) or text.ndim != 1 or not len(text):
-            raise InputError(
-                f"generate: a prompt is {text.dtype} {text.shape}, expected token ids [T]"
-            )
-        if text.min() < 0 or text.max() >= config.n_vocab:
-            raise InputError(
-                f"generate: ctx holds token id {max(text.max(), -text.min())}, outside the "
-                f"vocabulary of n_vocab {config.n_vocab}"
-            )
-    length = np.array([len(text) for text in texts], np.int32)
-    left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
-    for total, own in zip(length + left, left, strict=True):
-        check_length(own)
-        if config.pe == "fixed" and total > config.seq:
-            raise InputError(
-                f"generate: {total} tokens in all, but pe fixed has positions for seq "
-                f"{config.seq}; shorten the prompt or the answer"
-            )
-    return texts, length, left
 
 
 class Generator:
@@ -90,16 +97,16 @@ class Generator:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # Weights are whole but for mp, whatever ZeRO makes of the state.
         own = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
-        self._weights = steps.compile_weights(own, mesh)
+        self._weights = compile_weights(own, mesh)
         self.config = own.merged()
         self.mesh = mesh
         self.rows = rows
         self._made: tuple[Any, Weights] | None = None
-        self.empty = steps.compile_empty(self.config, mesh)
-        self.grow = steps.compile_grow(self.config, mesh)
-        self._score = functools.cache(functools.partial(steps.compile_score, self.config, mesh))
-        self.prefill = functools.cache(functools.partial(steps.compile_prefill, self.config, mesh))
-        self.decode = functools.cache(functools.partial(steps.compile_decode, self.config, mesh))
+        self.empty = compile_empty(self.config, mesh)
+        self.grow = compile_grow(self.config, mesh)
+        self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
+        self.prefill = functools.cache(functools.partial(compile_prefill, self.config, mesh))
+        self.decode = functools.cache(functools.partial(compile_decode, self.config, mesh))
 
     def weights(self, params: Any | None) -> Weights:
         """What generation reads of `params`, kept until others are asked for; None: what is kept.

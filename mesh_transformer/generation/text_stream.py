@@ -1,9 +1,6 @@
 """Tokens into text as they come: whole characters alone, and no further than a stop sequence."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
 
 INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
 MOST_PENDING = 8  # tokens that one character is made of, at most: it has 4 bytes
@@ -97,25 +94,3 @@ def _overlap(text: str, sequence: str) -> int:
     """How many characters at the end of `text` begin `sequence`."""
     longest = min(len(text), len(sequence) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(sequence[:n])), 0)
-
-
-def byte_letters() -> dict[str, int]:
-    """Which byte each letter of the names of GPT-2's tokens stands for."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    # The unprintable bytes have letters from U+100 on.
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + at): byte for at, byte in enumerate(others)
-    }
-
-
-def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
-    """How many bytes of UTF-8 text each token id stands for, [n_vocab]; special tokens for none."""
-    letters, special = byte_letters(), set(tokenizer.all_special_ids)
-    counts = np.zeros(n_vocab, np.int64)
-    for name, number in tokenizer.get_vocab().items():
-        if number in special or number >= n_vocab:
-            continue
-        whole = all(letter in letters for letter in name)  # a tokenizer of bytes, as GPT-2's
-        counts[number] = len(name) if whole else len(tokenizer.decode([number]).encode())
-    return counts

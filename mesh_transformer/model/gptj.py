@@ -9,7 +9,7 @@ Array names end in their shape: B batch, T query, S key, D model, H heads, V voc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
@@ -24,8 +24,7 @@ from mesh_transformer.mesh.declaration import (
     record_declarations,
 )
 from mesh_transformer.mesh.parallel import GATHERED, Auto, Parallel
-from mesh_transformer.model import flash_attention
-from mesh_transformer.model.attention import MASKED, causal_bias
+from mesh_transformer.model.attention import ATTENDED, MASKED, attend_function, causal_bias
 from mesh_transformer.model.layers import (
     Context,
     Embedding,
@@ -33,8 +32,6 @@ from mesh_transformer.model.layers import (
     RelativePosition,
     TransformerLayer,
 )
-from mesh_transformer.model.loss import Losses, chunked_cross_entropy
-from mesh_transformer.util import to_f32
 
 Params = dict[str, Any]
 
@@ -112,14 +109,14 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
         "dots": policies.dots_with_no_batch_dims_saveable,
         "none": policies.save_from_both_policies(
             policies.dots_saveable,
-            policies.save_only_these_names(GATHERED, flash_attention.ATTENDED),
+            policies.save_only_these_names(GATHERED, ATTENDED),
         ),
     }[kept]
     # Inside a scan the compiler cannot merge the recomputation with the forward pass.
     return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
-def _runs(segments: Array) -> tuple[Array, Array]:
+def segment_runs(segments: Array) -> tuple[Array, Array]:
     """The number of the run of equal numbers that each position [..., T] is in, its place there."""
     index_T = jnp.arange(segments.shape[-1])
     begins = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
@@ -127,20 +124,20 @@ def _runs(segments: Array) -> tuple[Array, Array]:
     return jnp.cumsum(begins, axis=-1), index_T - starts
 
 
-def _forward(
+def residual_stream(
     params: Params, tokens_BT: Array, config: Config, par: Parallel, segments_BT: Array | None
 ) -> Array:
     """The residual stream x_BTD before the last norm; segments do not see each other."""
     parts, declared = transforms(config, par), declarations(config)
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
-        run_BT, positions_BT = _runs(segments_BT)
+        run_BT, positions_BT = segment_runs(segments_BT)
 
     def apply(part: str, *args: Array) -> Any:
         whole = par.collect(params[part], declared[part], config.dtype)
         return parts[part].apply(whole, *args)
 
-    attend, bias_BHTS = flash_attention.attend(config, par, tokens_BT.shape[-1], run_BT), None
+    attend, bias_BHTS = attend_function(config, par, tokens_BT.shape[-1], run_BT), None
     if attend is None:
         bias_BHTS = causal_bias(positions_BT, positions_BT, config.window)
         if config.pe == "t5":
@@ -173,73 +170,6 @@ def logits(
     Where several texts share a sequence, each is a run of one number in `segments`, and reads and
     stands as it would alone.
     """
-    x_BTD = _forward(params, tokens_BT, config, par, segments_BT)
+    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
     return transforms(config, par)["proj"].apply(whole, x_BTD)
-
-
-def losses(
-    params: Params,
-    tokens_BT: Array,
-    targets_BT: Array,
-    config: Config,
-    par: Parallel,
-    segments_BT: Array | None = None,
-) -> Losses:
-    """Cross entropy at every position, in nats; for `segments` see `logits`."""
-    x_BTD = _forward(params, tokens_BT, config, par, segments_BT)
-    whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
-    projection = transforms(config, par)["proj"].apply
-    weights = to_f32(whole)  # so that the gradients of the chunks are summed in f32
-
-    def head(x_GBTD: Array) -> Array:
-        own = jax.tree.map(lambda w: w.astype(config.dtype), weights)
-        return projection(own, x_GBTD, norm=False)
-
-    x_GBTD = projection(whole, x_BTD, head=False)
-    return chunked_cross_entropy(head, x_GBTD, targets_BT, par, config.loss_chunk)
-
-
-class LossWeights(NamedTuple):
-    """How much each position counts in the loss and in `last_loss`; means over a batch are 1."""
-
-    every_BT: Array
-    last_BT: Array
-
-
-def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
-    """Weights [..., T] under which means over all of a batch are means where `mask` is 1.
-
-    The last position of a sequence, or of each of its `segments`, is its last one with 1; where no
-    position has 1 all weights are 0.
-    """
-    every, length = mask.astype(jnp.float32), mask.shape[-1]
-    runs = jnp.zeros_like(mask, jnp.int32) if segments is None else _runs(segments)[0]
-    # Behind all others stands a position with 1 of a run of its own.
-    index = jnp.where(mask != 0, jnp.arange(length), length)
-    onward = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
-    following = jnp.concatenate((onward[..., 1:], jnp.full_like(onward[..., :1], length)), -1)
-    others = jnp.concatenate((runs, jnp.full_like(runs[..., :1], -1)), -1)
-    last = every * (jnp.take_along_axis(others, following, axis=-1) != runs)
-    shares = par.mean_scalar(jnp.stack((every.mean(), last.mean())))
-    scales = 1 / jnp.maximum(shares, jnp.finfo(jnp.float32).tiny)
-    return LossWeights(every * scales[0], last * scales[1])
-
-
-def train_loss(
-    params: Params,
-    tokens_BT: Array,
-    targets_BT: Array,
-    config: Config,
-    par: Parallel,
-    weights: LossWeights | None = None,
-    segments_BT: Array | None = None,
-) -> tuple[Array, Array]:
-    """The mean loss that training minimises, z-loss included, and that of the last position."""
-    found = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
-    if weights is None:
-        z_loss = config.z_loss * jnp.mean(jnp.square(found.log_sum_BT))
-        return found.loss_BT.mean() + z_loss, found.loss_BT[:, -1].mean() + z_loss
-    z_loss = config.z_loss * jnp.mean(weights.every_BT * jnp.square(found.log_sum_BT))
-    every = jnp.mean(weights.every_BT * found.loss_BT)
-    return every + z_loss, jnp.mean(weights.last_BT * found.loss_BT) + z_loss

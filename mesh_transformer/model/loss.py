@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model.gptj import (
+    Params,
+    declarations,
+    residual_stream,
+    segment_runs,
+    transforms,
+)
+from mesh_transformer.util import to_f32
 
 
 class Losses(NamedTuple):
@@ -96,3 +105,70 @@ def chunked_cross_entropy(
         return found_BT[:, :length]
 
     return _joined(jax.tree.map(whole, parts), targets_BT, par)
+
+
+def losses(
+    params: Params,
+    tokens_BT: Array,
+    targets_BT: Array,
+    config: Config,
+    par: Parallel,
+    segments_BT: Array | None = None,
+) -> Losses:
+    """Cross entropy at every position, in nats; for `segments` see `logits`."""
+    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
+    whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
+    projection = transforms(config, par)["proj"].apply
+    weights = to_f32(whole)  # so that the gradients of the chunks are summed in f32
+
+    def head(x_GBTD: Array) -> Array:
+        own = jax.tree.map(lambda w: w.astype(config.dtype), weights)
+        return projection(own, x_GBTD, norm=False)
+
+    x_GBTD = projection(whole, x_BTD, head=False)
+    return chunked_cross_entropy(head, x_GBTD, targets_BT, par, config.loss_chunk)
+
+
+class LossWeights(NamedTuple):
+    """How much each position counts in the loss and in `last_loss`; means over a batch are 1."""
+
+    every_BT: Array
+    last_BT: Array
+
+
+def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
+    """Weights [..., T] under which means over all of a batch are means where `mask` is 1.
+
+    The last position of a sequence, or of each of its `segments`, is its last one with 1; where no
+    position has 1 all weights are 0.
+    """
+    every, length = mask.astype(jnp.float32), mask.shape[-1]
+    runs = jnp.zeros_like(mask, jnp.int32) if segments is None else segment_runs(segments)[0]
+    # Behind all others stands a position with 1 of a run of its own.
+    index = jnp.where(mask != 0, jnp.arange(length), length)
+    onward = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
+    following = jnp.concatenate((onward[..., 1:], jnp.full_like(onward[..., :1], length)), -1)
+    others = jnp.concatenate((runs, jnp.full_like(runs[..., :1], -1)), -1)
+    last = every * (jnp.take_along_axis(others, following, axis=-1) != runs)
+    shares = par.mean_scalar(jnp.stack((every.mean(), last.mean())))
+    scales = 1 / jnp.maximum(shares, jnp.finfo(jnp.float32).tiny)
+    return LossWeights(every * scales[0], last * scales[1])
+
+
+def train_loss(
+    params: Params,
+    tokens_BT: Array,
+    targets_BT: Array,
+    config: Config,
+    par: Parallel,
+    weights: LossWeights | None = None,
+    segments_BT: Array | None = None,
+) -> tuple[Array, Array]:
+    """The mean loss that training minimises, z-loss included, and that of the last position."""
+    found = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
+    if weights is None:
+        z_loss = config.z_loss * jnp.mean(jnp.square(found.log_sum_BT))
+        return found.loss_BT.mean() + z_loss, found.loss_BT[:, -1].mean() + z_loss
+    z_loss = config.z_loss * jnp.mean(weights.every_BT * jnp.square(found.log_sum_BT))
+    every = jnp.mean(weights.every_BT * found.loss_BT)
+    return every + z_loss, jnp.mean(weights.last_BT * found.loss_BT) + z_loss

@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh import program
 from mesh_transformer.mesh.parallel import Manual
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import gptj
 from mesh_transformer.performance import benchmark, hlo
-from mesh_transformer.performance.hlo_bytes import planned_memory
+from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import StoppedError
 
@@ -78,7 +79,7 @@ def switched(variant: Variant) -> Iterator[None]:
 
     def scan_of_layers(body: Any, *args: Any, **options: Any) -> Any:
         nonlocal unrolled
-        if not body.__qualname__.startswith("_forward."):
+        if not body.__qualname__.startswith("residual_stream."):
             return scan(body, *args, **options)
         unrolled += 1
         return scan(body, *args, **options | {"unroll": True})
@@ -92,7 +93,7 @@ def switched(variant: Variant) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         if variant.own_sums:
-            patches.enter_context(mock.patch.object(steps, "Manual", OwnSums))
+            patches.enter_context(mock.patch.object(program, "Manual", OwnSums))
         if variant.unrolled:
             patches.enter_context(mock.patch.object(jax.lax, "scan", scan_of_layers))
             patches.enter_context(mock.patch.object(jax, "checkpoint", checkpoint_outside_a_scan))

@@ -22,11 +22,13 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import MOST_STEPS, Generator
 from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.placement import Rows
-from mesh_transformer.model import flash_attention, flops
+from mesh_transformer.model import flops
+from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance import device_trace
-from mesh_transformer.performance.hlo_bytes import planned_memory
+from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
@@ -54,10 +56,12 @@ def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
     if name is None:
         device = mesh.devices.flat[0]
         one = (
-            flops.hardware("cpu", dtype) if device.platform == "cpu" else flops.hardware_of(device)
+            accelerators.hardware("cpu", dtype)
+            if device.platform == "cpu"
+            else accelerators.hardware_of(device)
         )
     else:
-        one = flops.hardware(name, dtype)
+        one = accelerators.hardware(name, dtype)
     if one is None:
         return None
     count = 1 if one.name == "cpu" else mesh.size
@@ -185,7 +189,7 @@ def measure_training(
         for number in range(total):
             run.step()
             if limit is not None and limit.hardware == "cpu" and number >= warmup:
-                peaks.append(flops.matmul_flops(config.dtype, PEAK_SIZES, PEAK_SECONDS))
+                peaks.append(accelerators.matmul_flops(config.dtype, PEAK_SIZES, PEAK_SECONDS))
             bar.update()
         all_timed = run.seconds[1 + warmup :]
         if profile is not None:
@@ -197,7 +201,7 @@ def measure_training(
     if peaks:  # of the two beside a step the larger one counts
         peak = statistics.median(map(max, itertools.pairwise(peaks)))
     median, tokens = statistics.median(all_timed), run.batches[0]["obs"].size
-    attention = flash_attention.chosen(config, mesh.devices.flat[0])
+    attention = attention_backend(config, mesh.devices.flat[0])
     peak_bytes, source = peak_memory(mesh, run.compiled)
     return Training(
         compile_seconds=compile_seconds,

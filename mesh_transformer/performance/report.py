@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from mesh_transformer.performance.topology import GIB
+from mesh_transformer.mesh.accelerators import GIB
 
 Cell = tuple[str, Callable[[dict[str, Any]], str]]  # a column's title, and what stands in it
 

@@ -8,8 +8,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from mesh_transformer.config import Config
-from mesh_transformer.model import flash_attention, flops
-from mesh_transformer.model.flops import Hardware
+from mesh_transformer.mesh import accelerators
+from mesh_transformer.mesh.accelerators import Hardware
+from mesh_transformer.model import flops
+from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance.roofline import link_seconds, sent
 from mesh_transformer.util import InputError
 
@@ -99,7 +101,7 @@ def attention_on(config: Config, hardware: Hardware) -> str:
         platform = "cpu"
     capability = "8.0" if hardware.kind.startswith("A100") else "9.0"
     try:
-        return flash_attention.chosen(config, _Device(platform, hardware.kind, capability))
+        return attention_backend(config, _Device(platform, hardware.kind, capability))
     except InputError:
         return "xla"
 
@@ -287,13 +289,13 @@ def _step_cells(papers: list[Paper]) -> list[str]:
 
 
 def _mp_share(config: Config, generation: str, mp: int) -> float:
-    hardware = flops.hardware(generation)
+    hardware = accelerators.hardware(generation)
     seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
     return seconds * hardware.peak * mp / _computing(config, hardware)
 
 
 def _break_even(config: Config, generation: str, zero: int) -> float:
-    hardware = flops.hardware(generation)
+    hardware = accelerators.hardware(generation)
     sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
     seconds = link_seconds(sent_bytes, hardware)[1]
     return seconds * hardware.peak / _computing(config, hardware)
@@ -314,7 +316,7 @@ def sequences_a_step(config: Config) -> int:
 def _by_devices(
     config: Config, generation: str, sequences: int, zeros: Sequence[int]
 ) -> list[list[Paper]]:
-    hardware = flops.hardware(generation)
+    hardware = accelerators.hardware(generation)
     steps = []
     for devices in DEVICES:
         dp = devices // config.cores_per_replica

@@ -7,10 +7,10 @@ from typing import Any
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.model.flops import Hardware
+from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.performance.plan import Plan, plan
 from mesh_transformer.performance.scaling import Paper, on_paper, sequences_a_step
-from mesh_transformer.performance.topology import GIB, Slice
+from mesh_transformer.performance.topology import Slice
 from mesh_transformer.util import InputError
 
 BATCHES = (1, 2, 4, 8, 16)

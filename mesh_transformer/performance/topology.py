@@ -15,42 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mesh_transformer.mesh import accelerators
+from mesh_transformer.mesh.accelerators import GENERATIONS, SLICES, Hardware
 from mesh_transformer.mesh.devices import use_virtual_devices
-from mesh_transformer.model import flops
-from mesh_transformer.model.flops import Hardware
-from mesh_transformer.pod.tpu.spec import GENERATIONS
 from mesh_transformer.util import InputError
 
-
-@dataclass(frozen=True)
-class Generation:
-    """What the compiler has to know of a generation of TPUs.
-
-    Attributes:
-      dimensions: of the grid that its chips are linked in.
-      devices: JAX devices on a chip.
-      hbm: bytes that a program may have on one device.
-      options: libtpu's own.
-    """
-
-    dimensions: int
-    devices: int
-    hbm: int
-    options: dict[str, str]
-
-
-GIB = 2**30
 # Where `make libtpu` puts it: apart, as it warns on every machine without a TPU if JAX finds it.
 LIBRARY = Path(sys.prefix) / "libtpu/libtpu/libtpu.so"
-# The memory is what the compiler itself enforces.
-KNOWN = {
-    "v2": Generation(2, 2, int(7.48 * GIB), {}),
-    "v3": Generation(2, 2, int(15.48 * GIB), {}),
-    "v4": Generation(3, 1, int(30.75 * GIB), {"chip_config_name": "megacore"}),
-    "v5e": Generation(2, 1, int(15.75 * GIB), {}),
-    "v5p": Generation(3, 1, int(95.74 * GIB), {}),
-    "v6e": Generation(2, 1, int(31.25 * GIB), {}),
-}
 # libtpu reads them as it is loaded; without them it asks a cloud's server where it is.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -72,16 +43,16 @@ class Topology:
     @property
     def devices(self) -> int:
         """JAX devices of the slice."""
-        return math.prod(self.grid) * KNOWN[self.generation].devices
+        return math.prod(self.grid) * SLICES[self.generation].devices
 
     @property
     def hbm(self) -> int:
         """Bytes that a program may have on one device."""
-        return KNOWN[self.generation].hbm
+        return SLICES[self.generation].hbm
 
     def hardware(self, dtype: str) -> Hardware:
         """What one device can; the table's peak is that of bf16, whatever `dtype` is."""
-        return flops.hardware(self.generation, dtype)
+        return accelerators.hardware(self.generation, dtype)
 
     def mesh(self, dp: int, mp: int) -> Mesh:
         """A (dp, mp) mesh of devices that programs can be compiled for, and do not run on."""
@@ -99,7 +70,7 @@ class Topology:
             return topologies.get_topology_desc(
                 platform="tpu",
                 topology_name=f"{self.generation}:{grid}",
-                **KNOWN[self.generation].options,
+                **SLICES[self.generation].options,
             ).devices
         except Exception as error:  # what libtpu raises has no type of its own
             if "libtpu" not in str(error) and "Unable to initialize" not in str(error):
@@ -136,8 +107,8 @@ class Present:
     def hardware(self, dtype: str) -> Hardware:
         """What one device can."""
         if self.platform == "cpu":
-            return flops.hardware("cpu", dtype).part(self.devices)
-        found = flops.hardware_of(self._list()[0])
+            return accelerators.hardware("cpu", dtype).part(self.devices)
+        found = accelerators.hardware_of(self._list()[0])
         if found is None:
             kind = self._list()[0].device_kind
             raise InputError(
@@ -198,14 +169,14 @@ def topology(name: str) -> Topology:
       InputError: for a name that no slice has.
     """
     given = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
-    if given and given[1] in KNOWN:
+    if given and given[1] in SLICES:
         return Topology(name, given[1], tuple(map(int, given[2].split("x"))))
     found = re.fullmatch(r"(v5litepod|\w+)-(\d+)", name)
     generation = {"v5litepod": "v5e"}.get(found[1], found[1]) if found else ""
-    if found is None or generation not in KNOWN:
-        example = ", ".join(f"{each}-8" for each in KNOWN)
+    if found is None or generation not in SLICES:
+        example = ", ".join(f"{each}-8" for each in SLICES)
         raise InputError(f"topology is {name!r}, expected one such as {example} or v5p:16x16x24")
-    known = KNOWN[generation]
+    known = SLICES[generation]
     units = GENERATIONS["v5litepod" if generation == "v5e" else generation].units
     chips, rest = divmod(int(found[2]), units * known.devices)
     grid = _grid(chips, known.dimensions)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation.batch import check_texts
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prompts import check_texts
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.placement import places
 from mesh_transformer.util import HostError, InputError

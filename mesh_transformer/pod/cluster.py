@@ -10,12 +10,13 @@ them and becomes one HostError: what is left is the newest checkpoint, from whic
 goes on (`runs.train`).
 """
 
+import dataclasses
 import itertools
 import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,17 +27,93 @@ from ray import exceptions
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.data.storage import local_path
-from mesh_transformer.generation.batch import check_prompts
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prompts import check_prompts
 from mesh_transformer.generation.sampling import RANGES, sampler_settings
 from mesh_transformer.mesh.placement import gathered, places, share
 from mesh_transformer.pod.batch import ClusterBatch
-from mesh_transformer.pod.cluster_step import Number, Reading
-from mesh_transformer.pod.cluster_train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.runner import Measured
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
+
+
+@dataclasses.dataclass
+class Reading:
+    """The calls that dispatch a step, then what it measured."""
+
+    step: int
+    dispatched: list[Any]
+    values: dict[str, float] | None = None
+    ended: bool = False  # on all hosts, as far as they have said
+
+
+class Number:
+    """One of a step's measurements, waited for when read."""
+
+    def __init__(self, read: Callable[[Reading], dict[str, float]], reading: Reading, name: str):
+        self._read, self._reading, self._name = read, reading, name
+
+    def __float__(self) -> float:
+        return self._read(self._reading)[self._name]
+
+    def is_ready(self) -> bool:
+        """Whether the step is known to have ended; only reading one before it finds out."""
+        return self._reading.ended or self._reading.values is not None
+
+
+# A batch that the hosts hold: none of it is here.
+READ_ON_HOSTS: dict[str, np.ndarray] = {}
+
+
+class ClusterTrainSet:
+    """`TFRecordNewInputs` on every host, each for the rows of its own replicas.
+
+    The batches are those that one process would read, record for record, and so are the states:
+    a run may go on with fewer hosts, or with the driver reading.  All hosts must see the files.
+
+    Raises:
+      InputError: as `TFRecordNewInputs`, where any host finds something wrong.
+      HostError: when a host fails, or is at another record than the others.
+    """
+
+    def __init__(self, cluster: "TPUCluster"):
+        self._cluster = cluster
+        self._state: dict[str, Any] = {}
+        self._open(None)
+
+    def _open(self, state: dict[str, Any] | None) -> None:
+        found = self._cluster.config.train_set
+        assert found is not None
+        if isinstance(found, Mapping):
+            whole: Any = {local_path(path): weight for path, weight in found.items()}
+        else:
+            whole = local_path(found)
+        self._call("open_train_set", whole, state)
+
+    def get_samples(self) -> dict[str, np.ndarray]:
+        """Has the hosts read the next batch; gives `READ_ON_HOSTS`, to train on."""
+        self._call("read")
+        return READ_ON_HOSTS
+
+    def state(self) -> dict[str, Any]:
+        """As `TFRecordNewInputs.state`."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As `TFRecordNewInputs.restore`."""
+        self._open(state)
+
+    def close(self) -> None:
+        """Does nothing: the hosts end theirs when another takes its place, or with themselves."""
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """A call whose answer is the state that all hosts are in then."""
+        states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
+        if any(state != states[0] for state in states):
+            raise self._cluster.failed("the hosts are at different records of train_set")
+        self._state = states[0]
+
 
 SECONDS_TO_START = 60.0  # for a host's process, from nothing to its first answer
 SECONDS_TO_ANSWER = 2.0  # for a host to say that it lives, once something has failed

@@ -1,6 +1,5 @@
 """From a Config to a running `TPUCluster`: on this machine's processes, or on a TPU's hosts."""
 
-import argparse
 import contextlib
 import os
 import signal
@@ -9,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mesh_transformer.cli.arguments import refuse_tpu_arguments, tpu_arguments
 from mesh_transformer.config import Config
 from mesh_transformer.pod.ray_head import OBJECT_STORE, RayHead
 from mesh_transformer.pod.tpu.api import PreemptedError
@@ -18,12 +16,9 @@ from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
 from mesh_transformer.pod.tpu.vm import TpuVm
 from mesh_transformer.util import HostError, InputError, StoppedError
 
-# Both import Ray, which has to wait until `RayHead` has chosen its authentication.
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
     from mesh_transformer.pod.hosts import Host
-    from mesh_transformer.pod.lasting_cluster import LastingCluster
-    from mesh_transformer.transformer_shard import CausalTransformer
 
 FIRST_TRIES = 3  # attempts to start the hosts before any has joined
 BATCHES_IN_STORE = 8  # those under way, and as much again for what validation and sampling send
@@ -34,55 +29,6 @@ def build_model(config: Config, hosts: "list[Host]", **options: Any) -> "TPUClus
     from mesh_transformer.pod.cluster import TPUCluster
 
     return TPUCluster(config, hosts, **options)
-
-
-def machines_of(
-    args: argparse.Namespace, config: Config
-) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """What gives the hosts that `add_host_arguments`' flags ask for, at each attempt."""
-    if args.tpu is not None:
-        return tpu_machines(config, *tpu_arguments(args, config))
-    refuse_tpu_arguments(args)
-    return local_machines(config, args.local_hosts)
-
-
-@contextlib.contextmanager
-def running_model(
-    args: argparse.Namespace, path: str, config: Config | None, *, only_generate: bool = False
-) -> "Iterator[CausalTransformer | LastingCluster]":
-    """A network with the weights at `path`, to answer with.
-
-    It runs on the hosts that `add_host_arguments`' flags ask for, otherwise in this process;
-    without a config it has that of `path`.  For `only_generate` see `CausalTransformer`.
-    """
-    if args.tpu is None and args.local_hosts is None:
-        from mesh_transformer.transformer_shard import load
-
-        refuse_tpu_arguments(args)
-        alone = load(path, config)
-        if only_generate:
-            alone.only_generate()
-        yield alone
-        return
-    from mesh_transformer.checkpoint.conversion import config_of
-
-    own = config or config_of(path)
-    with machines_of(args, own) as hosts:
-        from mesh_transformer.pod.lasting_cluster import LastingCluster
-
-        def make() -> "TPUCluster":
-            cluster = build_model(own, hosts(), heartbeat=args.heartbeat, patience=args.patience)
-            try:
-                cluster.load(path, only_params=True)
-                if only_generate:
-                    cluster.only_generate()
-            except BaseException:
-                cluster.close()
-                raise
-            return cluster
-
-        with contextlib.closing(LastingCluster(make)) as network:
-            yield network
 
 
 def local_machines(

@@ -1,9 +1,10 @@
 """A Ray head that lives as long as its driver, and takes every process of it along when it ends.
 
-`python -m mesh_transformer.pod.ray_head BYTES` prints `address: HOST:PORT` and ends once its standard
-input is closed, which even a SIGKILL of the driver does, or once one of Ray's own servers has
-died.  `RayHead` starts it in a session of its own: Ctrl-C in the terminal reaches the driver alone,
-and `ray.init` in the driver itself would take the driver out of the terminal's process group.
+`python -m mesh_transformer.pod.ray_head BYTES` prints `address: HOST:PORT`.  It ends once its
+standard input is closed, which even a SIGKILL of the driver does, or once one of Ray's own servers
+has died.  `RayHead` starts it in a session of its own: Ctrl-C in the terminal reaches the driver
+alone, and `ray.init` in the driver itself would take the driver out of the terminal's process
+group.
 """
 
 import contextlib

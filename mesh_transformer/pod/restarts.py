@@ -1,9 +1,11 @@
-"""A run that a driver looks after: begun anew where asked, gone on with where a host failed."""
+"""Runs and servers that outlive their hosts: restarted when a host fails."""
 
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from etils import epath
 
 from mesh_transformer.checkpoint.native import delete_step, own_steps
@@ -11,16 +13,84 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.data.storage import FolderLock, local_path, reason
 from mesh_transformer.evaluation import validation
+from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.network import TrainableNetwork
+from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.training import loop
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import HostError, InputError, StoppedError
+
+if TYPE_CHECKING:
+    from mesh_transformer.pod.cluster import TPUCluster
+
+ATTEMPTS = 3  # on end at which new hosts may fail before they have a batch
+SECONDS_BETWEEN = 5.0
+
+Answer = TypeVar("Answer")
+
+
+class LastingCluster:
+    """A cluster whose hosts are all made anew, for the next question, once one of them has failed.
+
+    Args:
+      make: gives a new cluster, with its weights.
+    """
+
+    def __init__(self, make: "Callable[[], TPUCluster]"):
+        self._make = make
+        self._closed = False
+        self._cluster = make()
+        self.config = self._cluster.config
+        self.dp = self._cluster.dp
+
+    def batch(self, rows: int) -> ClusterBatch:
+        """As `TPUCluster.batch`; HostError where new hosts fail too."""
+        return self._lasting(lambda cluster: cluster.batch(rows))
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """As `TPUCluster.eval`; HostError where new hosts fail too."""
+        return self._lasting(lambda cluster: cluster.eval(sample))
+
+    def _lasting(self, ask: "Callable[[TPUCluster], Answer]") -> "Answer":
+        failures = 0
+        while True:
+            try:
+                if self._cluster.ended:
+                    if self._closed:
+                        raise HostError("the hosts have been ended")
+                    print("all hosts start again", file=sys.stderr, flush=True)
+                    self._cluster = self._make()
+                    if self._closed:  # meanwhile
+                        self._cluster.kill()
+                return ask(self._cluster)
+            except HostError as error:
+                failures += 1
+                if failures == ATTEMPTS or self._closed:
+                    raise
+                print(error, file=sys.stderr, flush=True)
+                time.sleep(SECONDS_BETWEEN)
+
+    @property
+    def batch_size(self) -> int:
+        """As `TPUCluster.batch_size`."""
+        return self._cluster.batch_size
+
+    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+        """As `TPUCluster.score`."""
+        return self._cluster.score(tokens, alternatives)
+
+    def close(self) -> None:
+        """Ends the hosts at once and for good, whatever they do: there is nothing to save."""
+        self._closed = True
+        self._cluster.kill()
+
 
 RETRIES = 8
 LONGEST_WAIT = 60.0
 
 
 def train(
-    make: Callable[[], loop.Network],
+    make: Callable[[], TrainableNetwork],
     folder: str,
     *,
     max_steps: int | None = None,
@@ -37,7 +107,7 @@ def train(
       StoppedError: when it gives up, and where `training.train` raises it.
     """
 
-    def attempt(network: loop.Network) -> None:
+    def attempt(network: TrainableNetwork) -> None:
         loop.train(
             network,
             folder,
@@ -49,18 +119,18 @@ def train(
     _until_done(make, attempt, retries)
 
 
-def validate(make: Callable[[], loop.Network], path: str, *, retries: int = RETRIES) -> None:
+def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
     """As `validation.validate`, again on a new network where a host failed."""
 
-    def attempt(network: loop.Network) -> None:
+    def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)
 
     _until_done(make, attempt, retries)
 
 
 def _until_done(
-    make: Callable[[], loop.Network],
-    attempt: Callable[[loop.Network], None],
+    make: Callable[[], TrainableNetwork],
+    attempt: Callable[[TrainableNetwork], None],
     retries: int,
 ) -> None:
     furthest, failures = -1, 0

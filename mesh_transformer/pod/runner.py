@@ -17,9 +17,9 @@ from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.sampling import SamplerSettings
-from mesh_transformer.mesh.compilation_cache import use_compilation_cache
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import places
+from mesh_transformer.mesh.program import use_compilation_cache
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError

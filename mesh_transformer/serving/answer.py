@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from mesh_transformer.generation.text_stream import TextStream, byte_letters
+from mesh_transformer.data.tokenizer import byte_letters
+from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.serving.engine import Progress, Token
 
 PART = "bytes:"  # begins the name of a token that is only part of a character, as at OpenAI

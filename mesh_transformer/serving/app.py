@@ -21,10 +21,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mesh_transformer.serving.errors import ApiError
-from mesh_transformer.serving.gate import Keys, read_json
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.requests import CompletionRequest, ContextRequest, parse
+from mesh_transformer.serving.requests import (
+    ApiError,
+    CompletionRequest,
+    ContextRequest,
+    Keys,
+    parse,
+    read_json,
+)
 from mesh_transformer.serving.service import Completion, Service, unless_gone
 from mesh_transformer.util import InputError
 

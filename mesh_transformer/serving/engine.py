@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.config import Config
-from mesh_transformer.generation.sampling import SamplerSettings, SamplingOptions
+from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.network import Batch, Network
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 
@@ -29,41 +29,6 @@ STOPPING = "the server is stopping"
 STALL_SECONDS = 60.0  # after which a call of the network counts as stuck
 
 log = logging.getLogger(__name__)
-
-
-class Batch(Protocol):
-    """A running batch, as `CausalTransformer.batch` makes it; its tokens come as numpy arrays."""
-
-    rows: int
-
-    def reserve(self, positions: int) -> None: ...
-
-    def insert(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        lengths: Any,
-        settings: SamplerSettings,
-        *,
-        alternatives: int | None = None,
-    ) -> Any: ...
-
-    def release(self, rows: Sequence[int]) -> None: ...
-
-    def decode(self, steps: int, alternatives: int | None = None) -> Any: ...
-
-
-class Network(Protocol):
-    """What the engine asks of a model, wherever it runs."""
-
-    config: Config
-
-    @property
-    def dp(self) -> int: ...  # replicas, each of which has as many of a batch's rows
-
-    def batch(self, rows: int) -> Batch: ...
-
-    def score(self, tokens: np.ndarray, alternatives: int) -> Any: ...
 
 
 class Token(NamedTuple):

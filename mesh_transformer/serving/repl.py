@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.generation.batch import MOST_STEPS, Batch, check_length
+from mesh_transformer.generation.batch import MOST_STEPS
+from mesh_transformer.generation.prompts import check_length
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.generation.text_stream import TextStream
-from mesh_transformer.mesh.compilation_cache import cache_folder
-from mesh_transformer.pod.batch import ClusterBatch
-from mesh_transformer.pod.lasting_cluster import LastingCluster
-from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError
+from mesh_transformer.network import Batch, Network
+from mesh_transformer.util import InputError, cache_folder
 
 GREETING = "Type a prompt; an empty line, Ctrl-D or Ctrl-C ends. /help tells of the settings."
 PIECE_SECONDS = 0.1  # how long the screen may wait for the next tokens
@@ -80,13 +78,11 @@ class Repl:
       settings: of the next answer.
     """
 
-    def __init__(
-        self, network: CausalTransformer | LastingCluster, tokenizer: Any, settings: Settings
-    ):
+    def __init__(self, network: Network, tokenizer: Any, settings: Settings):
         self.settings = settings
         self._network = network
         self._tokenizer = tokenizer
-        self._kept: Batch | ClusterBatch | None = None
+        self._kept: Batch | None = None
 
     def run(self) -> None:
         """Asks and answers until an empty line, Ctrl-D, or Ctrl-C at the prompt."""

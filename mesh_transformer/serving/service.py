@@ -18,9 +18,13 @@ from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, Spot, Words
 from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngineError
-from mesh_transformer.serving.errors import ApiError
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.requests import CompletionRequest, ContextRequest, prompts_of
+from mesh_transformer.serving.requests import (
+    ApiError,
+    CompletionRequest,
+    ContextRequest,
+    prompts_of,
+)
 
 ORIGINAL_LENGTH = 512
 SHORT_TEXT = 4096  # characters that the tokenizer takes no noticeable time for

@@ -1,6 +1,6 @@
 """The one training loop: resume, train, validate, save, log.
 
-It knows a network by its methods alone (`Network`), so that one process and a pod run the same.
+It knows a network by its methods only (`TrainableNetwork`): one process and a pod run the same.
 """
 
 import contextlib
@@ -11,16 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import ArrayLike
 from tqdm import tqdm
 
-from mesh_transformer.config import Config
 from mesh_transformer.data.storage import local_path
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
+from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -28,59 +26,11 @@ IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 MOST_STEPS_BETWEEN_SAVES = 8  # while saving fails
 
 
-class TrainSet(Protocol):
-    """Batches for a network to train on, wherever they are read; see `TFRecordNewInputs`."""
-
-    def get_samples(self) -> dict[str, np.ndarray]: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-
-class Network(Protocol):
-    """A model with its optimizer, wherever it runs; see `CausalTransformer`.
-
-    What `train` measures are numbers that wait for the step when they are read (`float`), and tell
-    before that whether it has ended (`is_ready`).
-    """
-
-    config: Config
-    step: int
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def noise_batches(self) -> tuple[int, int]: ...
-    @property
-    def peak_flops(self) -> float | None: ...
-
-    def init(self) -> None: ...
-    def open_train_set(self) -> TrainSet: ...
-    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
-    def generate(
-        self,
-        ctx: ArrayLike,
-        ctx_length: ArrayLike,
-        gen_length: int,
-        sampler_options: dict[str, Any] | None = None,
-    ) -> np.ndarray: ...
-    def batch(self, rows: int) -> Any: ...
-    def claim(self, folder: str) -> None: ...
-    @property
-    def save_failed(self) -> bool: ...
-    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None: ...
-    def wait(self) -> None: ...
-    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None: ...
-    def load(self, path: str, *, fresh_opt: bool = False) -> None: ...
-    def close(self) -> None: ...
-
-
-NetworkLike = TypeVar("NetworkLike", bound=Network)
+NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
 
 
 def train(
-    network: Network,
+    network: TrainableNetwork,
     folder: str,
     *,
     max_steps: int | None = None,
@@ -126,7 +76,7 @@ def train(
 
 
 def _train(
-    network: Network,
+    network: TrainableNetwork,
     folder: str,
     total: int,
     tune_model_path: str | None,
@@ -161,7 +111,7 @@ def _train(
             run.run(received, unscored)
 
 
-def _unscored(folder: str, network: Network, scores: bool) -> dict[str, Any] | None:
+def _unscored(folder: str, network: TrainableNetwork, scores: bool) -> dict[str, Any] | None:
     """The row of the step restored, where the scores that are due in it are missing."""
     if not scores or network.step % network.config.val_every:
         return None
@@ -184,7 +134,7 @@ def closing(network: NetworkLike) -> Iterator[NetworkLike]:
             network.close()
 
 
-def start_weights(network: Network, path: str | None, fresh_opt: bool) -> None:
+def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) -> None:
     """Gives the network the weights at `path`, or fresh ones."""
     if path is None:
         network.init()
@@ -229,7 +179,7 @@ class _Run:
 
     def __init__(
         self,
-        network: Network,
+        network: TrainableNetwork,
         folder: str,
         loader: TrainSet,
         val_sets: dict[str, str],

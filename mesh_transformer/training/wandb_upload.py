@@ -1,8 +1,8 @@
 """Sends a run's metrics.jsonl to wandb from a process of its own.
 
-Nothing that wandb does, or fails to do, reaches the run: `python -m mesh_transformer.training.wandb_upload`
-follows the file and ends when its standard input does, which even a SIGKILL of the run closes.
-Where it fails it is started again, after longer and longer pauses, as long as the run lasts.
+No failure of wandb reaches the run: `python -m mesh_transformer.training.wandb_upload` follows the
+file and ends when its standard input does, which even a SIGKILL of the run closes.  Where it fails
+it is started again, after longer and longer pauses, as long as the run lasts.
 """
 
 import contextlib

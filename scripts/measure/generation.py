@@ -125,7 +125,7 @@ def main() -> None:
             found[engine].append(json.loads(done.stdout.splitlines()[-1]))
             print(engine, {key: round(value, 1) for key, value in found[engine][-1].items()})
 
-    from mesh_transformer.model.flops import hardware
+    from mesh_transformer.mesh.accelerators import hardware
 
     copied = hardware("cpu").hbm / 1e9
     print(f"memory: {copied:.1f} GB/s copied")

@@ -8,50 +8,14 @@ import getpass
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Self, get_args
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.accelerators import GENERATIONS, Tier, accelerator_type
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
     from paramiko import PKey
-
-Tier = Literal["on_demand", "spot", "preemptible"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What differs between generations of TPUs.
-
-    `units` is what the number in an accelerator type counts for one JAX device: a v3 type counts
-    cores, and each is a device; v4 and v5p count cores too, but a device has two.  `cheap` is the
-    tier of a TPU that may be taken away; the older "preemptible" one ends after 24 hours.
-    """
-
-    runtime_version: str
-    units: int
-    cheap: Tier = "spot"
-
-
-# Runtime versions: cloud.google.com/tpu/docs/runtimes, its table for JAX; tiers: .../docs/spot and
-# .../docs/preemptible there.
-GENERATIONS = {
-    "v2": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
-    "v3": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
-    "v4": Generation("tpu-ubuntu2204-base", 2),
-    "v5litepod": Generation("v2-alpha-tpuv5-lite", 1),
-    "v5p": Generation("v2-alpha-tpuv5", 2),
-    "v6e": Generation("v2-alpha-tpuv6e", 1),
-}
-
-
-def accelerator_type(generation: str, devices: int) -> str:
-    """The API's name of a slice with that many JAX devices: ("v4", 8) is "v4-16"."""
-    generation = {"v5e": "v5litepod"}.get(generation, generation)
-    if generation not in GENERATIONS:
-        known = ", ".join(GENERATIONS)
-        raise InputError(f"TPU generation is {generation!r}, which is unknown; take one of {known}")
-    return f"{generation}-{devices * GENERATIONS[generation].units}"
 
 
 @dataclasses.dataclass(frozen=True)

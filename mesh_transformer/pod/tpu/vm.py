@@ -14,19 +14,22 @@ not make (another's TPU of that name) is never deleted: each carries its maker's
 
 import contextlib
 import dataclasses
+import fcntl
 import math
+import os
 import secrets
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self, TextIO
 
 from tqdm import tqdm
 
 from mesh_transformer.pod.tpu import install
 from mesh_transformer.pod.tpu.api import CapacityError, PreemptedError, QuotaError, TpuApi, taken
-from mesh_transformer.pod.tpu.guard import Guard, kept_mark
+from mesh_transformer.pod.tpu.install import FOLDER
 from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.ssh import Hosts
@@ -34,6 +37,73 @@ from mesh_transformer.util import InputError, StoppedError
 
 if TYPE_CHECKING:
     from google.cloud import tpu_v2
+
+
+class Guard:
+    """While held, the process has taken `signals`, and is the only one that uses the TPU.
+
+    `alone` keeps this user's other processes from holding a TPU of that name too.
+    """
+
+    def __init__(self, spec: TpuSpec, signals: Signals, *, alone: bool):
+        self._spec, self._signals, self._alone = spec, signals, alone
+        self._lock: IO[str] | None = None
+
+    def hold(self) -> None:
+        """Raises InputError where another process holds it."""
+        if self._alone:
+            self._lock = _locked(self._spec)
+        self._signals.take()
+
+    def release(self) -> None:
+        """Gives back what `hold` took, as often as it is called."""
+        self._signals.give_back()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _locked(spec: TpuSpec) -> IO[str]:
+    """A file by the TPU's name, locked until it is closed; it tells who has locked it."""
+    path = _file_of(spec, "lock")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}; give HOME a folder of yours, since it "
+            "holds what keeps two runs from using one TPU"
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        number = file.read().strip()
+        file.close()
+        raise InputError(
+            f"TPU {spec.name!r} is in use by process {number} of yours; take another name, or end "
+            "that first"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def kept_mark(spec: TpuSpec) -> str:
+    """What this user of this machine marks TPUs of that name with, from run to run.
+
+    The caller holds a `Guard` alone.
+    """
+    path = _file_of(spec, "owner")
+    if not path.exists() or not path.read_text():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()
+
+
+def _file_of(spec: TpuSpec, kind: str) -> Path:
+    return Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
+
 
 OWNER = "mesh-transformer-owner"  # the label with its maker's mark
 DEADLINE_KEY = "startup-script"  # of its metadata, where it has a deadline

@@ -12,7 +12,8 @@ from lm_eval import evaluator, utils
 from lm_eval.tasks import TaskManager
 
 from mesh_transformer.config import Config
-from mesh_transformer.evaluation.network_lm import Network, NetworkLM, Rehearsal, StoppedAskingError
+from mesh_transformer.evaluation.network_lm import NetworkLM, Rehearsal, StoppedAskingError
+from mesh_transformer.network import Network
 from mesh_transformer.util import InputError
 
 BOOTSTRAPS = 1000  # draws behind the standard error of a metric that is no mean

@@ -9,10 +9,15 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint.atomic_folder import whole_folder
-from mesh_transformer.checkpoint.lazy_leaf import in_memory
+from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.native import Checkpoints, find
-from mesh_transformer.checkpoint.same_model import check_same_model
-from mesh_transformer.checkpoint.state_tree import Path, check_match, expected, leaves
+from mesh_transformer.checkpoint.state_tree import (
+    Path,
+    check_match,
+    check_same_model,
+    expected,
+    leaves,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError

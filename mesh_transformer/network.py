@@ -1,0 +1,102 @@
+"""A network and its running batch as their users know them: by methods, wherever they run.
+
+`CausalTransformer` (this process's devices), `TPUCluster` (the hosts of a pod) and `LastingCluster`
+(a pod whose hosts are replaced) implement them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mesh_transformer.config import Config
+from mesh_transformer.generation.sampling import SamplerSettings
+
+
+class Batch(Protocol):
+    """A running batch; see `generation.batch.Batch`.  Its tokens come as numpy arrays.
+
+    Attributes:
+      rows: number of rows, a multiple of the network's `dp`.
+      left: tokens that each row may still have, [rows].
+    """
+
+    rows: int
+    left: np.ndarray
+
+    def reserve(self, positions: int) -> None: ...
+    def insert(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        lengths: Any,
+        settings: SamplerSettings,
+        *,
+        alternatives: int | None = None,
+    ) -> Any: ...
+    def release(self, rows: Sequence[int]) -> None: ...
+    def decode(self, steps: int, alternatives: int | None = None) -> Any: ...
+
+
+class Network(Protocol):
+    """A model that generates and scores; see `CausalTransformer`.
+
+    Attributes:
+      dp: number of replicas; each has the same number of a batch's rows.
+    """
+
+    config: Config
+
+    @property
+    def dp(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    def batch(self, rows: int) -> Batch: ...
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
+    def score(self, tokens: np.ndarray, alternatives: int) -> Any: ...
+
+
+class TrainSet(Protocol):
+    """Batches to train on, wherever they are read; see `data.loader.TFRecordNewInputs`."""
+
+    def get_samples(self) -> dict[str, np.ndarray]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TrainableNetwork(Network, Protocol):
+    """A network with its optimizer; see `CausalTransformer`.
+
+    `train` returns numbers that wait for the step when they are read (`float`); `is_ready` says
+    before that whether the step has ended.
+
+    Attributes:
+      step: updates done.
+    """
+
+    step: int
+
+    @property
+    def noise_batches(self) -> tuple[int, int]: ...
+    @property
+    def peak_flops(self) -> float | None: ...
+    def init(self) -> None: ...
+    def open_train_set(self) -> TrainSet: ...
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
+    def generate(
+        self,
+        ctx: ArrayLike,
+        ctx_length: ArrayLike,
+        gen_length: int,
+        sampler_options: dict[str, Any] | None = None,
+    ) -> np.ndarray: ...
+    def claim(self, folder: str) -> None: ...
+    @property
+    def save_failed(self) -> bool: ...
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None: ...
+    def wait(self) -> None: ...
+    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None: ...
+    def load(self, path: str, *, fresh_opt: bool = False) -> None: ...
+    def close(self) -> None: ...
