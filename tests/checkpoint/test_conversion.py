@@ -1,0 +1,618 @@
+"""The converter as a user runs it, and that every format loads as the same model."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import device_sample
+import mesh_transformer
+import resharding_example
+from mesh_transformer.checkpoint import (
+    conversion,
+    hf_files,
+    integrity,
+    native_state,
+    original_files,
+)
+from mesh_transformer.checkpoint import original as original_format
+from mesh_transformer.checkpoint.host_arrays import FLOATS, in_memory
+from mesh_transformer.cli import convert as convert_command
+from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError, StoppedError, run_script
+from tests.checkpoint.test_hf_config import word_tokenizer
+from tests.conftest import DATA, original_config, random_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = DATA / "original" / "f32" / "mp4_ga1"
+MESHES = {"1x8": (8, 8), "2x4": (4, 8), "one device": (1, 1)}  # cores_per_replica, tpu_size
+
+
+def files(folder: Path | str) -> dict[str, bytes]:
+    folder = Path(folder)
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    one, other = leaves(one), leaves(other)
+    assert one.keys() == other.keys()
+    for key, leaf in one.items():
+        assert (leaf.dtype, leaf.shape) == (other[key].dtype, other[key].shape), key
+        assert leaf.tobytes() == other[key].tobytes(), key
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> tuple[str, Config]:
+    """The golden model's config, as a file and as a Config."""
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    found = original_config("f32/mp4_ga1", tpu_size=8)
+    path.write_text(json.dumps(found.as_dict()))
+    return str(path), found
+
+
+@pytest.fixture(scope="module")
+def start(config, tmp_path_factory) -> Path:
+    """A full checkpoint of 8 shards; in the model folder `original`."""
+    folder = tmp_path_factory.mktemp("start")
+    state = original_format.read(str(GOLDEN / "step_10"), config[1])
+    original_format.write(str(folder / "original"), state, config[1], shards=8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def formats(start, config) -> dict[str, Path]:
+    """The same weights, with moments but for Hugging Face's, in all three formats."""
+    convert("original", start / "original", "native", start / "native", "--config", config[0])
+    convert("native", start / "native", "hf", start / "hf")
+    return {kind: start / kind for kind in conversion.FORMATS}
+
+
+def convert(source: str, src: object, target: str, dst: object, *flags: object) -> None:
+    """Runs the converter's main in this process; raises what it raises."""
+    arguments = ["--from", source, src, "--to", target, dst, *flags]
+    before = sys.argv
+    sys.argv = ["convert_checkpoint.py", *map(str, arguments)]
+    try:
+        convert_command.main()
+    finally:
+        sys.argv = before
+
+
+def refused(message: str, *arguments: object) -> None:
+    """The conversion is refused in one line, and there is nothing new at its DST."""
+    target = Path(str(arguments[3]))
+    before = files(target) if target.exists() else None
+    with pytest.raises(InputError, match=message) as caught:
+        convert(*arguments)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert (files(target) if target.exists() else None) == before
+    assert not [path.name for path in target.parent.glob(f".{target.name}*")]
+
+
+def test_shards_go_round_by_way_of_native_to_the_same_bytes(start, config, tmp_path):
+    """8 -> 1 -> 4 -> 8, native in between, optimizer included."""
+    source = start / "original"
+    for shards in (1, 4, 8):
+        native, target = tmp_path / f"native_{shards}", tmp_path / f"original_{shards}"
+        convert("original", source, "native", native, "--config", config[0])
+        convert("native", native, "original", target, "--shards", shards)
+        assert len(list((target / "step_10").iterdir())) == shards
+        source = target
+    assert files(source / "step_10") == files(start / "original" / "step_10")
+
+
+@pytest.mark.slow
+def test_meshes_in_between_leave_the_bytes(start, config, tmp_path):
+    """Loaded onto each mesh, saved from it and restored onto the next: the same 8 shards."""
+    source = begin = str(start / "original")
+    for name, (cores, size) in MESHES.items():
+        mesh = config[1].replace(cores_per_replica=cores, tpu_size=size)
+        network = CausalTransformer(mesh, devices=jax.devices()[:size], init=False)
+        network.load(source)
+        source = str(tmp_path / name)
+        network.save(source)
+        network.close()
+    native, saved = native_state.read(source)
+    before = original_format.read(begin, native)
+    saved["step"] = before["step"]  # a loaded model begins at 0
+    original_format.write(str(tmp_path / "end"), saved, native, shards=8)
+    assert files(tmp_path / "end" / "step_10") == files(start / "original" / "step_10")
+
+
+def folded(state: dict[str, Any]) -> dict[str, Any]:
+    """The weights as Hugging Face's format holds them: the embedding's bias in its rows."""
+    params = dict(state["params"])
+    embedding = params["embed"]["embedding"]
+    bias = embedding["b"]
+    params["embed"] = {
+        "embedding": embedding | {"w": embedding["w"] + bias, "b": np.zeros_like(bias)}
+    }
+    return {"params": params, "step": np.int32(0)}
+
+
+@pytest.mark.parametrize("source", conversion.FORMATS)
+def test_every_format_is_every_other_s_source(formats, config, tmp_path, source):
+    """The same bits everywhere, and the optimizer's where both formats have one."""
+    _, start = conversion.read(str(formats["native"]), "native")
+    for target in conversion.FORMATS:
+        end = tmp_path / target
+        convert(source, formats[source], target, end, "--config", config[0])
+        assert conversion.format_of(str(end)) == target
+        _, found = conversion.read(str(end), target, config[1])
+        assert_same_bits(found, folded(start) if "hf" in (source, target) else start)
+        if target != "hf":
+            step = 0 if source == "hf" else 10
+            assert conversion.format_of(str(end / f"step_{step}")) == target
+
+
+def test_dtypes_slim_and_steps(formats, config, tmp_path):
+    """Weights are cast as numpy casts them; moments stay as they are, or are left out."""
+    _, start = conversion.read(str(formats["native"]), "native")
+    for name, dtype in FLOATS.items():
+        for source in ("original", "native"):
+            end = tmp_path / f"{source}_{name}" / "step_10"
+            flags = ("--dtype", name, "--step", 10, "--config", config[0])
+            convert(source, formats[source], "native", end, *flags)
+            _, found = conversion.read(str(end), "native")
+            cast = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), start["params"])
+            assert_same_bits(found, start | {"params": cast})
+    convert("native", formats["native"], "original", tmp_path / "without", "--slim")
+    _, found = conversion.read(str(tmp_path / "without"), "original", config[1])
+    assert_same_bits(found, {key: start[key] for key in ("params", "step")})
+
+
+def test_another_step_of_a_folder_joins_it(formats, config, tmp_path):
+    """DST may be the step_N of a model folder that is there."""
+    for kind in ("original", "native"):
+        folder = tmp_path / kind
+        convert("hf", formats["hf"], kind, folder / "step_3", "--config", config[0])
+        convert("native", formats["native"], kind, folder / "step_10")
+        _, newest = conversion.read(str(folder), kind, config[1])
+        _, first = conversion.read(str(folder / "step_3"), kind, config[1])
+        assert (int(first["step"]), int(newest["step"])) == (3, 10)
+        convert(kind, folder, "hf", tmp_path / f"hf_{kind}", "--step", 3, "--config", config[0])
+
+
+@pytest.mark.parametrize("kind", conversion.FORMATS)
+@pytest.mark.parametrize("step", [False, True])
+def test_load_takes_every_format(formats, config, kind, step):
+    """The same logits, with the moments where there are any; steps are folders of their own."""
+    if kind == "hf" and step:
+        pytest.skip("a Hugging Face folder has no steps")
+    path = str(formats[kind] / "step_10" if step else formats[kind])
+    tokens = random_batch(config[1], 4)["obs"]
+    expected = mesh_transformer.load(str(formats["native"])).logits(tokens)
+    model = {key: getattr(config[1], key) for key in ("layers", "d_model", "n_heads", "n_vocab")}
+    model |= {"pe_rotary_dims": 4, "dtype": "float32", "seq": 32}
+    loaded = {"a dict": mesh_transformer.load(Path(path), model)}
+    for name, (cores, size) in MESHES.items():
+        mesh = config[1].replace(cores_per_replica=cores, tpu_size=size)
+        loaded[name] = mesh_transformer.load(path, mesh, optimizer=True)
+    if kind != "original":
+        loaded["its own"] = mesh_transformer.load(Path(path))
+    for name, network in loaded.items():
+        # f32, summed in another order; Hugging Face's rows have the bias added in f32.
+        if not (kind == "hf" and name == "its own"):  # which computes in bf16
+            np.testing.assert_allclose(network.logits(tokens), expected, rtol=0, atol=2e-5)
+        assert network.step == 0
+        assert network.state is not None
+        assert ("opt_state" in network.state) == (name in MESHES)
+    assert loaded["a dict"].mesh.size == 1
+    if kind != "hf":
+        _, start = conversion.read(str(formats["native"]), "native")
+        state = loaded["2x4"].state
+        assert state is not None
+        assert_same_bits(state["opt_state"], start["opt_state"])
+        assert_same_bits(state["params"], start["params"])
+
+
+def test_a_model_loaded_alone_trains_with_fresh_moments(formats, config):
+    """As in a notebook: load, train, sample."""
+    whole = CausalTransformer(config[1], init=False)
+    whole.load(str(formats["hf"]), fresh_opt=True)
+    batch = random_batch(config[1], 1, 2)
+    expected = whole.train(batch)
+    alone = mesh_transformer.load(str(formats["hf"]), config[1])
+    found = alone.train(batch)
+    assert alone.step == 1
+    assert float(found["loss"]) == float(expected["loss"])
+    assert_same_bits(alone.state, whole.state)
+
+
+def test_a_step_without_moments_is_tuned_but_not_resumed(formats, config, tmp_path):
+    convert("native", formats["native"], "native", tmp_path / "slim", "--slim")
+    network = CausalTransformer(config[1], init=False)
+    network.load(str(tmp_path / "slim"))
+    assert network.state is not None
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(network.state["opt_state"]))
+    with pytest.raises(InputError, match="has no opt_state, weights alone"):
+        network.restore(str(tmp_path / "slim"))
+    network.close()
+    network.restore(str(formats["native"]))  # which has them, but no loader position
+    assert network.step == 10
+    network.close()
+
+
+ALONE = """
+import sys
+import jax, mesh_transformer
+from mesh_transformer.config import Config
+network = mesh_transformer.load(sys.argv[1])
+config = Config.load(sys.argv[2])
+print(len(jax.devices()), network.mesh.size)
+print(mesh_transformer.load(sys.argv[1], config).mesh.shape["dp"])
+print(mesh_transformer.load(sys.argv[3]).mesh.size)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "last", "sizes"), [("native", "hf", "8 1 2 1"), ("hf", "native", "8 1 2 1")]
+)
+def test_load_makes_the_devices_of_the_run_appear(formats, config, first, last, sizes):
+    """In a fresh process, whichever model is loaded first: a larger one still finds its devices."""
+    folders = {kind: str(formats[kind]) for kind in (first, last)}
+    program = [sys.executable, "-c", ALONE, folders[first], config[0], folders[last]]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    found = subprocess.run(
+        program, check=True, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert found.stdout.split() == sizes.split()
+
+
+@pytest.mark.parametrize("aux", [{}, [], {"config": 3}])
+def test_an_aux_without_a_config_is_one_line(formats, config, tmp_path, aux):
+    """To every reader of a native checkpoint."""
+    shutil.copytree(formats["native"], tmp_path / "odd")
+    (tmp_path / "odd" / "step_10" / "aux" / "metadata").write_text(json.dumps(aux))
+    (tmp_path / "odd" / "step_10" / integrity.NAME).unlink()
+    network = CausalTransformer(config[1], init=False)
+    for reader in (mesh_transformer.load, network.load, network.restore):
+        with pytest.raises(InputError, match=r"odd.*: its aux is [^\n]*, expected a mapping"):
+            reader(str(tmp_path / "odd"))
+    network.close()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_weights_are_read_in_the_dtype_that_they_are_held_in(formats, config, monkeypatch, early):
+    """With early_cast a host needs no room for them in f32."""
+    asked, read = [], conversion.read
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        asked.append(np.dtype(kwargs["dtype"]).name)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(conversion, "read", record)
+    held = "bfloat16" if early else "float32"
+    given = config[1].replace(dtype="bfloat16", early_cast=early)
+    for kind in conversion.FORMATS:
+        state = mesh_transformer.load(formats[kind], given).state
+        assert state is not None
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {held}
+    assert asked == [held] * 2  # a native one is read straight onto the devices
+
+
+@pytest.mark.parametrize(("platform", "mp"), [("cpu", 1), ("tpu", 4)])
+def test_one_replica_has_nothing_to_split_its_state_over(
+    formats, config, tmp_path, monkeypatch, platform, mp
+):
+    """A model without a config of the caller's is on one CPU device or its mp, so ZeRO is off."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    _, state = conversion.read(formats["native"], "native")
+    pod = config[1].replace(partitioning="jit", zero=3)
+    native_state.write(str(tmp_path / "model"), state, pod)
+    network = mesh_transformer.load(tmp_path / "model")
+    assert dict(network.mesh.shape) == {"dp": 1, "mp": mp}
+    assert (network.config.zero, network.config.partitioning) == (0, "jit")
+
+
+def test_load_needs_a_config_where_none_is_told(formats):
+    with pytest.raises(InputError, match="original: a checkpoint of the original's does not tell"):
+        mesh_transformer.load(str(formats["original"]))
+
+
+def test_bad_input_is_one_line_and_nothing_is_left(formats, config, tmp_path):
+    original, native, hf = (formats[kind] for kind in ("original", "native", "hf"))
+    end, flags = tmp_path / "end", ("--config", config[0])
+    other = tmp_path / "other.json"
+
+    def with_values(**values: Any) -> tuple[str, str]:
+        other.write_text(json.dumps(config[1].as_dict() | values))
+        return "--config", str(other)
+
+    (tmp_path / "empty").mkdir()
+    for values, found in (
+        ({"d_model": 96}, ("expected", "its model has head_size 6", "d_model is 48")),
+        ({"layers": 3}, (r"\(2 layers, full\)", "mu/layers/layer/b has shape", "layers is 2")),
+        ({"n_heads": 4}, (None, "its model has n_heads 8", "its model has n_heads 8")),
+    ):
+        given = with_values(**values)
+        for source, path, said in zip(
+            conversion.FORMATS, (original, native, hf), found, strict=True
+        ):
+            if said is not None:  # nothing in the original's files tells the number of heads
+                refused(said, source, path, "native", end, *given)
+    refused("is there already", "native", native, "original", original)
+    refused("is there already", "native", native, "hf", hf)
+    refused("is there already", "original", original, "native", native / "step_10", *flags)
+    refused("does not exist", "native", tmp_path / "none", "hf", end)
+    refused("no such folder", "original", tmp_path / "none", "hf", end, *flags)
+    refused("none/config.json: cannot be read", "hf", tmp_path / "none", "native", end)
+    refused("holds no finished checkpoint", "native", tmp_path / "empty", "hf", end)
+    refused("does not tell its config", "original", original, "native", end)
+    refused("--from pickle: expected one of", "pickle", native, "native", end)
+    refused("--to pickle: expected one of", "native", native, "pickle", end)
+    refused("--shards goes with --to original", "native", native, "hf", end, "--shards", 4)
+    refused("--trim-vocab goes with --to hf", "native", native, "native", end, "--trim-vocab")
+    refused("--step 10: a Hugging Face folder", "hf", hf, "native", end, "--step", 10)
+    refused("has no step_3", "native", native, "hf", end, "--step", 3)
+    refused("is another", "native", native / "step_10", "hf", end, "--step", 3)
+    refused("the source is at step 10", "native", native, "original", tmp_path / "step_3")
+    refused("5", "native", native, "original", end, "--shards", 5)
+
+
+def test_a_home_folder_is_one_folder_everywhere(formats, config, tmp_path, monkeypatch):
+    """`~` means the same to every entry, and what is at such a DST is kept."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for kind in conversion.FORMATS:
+        (tmp_path / kind).symlink_to(formats[kind])
+        assert conversion.format_of(f"~/{kind}") == kind
+        if kind != "original":
+            assert conversion.config_of(f"~/{kind}").layers == 2
+    convert("native", "~/native", "hf", "~/new", "--step", 10, "--verify")
+    assert (tmp_path / "new" / "config.json").is_file()
+    (tmp_path / "mine").mkdir()
+    for kind in conversion.FORMATS:
+        with pytest.raises(InputError, match=f"{tmp_path}/mine: is there already"):
+            convert("hf", "~/new", kind, "~/mine", "--config", config[0])
+    assert not list((tmp_path / "mine").iterdir())
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_step_joins_no_folder_of_another_format(formats, config, tmp_path):
+    for there in conversion.FORMATS:
+        folder = tmp_path / there
+        shutil.copytree(formats[there], folder)
+        for kind in {"original", "native"} - {there}:
+            said = f"{there} holds a checkpoint in {there} format; choose another model folder"
+            refused(said, "hf", formats["hf"], kind, folder / "step_3", "--config", config[0])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")  # of no format
+    convert("hf", formats["hf"], "native", tmp_path / "mine" / "step_3")
+    said = "step_010: write the step's number without zeros in front"
+    for kind in ("original", "native"):
+        refused(said, "native", formats["native"], kind, tmp_path / "step_010")
+
+
+def test_the_original_s_folders_are_known_by_shards_or_index(tmp_path):
+    def is_original() -> bool:
+        try:
+            return conversion.format_of(tmp_path) == "original"
+        except InputError:
+            return False
+
+    (tmp_path / "shard_notes").mkdir()
+    (tmp_path / "step_1" / "shards").mkdir(parents=True)
+    index = tmp_path / "meta.json"
+    for text in ("{}", "[]", "torn", '{"checkpoints": 3}'):
+        index.write_text(text)
+        assert not is_original()
+    index.write_text('{"step": 7, "checkpoints": [7], "aux": {"7": {}}}')
+    assert is_original()
+    index.unlink()
+    for shard in ("shard_0", "step_1/shard_0"):
+        (tmp_path / shard).mkdir()
+        assert is_original()
+        (tmp_path / shard).rmdir()
+    assert not is_original()
+
+
+def test_what_was_written_is_told(formats, config, tmp_path, capsys):
+    def said(*arguments: object) -> list[str]:
+        convert(*arguments)  # type: ignore[arg-type]
+        return capsys.readouterr().out.splitlines()
+
+    original, native, hf = (tmp_path / kind for kind in conversion.FORMATS)
+    source = formats["original"]
+    assert said("original", source, "native", native, "--config", config[0]) == [
+        f"wrote {native}/step_10: native format, weights in float32, with the optimizer"
+    ]
+    assert said("native", native, "original", original, "--slim", "--dtype", "bf16") == [
+        f"wrote {original}/step_10: original format, weights in bfloat16"
+    ]
+    assert said("native", native, "hf", hf, "--dtype", "f16") == [
+        "tokenizer gpt2: left out, as its 50257 tokens are more than the model has; give the "
+        "model's own (--tokenizer)",
+        f"wrote {hf}: hf format, weights in float16",
+    ]
+
+
+def test_a_cut_vocabulary_is_filled_up_for_the_shards(formats, config, tmp_path):
+    def rows(count: int) -> tuple[str, str]:
+        path = tmp_path / f"{count}.json"
+        values = {"n_vocab": count, "cores_per_replica": 4, "tpu_size": 4}
+        path.write_text(json.dumps(config[1].as_dict() | values))
+        return "--config", str(path)
+
+    cut, shards = tmp_path / "cut", ("--shards", 8)
+    convert("hf", formats["hf"], "hf", cut, *rows(100))
+    said = "8 shards do not divide the vocabulary, 100; give a --config with n_vocab 104"
+    refused(said, "hf", cut, "original", tmp_path / "end", *shards)
+    convert("hf", cut, "original", tmp_path / "end", *shards, *rows(104), "--verify")
+    gpt2 = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50257, cores_per_replica=1)
+    for count, filled in ((8, 50400), (64, 50304)):  # 64 does not divide 50400
+        with pytest.raises(InputError, match=f"--config with n_vocab {filled},"):
+            conversion._check_rows("end", gpt2, count)
+
+
+def test_a_tokenizer_can_be_named(formats, config, tmp_path, capsys):
+    """A folder's own is named in the native config; where it has gone, another may be given."""
+    own, native, again = tmp_path / "own", tmp_path / "native", tmp_path / "again"
+    shutil.copytree(formats["hf"], own)
+    word_tokenizer(own, 96)
+    convert("hf", own, "native", native)
+    assert f"its tokenizer is {own}, which must stay there" in capsys.readouterr().out
+    assert conversion.config_of(native).tokenizer == str(own)
+    shutil.move(own, tmp_path / "moved")
+    said = f"tokenizer {own}: not a folder; .* where the model's own has gone, name another: --tok"
+    refused(said, "native", native, "hf", tmp_path / "end")
+    convert("native", native, "hf", tmp_path / "end", "--tokenizer", tmp_path / "moved")
+    words = (tmp_path / "moved" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "end" / "tokenizer.json").read_bytes() == words
+    convert("native", native, "native", again, "--tokenizer", tmp_path / "moved")
+    assert conversion.config_of(again).tokenizer == str(tmp_path / "moved")
+    large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"
+    refused(large, "native", native, "native", tmp_path / "no", "--tokenizer", "gpt2")
+    flags = ("--tokenizer", "gpt2")
+    refused("--tokenizer goes", "native", native, "original", tmp_path / "no", *flags)
+
+
+@pytest.mark.parametrize("given", conversion.FORMATS)
+def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path, given):
+    for kind in conversion.FORMATS:
+        said = f"{kind}: is in {kind} format, not {given}; use --from {kind}$"
+        for flags in ((), ("--config", config[0]), ("--step", 3)):
+            if kind != given:
+                refused(said, given, formats[kind], "native", tmp_path / "end", *flags)
+
+
+@pytest.mark.parametrize("target", ["original", "hf"])
+def test_a_terminated_conversion_leaves_nothing(formats, config, tmp_path, monkeypatch, target):
+    """SIGTERM while the files are written."""
+    module = {"original": original_files, "hf": hf_files}[target]
+
+    def terminated(folder: str | list[str], *_: Any) -> None:
+        folder = folder if isinstance(folder, str) else folder[0]
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "half").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(module, "write", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        convert("native", formats["native"], target, tmp_path / "end")
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not list(tmp_path.iterdir())
+
+
+DAMAGE = {
+    "original": ("step_10/shard_1/3.npz", "shard_1/3.npz"),
+    "native": ("step_10/state/params.layers.layer/q.w/0.0.0", "step_10 cannot be read"),
+    "hf": ("model.safetensors", "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("source", conversion.FORMATS)
+@pytest.mark.parametrize("how", ["torn", "missing"])
+def test_a_damaged_source_is_named(formats, config, tmp_path, source, how):
+    path = tmp_path / "damaged"
+    shutil.copytree(formats[source], path)
+    name, said = DAMAGE[source]
+    damaged = path / name
+    if how == "torn":
+        damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    else:
+        damaged.unlink()
+        said = "found no weights" if source == "hf" else said
+    target = "original" if source == "hf" else "hf"
+    refused(said, source, path, target, tmp_path / "end", "--config", config[0])
+
+
+@pytest.mark.slow
+def test_a_damaged_array_is_all_that_is_said(formats, tmp_path):
+    """Orbax goes on with other arrays meanwhile, and would tell of each."""
+    tokenizer = word_tokenizer(tmp_path / "words", 96)
+    convert("native", formats["native"], "native", tmp_path / "damaged", "--tokenizer", tokenizer)
+    damaged = tmp_path / "damaged" / DAMAGE["native"][0]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    program = [
+        sys.executable,
+        "device_sample.py",
+        "--prompt",
+        "a",
+        "--model-path",
+        damaged.parents[3],
+    ]
+    found = subprocess.run(program, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 2
+    assert re.match("error: .* cannot be read", found.stderr)
+    assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", conversion.FORMATS)
+def test_a_full_disk_leaves_nothing(formats, config, small_disk, target):
+    small = small_disk("128k")
+    source = "hf" if target == "original" else "original"
+    flags = ("--config", config[0])
+    refused("No space left", source, formats[source], target, small / "end", *flags)
+    assert list(small.iterdir()) == []
+
+
+def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
+    def figures() -> tuple[float, float]:
+        words = capsys.readouterr().out.splitlines()[-1].split()
+        return float(words[3]), float(words[7])
+
+    flags = ("--config", config[0], "--verify")
+    convert("original", formats["original"], "native", tmp_path / "a", *flags)
+    assert figures() == (0, 1e-4)
+    convert("native", tmp_path / "a", "hf", tmp_path / "b", "--verify", "--dtype", "bf16")
+    difference, bound = figures()
+    assert 0 < difference < bound == 5e-2
+    convert("hf", tmp_path / "b", "original", tmp_path / "c", *flags)
+    assert figures()[0] <= 1e-6  # the bias is zero now, and nothing is rounded
+    # What the weights at DST are not is found: here every source reads as another model.
+    read = conversion.read
+
+    def wrong(path: str, kind: conversion.Format, *args: Any, **kwargs: Any) -> Any:
+        found, state = read(path, kind, *args, **kwargs)
+        if path.endswith("/d"):
+            state = in_memory(state)
+            state["params"]["layers"]["layer/q"]["w"][0] *= -1
+        return found, state
+
+    monkeypatch.setattr(conversion, "read", wrong)  # by its module, as `comparison` calls it
+    with pytest.raises(StoppedError, match="its logits are not those of"):
+        convert("native", tmp_path / "a", "native", tmp_path / "d", "--verify")
+
+
+def test_scripts_end_with_status_2(formats, config, tmp_path, monkeypatch, capsys):
+    model = ("--config", config[0], "--model-path", tmp_path)
+    large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"  # though there is no model
+    for main, arguments in (
+        (convert_command.main, ("--from", "native", tmp_path, "--to", "hf", tmp_path / "end")),
+        (resharding_example.main, model),
+        (device_sample.main, model),
+        (device_sample.main, ("--model-path", formats["native"])),
+        (device_sample.main, ("--model-path", tmp_path)),
+        (device_sample.main, ()),
+    ):
+        monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            run_script(main)
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+        assert (large in error) == (model == arguments or formats["native"] in arguments)

@@ -1,0 +1,1065 @@
+"""Native checkpoints: what is restored is bit for bit what was saved, whatever happens between."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow as tf
+from etils import epath
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.checkpoint import integrity, native, native_state
+from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
+from mesh_transformer.checkpoint.native import Checkpoints, find
+from mesh_transformer.checkpoint.state_tree import leaves
+from mesh_transformer.data.storage import FolderLock
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.model import gptj
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.support.fake_gcs import gcs_server
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECS = {
+    "params": {
+        "embed/~/linear": {"w": P("mp", None), "b": P()},
+        "layers": {"w": P(None, None, ("mp", "dp")), "scale": P(None, "mp")},
+    },
+    "opt_state": {"mu": {"w": P(None, ("mp", "dp"))}, "nothing": {}},
+    "step": P(),
+    "rng": P(),
+}
+LEAVES = {
+    "params": {
+        "embed/~/linear": {"w": ((16, 6), jnp.float32), "b": ((7,), jnp.bfloat16)},
+        "layers": {"w": ((3, 5, 32), jnp.bfloat16), "scale": ((3, 8), jnp.float32)},
+    },
+    "opt_state": {"mu": {"w": ((24, 16), jnp.float32)}, "nothing": {}},
+    "step": ((), jnp.int32),
+    "rng": ((2,), jnp.uint32),
+}
+AUX = {"step": 7, "loader": {"file": 3, "record": 12}, "noise": [0.5, None]}
+
+
+def is_leaf(node):
+    return isinstance(node, tuple)
+
+
+def mesh_of(dp, mp):
+    return Mesh(np.array(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
+
+
+def random_state(seed, mesh):
+    """A tree in which every bit of every leaf is random (NaNs and infinities included)."""
+    rng = np.random.default_rng(seed)
+
+    def make(leaf, spec):
+        shape, dtype = leaf
+        size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+        value = np.frombuffer(rng.bytes(size), dtype=dtype).reshape(shape)
+        return jax.device_put(value, NamedSharding(mesh, spec))
+
+    return jax.tree.map(make, LEAVES, SPECS, is_leaf=is_leaf)
+
+
+def template_of(mesh, leaves=LEAVES, specs=SPECS):
+    def make(leaf, spec):
+        return jax.ShapeDtypeStruct(*leaf, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(make, leaves, specs, is_leaf=is_leaf)
+
+
+def scalar_template(mesh, shape=(), dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with step 7 in it, saved on a 2x4 mesh, and what was saved."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    state = random_state(7, mesh_of(2, 4))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(7, state, AUX)
+    return folder, state
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8), (8, 1), (4, 2), (1, 1)])
+def test_restores_the_same_bits_on_any_mesh(saved, shape):
+    folder, state = saved
+    template = template_of(mesh_of(*shape))
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        restored = checkpoints.restore(None, template)
+        assert checkpoints.aux(7) == AUX
+    assert_same_bits(restored, state)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
+        assert leaf.sharding == wanted.sharding
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_restores_what_another_layout_saved(tmp_path, seed):
+    rng = random.Random(seed)
+    shapes = [(2, 4), (1, 8), (8, 1), (4, 2), (1, 1)]
+    state = random_state(seed, mesh_of(*rng.choice(shapes)))
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(seed, state, {})
+        restored = checkpoints.restore(seed, template_of(mesh_of(*rng.choice(shapes))))
+    assert_same_bits(restored, state)
+
+
+def test_a_part_is_restored(saved):
+    folder, state = saved
+    template = template_of(mesh_of(4, 2))
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        by_name = checkpoints.restore(7, template, only=("params",))
+        by_template = checkpoints.restore(7, {"params": template["params"]})
+    assert_same_bits(by_name, {"params": state["params"]})
+    assert_same_bits(by_template, {"params": state["params"]})
+
+
+def test_floating_leaves_are_cast(tmp_path):
+    mesh = mesh_of(2, 4)
+    sharding = NamedSharding(mesh, P("dp", "mp"))
+    value = jax.random.normal(jax.random.key(0), (16, 16))
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"w": jax.device_put(value, sharding)}, {})
+        wanted = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16, sharding=sharding)
+        restored = checkpoints.restore(1, {"w": wanted})
+    assert_same_bits(restored, {"w": value.astype(jnp.bfloat16)})
+
+
+def test_donation_right_after_save_changes_nothing(tmp_path):
+    sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
+
+    def fresh():
+        keys = jax.random.split(jax.random.key(1), 4)
+        make = [jax.random.normal(key, (1024, 1024)) for key in keys]
+        return {str(i): jax.device_put(leaf, sharding) for i, leaf in enumerate(make)}
+
+    jax.block_until_ready(step(fresh()))  # Compiled before: the steps below overlap the save.
+    state, expected = fresh(), fresh()
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, {})
+        for _ in range(10):
+            state = step(state)
+        jax.block_until_ready(state)
+        template = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), expected
+        )
+        assert_same_bits(checkpoints.restore(1, template), expected)
+
+
+@pytest.mark.parametrize(
+    ("keep_n", "keep_every", "kept"),
+    [(1, None, [9]), (3, None, [7, 8, 9]), (2, 4, [0, 4, 8, 9]), (20, 3, list(range(10)))],
+)
+def test_keeps_the_newest_and_the_multiples(tmp_path, keep_n, keep_every, kept):
+    state = {"step": jnp.int32(0)}
+    with Checkpoints(str(tmp_path), keep_n=keep_n, keep_every=keep_every) as checkpoints:
+        for step in range(10):
+            checkpoints.save(step, state, {"step": step})
+        checkpoints.wait()
+        assert checkpoints.steps() == kept
+        assert checkpoints.newest() == 9
+        assert [checkpoints.aux(step)["step"] for step in kept] == kept
+    assert sorted(os.listdir(tmp_path)) == sorted(f"step_{step}" for step in kept)
+
+
+def test_a_committed_step_is_not_saved_again(tmp_path):
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"x": jnp.int32(1)}, {"try": 1})
+        checkpoints.save(1, {"x": jnp.int32(2)}, {"try": 2})
+        assert checkpoints.aux(1) == {"try": 1}
+        assert int(checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})["x"]) == 1
+
+
+def test_another_run_s_step_is_not_taken_for_this_one_s(tmp_path):
+    state = {"x": jnp.int32(1)}
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, {"try": 1})
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        with pytest.raises(InputError, match="step_1 is there already, not of this run; choose an"):
+            checkpoints.save(1, state, {"try": 2})
+        assert checkpoints.aux(1) == {"try": 1}
+        checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})
+        checkpoints.save(1, state, {"try": 3})  # what was restored is what is there
+        assert checkpoints.aux(1) == {"try": 1}
+
+
+def test_what_was_just_saved_is_kept_even_behind_newer_steps(tmp_path):
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        checkpoints.save(100, {"x": jnp.int32(1)}, {})
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        checkpoints.save(5, {"x": jnp.int32(2)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [5, 100]
+
+
+def test_what_others_call_a_step_is_not_touched(tmp_path):
+    """The original's checkpoints too are folders step_<N>."""
+    theirs = tmp_path / "step_10" / "shard_0" / "0.npz"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"weights")
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        for step in (9, 11):
+            checkpoints.save(step, {"x": jnp.int32(step)}, {})
+        with pytest.raises(InputError, match="step_10 is there already"):
+            checkpoints.save(10, {"x": jnp.int32(10)}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [11]
+    assert theirs.read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("file", ["step_0/shard_0/0.npz", "model.safetensors"])
+def test_a_run_does_not_begin_where_another_format_is(tmp_path, small, file):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(b"weights")
+    network = CausalTransformer(small(), init=False)
+    assert network.restore(str(tmp_path / "new")) is None
+    (tmp_path / "config.json").write_text("{}")
+    with contextlib.closing(network), pytest.raises(InputError, match="--tune-model-path"):
+        network.restore(str(tmp_path))
+    (tmp_path / file).unlink()
+    if "step" not in file:
+        assert network.restore(str(tmp_path)) is None  # a config.json alone is the user's own
+
+
+def test_a_deletion_that_was_interrupted_goes_on(tmp_path, monkeypatch):
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.int32(1)}, {})
+        checkpoints.wait()
+        step = epath.Path(tmp_path / "step_1")
+        # Killed when all but the last folder-wide deletion was done.
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "delete_tree", lambda path: None)
+            native.delete_step(step)
+        assert checkpoints.steps() == []
+        assert step.exists()
+        checkpoints.save(2, {"x": jnp.int32(2)}, {})
+    assert os.listdir(tmp_path) == ["step_2"]
+
+
+def test_remains_are_invisible_and_the_next_writer_clears_them(tmp_path, saved):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "step_7", tmp_path / "step_8.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "step_7", tmp_path / "step_9")  # Its deletion was interrupted.
+    (tmp_path / "step_9" / "commit_success.txt").unlink()
+    for other in ("step_notes", "step_010"):
+        (tmp_path / other).mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+
+    with Checkpoints(str(tmp_path), read_only=True) as reader:
+        assert reader.steps() == [7]
+    assert len(os.listdir(tmp_path)) == 6  # A reader deletes nothing.
+    assert find(str(tmp_path)) == (str(tmp_path), 7)
+    with Checkpoints(str(tmp_path)) as writer:
+        assert len(os.listdir(tmp_path)) == 6  # Nor a writer that has written nothing yet.
+        writer.claim()
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "step_010", "step_7", "step_notes"]
+
+
+def test_find_takes_a_folder_or_a_step(saved, tmp_path, monkeypatch):
+    folder, _ = saved
+    assert find(folder) == (folder, 7)
+    assert find(f"{folder}/step_7/") == (folder, 7)
+    monkeypatch.chdir(Path(folder).parent)
+    assert find(f"{Path(folder).name}/step_7") == (folder, 7)
+    with pytest.raises(InputError, match=r"step_8 does not exist"):
+        find(f"{folder}/step_8")
+    with pytest.raises(InputError, match=r"holds no finished checkpoint"):
+        find(str(tmp_path))
+
+
+def changed(mesh, **tops):
+    return {**template_of(mesh), **tops}
+
+
+def test_a_tree_that_does_not_fit_names_the_leaf(saved):
+    folder, _ = saved
+    mesh = mesh_of(2, 4)
+    opt_state = template_of(mesh)["opt_state"]
+    cases = [
+        (
+            changed(mesh, step=scalar_template(mesh, (2,))),
+            r"leaf step has shape \(\), the config expects \(2,\)",
+        ),
+        (
+            changed(mesh, opt_state={"mu": {"w": scalar_template(mesh, (24, 8), jnp.float32)}}),
+            r"leaf opt_state/mu/w has shape \(24, 16\), the config expects \(24, 8\)",
+        ),
+        (
+            changed(mesh, step=scalar_template(mesh, (), jnp.float32)),
+            r"leaf step has dtype int32, the config expects float32",
+        ),
+        (
+            changed(mesh, opt_state={**opt_state, "nu": scalar_template(mesh)}),
+            r"leaf opt_state/nu is missing; the config expects shape \(\)",
+        ),
+        (
+            changed(mesh, opt_state={"other": scalar_template(mesh)}),
+            r"leaf opt_state/mu/w of shape \(24, 16\) has no place in this config",
+        ),
+    ]
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        for template, message in cases:
+            with pytest.raises(InputError, match=message) as caught:
+                checkpoints.restore(7, template)
+            assert "\n" not in str(caught.value)
+            assert f"{folder}/step_7" in str(caught.value)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path, saved):
+    template = template_of(mesh_of(1, 1))
+    with Checkpoints(str(tmp_path / "no"), read_only=True) as checkpoints:
+        assert checkpoints.steps() == []
+        assert checkpoints.newest() is None
+        with pytest.raises(InputError, match="no does not exist"):
+            checkpoints.restore(None, template)
+    assert not (tmp_path / "no").exists()
+    with (
+        Checkpoints(str(tmp_path)) as checkpoints,
+        pytest.raises(InputError, match="holds no finished checkpoint"),
+    ):
+        checkpoints.aux()
+    with (
+        Checkpoints(saved[0], read_only=True) as checkpoints,
+        pytest.raises(InputError, match="has no step 3; it has 7"),
+    ):
+        checkpoints.restore(3, template)
+
+
+@pytest.mark.parametrize("what", ["state/_METADATA", "state/d", "aux/metadata"])
+def test_a_damaged_checkpoint_is_named(tmp_path, saved, what):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    damaged = tmp_path / "step_7" / what
+    if damaged.is_dir():
+        for part in (tmp_path / "step_7" / "state").glob("**/d/*"):
+            part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    else:
+        damaged.write_text('{"half')
+    with (
+        Checkpoints(str(tmp_path), read_only=True) as checkpoints,
+        pytest.raises(InputError, match=r"step_7(: its file| cannot be read)") as caught,
+    ):
+        checkpoints.restore(checkpoints.aux()["step"], template_of(mesh_of(2, 4)))
+    assert "\n" not in str(caught.value)
+    assert f"its file {what}" in str(caught.value)
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def error_of(folder, state):
+    """The error that reading step 7 ends with, or None where it is what was saved."""
+    with Checkpoints(str(folder), read_only=True) as checkpoints:
+        try:
+            assert checkpoints.aux(7) == AUX
+            assert_same_bits(checkpoints.restore(7, big_template(state)), state)
+        except InputError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("as_host", [False, True], ids=["device", "host"])
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, as_host):
+    """In the bytes of arrays the leaf is named; elsewhere the file, or nothing has changed."""
+    rng = np.random.default_rng(0)
+    sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
+    state = {
+        "params": {
+            "layers": {"w": rng.standard_normal((4, 64, 64)).astype(np.float32)},
+            "proj/~/linear": {"w": rng.standard_normal((256, 128)).astype(jnp.bfloat16)},
+        },
+        "opt_state": {"mu": rng.standard_normal((128, 128)).astype(np.float32)},
+    }
+    values = {"/".join(path): leaf for path, leaf in leaves(state).items()}
+    if not as_host:
+        state = jax.device_put(state, sharding)
+    with Checkpoints(str(tmp_path), host=as_host) as checkpoints:
+        checkpoints.save(7, state, AUX)
+    state = jax.device_put(state, sharding)
+    noticed = {"leaf": 0, "file": 0, "nothing": 0}
+    for file in sorted(path for path in (tmp_path / "step_7").rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        # The first 16 bytes of an array stand together, whatever its chunks are.
+        starts = {name: content.find(value.tobytes()[:16]) for name, value in values.items()}
+        arrays = {at: name for name, at in starts.items() if at >= 0}
+        for at in [*(at + 9 for at in arrays), *map(int, rng.integers(0, len(content), 3))]:
+            flip(file, at, int(rng.integers(8)))
+            message = error_of(tmp_path, state)
+            file.write_bytes(content)
+            if (leaf := arrays.get(at - 9)) is not None:
+                assert f"its leaf {leaf}" in (message or "nothing")
+            # What is not known to be an array's may be one's.
+            what = "nothing" if message is None else re.search("(file|leaf) ", message)[1]
+            noticed[what] += 1
+    assert noticed["leaf"] >= 3
+    assert noticed["file"] >= 5
+    assert error_of(tmp_path, state) is None
+
+
+def test_a_leaf_is_verified_as_it_is_read_layer_by_layer(tmp_path):
+    values = np.random.default_rng(0).standard_normal((3, 40, 50)).astype(np.float32)
+    state = {"params": {"layers": {"w": values}}, "step": np.asarray(7, np.int32)}
+    with Checkpoints(str(tmp_path), host=True) as checkpoints:
+        checkpoints.save(7, state, {})
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        if (at := file.read_bytes().find(values[1].tobytes()[:64])) >= 0:
+            flip(file, at, 3)
+    with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+        leaf = checkpoints.open_leaf(7, ("params", "layers", "w"))
+    for layer in (0, 2):
+        np.testing.assert_array_equal(leaf[layer], values[layer])
+    with pytest.raises(InputError, match=r"its leaf params/layers/w \(layer 1\) is damaged"):
+        leaf[1]
+
+
+def test_a_step_without_checksums_loads_with_one_warning(tmp_path, saved, caplog):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "step_7" / integrity.NAME).unlink()
+    for _ in range(2):
+        with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+            assert checkpoints.aux() == AUX
+            checkpoints.restore(7, template_of(mesh_of(1, 1)))
+    said = [record.getMessage() for record in caplog.records if "no checksums" in record.message]
+    assert len(said) == 1
+    assert f"{tmp_path}/step_7" in said[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
+def test_checksums_are_the_same_everywhere(dtype):
+    rng = np.random.default_rng(0)
+    values = (100 * rng.standard_normal((3, 8, 70000 // 8))).astype(jnp.dtype(dtype))
+    layers = [host_checksum(layer, at * layer.size) for at, layer in enumerate(values)]
+    assert sum(layers) % 2**32 == host_checksum(values)
+    for shape, spec in (((1, 1), P()), ((2, 4), P(None, ("dp", "mp"))), ((4, 2), P(None, "dp"))):
+        placed = jax.device_put(values, NamedSharding(mesh_of(*shape), spec))
+        whole, stacked = ("w",), ("layers", "w")
+        found = tree_checksums({whole: placed, stacked: placed})
+        assert found == {whole: [host_checksum(values)], stacked: layers}
+    swapped = values.copy()
+    swapped[0, 0, :2] = [1, 0]
+    other = swapped.copy()
+    other[0, 0, :2] = [0, 1]
+    assert host_checksum(swapped) != host_checksum(other)
+    if dtype != "bool":
+        for bit in range(values.itemsize * 8):
+            changed = values.copy().reshape(-1)
+            changed.view(f"u{values.itemsize}")[70] ^= np.array(1 << bit, f"u{values.itemsize}")
+            assert host_checksum(changed) != host_checksum(values)
+
+
+# Other writers, and links.
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    folder = str(tmp_path / "model")
+    with Checkpoints(folder) as one, Checkpoints(folder) as other:
+        one.claim()
+        owner = rf"in use by process {os.getpid()} on {socket.gethostname()} since 2.* \(\S+\); "
+        with pytest.raises(InputError, match=owner):
+            other.save(1, {"x": jnp.int32(1)}, {})
+        assert os.listdir(folder) == [".lock"]
+        one.save(1, {"x": jnp.int32(1)}, {})
+        one.wait()
+        assert other.newest() == 1  # Reading needs no lock.
+        one.close()
+        other.save(2, {"x": jnp.int32(2)}, {})
+        other.wait()
+    assert sorted(os.listdir(folder)) == ["step_1", "step_2"]
+
+
+def hold(folder):
+    with FolderLock(folder):
+        print("held", flush=True)
+        sys.stdin.read()
+
+
+def test_a_killed_writer_holds_nobody_up(tmp_path):
+    folder = str(tmp_path / "model")
+    process = child("hold", folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=f"in use by process {process.pid} on "):
+            FolderLock(folder)
+        process.kill()
+        process.wait()
+        with FolderLock(folder) as mine:
+            assert json.loads((tmp_path / "model" / ".lock").read_text())["process"] == os.getpid()
+            mine.release()
+            FolderLock(folder).release()
+    assert os.listdir(folder) == []
+
+
+def open_files(folder):
+    """Linux: the files in a folder that this process has open."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.append(os.readlink(path))
+    return [name for name in found if name.startswith(f"{folder}/")]
+
+
+def test_a_lock_whose_file_is_deleted_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """By an owner that ends just then."""
+    flock, deleted = fcntl.flock, []
+
+    def late(file, operation):
+        if not deleted:
+            deleted.append((tmp_path / ".lock").unlink())
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with FolderLock(tmp_path):
+        with pytest.raises(InputError, match="is in use by process"):
+            FolderLock(tmp_path)
+        assert open_files(tmp_path) == [str(tmp_path / ".lock")]
+
+
+def test_a_lock_is_taken_by_one_of_many(tmp_path):
+    """Each time that the owner lets go, and deletes the file that some wait to look into."""
+    taken, wrong = [], []
+
+    def writer(number):
+        for _ in range(50):
+            try:
+                lock = FolderLock(str(tmp_path))
+            except InputError:
+                continue
+            taken.append(number)
+            if len(taken) != 1:
+                wrong.append(list(taken))
+            taken.remove(number)
+            lock.release()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(writer, range(4)))
+    assert wrong == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_pruning_deletes_links_and_not_what_they_lead_to(tmp_path):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    with Checkpoints(str(theirs)) as checkpoints:
+        checkpoints.save(5, {"x": jnp.int32(5)}, {})
+    mine.mkdir()
+    (mine / "step_5").symlink_to(theirs / "step_5")
+    shutil.copytree(theirs / "step_5", theirs / "step_6")
+    (theirs / "step_6" / "commit_success.txt").unlink()  # being saved, or deleted
+    (mine / "step_6").symlink_to(theirs / "step_6")
+    before = sorted(path.relative_to(theirs) for path in theirs.rglob("*"))
+    with Checkpoints(str(mine), keep_n=1) as checkpoints:
+        assert int(checkpoints.restore(5, {"x": scalar_template(mesh_of(1, 1), (), "int32")})["x"])
+        for step in (7, 8):
+            checkpoints.save(step, {"x": jnp.int32(step)}, {})
+            checkpoints.wait()
+    assert os.listdir(mine) == ["step_8"]
+    assert sorted(path.relative_to(theirs) for path in theirs.rglob("*")) == before
+    with Checkpoints(str(theirs), read_only=True) as checkpoints:
+        assert checkpoints.steps() == [5]
+
+
+def test_a_link_within_a_step_is_not_followed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("")
+    with Checkpoints(str(tmp_path / "model"), keep_n=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.int32(1)}, {})
+        checkpoints.wait()
+        (tmp_path / "model" / "step_1" / "more").symlink_to(elsewhere)
+        checkpoints.save(2, {"x": jnp.int32(2)}, {})
+    assert os.listdir(tmp_path / "model") == ["step_2"]
+    assert os.listdir(elsewhere) == ["precious"]
+
+
+def host(state):
+    return jax.tree.map(np.asarray, state)
+
+
+def test_host_arrays_are_saved_as_they_are_and_restored_on_any_mesh(tmp_path):
+    state = random_state(3, mesh_of(2, 4))
+    with Checkpoints(str(tmp_path), host=True) as checkpoints:
+        checkpoints.save(1, host(state), AUX)
+        while checkpoints.is_saving(0.01):
+            pass
+        assert checkpoints.steps() == [1]
+        for shape in ((2, 4), (1, 1)):
+            assert_same_bits(checkpoints.restore(1, template_of(mesh_of(*shape))), state)
+
+
+def test_a_new_model_folder_appears_whole(tmp_path, monkeypatch, small):
+    """Even by SIGKILL nothing is left under its name, so that a second try is not refused."""
+    config, folder = small(layers=1), tmp_path / "new"
+    params = map_declared(lambda d: np.ones(d.shape, np.float32), gptj.declarations(config))
+    state = {"params": params, "step": np.zeros((), np.int32)}
+    save = Checkpoints.save
+
+    def interrupted(checkpoints, *args):
+        save(checkpoints, *args)
+        checkpoints.wait()
+        assert not folder.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        native_state.write(str(folder), state, config)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    native_state.write(str(folder), state, config)
+    assert_same_bits(native_state.read(str(folder))[1], state)
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_a_leaf_is_read_alone(tmp_path, from_host):
+    """Whole or layer by layer, after the checkpoints are closed too; cast as numpy casts it."""
+    state = random_state(5, mesh_of(4, 2))
+    state["params"]["layers"]["w"] = jnp.arange(480.0).reshape(3, 5, 32) / 7
+    with Checkpoints(str(tmp_path), host=from_host) as checkpoints:
+        checkpoints.save(1, host(state) if from_host else state, {})
+        checkpoints.wait()
+        found = checkpoints.leaves(1)
+        assert set(found) == set(leaves(state))
+        for path, leaf in leaves(state).items():
+            assert (found[path].shape, found[path].dtype) == (leaf.shape, leaf.dtype)
+            lazy = checkpoints.open_leaf(1, path)
+            assert (lazy.shape, lazy.dtype) == (leaf.shape, leaf.dtype)
+            assert_same_bits(np.asarray(lazy), np.asarray(leaf))
+        lazy = checkpoints.open_leaf(1, ("params", "layers", "w"))
+    whole = np.asarray(state["params"]["layers"]["w"])
+    for layer in (0, 2, -1):
+        assert_same_bits(lazy[layer], whole[layer])
+    for dtype in (np.dtype(jnp.bfloat16), np.dtype(np.float16)):
+        assert_same_bits(np.asarray(lazy.astype(dtype, "w")), whole.astype(dtype))
+
+
+@pytest.mark.parametrize("what", ["half of state/step/0", "no state/rng/0"])
+def test_a_damaged_host_array_is_named(tmp_path, what):
+    state = random_state(6, mesh_of(1, 1))
+    with Checkpoints(str(tmp_path), host=True) as checkpoints:
+        checkpoints.save(7, host(state), {})
+        checkpoints.wait()
+        damaged = tmp_path / "step_7" / what.rpartition(" ")[2]
+        if what.startswith("half"):
+            damaged.write_bytes(damaged.read_bytes()[:2])
+        else:
+            damaged.unlink()
+        path = (damaged.parent.name,)
+        for read in (
+            lambda: checkpoints.restore(7, template_of(mesh_of(2, 4))),
+            lambda: np.asarray(checkpoints.open_leaf(7, path)),
+        ):
+            with pytest.raises(InputError, match="step_7 cannot be read") as caught:
+                read()
+            assert "\n" not in str(caught.value)
+
+
+def test_weights_alone_are_named_where_a_state_is_wanted(tmp_path):
+    state = random_state(8, mesh_of(2, 4))
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"params": state["params"], "step": state["step"]}, {})
+        template = template_of(mesh_of(2, 4))
+        del template["rng"]
+        with pytest.raises(InputError, match="has no opt_state, weights alone"):
+            checkpoints.restore(1, template)
+
+
+@pytest.mark.parametrize("aux", [{}, [], 3, {"config": 3}, {"config": {}}, {"config": {"x": 1}}])
+def test_an_aux_without_a_config_is_one_line(small, aux, tmp_path):
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, {"params": {"w": jnp.zeros(3)}}, aux)
+    for config in (None, small()):
+        with pytest.raises(InputError, match=r"step_1: (its aux is|saved config: )") as caught:
+            native_state.read(str(tmp_path), config=config)
+        assert "\n" not in str(caught.value)
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(InputError, match="keep_n is 0"):
+        Checkpoints(str(tmp_path), keep_n=0)
+    with pytest.raises(InputError, match="keep_every is 0"):
+        Checkpoints(str(tmp_path), keep_every=0)
+    (tmp_path / "file").write_text("")
+    with (
+        Checkpoints(str(tmp_path / "file" / "model")) as checkpoints,
+        pytest.raises(InputError, match="file/model cannot be written: Not a directory"),
+    ):
+        checkpoints.claim()
+    with (
+        Checkpoints(str(tmp_path), read_only=True) as reader,
+        pytest.raises(RuntimeError, match="read-only"),
+    ):
+        reader.save(1, {"x": jnp.int32(1)}, {})
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        with pytest.raises(TypeError, match="JSON"):
+            checkpoints.save(1, {"x": jnp.int32(1)}, {"array": np.zeros(2)})
+        with pytest.raises(ValueError, match=r"two leaves of the state are both called a\.b"):
+            checkpoints.save(1, {"a.b": jnp.int32(1), "a": {"b": jnp.int32(1)}}, {})
+        assert checkpoints.steps() == []
+
+
+def big_state(seed):
+    """16 MB that do not compress: long enough to be interrupted."""
+    rng = np.random.default_rng(seed)
+    sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
+    names = [f"w{i}" for i in range(16)]
+    return {
+        name: jax.device_put(rng.standard_normal((512, 512)).astype(np.float32), sharding)
+        for name in names
+    }
+
+
+def big_template(state=None):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        big_state(0) if state is None else state,
+    )
+
+
+def save_and_wait(checkpoints, step):
+    checkpoints.save(step, big_state(step), {"step": step})
+    checkpoints.wait()
+
+
+def fail_to_save(checkpoints, step, reason):
+    with pytest.raises(InputError, match=f"saving step {step} failed: {reason} ") as caught:
+        save_and_wait(checkpoints, step)
+    assert "\n" not in str(caught.value)
+    assert "16,777,216 bytes to save, " in str(caught.value)
+    assert "step 1 is intact" in str(caught.value)
+    assert sorted(os.listdir(checkpoints.folder)) == [".lock", "step_1"]
+    checkpoints.wait()  # Raised once.
+
+
+def test_a_full_disk_leaves_the_previous_step(small_disk):
+    small = {"x": jnp.arange(5)}
+    with Checkpoints(str(small_disk("4m") / "model")) as checkpoints:
+        checkpoints.save(1, small, {})
+        fail_to_save(checkpoints, 2, "No space left on device")
+        checkpoints.save(3, small, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]
+
+
+def limited_save(folder):
+    """In a process of its own: a save that the file size limit stops, then one that works."""
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"x": jnp.arange(5)}, {})
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        fail_to_save(checkpoints, 2, "File too large")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        checkpoints.save(2, big_state(2), {})
+        assert_same_bits(checkpoints.restore(2, big_template()), big_state(2))
+        assert checkpoints.steps() == [1, 2]
+
+
+def child(*arguments, **options):
+    """This file's function `arguments[0]` in a new process; a warning is an error there."""
+    command = [sys.executable, "-W", "error", __file__, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, text=True, **options)
+
+
+def test_a_refused_write_is_raised_and_nothing_is_printed(tmp_path):
+    process = child("limited_save", tmp_path / "model", stderr=subprocess.PIPE)
+    _, errors = process.communicate(timeout=120)
+    assert errors == ""
+    assert process.returncode == 0
+
+
+def save_until_killed(folder, first):
+    """Save step after step, saying when each was begun and committed."""
+    states = {step: big_state(step) for step in range(int(first), int(first) + 3)}
+    with Checkpoints(folder, keep_n=2) as checkpoints:
+        for step in sorted(states):
+            print("begun", step, flush=True)
+            checkpoints.save(step, states[step], {"step": step})
+            checkpoints.wait()
+            print("committed", step, flush=True)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+)
+def test_kill_in_the_middle_of_a_save(tmp_path, seed):
+    folder = str(tmp_path)
+    with Checkpoints(folder) as checkpoints:
+        began = time.monotonic()
+        save_and_wait(checkpoints, 1)
+        duration = time.monotonic() - began
+    process = child("save_until_killed", folder, 2, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun 2\n"
+    # Seed 0 is always within the first save; the others fall anywhere in three saves.
+    rng = random.Random(seed)
+    time.sleep(duration * (0.2 if seed == 0 else rng.uniform(0, 3)))
+    process.kill()
+    output = process.stdout.read()
+    process.wait()
+    committed = [int(line.split()[1]) for line in output.splitlines() if "committed" in line]
+
+    with Checkpoints(folder) as checkpoints:
+        steps = checkpoints.steps()
+        # The last may have been committed just before it could be said.
+        assert steps[-1] in (max(committed, default=1), max(committed, default=1) + 1)
+        checkpoints.claim()  # The lock that the killed process left holds nobody up.
+        assert all(name == f"step_{name[5:]}" for name in os.listdir(folder) if name != ".lock")
+        for step in steps:
+            assert checkpoints.aux(step) == {"step": step}
+            assert_same_bits(checkpoints.restore(step, big_template()), big_state(step))
+        checkpoints.save(9, big_state(9), {"step": 9})
+        assert_same_bits(checkpoints.restore(9, big_template()), big_state(9))
+
+
+def one_of_two(folder, rank, port):
+    """Process `rank` of a two-process run on a 2x4 mesh: saves, prunes, restores."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+    shapes = {(2, 4): P(None, ("mp", "dp")), (4, 2): P("dp", "mp")}
+    value = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+
+    def sharded(shape):
+        return NamedSharding(mesh_of(*shape), shapes[shape])
+
+    sharding = sharded((2, 4))
+    array = jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    with Checkpoints(folder, keep_n=2) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, {"w": array}, {"step": step})
+        wanted = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded((4, 2)))
+        restored = checkpoints.restore(None, {"w": wanted})["w"]
+    for shard in restored.addressable_shards:
+        np.testing.assert_array_equal(shard.data, value[shard.index])
+
+
+def two_processes(function, folder):
+    """Whether both processes of `function` ended well."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    processes = [child(function, folder, rank, port) for rank in range(2)]
+    return [process.wait(timeout=120) for process in processes] == [0, 0]
+
+
+def fails_once(act):
+    """As `act`, but for the first call."""
+    errors = [PermissionError(errno.EACCES, "Permission denied")]
+
+    def once():
+        if errors:
+            raise errors.pop()
+        return act()
+
+    return once
+
+
+def lagging_of_two(folder, rank, port):
+    """Saves whose second process comes when the first has begun to write, if that lets it."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+    with Checkpoints(folder, keep_n=1) as checkpoints:
+        for step in (1, 2):
+            save = checkpoints._checkpointer.save
+
+            def late(*args, save=save, **kwargs):
+                time.sleep(2 * int(rank))
+                return save(*args, **kwargs)
+
+            checkpoints._checkpointer.save = late
+            save_and_wait(checkpoints, step)
+            checkpoints._checkpointer.save = save
+        restored = checkpoints.restore(2, big_template())
+    for name, leaf in big_state(2).items():
+        for one, other in zip(
+            restored[name].addressable_shards, leaf.addressable_shards, strict=True
+        ):
+            np.testing.assert_array_equal(one.data, other.data)
+
+
+def failing_of_two(folder, rank, port):
+    """Saves of which one process cannot write its part, first one and then the other."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+    with Checkpoints(folder) as checkpoints:
+        save_and_wait(checkpoints, 1)
+        for step, failing in ((2, 1), (3, 0)):
+            if int(rank) == failing:
+                soft = 200_000
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+            began = time.monotonic()
+            with pytest.raises(InputError, match=f"saving step {step} failed: .*[Ff]ile too large"):
+                save_and_wait(checkpoints, step)
+            assert time.monotonic() - began < 60  # not Orbax's 20 minutes
+            unlimited = (resource.RLIM_INFINITY,) * 2
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            assert checkpoints.steps() == [1]
+        # One that fails before there is anything to write, while the other one is late.
+        clear = checkpoints._clear_uncommitted
+        if rank == "0":
+            checkpoints._clear_uncommitted = fails_once(clear)
+        else:
+            time.sleep(1)
+        with pytest.raises(InputError, match=r"saving step 3 failed: .*Permission denied"):
+            save_and_wait(checkpoints, 3)
+        checkpoints._clear_uncommitted = clear
+        # With the same processes, and even the same step.
+        save_and_wait(checkpoints, 3)
+        restored = checkpoints.restore(3, big_template())
+    for name, leaf in big_state(3).items():
+        for one, other in zip(
+            restored[name].addressable_shards, leaf.addressable_shards, strict=True
+        ):
+            np.testing.assert_array_equal(one.data, other.data)
+
+
+def test_a_process_that_cannot_save_fails_all_of_them_at_once(tmp_path):
+    assert two_processes("failing_of_two", tmp_path)
+    with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+        assert checkpoints.steps() == [1, 3]
+        assert_same_bits(checkpoints.restore(3, big_template()), big_state(3))
+
+
+@pytest.mark.slow
+def test_two_processes_save_to_a_bucket(tmp_path, monkeypatch):
+    """Where what is being saved has no other name than what is saved."""
+    with gcs_server(tmp_path) as (gcs, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert two_processes("lagging_of_two", "gs://bucket/model")
+        steps = {name.split("/")[1] for _, name in gcs.objects if name.count("/") > 1}
+    assert steps == {"step_2"}
+
+
+@pytest.mark.parametrize("where", ["claim", "vacant", "finish", "prune"])
+def test_what_a_bucket_refuses_is_one_line(tmp_path, monkeypatch, caplog, where):
+    """TensorFlow's errors are no OSErrors."""
+    refused = tf.errors.PermissionDeniedError(None, None, "403 Forbidden: no access")
+
+    def refuse(*_):
+        raise refused
+
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        if where != "claim":
+            save_and_wait(checkpoints, 1)
+        if where in ("claim", "vacant"):
+            name = {"claim": "_clear_uncommitted", "vacant": "_check_vacant"}[where]
+            monkeypatch.setattr(checkpoints, name, refuse)
+        else:
+            module, name = {
+                "finish": (native.integrity, "write"),
+                "prune": (native, "delete_step"),
+            }[where]
+            monkeypatch.setattr(module, name, refuse)
+        if where == "prune":
+            save_and_wait(checkpoints, 2)
+            assert "cannot delete old steps" in caplog.text
+            assert checkpoints.steps() == [1, 2]
+        else:
+            words = "cannot be written" if where == "claim" else "saving step 2 failed"
+            with pytest.raises(InputError, match=f"{words}: 403 Forbidden: no access"):
+                save_and_wait(checkpoints, 2)
+        monkeypatch.undo()
+        save_and_wait(checkpoints, 3)  # as soon as there is access again
+        assert checkpoints.steps() == [3]
+
+
+def test_deleting_old_steps_holds_nobody_up_for_long(tmp_path, monkeypatch):
+    answers = threading.Event()
+    delete = native.delete_step
+    monkeypatch.setattr(native, "delete_step", lambda path: (answers.wait(120), delete(path)))
+    monkeypatch.setattr(native, "_PRUNE_SECONDS", 0.01)
+    with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
+        for step in range(1, 5):
+            save_and_wait(checkpoints, step)
+        assert checkpoints.steps() == [1, 2, 3, 4]
+        answers.set()
+        assert checkpoints._pruning is not None
+        checkpoints._pruning.join()
+        save_and_wait(checkpoints, 5)
+        checkpoints._pruning.join()
+        assert checkpoints.steps() == [5]
+
+
+def test_leaves_are_cast_a_few_at_a_time_the_largest_first(tmp_path, monkeypatch):
+    """Lest what was saved in f32 and what is wanted in bf16 are on the devices together."""
+    monkeypatch.setattr(native, "_CAST_BYTES", 1000)
+    sharding = NamedSharding(mesh_of(1, 8), P())
+    rng = np.random.default_rng(0)
+    sizes = {"a": 10, "b": 400, "c": 200, "d": 100, "e": 30}
+    state = {
+        name: {"w": jax.device_put(rng.normal(size=size).astype(np.float32), sharding)}
+        for name, size in sizes.items()
+    }
+    read = []
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.save(1, state, {})
+        whole = Checkpoints._read
+        monkeypatch.setattr(
+            Checkpoints,
+            "_read",
+            lambda self, step, dtypes, wanted: (
+                read.append([path[0] for path in dtypes]),
+                whole(self, step, dtypes, wanted),
+            )[1],
+        )
+        dtypes = dict.fromkeys("abcd", jnp.bfloat16) | {"e": jnp.float32}
+        template = {
+            name: {"w": jax.ShapeDtypeStruct((size,), dtypes[name], sharding=sharding)}
+            for name, size in sizes.items()
+        }
+        restored = checkpoints.restore(1, template)
+    assert read == [["e"], ["b"], ["c"], ["d", "a"]]
+    assert_same_bits(
+        restored,
+        {name: {"w": leaf["w"].astype(dtypes[name])} for name, leaf in state.items()},
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_save_one_checkpoint(tmp_path):
+    assert two_processes("one_of_two", tmp_path)
+    value = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+    with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
+        assert checkpoints.steps() == [2, 3]
+        wanted = scalar_template(mesh_of(1, 8), value.shape, jnp.float32)
+        assert_same_bits(checkpoints.restore(3, {"w": wanted}), {"w": value})
+
+
+def test_the_folder_is_the_index(saved):
+    """Nothing but the steps, and in each what the module says."""
+    folder = Path(saved[0])
+    assert os.listdir(folder) == ["step_7"]
+    parts = set(os.listdir(folder / "step_7"))
+    assert {"state", "aux", "commit_success.txt"} <= parts
+    assert json.loads((folder / "step_7" / "aux" / "metadata").read_text()) == AUX
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4 if sys.argv[1].endswith("of_two") else 8)
+    globals()[sys.argv[1]](*sys.argv[2:])

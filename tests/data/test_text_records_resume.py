@@ -1,0 +1,240 @@
+"""A run of create_finetune_tfrecords.py that is stopped goes on; what it says of its set is so."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from mesh_transformer.cli import text_records as script
+from mesh_transformer.data import corpus, documents, packing
+from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.util import InputError
+from tests.long import killed_tokenizing
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+SEQ = 16
+
+
+class Stopped(BaseException):
+    """Ends a run as nothing that it may handle does."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch, tokenizer):
+    """A folder of text of several kinds; pieces, batches and saves are small."""
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 64)
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 800)
+    monkeypatch.setattr(corpus, "SAVE_EVERY", 1)
+    monkeypatch.setattr(script, "load_tokenizer", lambda name: tokenizer)
+    killed_tokenizing.write_text(tmp_path / "in")
+    return tmp_path / "in"
+
+
+def create(source, out, *options):
+    script.main([str(source), "set", "--output-dir", str(out), "--seq", str(SEQ), *options])
+    return contents(out)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def stop_at(monkeypatch, place, name, number):
+    """Has the function end the run when it is called for the so-manieth time."""
+    whole = getattr(place, name)
+    left = iter(range(number - 1, -1, -1))
+
+    def stopping(*arguments, **options):
+        if not next(left):
+            monkeypatch.setattr(place, name, whole)
+            raise Stopped
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(place, name, stopping)
+
+
+PLACES = {
+    "before a save": (corpus.Progress, "save"),
+    "behind a save": (corpus.Tokenizing, "_write"),
+    "while a file is read": (corpus, "read_pieces"),
+    "before a part": (packing, "write_records"),
+    "at the end": (packing, "publish"),
+}
+
+
+@pytest.mark.parametrize("options", [(), ("--sequences-per-file", "40", "--n-repack-epochs", "2")])
+def test_stopped_and_called_again_the_bytes_are_the_same(tmp_path, monkeypatch, source, options):
+    expected = create(source, tmp_path / "whole", *options)
+    for place, (where, name) in PLACES.items():
+        out = tmp_path / place
+        for number in (1, 3):
+            stop_at(monkeypatch, where, name, number)
+            try:
+                create(source, out, *options)
+            except Stopped:
+                assert not list(out.glob("*.tfrecords"))
+        assert create(source, out, *options) == expected, place
+
+
+def test_stopped_in_the_clean_up_it_begins_anew(tmp_path, monkeypatch, source):
+    expected = create(source, tmp_path / "out")
+    stop_at(monkeypatch, shutil, "rmtree", 1)
+    with pytest.raises(Stopped):
+        create(source, tmp_path / "out")
+    (partial,) = (tmp_path / "out").glob("*.partial")
+    next(path for path in partial.iterdir() if path.name != "lock").unlink()
+    assert create(source, tmp_path / "out") == expected
+
+
+def test_what_is_through_is_not_read_again(tmp_path, monkeypatch, source):
+    stop_at(monkeypatch, corpus, "read_pieces", 3)
+    with pytest.raises(Stopped):
+        create(source, tmp_path / "out")
+    read, whole = [], documents.read_pieces
+
+    def noted(path, *arguments):
+        read.append(path)
+        return whole(path, *arguments)
+
+    monkeypatch.setattr(corpus, "read_pieces", noted)
+    create(source, tmp_path / "out")
+    # One is through; another may be, if the stop came before it was saved.
+    assert 1 <= len(list(source.iterdir())) - len(read) <= 2
+
+
+def test_batches_files_and_cores_do_not_matter(tmp_path, monkeypatch, source):
+    expected = create(source, tmp_path / "one")
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 1 << 14)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # one core
+    assert create(source, tmp_path / "two") == expected
+    create(source, tmp_path / "three", "--sequences-per-file", "7")
+    assert len(list((tmp_path / "three").glob("*.tfrecords"))) > 3
+    np.testing.assert_array_equal(records(tmp_path / "one"), records(tmp_path / "three"))
+
+
+def records(folder):
+    found = TFRecordNewInputs(str(folder / "set.index"), 1, SEQ, repeat=False)
+    return np.concatenate([batch["obs"] for batch in found])
+
+
+def test_the_manifest_says_what_is_there(tmp_path, source):
+    (source / "bad.jsonl").write_bytes(b'{"text": "a b"}\n{"text": 3}\n[\n')
+    out = tmp_path / "out"
+    create(source, out, "--skip-bad", "--sequences-per-file", "100")
+    manifest = json.loads((out / "set.manifest.json").read_text())
+    assert (out / "set.index").read_text().split() == [each["name"] for each in manifest["files"]]
+    for each, folder in [(each, out) for each in manifest["files"]] + [
+        (each, source) for each in manifest["sources"]
+    ]:
+        path = folder / each["name"]
+        assert each["bytes"] == path.stat().st_size
+        assert each["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    found = records(out)
+    assert (
+        manifest["sequences"]
+        == len(found)
+        == manifest["tokens"] // manifest["tokens_per_sequence"]
+        == sum(each["sequences"] for each in manifest["files"])
+    )
+    for key in ("documents", "tokens"):
+        assert manifest[key] == sum(each[key] for each in manifest["sources"])
+    assert manifest["skipped"] == {"no text": 1, "not JSON": 1}
+    (bad,) = (each for each in manifest["sources"] if each["name"] == "bad.jsonl")
+    assert (bad["documents"], bad["skipped"]) == (1, manifest["skipped"])
+
+
+def test_a_bad_file_may_be_mended_or_skipped_and_the_rest_is_not_read_again(tmp_path, source):
+    path, good = source / "9.txt", b"a good line\n" * 200
+    path.write_bytes(good + b"caf\xe9")
+    options = ("--preserve-data-order",)  # the last file last
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"9\.txt: document 1 holds the bytes .*--skip-bad$"):
+            create(source, tmp_path / "out", *options)
+    skipped = create(source, tmp_path / "out", *options, "--skip-bad")
+    path.unlink()
+    without = create(source, tmp_path / "without", *options)
+    assert [skipped[name] for name in without if name.endswith("s")] == [
+        without[name] for name in without if name.endswith("s")
+    ]
+    path.write_bytes(good + b"caf\xe9")
+    with pytest.raises(InputError):
+        create(source, tmp_path / "mended", *options)
+    assert (tmp_path / "mended" / "set.partial" / "progress.json").exists()
+    path.write_bytes(good)
+    assert create(source, tmp_path / "mended", *options) == create(
+        source, tmp_path / "whole", *options
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda source: ["--seed", "3"], "seed.*"),
+        (lambda source: ["--min-unique-tokens", "3"], "min_unique_tokens"),
+        (lambda source: os.utime(source / "0.txt", (1, 1)), "0.txt"),
+        (lambda source: (source / "8.txt").write_text("more"), "files"),
+    ],
+    ids=["seed", "option", "file", "folder"],
+)
+def test_a_run_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch, source, change, named):
+    stop_at(monkeypatch, packing, "write_records", 1)
+    with pytest.raises(Stopped):
+        create(source, tmp_path / "out")
+    changed = change(source)
+    options = changed if isinstance(changed, list) else []
+    with pytest.raises(InputError, match=f"was begun with other {named};.*--new$"):
+        create(source, tmp_path / "out", *options)
+    assert create(source, tmp_path / "out", *options, "--new") == create(
+        source, tmp_path / "whole", *options
+    )
+
+
+@pytest.mark.parametrize("damage", ["{}", "[", '{"sources": [{}], "current": null}'])
+def test_progress_that_cannot_be_read_is_refused(tmp_path, monkeypatch, source, damage):
+    stop_at(monkeypatch, packing, "write_records", 1)
+    with pytest.raises(Stopped):
+        create(source, tmp_path / "out")
+    (tmp_path / "out" / "set.partial" / "progress.json").write_text(damage)
+    with pytest.raises(InputError, match=r"progress\.json: not written by this script.*--new"):
+        create(source, tmp_path / "out")
+
+
+def test_two_runs_do_not_make_the_same_set_at_once(tmp_path, source):
+    with (
+        script.work_folder(tmp_path / "out" / "set.partial", False),
+        pytest.raises(InputError, match="another run is at work there"),
+    ):
+        create(source, tmp_path / "out")
+
+
+def test_text_of_any_size_takes_little_memory(tmp_path):
+    """A line of spaces, one of a single word, and 60 MB from a few KB: each is through in time."""
+    frame = zstandard.compress(json.dumps({"text": "to be or not " * 5000}).encode() + b"\n")
+    (tmp_path / "a.jsonl.zst").write_bytes(frame * 10)
+    (tmp_path / "b.txt").write_text(" " * 3_000_000)
+    (tmp_path / "c.txt").write_text("\u4e2d" * 1_500_000)
+    longest = 0
+    for name in "a.jsonl.zst", "b.txt", "c.txt":
+        bad = documents.Bad(False)
+        for piece in documents.read_pieces(str(tmp_path / name), "<|end|>", bad, int):
+            longest = max(longest, len(piece.text))
+    assert longest <= documents.LONGEST_RUN + documents.PIECE_CHARACTERS
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_bytes_are_the_same(tmp_path):
+    killed_tokenizing.check(tmp_path, kills=5)

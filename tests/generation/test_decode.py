@@ -1,0 +1,393 @@
+"""A running batch: every position against a full pass, in place, and each row for itself."""
+
+import gc
+import re
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.generation import batch as running_batch
+from mesh_transformer.generation import decode
+from mesh_transformer.generation.batch import MOST_STEPS, Batch
+from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
+from mesh_transformer.mesh.devices import named
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj
+from mesh_transformer.model.attention import LayerCache, write
+from mesh_transformer.training import step
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.conftest import AS_USERS_COMPILE, DATA
+from tests.model.test_gptj import KINDS, base_of, full_pass, small_config, weights
+from tests.training.test_parity import network_at_step_0
+
+WINDOW = 24
+# Above the window, the last tokens are the prompt.
+LENGTHS = [1, 5, 16, WINDOW, WINDOW + 9, 3]
+PLACES = [("jit", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4), ("shard_map", 1, 8), ("jit", 1, 8)]
+GREEDY = {"top_p": 1.0, "temp": 0.0}
+LIVELY = {"top_p": 0.9, "temp": 1.0}
+
+
+def network_of(config: Config, place: tuple[str, int, int] = PLACES[0]) -> CausalTransformer:
+    """A network on a dp x mp mesh, with the weights that `config` has on any other."""
+    partitioning, dp, mp = place
+    there = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
+    network = CausalTransformer(there, devices=jax.devices()[: dp * mp], init=False)
+    layout = named(network.mesh, step.state_specs(there, network.mesh)["params"])
+    network.state = {"params": jax.tree.map(jax.device_put, weights(base_of(config)), layout)}
+    return network
+
+
+def random_prompts(config: Config, lengths: list[int]) -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, config.n_vocab, length) for length in lengths]
+
+
+def full_logprobs(config: Config, tokens: np.ndarray) -> np.ndarray:
+    """log softmax [B, T, V] of one pass without a cache; a query sees `config.window` keys."""
+    width = tokens.shape[1]
+    # A table of positions is as long as it is; what has none may be any length.
+    seq = config.seq if config.pe == "fixed" else width
+    whole = config.replace(seq=seq, attention_window=min(config.window, width))
+    run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, whole, Auto()))
+    return np.asarray(jax.nn.log_softmax(run(weights(base_of(config)), tokens)))
+
+
+def by_token(token: np.ndarray, logprob: np.ndarray) -> np.ndarray:
+    """Logprobs of all tokens, in the tokens' order, from those in the order of likelihood."""
+    found = np.empty_like(logprob)
+    np.put_along_axis(found, token.astype(int), logprob, axis=-1)
+    return found
+
+
+# The first kind on every mesh, the others on one of each partitioning.
+EVERYWHERE = [
+    pytest.param(kind, place, marks=[] if quick else pytest.mark.slow)
+    for kind in [*KINDS, ("geglu", "t5"), ("geglu", "fixed")]
+    for place in (PLACES if kind == KINDS[0] else (PLACES[1], PLACES[2]))
+    for quick in [place == PLACES[1] or (kind == KINDS[0] and place == PLACES[0])]
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
+def test_every_position_is_that_of_a_full_pass(kind, place):
+    block, pe = kind
+    steps = 12
+    fixed = pe == "fixed"
+    config = small_config(
+        block=block, pe=pe, seq=64 if fixed else WINDOW, attention_window=WINDOW, layers=3
+    )
+    prompts = random_prompts(config, LENGTHS)
+    batch = network_of(config, place).batch(len(prompts))
+    settings = sampler_settings(LIVELY | {"seed": np.arange(6)}, 6)
+    first = batch.insert(range(6), prompts, steps, settings, alternatives=config.n_vocab)
+    parts = [jax.tree.map(lambda x: x[:, None], first)]
+    for some in (1, 4, 6):  # over the end of the ring in the midst of a call
+        parts.append(batch.decode(some, alternatives=config.n_vocab))
+    tokens, own, top, logprob = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    found = by_token(top, logprob)
+    prompts = [prompt[-WINDOW:] for prompt in prompts]
+    texts = [np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)]
+    padded = np.zeros((6, WINDOW + steps), np.uint32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    wanted = full_logprobs(config, padded)
+    for row, prompt in enumerate(prompts):
+        here = slice(len(prompt) - 1, len(prompt) - 1 + steps)
+        # Logprobs reach 18 here, where f32 itself has steps of 2e-6.
+        np.testing.assert_allclose(found[row], wanted[row, here], atol=1e-5, rtol=1e-5)
+    drawn = np.take_along_axis(found, tokens[..., None].astype(int), axis=-1)[..., 0]
+    np.testing.assert_array_equal(own, drawn)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 3), (4, 1), (4, 3)])
+def test_a_position_is_written_and_nothing_beside_it(rows, heads, dtype):
+    """By the kernels that users have, which the other tests' values do not come from."""
+    rng = np.random.default_rng(3)
+
+    def random_cache(slots: int) -> LayerCache:
+        shape = (rows, heads, slots, 5)
+        return LayerCache(*(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)))
+
+    cache, new, slots = random_cache(7), random_cache(1), rng.integers(0, 7, rows)
+    lowered = jax.jit(write).lower(cache, new, slots)
+    found = lowered.compile(AS_USERS_COMPILE)(cache, new, slots)
+    for before, one, after in zip(cache, new, found, strict=True):
+        wanted = np.array(before)
+        wanted[np.arange(rows), :, slots] = np.asarray(one)[:, :, 0]
+        np.testing.assert_array_equal(np.asarray(after), wanted)
+
+
+def cache_results(text: str, shape: tuple[int, ...]) -> list[str]:
+    """The operations of a compiled program that make an array as large as one cache.
+
+    What only passes an array on is left out, and the scatter that writes into it.
+    """
+    size = int(np.prod(shape))
+    passing = {"parameter", "get-tuple-element", "bitcast", "scatter"}
+    found, scatters = [], set()
+    for computation in re.split(r"\n(?=%|ENTRY)", text):
+        name = re.match(r"(?:ENTRY )?%(\S+)", computation)
+        for line in computation.splitlines()[1:]:
+            read = re.match(r"\s*(ROOT )?%\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+            if read is None:
+                continue
+            numbers = [int(n) for n in read[2].split(",")]
+            if read[1] and read[3] == "scatter" and name:
+                scatters.add(name[1])
+            if int(np.prod(numbers)) == size and read[3] not in passing:
+                found.append(line.strip())
+    return [line for line in found if not any(f"calls=%{name}" in line for name in scatters)]
+
+
+def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, Any]:
+    """The text of the decode step over `batch`, and its memory."""
+    made, network = batch._generator, batch._state
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "decode", function)
+        run: Any = running_batch.compile_decode(made.config, made.mesh, None, 8)
+        lowered = run.lower(batch._weights, network, batch.left, np.int32(3))
+    compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
+    return compiled.as_text(), compiled.memory_analysis()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "place", [*PLACES[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in PLACES[3:])]
+)
+def test_a_decode_step_copies_no_cache(place, rows):
+    _, dp, mp = place
+    # A width that no other array has.
+    config = small_config(seq=512, head_size=12)
+    batch = network_of(config, place).batch(rows * dp)
+    shape = (rows, config.n_heads // mp, batch._state.slots, config.d_head)
+    text, memory = compiled_decode(batch)
+    assert text.count(" scatter(") >= 2 * config.layers
+    assert cache_results(text, shape) == []
+    one = 4 * int(np.prod(shape))
+    assert memory.alias_size_in_bytes >= 2 * config.layers * one
+    assert memory.temp_size_in_bytes < one
+
+
+def test_a_copy_of_a_cache_would_be_found():
+    config = small_config(seq=512, head_size=12)
+    batch = network_of(config).batch(3)
+    shape = (3, config.n_heads, batch._state.slots, config.d_head)
+
+    def rolled(weights: Any, state: Any, *counts: Any, **rest: Any) -> Any:
+        state, chosen = generation_decode(weights, state, *counts, **rest)
+        caches = jax.tree.map(lambda x: jnp.roll(x, 1, axis=2), state.caches)
+        return state._replace(caches=caches), chosen
+
+    generation_decode = decode.decode
+    text, _ = compiled_decode(batch, rolled)
+    assert cache_results(text, shape)
+
+
+def alone(network: CausalTransformer, prompt: np.ndarray, steps: int, **options: Any) -> list[int]:
+    found = network.generate(prompt[None], [len(prompt)], steps, options)
+    return found[0].tolist()
+
+
+@pytest.mark.parametrize("place", [pytest.param(PLACES[0], marks=pytest.mark.slow), PLACES[1]])
+def test_rows_that_come_and_go_say_what_they_say_alone(place):
+    """Joined late, in a used row, beside others, over calls of any length, past the window."""
+    config = small_config(seq=32)
+    network = network_of(config, place)
+    single = network_of(config)
+    prompts = random_prompts(config, [5, 20, 1, 32, 11, 7])
+    limits = [30, 9, 17, 12, 25, 40]
+    options = [LIVELY | {"seed": seed} for seed in range(6)]
+    options[2] |= {"temp": 0.0}
+    options[3] |= {"repetition_penalty": 1.3, "top_k": 9}
+    said: list[list[int]] = [[] for _ in prompts]
+    holds: dict[int, int] = {}
+    waiting = list(range(len(prompts)))
+    batch = network.batch(4)
+    for steps in [3, 1, 8, 2, 5] * 8:
+        free = [row for row in range(4) if batch.left[row] == 0][:2]
+        for row in free:
+            if waiting:
+                holds[row] = chosen = waiting.pop(0)
+                settings = sampler_settings(options[chosen], 1)
+                first = batch.insert([row], [prompts[chosen]], limits[chosen], settings)
+                said[chosen].append(int(first.token[0]))
+        left = batch.left.copy()
+        found = batch.decode(steps).token
+        for row, chosen in holds.items():
+            said[chosen] += found[row, : min(left[row], steps)].tolist()
+    for prompt, limit, option, text in zip(prompts, limits, options, said, strict=True):
+        assert text == alone(single, prompt, limit, **option)
+
+
+def test_sampled_tokens_are_draws_from_the_full_pass_s_logits():
+    """Row by row the sampler's own choice, of that seed and so many tokens, on uncached logits."""
+    config = small_config()
+    prompts = np.stack(random_prompts(config, [6, 6]))
+    options = LIVELY | {"seed": [11, 12]}
+    found = network_of(config).generate(prompts, [6, 6], 5, options)
+    run, text = full_pass(config, base_of(config)), np.zeros((2, 16), np.uint32)
+    text[:, :6] = prompts
+    settings, seen = sampler_settings(options, 2), jnp.zeros((2, config.n_vocab), bool)
+    for at in range(5):
+        drawn = choose(run(text)[:, 5 + at], settings, jnp.full(2, at), seen)
+        np.testing.assert_array_equal(found[:, at], drawn)
+        text[:, 6 + at] = drawn
+    assert found[0].tolist() != found[1].tolist()
+
+
+def test_released_rows_stand_still_and_their_settings_count_for_nothing(monkeypatch):
+    """The sampler here says the sum of the top k of all rows that it is told of."""
+
+    def choose(logits_BV, settings, made_B, seen_BV):
+        return jnp.full(len(made_B), settings.top_k_B.sum(), jnp.uint32)
+
+    config = small_config()
+    network = network_of(config)
+    monkeypatch.setattr(decode, "choose", choose)
+    batch = network.batch(4)
+    options = {"top_k": np.array([1, 10, 20]), "repetition_penalty": 2.0, "top_p": 0.5}
+    settings = sampler_settings(options, 3)
+    batch.insert([0, 1, 3], random_prompts(config, [3, 4, 5]), [20, 20, 2], settings)
+    assert batch.decode(2).token.tolist() == [[31, 11], [31, 11], [0, 0], [31, 31]]
+    batch.release([1])
+    assert batch.left.tolist() == [17, 0, 0, 0]
+    assert batch.decode(2).token[0].tolist() == [1, 1]
+    idle = jax.tree.map(lambda x: x.tolist(), decode.IDLE)
+    assert idle == (1.0, 0, 0.0, 1.0, 0)  # greedy, without a filter or a penalty
+
+
+def test_a_cache_that_grows_goes_on_as_one_that_is_large(monkeypatch):
+    config = small_config(seq=64)
+    network = network_of(config)
+    prompts = random_prompts(config, [5, 9])
+    settings = sampler_settings(LIVELY, 2)
+
+    def said(smallest: int) -> tuple[list[int], np.ndarray]:
+        monkeypatch.setattr(running_batch, "SMALLEST_CACHE", smallest)
+        batch, slots = network.batch(2), []
+        parts = [batch.insert([0, 1], prompts, 40, settings).token[:, None]]
+        while batch.left.any():
+            parts.append(batch.decode(7).token)
+            slots.append(batch._state.slots)
+        return slots, np.concatenate(parts, axis=1)[:, :40]
+
+    slots, small = said(8)
+    assert slots == [16, 32, 32, 64, 64, 64]
+    _, large = said(64)
+    np.testing.assert_array_equal(small, large)
+
+
+@pytest.mark.parametrize(
+    ("variant", "partitioning"),
+    [
+        pytest.param("f32/mp4_ga1", "shard_map", marks=pytest.mark.slow),
+        ("f32/t5_mp4", "shard_map"),
+        pytest.param("f32/t5_mp4", "jit", marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_the_original_s(variant, partitioning):
+    golden = np.load(DATA / "original" / variant / "golden.npz")
+    changes = {"partitioning": partitioning, "original_bias_copies": 4}
+    network = network_at_step_0(variant, **changes)
+    if "train.loss" in golden:  # it generated after its training
+        for tokens in golden["train_tokens"]:
+            network.train({"obs": tokens[..., :-1], "target": tokens[..., 1:]})
+    # Its cache has seq - 1 slots, so that a prompt of seq tokens loses its first.
+    sliding = CausalTransformer(
+        network.config.replace(attention_window=network.config.seq - 1), init=False
+    )
+    sliding.state = network.state
+    for name, model_there in (("gen", network), ("gen_overflow", sliding)):
+        ctx, lengths = golden[f"{name}.ctx"], golden[f"{name}.ctx_length"]
+        wanted = golden[f"{name}.tokens"]
+        found = model_there.generate(ctx, lengths, wanted.shape[1], {"temp": 0.0})
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
+def test_few_compilations_serve_all():
+    network = network_of(small_config(seq=64))
+    made: Any = network._generator
+    prompts = np.ones((4, 40), int)
+
+    def compiled() -> list[int]:
+        return [run._cache_size() for run in (made.prefill(None), made.decode(None, MOST_STEPS))]
+
+    network.generate(prompts, [17] * 4, 9, LIVELY)
+    assert compiled() == [1, 1]
+    # Other lengths within the bucket, other settings, more tokens, three rows in place of four.
+    network.generate(prompts, [32, 17, 20, 1], 40, GREEDY | {"repetition_penalty": 1.1})
+    network.generate(prompts[:3], [25] * 3, 1)
+    assert compiled() == [1, 1]
+    network.generate(prompts, [33] * 4, 3)
+    assert compiled() == [2, 1]
+
+
+def test_repetition_penalty_is_hugging_face_s():
+    torch = pytest.importorskip("torch")
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(4, 30)).astype(np.float32)
+    text = rng.integers(0, 30, (4, 9))
+    seen = np.zeros((4, 30), bool)
+    np.put_along_axis(seen, text, True, axis=1)
+    processor = RepetitionPenaltyLogitsProcessor(penalty=1.7)
+    wanted = processor(torch.tensor(text), torch.tensor(logits.copy()))
+    found = penalize(jnp.asarray(logits), jnp.asarray(seen), 1.7)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("penalty", [1.5, 0.7])
+def test_the_penalty_counts_prompt_and_answer(penalty):
+    config = small_config(seq=32)
+    prompt = random_prompts(config, [9])[0]
+    found = alone(network_of(config), prompt, 12, temp=0.0, repetition_penalty=penalty)
+    text, run = prompt.tolist(), full_pass(config, base_of(config))
+    for token in found:
+        padded = np.zeros((1, 32), np.uint32)
+        padded[0, : len(text)] = text
+        logits = np.array(run(padded)[0, len(text) - 1])
+        for seen in set(text):
+            logits[seen] *= 1 / penalty if logits[seen] > 0 else penalty
+        assert token == logits.argmax()
+        text.append(token)
+
+
+def test_what_only_generates_holds_no_more_than_that():
+    network = network_of(small_config())
+    prompts = np.ones((1, 4), int)
+    wanted = network.generate(prompts, [4], 5, GREEDY)
+    assert network.state is not None
+    leaf = weakref.ref(jax.tree.leaves(network.state["params"])[0])
+    network.only_generate()
+    gc.collect()
+    assert leaf() is None
+    np.testing.assert_array_equal(network.generate(prompts, [4], 5, GREEDY), wanted)
+    with pytest.raises(InputError, match="no weights yet"):
+        network.logits(prompts)
+    with pytest.raises(InputError, match="no weights yet"):
+        CausalTransformer(network.config, init=False).generate(prompts, [4], 5)
+
+
+@pytest.mark.parametrize("steps", [0, MOST_STEPS + 1])
+def test_a_call_of_too_many_tokens_is_refused(steps):
+    batch = network_of(small_config()).batch(1)
+    with pytest.raises(InputError, match=f"decode of {steps} tokens, expected 1 to {MOST_STEPS}"):
+        batch.decode(steps)
+
+
+def test_fixed_positions_end_with_a_clear_line():
+    config = small_config(pe="fixed")
+    batch = network_of(config).batch(1)
+    settings = sampler_settings(GREEDY, 1)
+    batch.insert([0], [np.ones(10, int)], 6, settings)
+    with pytest.raises(InputError, match="17 tokens in all, but pe fixed has positions for seq 16"):
+        batch.insert([0], [np.ones(10, int)], 7, settings)

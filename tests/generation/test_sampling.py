@@ -1,0 +1,393 @@
+"""The sampler against the original's numbers, a plain NumPy oracle, and its own promises."""
+
+import queue
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.generation import sampling
+from mesh_transformer.generation.sampling import (
+    REMOVED,
+    SamplerSettings,
+    SamplingOptions,
+    choose,
+    nucleus_filter,
+    penalize,
+    softmax_sample,
+    top_tokens,
+)
+from mesh_transformer.util import InputError
+
+GOLDEN = np.load(Path(__file__).parents[1] / "data/original/sampling.npz")
+SETTINGS = range(len(GOLDEN["top_p"]))
+nucleus_sample = jax.jit(sampling.nucleus_sample)
+
+
+def random_rows(seed: int, rows: int, vocabulary: int, ties: bool = False) -> jax.Array:
+    logits = np.random.default_rng(seed).normal(scale=3, size=(rows, vocabulary))
+    return jnp.asarray(np.round(logits) if ties else logits, jnp.float32)
+
+
+def keys_of(seeds: list[int]) -> jax.Array:
+    return jax.vmap(jax.random.key)(jnp.asarray(seeds))
+
+
+def kept_by_oracle(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    """Which tokens of one row stay, one token after the other, in float64."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    exponentials = np.exp(logits.astype(np.float64) - logits.max())
+    probabilities = exponentials / exponentials.sum()
+    kept, mass = np.zeros(len(logits), bool), 0.0
+    for rank, token in enumerate(order):
+        past_nucleus = mass > top_p and top_p < 1
+        past_k = top_k > 0 and rank >= top_k
+        if rank and (past_nucleus or past_k):
+            break
+        kept[token] = True
+        mass += probabilities[token]
+    return kept
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_filter_equals_the_original(setting):
+    top_k = int(GOLDEN["top_k"][setting])
+    ours = np.array(nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], top_k))
+    theirs = GOLDEN["filtered"][setting].copy()
+    # With top_k the original subtracts 1e10 times the token's number, so it never removes token 0.
+    theirs[theirs < -1e9] = REMOVED
+    columns = slice(1, None) if top_k > 0 else slice(None)
+    np.testing.assert_array_equal(ours[:, columns], theirs[:, columns])
+
+
+def test_top_k_1_removes_token_0_where_the_original_kept_it():
+    setting = int(np.flatnonzero(GOLDEN["top_k"] == 1)[0])
+    ours = nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], 1)
+    assert np.all(np.sum(GOLDEN["filtered"][setting] > -1e9, axis=-1) == 2)
+    np.testing.assert_array_equal(np.sum(np.asarray(ours) > REMOVED, axis=-1), 1)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_samples_equal_the_original(setting):
+    """Same keys, same tokens: it drew with the generator that was JAX's default before 0.5."""
+    rows = len(GOLDEN["logits"])
+    with jax.threefry_partitionable(False):
+        for seed in range(4):
+            tokens = nucleus_sample(
+                keys_of([seed] * rows),
+                jnp.asarray(GOLDEN["logits"]),
+                top_p=GOLDEN["top_p"][setting],
+                top_k=GOLDEN["top_k"][setting],
+                temp=GOLDEN["temp"][setting],
+            )
+            expected = GOLDEN["sampled_key0to3"][setting, :, seed]
+            np.testing.assert_array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_filter_equals_oracle(ties):
+    random = np.random.default_rng(1)
+    logits = random_rows(2, 200, 37, ties)
+    top_p = random.uniform(0, 1.1, 200)
+    top_k = random.integers(-1, 45, 200)
+    ours = np.asarray(nucleus_filter(logits, top_p, top_k))
+    expected = [kept_by_oracle(*row) for row in zip(np.asarray(logits), top_p, top_k, strict=True)]
+    np.testing.assert_array_equal(ours, np.where(expected, logits, np.float32(REMOVED)))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-9, -1.0])
+def test_one_token_always_stays(top_p):
+    logits = random_rows(3, 20, 11, ties=True)
+    kept = np.asarray(nucleus_filter(logits, top_p)) > REMOVED
+    np.testing.assert_array_equal(kept.sum(-1), 1)
+    np.testing.assert_array_equal(kept.argmax(-1), np.argmax(logits, -1))
+
+
+def test_top_p_1_keeps_all_of_a_large_vocabulary():
+    logits = random_rows(4, 2, 50400)
+    np.testing.assert_array_equal(nucleus_filter(logits, 1.0), logits)
+
+
+def test_temperature_0_and_top_k_1_are_argmax():
+    logits = random_rows(5, 30, 13, ties=True)
+    keys = keys_of(list(range(30)))
+    expected = np.argmax(logits, -1)
+    for settings in ({"temp": 0.0}, {"temp": 1e-30}, {"top_k": 1, "temp": 5.0}, {"top_p": 0.0}):
+        np.testing.assert_array_equal(nucleus_sample(keys, logits, **settings), expected)
+
+
+def test_small_temperatures_and_huge_logits_stay_finite():
+    logits = random_rows(6, 30, 13) * 1e35
+    tokens = softmax_sample(keys_of(list(range(30))), logits, temp=1e-5)
+    np.testing.assert_array_equal(tokens, np.argmax(logits, -1))
+
+
+def test_bfloat16_logits_sample_as_their_float32_values():
+    logits = random_rows(7, 8, 64).astype(jnp.bfloat16)
+    keys = keys_of(list(range(8)))
+    both = [nucleus_sample(keys, x) for x in (logits, logits.astype(jnp.float32))]
+    np.testing.assert_array_equal(both[0], both[1])
+
+
+def test_a_row_does_not_feel_its_neighbours():
+    """Each row alone, all rows at once, and the rows in another order give the same tokens."""
+    random = np.random.default_rng(8)
+    rows = 24
+    logits = random_rows(9, rows, 101)
+    keys = keys_of(list(range(100, 100 + rows)))
+    settings = {
+        "top_p": jnp.asarray(random.uniform(0, 1, rows), jnp.float32),
+        "top_k": jnp.asarray(random.integers(0, 20, rows)),
+        "temp": jnp.asarray(random.choice([0.0, 0.5, 1.0, 2.0], rows), jnp.float32),
+    }
+
+    def tokens(chosen: np.ndarray) -> np.ndarray:
+        chosen_settings = {name: value[chosen] for name, value in settings.items()}
+        return np.asarray(nucleus_sample(keys[chosen], logits[chosen], **chosen_settings))
+
+    together = tokens(np.arange(rows))
+    alone = np.concatenate([tokens(np.array([row])) for row in range(rows)])
+    order = random.permutation(rows)
+    np.testing.assert_array_equal(together, alone)
+    np.testing.assert_array_equal(together[order], tokens(order))
+
+
+def test_a_single_key_folds_in_the_row():
+    logits = random_rows(10, 6, 40)
+    key = jax.random.key(11)
+    keys = jnp.stack([jax.random.fold_in(key, row) for row in range(6)])
+    single, each = nucleus_sample(key, logits), nucleus_sample(keys, logits)
+    np.testing.assert_array_equal(single, each)
+
+
+def settings_of(rows: list[tuple[float, int, float, float]]) -> SamplerSettings:
+    """Of rows (top_p, top_k, temperature, penalty), whose seeds are 0, 1, 2, ..."""
+    top_p, top_k, temp, penalty = (np.asarray(column) for column in zip(*rows, strict=True))
+    seed = np.arange(len(rows), dtype=np.uint32)
+    f32 = np.float32
+    return SamplerSettings(top_p.astype(f32), top_k, temp.astype(f32), penalty.astype(f32), seed)
+
+
+def test_a_step_of_generation_knows_no_neighbours():
+    """Alone a row meets only the branches that it needs itself."""
+    kinds = [(0.9, 5, 0.0, 1.0), (1.0, 0, 1.0, 1.0), (0.7, 9, 1.5, 1.0), (1.0, 0, 0.0, 1.4)]
+    kinds += [(0.6, 0, 1.0, 1.3), (1.0, 2, 0.3, 1.0)]
+    settings = settings_of(kinds * 4)
+    rows = len(settings.seed_B)
+    made = np.arange(rows, dtype=np.int32) % 5
+    logits = random_rows(15, rows, 67, ties=True)
+    seen = jnp.asarray(np.random.default_rng(16).random((rows, 67)) < 0.3)
+    step = jax.jit(choose)
+    together = np.asarray(step(logits, settings, made, seen))
+    for row in range(rows):
+        here = slice(row, row + 1)
+        own = SamplerSettings(*(setting[here] for setting in settings))
+        assert step(logits[here], own, made[here], seen[here])[0] == together[row]
+    penalized = penalize(logits, seen, settings.penalty_B)
+    kept = nucleus_filter(penalized, settings.top_p_B, settings.top_k_B) > REMOVED
+    assert np.all(np.asarray(kept)[np.arange(rows), together])
+    greedy = settings.temp_B == 0
+    np.testing.assert_array_equal(together[greedy], np.argmax(penalized, axis=-1)[greedy])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 9, 67, 50400])
+def test_a_step_of_generation_draws_tokens_of_the_vocabulary(vocabulary):
+    """Whose last block may be filled up; the last token is by far the likeliest."""
+    settings = settings_of([(1.0, 0, 1.0, 1.0), (0.9, 0, 2.0, 1.0), (1.0, 3, 1e-5, 1.0)])
+    logits = np.full((3, vocabulary), -1e30, np.float32)
+    logits[:, -1] = [50, 0, 1e35]
+    seen, made = np.zeros((3, vocabulary), bool), np.zeros(3, np.int32)
+    found = jax.jit(choose)(jnp.asarray(logits), settings, made, seen)
+    assert found.tolist() == [vocabulary - 1] * 3
+    hopeless = jax.jit(choose)(jnp.full_like(logits, jnp.nan), settings, made, seen)
+    assert np.all(np.asarray(hopeless) < vocabulary)
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_top_tokens_are_those_of_top_k(count):
+    for shape in [(3, 2, 40), (6, 1000), (2, 50400)]:
+        logits = np.random.default_rng(count).normal(size=shape)
+        logits[0] = 1.0
+        logits = jnp.asarray(np.round(logits, 1), jnp.float32)  # of which many are equal
+        wanted = jax.lax.top_k(logits, count)
+        for found, expected in zip(top_tokens(logits, count), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_zeros_of_either_sign_are_equal():
+    logits = jnp.asarray([[-0.0, 1.0, 0.0, -1.0, -0.0]])
+    kept = np.asarray(nucleus_filter(logits, 1.0, top_k=3))[0] > REMOVED
+    assert kept.tolist() == [True, True, True, False, False]
+
+
+def test_one_compilation_serves_all_settings():
+    traces = []
+
+    @jax.jit
+    def sample(keys, logits, top_p, top_k, temp):
+        traces.append(1)
+        return nucleus_sample(keys, logits, top_p=top_p, top_k=top_k, temp=temp)
+
+    logits, keys = random_rows(12, 5, 60), keys_of([1, 2, 3, 4, 5])
+    for top_p, top_k, temp in [(0.9, 0, 1.0), (1.0, 3, 0.5), (0.0, -1, 0.0)]:
+        compiled = sample(keys, logits, jnp.float32(top_p), jnp.int32(top_k), jnp.float32(temp))
+        plain = nucleus_sample(keys, logits, top_p=top_p, top_k=top_k, temp=temp)
+        np.testing.assert_array_equal(compiled, plain)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("by", ["nucleus_sample", "choose"])
+def test_tokens_come_as_often_as_the_softmax_says(by):
+    """40,000 draws: a share's standard error is at most 0.0025, so 0.0125 is five of them."""
+    draws, temp = 40_000, 0.7
+    logits = random_rows(13, 1, 9)
+    many = jnp.tile(logits, (draws, 1))
+    keys = jax.random.split(jax.random.key(14), draws)
+    step = jax.jit(choose)
+    for top_p, top_k in [(0.95, 0), (1.0, 0), (1.0, 4)]:
+        if by == "choose":
+            settings = settings_of([(top_p, top_k, temp, 1.0)] * draws)
+            # Of 200 seeds 200 tokens each.
+            settings = settings._replace(seed_B=settings.seed_B // 200)
+            made = np.arange(draws, dtype=np.int32) % 200
+            tokens = step(many, settings, made, jnp.zeros(many.shape, bool))
+        else:
+            tokens = nucleus_sample(keys, many, top_p=top_p, top_k=top_k, temp=temp)
+        shares = np.bincount(np.asarray(tokens), minlength=9) / draws
+        filtered = np.asarray(nucleus_filter(logits, top_p, top_k))[0]
+        expected = np.asarray(jax.nn.softmax(filtered / temp))
+        np.testing.assert_allclose(shares, expected, atol=0.0125)
+        assert np.all(shares[filtered <= REMOVED] == 0)
+
+
+def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
+    rng = np.random.default_rng(12)
+    filtered = jax.jit(lambda k, x, temp, **s: softmax_sample(k, nucleus_filter(x, **s), temp))
+    for shape, decimals in [((64, 40), 0), ((64, 1000), 1), ((4, 50400), 3)]:
+        # Rounded, so that many logits are equal; some rows peaked, some flat, one constant.
+        logits = rng.normal(size=shape) * rng.choice([0.1, 1, 5], (shape[0], 1))
+        logits[0] = 1.0
+        logits = jnp.asarray(np.round(logits, decimals), jnp.float32)
+        settings = {
+            "top_p": rng.choice([0, 0.1, 0.5, 0.9, 0.999, 1], shape[0]),
+            "top_k": rng.choice([0, 1, 3, 50], shape[0]),
+        }
+        temp = rng.choice([0, 0.1, 1, 100], shape[0])
+        for seed in range(4):
+            keys = jax.random.split(jax.random.key(seed), shape[0])
+            wanted = filtered(keys, logits, temp, **settings)
+            found = nucleus_sample(keys, logits, **settings, temp=temp)
+            np.testing.assert_array_equal(found, wanted)
+
+
+# Settings and logits that no number can stand for.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-50),  # 0 in float32
+        ("repetition_penalty", 1e-37),  # a logit over it is infinite
+        ("repetition_penalty", float("inf")),
+        ("temp", 1e39),  # infinite in float32
+        ("temp", -1e-30),
+        ("temp", float("nan")),
+        ("top_p", -0.1),
+        ("top_p", float("nan")),
+        ("top_p", "0.9"),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_k", 1.5),
+        ("top_k", True),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("seed", 10**30),
+        ("seed", None),
+    ],
+)
+def test_settings_are_checked_in_the_precision_of_the_device(name, value):
+    with pytest.raises(InputError, match=f"{name} is .*, expected a "):
+        sampling.sampler_settings({name: value}, 3)
+    if value is not None:  # a new seed per text
+        with pytest.raises(InputError, match=name):
+            SamplingOptions(**{name: value})
+    if isinstance(value, float):
+        with pytest.raises(InputError, match=name):
+            sampling.sampler_settings({name: np.array([1, 1, value])}, 3)
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(InputError, match="'topp'; use top_p"):
+        sampling.sampler_settings({"topp": 1}, 1)
+
+
+def test_stacked_options_are_their_values_row_by_row():
+    texts = [SamplingOptions(0.5, 3, 0.7, 1.2, 9), SamplingOptions(seed=4), SamplingOptions()]
+    rows = SamplingOptions.stacked(texts)
+    assert [row[0] for row in rows] == [np.float32(0.5), 3, np.float32(0.7), np.float32(1.2), 9]
+    assert [row[1] for row in rows] == [np.float32(0.9), 0, 1, 1, 4]
+    assert len({int(SamplingOptions.stacked(texts).seed_B[2]) for _ in range(8)}) > 1
+
+
+POISON = {
+    "nan": lambda row: np.full_like(row, np.nan),
+    "one nan": lambda row: np.where(np.arange(len(row)) == 7, np.nan, row),
+    "infinite": lambda row: np.where(np.arange(len(row)) < 3, np.inf, row),
+    "both": lambda row: np.where(np.arange(len(row)) % 2, np.inf, -np.inf),
+    "huge": lambda row: row * np.float32(1e38),
+}
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("penalty", [1.0, 0.0, 1e-38, np.nan])
+def test_a_poisoned_row_ends_and_leaves_the_others_alone(poison, penalty):
+    """Whatever a row's logits and unchecked settings are; without bounds this hangs."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, 300)).astype(np.float32)
+    logits[2] = POISON[poison](logits[2])
+    seen = rng.random((4, 300)) < 0.1
+    settings = SamplerSettings(
+        np.array([0.9, 0.5, 0.5, 1.0], np.float32),
+        np.array([0, 5, 0, 0], np.int32),
+        np.array([1, 0.5, 0.7, 0], np.float32),
+        np.array([1.2, 1, penalty, 1], np.float32),
+        np.arange(4, dtype=np.uint32),
+    )
+    others = [0, 1, 3]
+
+    def drawn(rows):
+        one = jax.tree.map(lambda x: x[rows], settings)
+        made = np.zeros(len(rows), np.int32)
+        return jax.jit(choose)(logits[rows], one, made, seen[rows])
+
+    tokens = within_a_minute(lambda: np.asarray(drawn([0, 1, 2, 3])))
+    np.testing.assert_array_equal(tokens[others], drawn(others))
+    assert tokens[2] < 300
+
+
+def within_a_minute(work):
+    """What `work` returns; it runs in a thread that cannot keep the test from ending."""
+    result: queue.Queue = queue.Queue()
+    threading.Thread(target=lambda: result.put(work()), daemon=True).start()
+    return result.get(timeout=60)
+
+
+def test_the_last_resort_is_the_likeliest_token(monkeypatch):
+    """A draw that always lies outside the nucleus ends after as many rounds as are allowed."""
+    monkeypatch.setattr(sampling, "MOST_ROUNDS", 3)
+    rounds = []
+
+    def stubborn(round_, among_BV):
+        jax.debug.callback(lambda number: rounds.append(int(number)), round_)
+        return jnp.full(2, 9, jnp.uint32)
+
+    logits = jnp.asarray([[0.0] * 9 + [-1.0], [0.0] * 4 + [9.0] + [0.0] * 5])
+    one = np.full((2, 1), 0.1, np.float32), np.full((2, 1), 10, np.int32)
+    found = sampling._inside(stubborn, logits, *one)
+    jax.effects_barrier()
+    assert found.tolist() == [0, 4]
+    assert rounds == [0, 1, 2]

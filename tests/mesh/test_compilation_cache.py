@@ -1,0 +1,26 @@
+"""Compiled programs are kept by every process of several, not by the first alone."""
+
+import os
+import subprocess
+import sys
+
+from tests.support.documents import ROOT
+
+COMPILES = """
+import jax
+from jax._src import distributed
+from mesh_transformer.mesh.program import use_compilation_cache
+
+use_compilation_cache()
+jax.devices()
+distributed.global_state.process_id = 3
+jax.jit(lambda x: x + 3)(1.0)
+assert distributed.global_state.process_id == 3
+"""
+
+
+def test_a_process_that_is_not_the_first_keeps_what_it_compiles(tmp_path):
+    command = [sys.executable, "-c", COMPILES]
+    environment = os.environ | {"MESH_TRANSFORMER_CACHE": str(tmp_path)}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120)
+    assert list(tmp_path.glob("jit__lambda*"))

@@ -1,0 +1,186 @@
+"""Attention by kernels: the numbers of the plain one on every mesh, and where they can be had."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.generation import batch as running_batch
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import attention as attention_module
+from mesh_transformer.model.attention import _cudnn_disagrees, attend_function, attention_backend
+from mesh_transformer.training import step
+from mesh_transformer.util import InputError
+from tests.conftest import random_batch
+from tests.training.test_step import BATCH, largest_differences, mesh_of, on_mesh, run, small_config
+
+# Nine blocks of attention, of which three are above the diagonal and one is out of the window.
+CONFIG = small_config(layers=1, seq=384, d_model=32, n_heads=2, n_vocab=16, attention_window=130)
+GPTJ = Config(layers=1, d_model=4096, n_heads=16, n_vocab=16)
+
+
+def device(platform: str, kind: str, capability: str | None = None) -> Any:
+    found = SimpleNamespace(platform=platform, device_kind=kind)
+    if capability is not None:
+        found.compute_capability = capability
+    return found
+
+
+CPU = device("cpu", "cpu")
+V3, V5E = device("tpu", "TPU v3"), device("tpu", "TPU v5 lite")
+A100 = device("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
+H200 = device("gpu", "NVIDIA H200", "9.0")
+
+
+def packed(config: Config) -> dict[str, np.ndarray]:
+    """A batch whose sequences are of several texts each."""
+    batch = random_batch(config, 1, BATCH)
+    numbers = np.random.default_rng(3).integers(1, 5, batch["obs"].shape)
+    return batch | {"segment_ids": np.sort(numbers, axis=-1).astype(np.int32)}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return run(CONFIG.replace(attention="xla"), batch=packed(CONFIG), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("attention", "partitioning"),
+    [
+        ("splash_interpreted", "shard_map"),
+        ("splash_interpreted", "jit"),
+        ("blocks", "shard_map"),
+    ],
+)
+def test_every_attention_trains_as_the_plain_one_does(plain, attention, partitioning):
+    """On 2 x 2 devices against one, within a window, with packed texts."""
+    config = on_mesh(CONFIG.replace(attention=attention), partitioning, 2, 0)
+    found = run(config, 2, 2, packed(CONFIG), steps=1)
+    differences = largest_differences(found, plain)
+    assert max(differences.values()) < 1e-5, differences  # as tests/training/test_step.py
+
+
+@pytest.mark.parametrize(
+    ("partitioning", "remat", "kernels"), [("shard_map", "full", 4), ("jit", "none", 3)]
+)
+def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kernels):
+    """Forward, once more for the backward pass with remat, and the gradients' two."""
+    monkeypatch.setattr(attention_module, "attention_backend", lambda *_: "splash")
+    config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
+    mesh = mesh_of(2, 2)
+    train: Any = step.compile_train(config, mesh)
+    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == kernels
+
+
+def test_blocks_never_hold_all_weights():
+    mesh, batch = mesh_of(1, 1), random_batch(CONFIG, 1, 2)
+
+    def has_all_weights(attention: str) -> bool:
+        config = CONFIG.replace(attention=attention)
+        train: Any = step.compile_train(config, mesh)
+        lowered = train.lower(step.abstract_state(config, mesh), batch)
+        return f"x{config.seq}x{config.seq}x" in lowered.as_text()
+
+    assert has_all_weights("xla")
+    assert not has_all_weights("blocks")
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "expected"),
+    [
+        (CPU, {}, "xla"),
+        (CPU, {"seq": 2049}, "blocks"),
+        (CPU, {"seq": 2049, "pe": "t5"}, "xla"),
+        (V3, {}, "xla"),
+        (V5E, {}, "splash"),
+        (V5E, {"dtype": "float32"}, "xla"),
+        (V5E, {"pe": "t5"}, "xla"),
+        (V5E, {"seq": 200}, "xla"),
+        (V5E, {"attention": "xla"}, "xla"),
+        (A100, {}, "xla"),  # heads of 256 are too large
+        (A100, {"n_heads": 32}, "cudnn"),
+        (H200, {}, "cudnn"),
+        (H200, {"seq": 200}, "cudnn"),
+        (device("gpu", "AMD Instinct MI300X", "gfx942"), {}, "xla"),
+    ],
+)
+def test_auto_is_what_the_devices_have(monkeypatch, where, changes, expected):
+    monkeypatch.setattr(attention_module, "_cudnn_disagrees", lambda head_size: None)
+    assert attention_backend(GPTJ.replace(**changes), where) == expected
+
+
+def test_a_gpu_whose_cudnn_fails_or_differs_has_xla(monkeypatch):
+    # There is no cuDNN here: the small batch cannot run.
+    assert attention_backend(GPTJ, H200) == "xla"
+    with pytest.raises(InputError, match="'cudnn', which cannot run here \\("):
+        attention_backend(GPTJ.replace(attention="cudnn"), H200)
+    real = jax.nn.dot_product_attention
+    for error, expected in ((0.0, "cudnn"), (0.5, "xla")):
+
+        def other(*inputs, implementation, error=error, **options):
+            wrong = error if implementation == "cudnn" else 0.0
+            return real(*inputs, implementation="xla", **options) * (1 + wrong)
+
+        monkeypatch.setattr(jax.nn, "dot_product_attention", other)
+        _cudnn_disagrees.cache_clear()
+        assert attention_backend(GPTJ, H200) == expected
+    _cudnn_disagrees.cache_clear()
+
+
+def test_only_what_attends_to_whole_sequences_asks_for_a_kernel():
+    config = small_config(attention="splash")  # no CPU has it
+    mesh = mesh_of(1, 1)
+    step.state_specs(config, mesh)
+    running_batch.compile_decode(config, mesh, None, 1)
+    with pytest.raises(InputError, match="takes sequences in multiples of 128"):
+        step.compile_eval(config, mesh)
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "words"),
+    [
+        (CPU, {"attention": "splash"}, "'splash', which needs a TPU, and the devices are 'cpu'"),
+        (V3, {"attention": "splash"}, "needs a TPU v4 or later, and the devices are 'TPU v3'"),
+        (
+            V5E,
+            {"attention": "splash", "dtype": "float32"},
+            "alone, and dtype is 'float32'",
+        ),
+        (V5E, {"attention": "splash", "seq": 200}, "in multiples of 128, and seq is 200"),
+        (V5E, {"attention": "splash", "pe": "t5"}, "no place for the relative positions"),
+        (V5E, {"attention": "cudnn"}, "needs an NVIDIA GPU, and the devices are 'TPU v5 lite'"),
+        (A100, {"attention": "cudnn"}, "up to 128 on 'NVIDIA A100-SXM4-80GB', and the head size"),
+        (
+            device("gpu", "Tesla V100", "7.0"),
+            {"attention": "cudnn"},
+            "needs compute capability 8",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(where, changes, words):
+    with pytest.raises(InputError, match=words) as refused:
+        attention_backend(GPTJ.replace(**changes), where)
+    assert str(refused.value).startswith("config: attention is '")
+    assert str(refused.value).endswith("set it to 'auto'")
+
+
+def test_other_lengths_and_packed_texts_fall_back_unless_the_config_insists():
+    text = np.zeros((1, 100), np.int32)
+    splash, cudnn = Auto(attention="splash"), Auto(attention="cudnn")
+    assert attend_function(GPTJ, splash, 256, text) is not None
+    assert attend_function(GPTJ, splash, 100, None) is None
+    assert attend_function(GPTJ, cudnn, 100, None) is not None
+    assert attend_function(GPTJ, cudnn, 100, text) is None
+    # Long ones do not hold all weights even so.
+    long = np.zeros((1, 2056), np.int32)
+    assert attend_function(GPTJ, splash, 2056, None) is not None
+    assert attend_function(GPTJ, cudnn, 2056, long) is not None
+    assert attend_function(GPTJ, Auto(), 2056, long) is None
+    with pytest.raises(InputError, match="'cudnn', which does not keep the texts"):
+        attend_function(GPTJ.replace(attention="cudnn"), cudnn, 100, text)

@@ -1,0 +1,293 @@
+"""Adapters: equal to their merged weights, on every mesh; saved alone, on a base that stays."""
+
+import functools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from mesh_transformer.checkpoint import conversion, loading, native_state
+from mesh_transformer.checkpoint.integrity import host_checksum
+from mesh_transformer.checkpoint.native import Checkpoints, find_aux
+from mesh_transformer.config import LORA_TARGETS, Config
+from mesh_transformer.mesh.declaration import joined, partition
+from mesh_transformer.mesh.devices import make_mesh, named
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import gptj, lora
+from mesh_transformer.model.loss import train_loss
+from mesh_transformer.training import loop, step
+from mesh_transformer.transformer_shard import CausalTransformer, load
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL, random_batch
+from tests.support.documents import ROOT
+from tests.support.small_run import SEQ, VOCAB, run_values
+
+COMPILED = ("adapters", "checksums", "eval", "logits", "opt_state", "score", "train", "weights")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once() -> Iterator[None]:
+    """Networks of one config share their programs: most of a test's time is compilation."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COMPILED:
+            function = getattr(step, f"compile_{name}")
+            patch.setattr(step, function.__name__, functools.cache(function))
+        yield
+
+
+LORA = {"lora_rank": 2, "lora_alpha": 3.0, "gradient_accumulation_steps": 2, "warmup_steps": 0}
+
+
+def lora_config(**changes: Any) -> Config:
+    return Config(**(SMALL | LORA | changes))
+
+
+def state_of(config: Config) -> Any:
+    """A state whose adapters change the model: the second factors are not zero either."""
+    state = jax.tree.map(np.array, step.init_state(config, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    for module in state["params"]["layers"].values():
+        for name in module:
+            if name.endswith("_lora_b"):
+                module[name] = rng.normal(scale=0.1, size=module[name].shape).astype(np.float32)
+    return state
+
+
+def trained(config: Config, state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
+    """The state after a step, and what that measured."""
+    mesh = make_mesh(config, jax.devices()[: config.tpu_size])
+    state = jax.device_put(state, named(mesh, step.state_specs(config, mesh)))
+    state, metrics = step.compile_train(config, mesh)(state, batch)
+    return jax.tree.map(np.asarray, state), {name: float(x) for name, x in metrics.items()}
+
+
+def gradients_of_merged_weights(config: Config, params: Any, batch: Any) -> Any:
+    """The adapters' gradients, by the model without adapters: they enter through its weights."""
+    adapters, frozen = partition(gptj.declarations(config), params)
+
+    def loss(adapters: Any, obs: Any, target: Any) -> Any:
+        whole = joined(frozen, adapters)
+        merge = functools.partial(lora.merged, scale=config.lora_scale)
+        whole |= {"layers": jax.vmap(merge)(whole["layers"])}
+        return train_loss(whole, obs, target, config.merged(), Auto())[0]
+
+    # Microbatches of one size: the mean over all of their sequences is the mean of their means.
+    every = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
+    return jax.jit(jax.grad(loss))(adapters, *every)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    # f32 sums in another order; the largest number is about 1, Adam's steps are 1e-2.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "split"),
+    [
+        ("gptj", {"cores_per_replica": 4, "partitioning": "shard_map", "zero": 1}),
+        ("geglu", {"cores_per_replica": 8, "partitioning": "jit", "zero": 0}),
+    ],
+)
+def test_every_mesh_trains_adapters_as_the_merged_model_and_leaves_the_base(block, split):
+    targets = list(LORA_TARGETS[block])
+    config = lora_config(block=block, lora_targets=targets, clip_norm=1e9)
+    state, batch = state_of(config), random_batch(config, 2, 4)
+    one, measured = trained(config, state, batch)
+    # Adam's first moment after a step that nothing clips.
+    gradients = jax.tree.map(lambda mu: mu / (1 - config.adam_b1), one["opt_state"]["mu"])
+    assert_close(gradients, gradients_of_merged_weights(config, state["params"], batch))
+
+    found, told = trained(config.replace(**split, tpu_size=8), state, batch)
+    assert_close(found, one)
+    for name in ("loss", "last_loss", "grad_norm"):
+        assert told[name] == pytest.approx(measured[name], abs=1e-5)
+    declared = gptj.declarations(config)
+    (moved, frozen), (adapters, before) = (
+        partition(declared, tree["params"]) for tree in (found, state)
+    )
+    jax.tree.map(np.testing.assert_array_equal, frozen, before)
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, moved, adapters)))
+
+
+def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of all matrix products in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.outvars[0].aval.shape
+        for inner in jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+def test_no_gradient_of_the_base_is_computed():
+    """A product with a weight has a batch; one that gives a matrix of its shape is a gradient."""
+
+    def gradients(config: Config) -> set[tuple[int, ...]]:
+        params = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
+        batch = random_batch(config, 2, 3)
+        function = functools.partial(step.gradients, config=config, par=Auto())
+        found = set(products(jax.make_jaxpr(function)(params["params"], batch).jaxpr))
+        return found & {(64, 64), (64, 256), (256, 64), (64, 128), (128, 64)}
+
+    config = lora_config(lora_targets=list(LORA_TARGETS["gptj"]))
+    assert len(gradients(config.merged())) == 4  # (128, 64) alone is no product, but a lookup
+    assert not gradients(config)
+
+
+def run_config(folder: Path) -> Config:
+    one = {"tpu_size": 1, "cores_per_replica": 1, "val_batches": 0, "ckpt_every": 100}
+    values = run_values(folder, total_steps=2, **one)
+    return Config(**values, lora_rank=2, lora_targets=["q", "o"], lora_alpha=4.0)
+
+
+def run(config: Config, folder: Path, steps: int, base: Path | None = None) -> CausalTransformer:
+    """Trains until a step, or goes on."""
+    network = CausalTransformer(config, devices=jax.devices()[: config.tpu_size], init=False)
+    tune = None if base is None else str(base)
+    loop.train(network, str(folder), max_steps=steps, tune_model_path=tune)
+    return network
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, Config]:
+    """A folder with a base, of 1 step, and with adapters on it, of 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = run_config(folder)
+    run(config.merged(), folder / "base", 1)
+    run(config, folder / "adapters", 2, folder / "base")
+    return folder, config
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def logits(network: CausalTransformer) -> np.ndarray:
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, SEQ))
+    return np.asarray(network.logits(tokens))
+
+
+def test_adapters_are_saved_alone_and_go_on_as_if_never_stopped(runs, tmp_path):
+    folder, config = runs
+    before = bytes_of(folder / "base")
+    run(config, tmp_path / "halves", 1, folder / "base")
+    halves = run(config, tmp_path / "halves", 2)
+    assert halves.state is not None
+    whole = CausalTransformer(config, devices=jax.devices()[:1], init=False)
+    whole.restore(str(folder / "adapters"))
+    jax.tree.map(np.testing.assert_array_equal, halves.state, whole.state)
+    assert bytes_of(folder / "base") == before
+
+    with Checkpoints(str(folder / "adapters"), read_only=True) as saved:
+        held = {path: leaf for path, leaf in saved.leaves(2).items() if path[0] != "step"}
+    names = {path[-1] for path in held if path[0] == "params"}
+    assert names == {f"{name}_lora_{factor}" for name in ("w", "o") for factor in "ab"}
+    assert {path[:2] for path in held if path[0] == "opt_state"} == {
+        ("opt_state", "count"),
+        ("opt_state", "mu"),
+        ("opt_state", "nu"),
+    }
+
+
+def test_at_gpt_j_s_size_under_5_percent_of_the_state_is_trained():
+    config = Config.load(str(ROOT / "configs" / "6B_lora_v3-8.json"))
+
+    def held(config: Config) -> int:
+        state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
+        adapters, _ = partition(gptj.declarations(config), state["params"])
+        return sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves((adapters, state["opt_state"]))
+        )
+
+    assert held(config) < 0.05 * held(config.merged())
+
+
+def test_a_merged_export_has_the_logits_of_the_adapters(runs, tmp_path):
+    folder, config = runs
+    found = load(folder / "adapters", config)
+    expected = logits(found)
+    assert np.abs(expected - logits(load(folder / "base", config.merged()))).max() > 1e-3
+    for kind in conversion.FORMATS:
+        path = tmp_path / kind
+        written = conversion.convert(folder / "adapters", "native", path, kind)
+        assert written.config.lora_rank == 0
+        assert not written.optimizer
+        # f32: a weight and its adapter are rounded together in one, apart in the other.
+        exported = logits(load(path, config.merged()))
+        np.testing.assert_allclose(exported, expected, rtol=0, atol=1e-5)
+    assert "lora" not in find_aux(str(tmp_path / "native"))
+
+    merged = load(folder / "adapters", config.merged())  # rounded as above; logprobs are as large
+    np.testing.assert_allclose(logits(merged), expected, rtol=0, atol=1e-5)
+    tokens = np.arange(12).reshape(2, 6)
+    scores = [each.score(tokens, 0).logprob for each in (found, merged)]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=0, atol=1e-5)
+
+
+def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
+    folder, config = runs
+    adapters, moved, other = (tmp_path / name for name in ("adapters", "moved", "other"))
+    shutil.copytree(folder / "adapters", adapters)
+    other_config, state = conversion.read(folder / "base", "native")
+    state["params"]["proj"]["projection/head"]["b"][3] += 0.01
+    native_state.write(str(other), state, other_config)
+    base = folder / "base" / "step_1"
+    network = CausalTransformer(config, devices=jax.devices()[:1], init=False)
+    shutil.move(folder / "base", moved)
+    try:
+        gone = rf"trained on is not at {base} \(no checkpoint is there\)[,;]"
+        with pytest.raises(InputError, match=rf"{gone} put it back"):
+            load(adapters, config)
+        with pytest.raises(InputError, match=rf"{gone} put it back"):
+            conversion.convert(adapters, "native", tmp_path / "merged", "hf")
+        leaf = "proj/projection/head/b"
+        changed = rf"{gone} {other}/step_1 \(another in the leaf {leaf}\); put it back"
+        with pytest.raises(InputError, match=changed):
+            network.restore(str(adapters), str(other))
+        with pytest.raises(
+            InputError, match=rf"than the one given \(it differs in the leaf {leaf}"
+        ):
+            conversion.convert(adapters, "native", tmp_path / "merged", "hf", base=other)
+        assert not (tmp_path / "merged").exists()
+        with pytest.raises(InputError, match=rf"{gone} {adapters}/step_\d+ \(adapters are there"):
+            network.restore(str(adapters), str(adapters))
+        conversion.convert(adapters, "native", tmp_path / "merged", "hf", base=moved)
+        network.restore(str(adapters), str(moved))
+        network.step = 3
+        network.save(str(adapters))
+        network.close()
+    finally:
+        shutil.move(moved, folder / "base")
+    assert find_aux(str(adapters))["lora"]["base"] == str(moved / "step_1")
+
+
+def test_what_does_not_go_together_is_refused(runs, tmp_path):
+    folder, config = runs
+    with pytest.raises(InputError, match=r"lora_rank is 2: adapters are trained on a model; load"):
+        run(config, tmp_path, 1)
+    with pytest.raises(InputError, match=r"a run that trains all of a model .* has lora_rank 2"):
+        run(config, folder / "base", 3)
+    with pytest.raises(InputError, match=r"a run that trains adapters .* has lora_rank 0"):
+        run(config.merged(), folder / "adapters", 3)
+    with pytest.raises(InputError, match=r"has lora_alpha 4.0, the config 1.0"):
+        run(config.replace(lora_alpha=1.0), folder / "adapters", 3)
+    with pytest.raises(InputError, match=r"--base goes with adapters, and .* is a whole model"):
+        conversion.convert(folder / "base", "native", tmp_path / "new", "hf", base=folder / "base")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checksum_is_the_same_on_a_mesh_and_in_parts_on_the_host(dtype):
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(3, 8, 20)).astype(np.float32)
+    mesh = make_mesh(lora_config(cores_per_replica=4))
+    placed = jax.device_put(values, named(mesh, jax.sharding.PartitionSpec(None, "mp", None)))
+    whole = int(loading.compile_checksums(mesh, dtype)({"w": placed})["w"])
+    parts = [host_checksum(part, at * 160, dtype) for at, part in enumerate(values)]
+    assert whole == sum(parts) % 2**32
+    swapped = values.copy()
+    swapped[0, 0, :2] = values[0, 0, 1::-1]
+    assert host_checksum(swapped, dtype=dtype) != whole

@@ -1,0 +1,123 @@
+"""Several processes as one mesh, without Ray: the same numbers as one process of all devices."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.placement import gathered, places, share
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import HostError
+from tests.support.multihost import STEPS, random_batches, run
+from tests.support.small_run import VALUES
+
+# f32 rounds to 6e-8; gloo and the one process's own collectives add in different orders.
+OTHER_PROCESSES = 1e-5
+GENERATED = 6
+SCORED = 5  # the likeliest tokens
+
+RUNS = {
+    "2 hosts": (2, {}),
+    "4 hosts, replicas across two": (4, {}),
+    "2 hosts, a replica across both": (2, {"cores_per_replica": 8, "per_replica_batch": 4}),
+    "2 hosts, version 2": (2, {"block": "geglu", "partitioning": "jit", "zero": 1}),
+    "4 hosts, zero 3": (4, {"cores_per_replica": 2, "per_replica_batch": 1, "zero": 3}),
+    "2 hosts of 3, the middle replica across both": (
+        2,
+        {"tpu_size": 6, "cores_per_replica": 2, "n_vocab": 60, "per_replica_batch": 1},
+    ),
+}
+
+
+def joined(found: list[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
+    """All rows, of what processes that hold these replicas found for theirs."""
+    return gathered(found, places(replicas, len(found[0]) // len(replicas[0])))
+
+
+def one_process(
+    config: dict[str, Any], batches: dict[str, np.ndarray]
+) -> tuple[CausalTransformer, list[dict[str, float]]]:
+    """A network that was trained, and what its steps found."""
+    network = CausalTransformer(config, devices=jax.devices()[: config["tpu_size"]])
+    steps = []
+    for step in range(STEPS):
+        sample = {key: batches[f"train_{key}_{step}"] for key in ("obs", "target")}
+        found = network.train(sample)
+        steps.append({k: float(v) for k, v in found.items()})
+    return network, steps
+
+
+@pytest.mark.parametrize(
+    "name", [next(iter(RUNS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[1:])]
+)
+def test_processes_together_are_one(tmp_path, name):
+    hosts, changes = RUNS[name]
+    config = VALUES | changes
+    batches = random_batches(Config(**config))
+    calls = [("init", []), *(("train", step) for step in range(STEPS))]
+    calls += [("eval", None), ("score", SCORED)]
+    # Compiled by each host for itself; more hosts share no more of a row than two do.
+    generates = hosts == 2
+    calls += [("generate", GENERATED)] * generates
+    found = run(tmp_path / "run", config, hosts, batches, calls)
+    expected, steps = one_process(config, batches)
+
+    replicas = [list(map(int, each["replicas"])) for each in found]
+    per_host = config["tpu_size"] // hosts
+    assert replicas == [
+        sorted({d // config["cores_per_replica"] for d in range(h * per_host, (h + 1) * per_host)})
+        for h in range(hosts)
+    ]
+    worst = 0.0
+    for step, values in enumerate(steps):
+        for key, value in values.items():
+            theirs = [float(each[f"{step + 1}_{key}"]) for each in found]
+            assert len(set(theirs)) == 1, (step, key, theirs)
+            assert theirs[0] == pytest.approx(value, rel=OTHER_PROCESSES), (step, key)
+            worst = max(worst, abs(theirs[0] / value - 1) if value else 0)
+    print(f"{name}: largest relative difference {worst:.1e}")
+
+    def together(key: str) -> np.ndarray:
+        return joined([each[key] for each in found], replicas)
+
+    number = 1 + STEPS
+    evaluated = expected.eval({key: batches[f"eval_{key}"] for key in ("obs", "target")})
+    for key, value in evaluated.items():
+        np.testing.assert_allclose(together(f"{number}_{key}"), value, rtol=1e-5, atol=1e-6)
+    for key, value in expected.score(batches["eval_obs"], SCORED)._asdict().items():
+        np.testing.assert_allclose(
+            together(f"{number + 1}_{key}"), value, rtol=0, atol=OTHER_PROCESSES
+        )
+    if not generates:
+        return
+    options = {key: batches[key] for key in ("seed", "top_p")}
+    tokens = expected.generate(batches["ctx"], batches["length"], GENERATED, options)
+    np.testing.assert_array_equal(together(f"{number + 2}_tokens"), tokens)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 6])
+def test_shares_join_again(dp):
+    rng = np.random.default_rng(dp)
+    rows = rng.normal(size=(12, 3))
+    for hosts in (1, 2, 4):
+        # Every replica somewhere, some in two places, in any number.
+        held = [
+            sorted({int(r) for r in rng.integers(0, dp, 2)} | set(range(h, dp, hosts)))
+            for h in range(hosts)
+        ]
+        np.testing.assert_array_equal(joined([share(rows, h, dp) for h in held], held), rows)
+        np.testing.assert_array_equal(
+            joined([share(rows.T, h, dp, axis=1).T for h in held], held), rows
+        )
+
+
+def test_hosts_with_the_same_rows_must_agree_to_the_bit():
+    rows = np.array([[0.5, np.nan], [1.5, 2.5]])
+    np.testing.assert_array_equal(joined([rows, rows[1:]], [[0, 1], [1]]), rows)
+    np.testing.assert_array_equal(joined([rows, rows], [[0], [0]]), rows)  # NaN equals NaN
+    other = rows.copy()
+    other[1, 1] = np.nextafter(2.5, 3)
+    with pytest.raises(HostError, match="host 1 disagrees with one before it about the same rows"):
+        joined([rows, other[1:]], [[0, 1], [1]])

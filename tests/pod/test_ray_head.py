@@ -1,0 +1,149 @@
+"""A Ray head of this process's own: its object store filling, and its servers dying."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.pod import ray_head
+from mesh_transformer.pod.launch import build_model
+from mesh_transformer.pod.ray_head import RayHead
+from mesh_transformer.util import StoppedError
+from tests.conftest import random_batch
+from tests.long.interruptions import members, sessions_of
+from tests.support.small_run import VALUES
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Config(**VALUES)
+STORE = 80 << 20  # bytes; about the least that Ray takes
+PIECE = 10 << 20
+
+
+@pytest.fixture
+def spill_folder(small_disk, monkeypatch) -> Iterator[Path]:
+    """A small disk as Ray's folder, by a short name: paths of sockets may have 107 characters."""
+    with tempfile.TemporaryDirectory() as name:
+        short = Path(name) / "ray"
+        short.symlink_to(small_disk("200m"))
+        monkeypatch.setenv("RAY_TMPDIR", str(short))
+        yield short
+
+
+def fill(held: list[Any], count: int) -> None:
+    """Puts `count` pieces into the object store, which keeps what is `held`."""
+    import ray
+
+    for _ in range(count):
+        held.append(ray.put(np.full(PIECE, len(held), np.uint8)))
+
+
+def tiled(batch: dict[str, np.ndarray], times: int) -> dict[str, np.ndarray]:
+    return {name: np.tile(rows, (times, 1)) for name, rows in batch.items()}
+
+
+def test_a_full_store_spills_and_a_full_disk_is_one_line(spill_folder):
+    batch = random_batch(CONFIG, 4)
+    with RayHead(STORE):
+        from mesh_transformer.pod.hosts import local_hosts
+
+        with closing(build_model(CONFIG, local_hosts(CONFIG, 2))) as cluster:
+            cluster.init()
+            held: list[Any] = []
+            fill(held, 10)  # 20 MiB more than there is room for
+            large = tiled(batch, 2000)  # more than goes with a call, without the store
+            found = cluster.eval(large)["loss"].reshape(2000, 4)[-1]
+            # f32 rounds to 6e-8; a batch of another size is summed in another order.
+            np.testing.assert_allclose(found, cluster.eval(batch)["loss"], rtol=1e-5)
+            with pytest.raises(Exception, match="disk is full"):
+                fill(held, 40)
+            with pytest.raises(
+                StoppedError, match="object store on this machine is full, and so is the disk"
+            ) as told:
+                cluster.eval(tiled(batch, 100_000))
+            assert "\n" not in str(told.value)
+            assert cluster.ended
+    assert not sessions_of(os.getpid())
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_head_that_dies_ends_whole_and_is_made_again(name, capfd):
+    with RayHead() as head:
+        (session,) = sessions_of(os.getpid())
+        address = head.address
+        head.revive()
+        assert head.address == address
+        # In its first moments Ray's client would wait for a dead server for minutes.
+        time.sleep(2.0)
+        titles = members(session).items()
+        (pid,) = [pid for pid, title in titles if os.path.basename(title) == name]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not members(session), "the rest of it ends", 10.0)
+        wait_until(lambda: head.revive() or head.address != address, "a new head", 60.0)
+        assert f"Ray's head has died ({name} died); a new one starts" in capfd.readouterr().err
+        fill([], 1)
+    assert not sessions_of(os.getpid())
+
+
+JOIN = """
+import sys
+import ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    print("joined", len(ray.nodes()))
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_whoever_has_no_token_is_refused(tmp_path):
+    """Each tries for as long as Ray's own client does: all at once."""
+    with RayHead() as head:
+        own = os.environ["RAY_AUTH_TOKEN"]
+        ways = {
+            "the token": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own},
+            "another": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": own[::-1]},
+            "none": {"RAY_AUTH_MODE": "token"},
+            "no mode": {"RAY_AUTH_MODE": "disabled"},
+        }
+        others = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+        clients = {
+            way: subprocess.Popen(
+                [sys.executable, "-c", JOIN, head.address],
+                env=others | {"HOME": str(tmp_path)} | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for way, variables in ways.items()
+        }
+        said = {way: client.communicate(timeout=240)[0].strip() for way, client in clients.items()}
+    assert said == {
+        "the token": "joined 1",
+        "another": "ConnectionError",
+        "none": "AuthenticationError",
+        "no mode": "ConnectionError",
+    }
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError, FileNotFoundError])
+def test_a_process_that_ends_while_it_is_looked_at_is_no_member(monkeypatch, error):
+    session = os.getsid(0)
+    assert os.getpid() in ray_head._members(session)
+
+    def ended(path: Path, **_: Any) -> str:
+        raise error(path)
+
+    monkeypatch.setattr(Path, "read_text", ended)
+    assert ray_head._members(session) == {}

@@ -1,0 +1,158 @@
+"""A run that is looked after: attempts, their limits, and beginning anew."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.data.storage import FolderLock
+from mesh_transformer.pod import restarts
+from mesh_transformer.training import loop
+from mesh_transformer.util import HostError, InputError, StoppedError
+from tests.support.small_run import run_values
+
+
+class Attempt:
+    """A network that gets to a step and fails there, if it is to."""
+
+    def __init__(self, reaches: int, error: BaseException | None):
+        self.reaches, self.error = reaches, error
+        self.step = 0
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """`run(plan)`: the attempts that `runs.train` makes of a plan, and the waits between them."""
+    waits: list[float] = []
+    monkeypatch.setattr(restarts.time, "sleep", waits.append)
+
+    def attempt(network: Attempt, folder: str, **options: Any) -> None:
+        assert options == {"max_steps": 7, "tune_model_path": None, "fresh_opt": False}
+        network.step = network.reaches
+        if network.error is not None:
+            raise network.error
+
+    monkeypatch.setattr(loop, "train", attempt)
+    made: list[Attempt] = []
+
+    def run(plan: list[tuple[int, BaseException | None]], **options: Any) -> None:
+        pending = iter(plan)
+
+        def make() -> Any:
+            reaches, error = next(pending)
+            if reaches < 0:  # fails before there is a network
+                assert error is not None
+                raise error
+            assert all(network.closed for network in made)
+            made.append(Attempt(reaches, error))
+            return made[-1]
+
+        restarts.train(make, "folder", max_steps=7, **options)
+        assert next(pending, None) is None
+
+    return run, made, waits
+
+
+def test_a_failed_host_is_tried_again_and_progress_begins_the_count_anew(attempts, capsys):
+    run, made, waits = attempts
+    failed = HostError("host 1 died")
+    run([(5, failed), (-1, failed), (5, failed), (6, failed), (6, failed), (7, None)], retries=3)
+    assert waits == [1, 2, 4, 1, 2]
+    assert len(made) == 5
+    said = capsys.readouterr().err
+    assert said.count("host 1 died\nall hosts start again in") == 5
+
+
+def test_it_gives_up_without_progress(attempts):
+    run, made, waits = attempts
+    failed = HostError("host 1 died")
+    with pytest.raises(StoppedError, match=r"^host 1 died; given up after 4 failures") as caught:
+        run([(5, failed), (4, failed), (5, failed), (-1, failed)], retries=3)
+    assert not isinstance(caught.value, HostError)
+    assert waits == [1, 2, 4]
+    assert all(network.closed for network in made)
+
+
+@pytest.mark.parametrize("error", [InputError("bad"), StoppedError("not finite"), KeyError("x")])
+def test_other_errors_are_not_tried_again(attempts, error):
+    run, made, waits = attempts
+    with pytest.raises(type(error)) as caught:
+        run([(5, error)])
+    assert caught.value is error
+    assert waits == []
+    assert made[0].closed
+
+
+def test_a_user_who_will_not_wait_does_not(attempts):
+    run, made, _ = attempts
+    with pytest.raises(KeyboardInterrupt):
+        run([(5, KeyboardInterrupt())])
+    assert not made[0].closed  # which would wait for a save
+
+
+def test_waits_are_bounded(attempts):
+    run, _, waits = attempts
+    with pytest.raises(StoppedError):
+        run([(0, HostError("x"))] * 11, retries=10)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+
+
+def a_run(folder: Path) -> None:
+    for name in ("step_1", "step_20", "step_30.orbax-checkpoint-tmp"):
+        (folder / name / "state").mkdir(parents=True)
+        (folder / name / "commit_success.txt").write_text("")
+    (folder / "step_5" / "shard_0").mkdir(parents=True, exist_ok=True)  # the original's
+    for name in ("metrics.jsonl", "notes.txt", "step_4.txt"):
+        (folder / name).write_text("")
+
+
+def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypatch):
+    a_run(tmp_path)
+    with pytest.raises(InputError, match=r"would delete metrics\.jsonl, step_1, step_20"):
+        restarts.begin_anew(str(tmp_path), yes=False)  # nobody is at pytest's standard input
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    with pytest.raises(InputError, match="is as it was"):
+        restarts.begin_anew(str(tmp_path), yes=False)
+    assert len(list(tmp_path.iterdir())) == 7
+    monkeypatch.setattr("builtins.input", lambda question: "Yes ")
+    restarts.begin_anew(str(tmp_path), yes=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt", "step_5"]
+    restarts.begin_anew(str(tmp_path), yes=False)  # nothing to ask for any more
+    a_run(tmp_path)
+    restarts.begin_anew(str(tmp_path), yes=True)
+    assert len(list(tmp_path.iterdir())) == 3
+    restarts.begin_anew(str(tmp_path / "missing"), yes=False)
+
+
+def test_begin_anew_leaves_alone_what_is_in_use_and_what_links_lead_to(tmp_path, monkeypatch):
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    a_run(theirs)
+    mine.mkdir()
+    (mine / "step_20").symlink_to(theirs / "step_20")
+    before = sorted(theirs.rglob("*"))
+    with FolderLock(str(mine)), pytest.raises(InputError, match=r"mine is in use by process \d+"):
+        restarts.begin_anew(str(mine), yes=True)
+    assert (mine / "step_20").is_symlink()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    restarts.begin_anew("~/mine", yes=True)
+    assert list(mine.iterdir()) == []
+    assert sorted(theirs.rglob("*")) == before
+
+
+def test_the_driver_reads_the_records_before_it_makes_a_tpu(tmp_path):
+    config = Config(**run_values(tmp_path))
+    restarts.check_records(config)
+    for changes, message in [
+        ({"train_set": str(tmp_path / "gone.index")}, "gone.index"),
+        ({"val_set": {"v": str(tmp_path / "away.index")}}, "away.index"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            restarts.check_records(config.replace(**changes))
+    # It need not be near the data that hosts read.
+    restarts.check_records(config.replace(train_set="gs://far/away.index", hosts_read=True))

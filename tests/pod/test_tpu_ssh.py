@@ -1,0 +1,476 @@
+"""Commands and files on hosts: fabric against SSH servers on loopback, with real commands."""
+
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+
+import paramiko
+import pytest
+
+from mesh_transformer.pod.tpu import install
+from mesh_transformer.pod.tpu import ssh as tpu_ssh
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
+from mesh_transformer.pod.tpu.ssh import Hosts
+from mesh_transformer.pod.tpu.vm import Limits, TpuVm
+from mesh_transformer.util import HostError, InputError, StoppedError
+from tests.support.fake_tpu import FakeHost, FakeTpuApi, key_pair
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "a-token-that-nobody-else-may-see"
+
+
+@pytest.fixture
+def key(tmp_path):
+    return key_pair(tmp_path)
+
+
+def new_host(folder: Path, key: Path, **place) -> FakeHost:
+    home = folder / f"home{place.get('address', '')}"
+    home.mkdir()
+    return FakeHost(home, "me", key.with_suffix(".pub").read_text(), **place)
+
+
+@pytest.fixture
+def host(tmp_path, key):
+    with new_host(tmp_path, key) as server:
+        yield server
+
+
+def options(host: FakeHost, key: Path, **changes) -> SshOptions:
+    given = {"user": "me", "key_file": str(key), "port": host.port, "connect_seconds": 1.0}
+    return SshOptions(**given | changes)
+
+
+@pytest.fixture
+def hosts(host, key):
+    """The one host, with the key that it published."""
+    found = Hosts([host.address], options(host, key), {host.address: host.published()})
+    yield found
+    found.close()
+
+
+def test_output_of_each_host_in_order(tmp_path, key, host):
+    """Two hosts at once: the slower one is first in the answer as in the list."""
+    with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as second:
+        (host.home / "who").write_text("first\n")
+        (second.home / "who").write_text("second\n")
+        hosts = Hosts([host.address, second.address], options(host, key))
+        start = time.monotonic()
+        command = "if grep -q first who; then sleep 1; fi; sleep 0.5; cat who"
+        assert hosts.run(command, seconds=10) == ["first\n", "second\n"]
+        assert time.monotonic() - start < 10
+        hosts.close()
+
+
+def test_shown_as_it_comes(hosts, capsys):
+    assert hosts.run("echo one; echo two >&2; printf three", seconds=10, show=True) == [
+        "one\nthree"
+    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(lines) == [f"[host 0 (127.0.0.1)] {word}" for word in ("one", "three", "two")]
+
+
+def test_failing_command_reaches_the_user(hosts, capsys):
+    command = "for i in $(seq 100); do echo line $i; done; echo no such thing >&2; exit 7"
+    with pytest.raises(StoppedError, match="exited with status 7: no such thing") as found:
+        hosts.run(command, seconds=10)
+    assert "\n" not in str(found.value)
+    assert "host 0 (127.0.0.1)" in str(found.value)
+    errors = capsys.readouterr().err
+    assert "[host 0 (127.0.0.1)] line 100\n" in errors
+    assert "[host 0 (127.0.0.1)] no such thing\n" in errors
+    assert "line 50\n" not in errors
+    assert hosts.run("echo on", seconds=10) == ["on\n"]
+
+
+def test_one_failing_host_ends_the_others(tmp_path, key, host):
+    with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as second:
+        (host.home / "bad").touch()
+        hosts = Hosts([host.address, second.address], options(host, key))
+        start = time.monotonic()
+        with pytest.raises(StoppedError, match=r"host 0 .*status 3"):
+            hosts.run("if [ -e bad ]; then sleep 0.5; exit 3; fi; sleep 60", seconds=90)
+        assert time.monotonic() - start < 20  # rather than 60
+
+
+def test_time_limit_ends_the_command_on_the_host(host, hosts):
+    command = "echo $$ > pid; sleep 60"
+    with pytest.raises(StoppedError, match=r"took more than 0\.5 s"):
+        hosts.run(command, seconds=0.5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((host.home / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("bash -c 'kill -KILL $$'; exit $?", "was killed; is the host out of memory"),
+        ("kill -KILL $$", "was cut off or killed"),
+        ("exit 124", "exited with status 124"),
+    ],
+)
+def test_a_command_that_is_killed_early_has_not_taken_too_long(hosts, command, found):
+    with pytest.raises(StoppedError, match=found):
+        hosts.run(command, seconds=600)
+
+
+def test_a_host_taken_away_during_a_command(host, hosts):
+    threading.Timer(0.7, host.cut).start()
+    with pytest.raises(StoppedError, match="was cut off"):
+        hosts.run("sleep 30", seconds=60)
+    assert hosts.run("echo again", seconds=10) == ["again\n"]
+
+
+def test_files_are_whole_and_secrets_their_owners(host, hosts):
+    content = os.urandom(300_000)
+    hosts.put(content, ".mesh-transformer/file")
+    assert (host.home / ".mesh-transformer/file").read_bytes() == content
+    (host.home / ".mesh-transformer/secret").write_text("an older one")
+    hosts.put_secret(TOKEN, ".mesh-transformer/secret")
+    path = host.home / ".mesh-transformer/secret"
+    assert path.read_text() == TOKEN
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert sorted(each.name for each in path.parent.iterdir()) == ["file", "secret"]
+    # No byte is written while others may read: at the first one the mode is set.
+    assert host.modes_at_first_write[-1] == 0o600
+
+
+def test_published_key_is_held_to(tmp_path, key, host):
+    with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as other:
+        keys = {host.address: other.published()}
+        with pytest.raises(StoppedError, match="not the one known for it"):
+            Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
+        # Published keys of kinds unknown here leave none to accept, not any.
+        keys = {host.address: [("ssh-new", "AAAA")]}
+        with pytest.raises(StoppedError, match="not the one known for it"):
+            Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
+        assert host.commands == []
+
+
+def test_first_key_is_held_on_to_where_none_was_published(host, key, hosts):
+    hosts = Hosts([host.address], options(host, key))
+    assert hosts.run("echo yes", seconds=10) == ["yes\n"]
+    hosts.close()
+    host.new_key()
+    with pytest.raises(StoppedError, match="not the one known for it"):
+        hosts.run("echo no", seconds=10)
+    strict = Hosts([host.address], options(host, key, trust_first=False))
+    with pytest.raises(StoppedError, match="not the one known for it"):
+        strict.run("echo no", seconds=10)
+
+
+def test_a_key_that_is_not_let_in(host, key):
+    with pytest.raises(InputError, match=r"user 'you' with key .* is not let in"):
+        Hosts([host.address], options(host, key, user="you")).run("echo no", seconds=10)
+
+
+def test_keys_that_cannot_be_used(tmp_path, key):
+    locked, other = tmp_path / "locked", tmp_path / "other"
+    paramiko.RSAKey.generate(1024).write_private_key_file(str(locked), password="secret")
+    other.write_text("not a key")
+    for path, found in [
+        (tmp_path / "none", "ssh-keygen"),
+        (locked, "has a passphrase"),
+        (other, "cannot be read as a private key"),
+    ]:
+        with pytest.raises(InputError, match=found):
+            Hosts(["127.0.0.1"], SshOptions(key_file=str(path)))
+    # The form that gcloud makes.
+    old = tmp_path / "google_compute_engine"
+    made = paramiko.RSAKey.generate(2048)
+    made.write_private_key_file(str(old))
+    expected = f"ssh-rsa {made.get_base64()}"
+    assert SshOptions(key_file=str(old)).public_key() == expected
+
+
+def test_nobody_answers(key, host):
+    nowhere = Hosts(["127.0.0.3"], options(host, key))
+    with pytest.raises(StoppedError, match=r"no SSH on port .* firewall"):
+        nowhere.run("echo no", seconds=10)
+
+
+def test_a_host_that_is_gone_is_not_waited_for_as_one_that_starts(tmp_path, key, monkeypatch):
+    monkeypatch.setattr(tpu_ssh, "RECONNECT_SECONDS", 0.5)
+    with new_host(tmp_path, key) as server:
+        hosts = Hosts([server.address], options(server, key, connect_seconds=300.0))
+        assert hosts.run("echo up", seconds=10) == ["up\n"]
+    start = time.monotonic()
+    with pytest.raises(HostError, match=r"no SSH on port \d+ for 0\.5 s"):
+        hosts.run("echo no", seconds=10)
+    assert time.monotonic() - start < 20
+
+
+def test_a_host_that_starts_late_is_waited_for(tmp_path, key):
+    server = new_host(tmp_path, key)
+    hosts = Hosts([server.address], options(server, key, connect_seconds=30.0))
+    server.pause_for(1.5)
+    with server:
+        assert hosts.run("echo up", seconds=10) == ["up\n"]
+        hosts.close()
+
+
+def test_a_host_that_takes_a_command_and_is_silent_has_a_limit(host, hosts, monkeypatch):
+    """As one whose disk hangs: it is connected, and neither answers nor ends the command."""
+    hosts.run("true", seconds=5)
+    monkeypatch.setattr(tpu_ssh, "SILENCE_SECONDS", 1)
+    monkeypatch.setattr(tpu_ssh, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(tpu_ssh, "PUT_SECONDS", 0.2)
+    host.silent.set()
+    start = time.monotonic()
+    with pytest.raises(HostError, match="'echo no' gave no answer"):
+        hosts.run("echo no", seconds=0.2)
+    with pytest.raises(HostError, match="'copy a/file' gave no answer"):
+        hosts.put(b"content", "a/file")
+    assert time.monotonic() - start < 20
+
+
+def test_package_arrives_whole_in_place_of_the_old(host, hosts):
+    old = host.home / install.PACKAGE
+    old.mkdir(parents=True)
+    (old / "stale.py").touch()
+    install.copy_package(hosts)
+    assert not (old / "stale.py").exists()
+    for name in [*install.NEEDED, "mesh_transformer/config.py"]:
+        assert (old / name).read_bytes() == (ROOT / name).read_bytes()
+    assert os.access(old / "scripts/init_ray.sh", os.X_OK)
+    left = sorted(each.name for each in old.parent.iterdir())
+    assert left == ["lock", "package", "package.tgz"]
+
+
+def test_archive_has_sources_alone(tmp_path):
+    for name in install.NEEDED:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    package = tmp_path / "mesh_transformer"
+    package.mkdir()
+    for name in ("a.py", ".env", "key.pem", "id_rsa", "notes.txt"):
+        (package / name).write_text(name)
+    first = install.package_archive(tmp_path)
+    with tarfile.open(fileobj=BytesIO(first)) as archive:
+        assert set(archive.getnames()) == {*install.NEEDED, "mesh_transformer/a.py"}
+    os.utime(package / "a.py", (1, 1))
+    assert install.package_archive(tmp_path) == first
+    (tmp_path / "setup.py").unlink()
+    with pytest.raises(InputError, match=r"setup\.py is missing"):
+        install.package_archive(tmp_path)
+
+
+def test_token_is_found_where_ray_looks(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    with pytest.raises(InputError, match="get-auth-token --generate"):
+        install.ray_token()
+    usual = tmp_path / ".ray" / "auth_token"
+    usual.parent.mkdir()
+    usual.write_text("usual\n")
+    usual.chmod(0o644)
+    with pytest.raises(InputError, match="chmod 600"):
+        install.ray_token()
+    usual.chmod(0o600)
+    assert install.ray_token() == "usual"
+    named = tmp_path / "named"
+    named.touch(0o600)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(named))
+    with pytest.raises(InputError, match="is empty"):
+        install.ray_token()
+    named.write_text("named")
+    assert install.ray_token() == "named"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "variable")
+    assert install.ray_token() == "variable"
+
+
+def stub_venv(folder: Path) -> None:
+    """A virtual environment whose every program records how it was called.
+
+    A file `hang` and its first argument in the home have it hang once.
+    """
+    (folder / "bin").mkdir(parents=True)
+    for name in ("ray", "python"):
+        program = folder / "bin" / name
+        program.write_text(
+            "#!/usr/bin/env bash\n"
+            f'echo "{name} $*" >> "$HOME/calls"\n'
+            'echo "$RAY_AUTH_MODE ${RAY_AUTH_TOKEN-unset} ${RAY_AUTH_TOKEN_PATH-unset}" '
+            '>> "$HOME/environment"\n'
+            'if mv "$HOME/hang$1" "$HOME/hung" 2> /dev/null; then\n'
+            '    sleep 300 & echo $! > "$HOME/new"; mv "$HOME/new" "$HOME/hanging"; wait; fi\n'
+            'if [ "$1" = -c ]; then echo 0.10.2; fi\n'
+            'if [ "$1" = start ]; then sleep 300 > /dev/null 2>&1 & echo $! >> "$HOME/left"; fi\n'
+            'if [ "$1" = start ] && mv "$HOME/fail" "$HOME/failed"; then\n'
+            "    echo timed out >&2; exit 1; fi\n"
+            'if [ "$1" = start ] && mv "$HOME/twice" "$HOME/fail"; then\n'
+            "    echo timed out >&2; exit 1; fi\n"
+        )
+        program.chmod(0o755)
+
+
+def stub_python(folder: Path) -> None:
+    """A `python3.11` that makes such environments."""
+    folder.mkdir()
+    maker = folder / f"python3.{sys.version_info.minor}"
+    maker.write_text(
+        "#!/usr/bin/env bash\n"
+        'if [ "$2" = venv ]; then mkdir -p "$3"; cp -r "$HOME/stub/." "$3"; fi\n'
+    )
+    maker.chmod(0o755)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and no zombie, which has no command line."""
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and path.read_bytes() != b""
+
+
+@pytest.fixture
+def stubbed(host, monkeypatch):
+    """The host, whose Python and Ray are stubs."""
+    stub_venv(host.home / "stub")
+    stub_python(host.home / "bin")
+    monkeypatch.setenv("PATH", f"{host.home / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    return host
+
+
+def left_running(host: FakeHost) -> list[bool]:
+    """Which of the processes that the starts of Ray left there still run."""
+    return [runs(int(pid)) for pid in (host.home / "left").read_text().split()]
+
+
+def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
+    """The whole path of a host: package, token, installation (stubbed), `ray start` (stubbed)."""
+    host = stubbed
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60, show=True)
+    token = host.home / install.TOKEN
+    assert token.read_text() == TOKEN
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    calls = (host.home / "calls").read_text().splitlines()
+    assert calls[-1].startswith("ray start --address 10.0.0.2:6379 --resources {")
+    # By this address the driver knows it, whichever else it has.
+    assert calls[-1].endswith(f"--node-ip-address {host.address}")
+    # Nothing is installed but what is pinned by hashes, and the package itself.
+    installs = [call for call in calls if " -m pip install " in call]
+    pinned = ["requirements.txt", "requirements-libtpu.txt"]
+    assert [Path(call.split()[-1]).name for call in installs] == [*pinned, "package"]
+    assert all("--require-hashes" in call for call in installs[:2])
+    assert set((host.home / "environment").read_text().splitlines()) == {
+        f"token unset {token.resolve()}"
+    }
+    # A second start installs nothing, and no command or log ever had the token.
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    again = (host.home / "calls").read_text().splitlines()[len(calls) :]
+    assert [call.split()[:2] for call in again] == [["ray", "start"]]
+    assert left_running(host) == [False, True]
+    seen = "\n".join([*host.commands, *calls, *again]) + "".join(capsys.readouterr())
+    assert TOKEN not in seen
+
+
+def test_a_start_that_ray_gives_up_is_tried_once_more(stubbed, hosts):
+    """Ray itself gives a machine that has just booted no more than 30 s."""
+    (stubbed.home / "fail").touch()
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    assert left_running(stubbed) == [False, True]
+    (stubbed.home / "twice").touch()
+    with pytest.raises(StoppedError, match="'install and start Ray' exited with status 1: timed"):
+        install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    assert left_running(stubbed)[:-1] == [False] * 3
+
+
+@pytest.mark.parametrize("argument", ["-m", "start"], ids=["installation", "ray start"])
+def test_a_start_that_was_cut_off_is_ended_by_the_next(stubbed, hosts, argument):
+    (stubbed.home / f"hang{argument}").touch()
+    hanging = stubbed.home / "hanging"
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(install.start_ray, hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+        wait_until(hanging.exists, "it hangs", 30)
+        stubbed.cut()
+        with pytest.raises(HostError, match="'install and start Ray' was cut off"):
+            first.result()
+    assert runs(int(hanging.read_text()))
+    install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+    assert not runs(int(hanging.read_text()))
+    assert left_running(stubbed) == [True]
+    with (stubbed.home / install.LOCK).open() as lock:  # which what is left does not hold
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "mode", "found"),
+    [
+        (["--address", "here"], TOKEN, 0o600, "HOST:PORT"),
+        (["--address"], TOKEN, 0o600, "--address needs a value"),
+        (["--adress", "h:1"], TOKEN, 0o600, "unknown argument --adress"),
+        (["--address", "h:1"], TOKEN, 0o640, "can be read by others"),
+        (["--address", "h:1"], "", 0o600, "no Ray token"),
+    ],
+)
+def test_init_ray_names_what_is_wrong(tmp_path, arguments, token, mode, found):
+    path = tmp_path / "token"
+    path.write_text(token)
+    path.chmod(mode)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    result = subprocess.run(
+        ["bash", str(ROOT / "scripts/init_ray.sh"), *arguments],
+        env=environment | {"RAY_AUTH_TOKEN_PATH": str(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert found in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert TOKEN not in result.stderr
+
+
+def test_tpu_vm_runs_on_its_hosts_with_the_published_keys(tmp_path, key, host):
+    limits = Limits(poll=0.01, host_keys=5.0, settle=0.1)
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
+    with FakeTpuApi() as api:
+        threading.Timer(0.3, lambda: api.host_keys.append(host.published())).start()
+        ssh = options(host, key, trust_first=False)
+        with TpuVm(spec, client=api.client(), limits=limits, ssh=ssh) as tpu:
+            assert tpu.run("echo hello", seconds=10) == ["hello\n"]
+            tpu.copy_package()
+            assert (host.home / install.PACKAGE / "setup.py").is_file()
+        assert not api.nodes
+
+
+INTERRUPTED = """
+import sys
+from mesh_transformer.pod.tpu.spec import SshOptions
+from mesh_transformer.pod.tpu.ssh import Hosts
+from mesh_transformer.util import run_script
+
+def main():
+    options = SshOptions(user="me", key_file=sys.argv[1], port=int(sys.argv[2]))
+    Hosts(["127.0.0.1"], options).run("touch started; sleep 120", seconds=300)
+
+run_script(main)
+"""
+
+
+def test_ctrl_c_does_not_wait_for_the_command(host, key):
+    command = [sys.executable, "-c", INTERRUPTED, str(key), str(host.port)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 30
+        while not (host.home / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "Traceback" not in errors

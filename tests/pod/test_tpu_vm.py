@@ -1,0 +1,724 @@
+"""TPUs made, waited for, lost and deleted: the real client against a server on loopback."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from google.cloud import tpu_v2
+
+from mesh_transformer.mesh.accelerators import accelerator_type
+from mesh_transformer.pod.tpu import api as tpu_api
+from mesh_transformer.pod.tpu.api import (
+    CapacityError,
+    PreemptedError,
+    UnavailableError,
+    default_project,
+    new_client,
+)
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
+from mesh_transformer.pod.tpu.vm import OWNER, Limits, TpuVm
+from mesh_transformer.util import InputError, StoppedError
+from tests.support.fake_tpu import FakeTpuApi, Queue, key_pair
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+NAME = "projects/p/locations/europe-west4-a/nodes/pod"
+QUOTA = "Quota limit 'TPUV3sPreemptiblePerProjectPerZoneForTPUAPI' has been exceeded. Limit: 8."
+STOCKOUT = "There is no more capacity in the zone 'europe-west4-a'"
+# Short, and long enough for a loaded machine: what is waited for comes after a few polls.
+QUICK = Limits(
+    queue=20, ready=20, capacity=0, capacity_again=20, delete=20, host_keys=0.1, settle=0.1,
+    poll=0.01,
+)  # fmt: skip
+
+
+@pytest.fixture
+def api():
+    with FakeTpuApi() as server:
+        yield server
+
+
+@pytest.fixture
+def make(api, tmp_path, monkeypatch):
+    """A TpuVm of the fake API, with changes to its spec and arguments."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ssh = SshOptions(user="me", key_file=str(key_pair(tmp_path)))
+
+    def made(limits=QUICK, adopt=False, keep=False, client=None, **changes):
+        spec = TpuSpec(
+            **{"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
+            | {"project": "p"} | changes
+        )  # fmt: skip
+        client = client or api.client()
+        return TpuVm(spec, client=client, limits=limits, ssh=ssh, adopt=adopt, keep=keep)
+
+    return made
+
+
+def stays(**changes) -> Limits:
+    return dataclasses.replace(QUICK, **changes)
+
+
+def asked(api, kind):
+    return [request for request in api.asked if isinstance(request, kind)]
+
+
+@pytest.mark.parametrize("tier", ["on_demand", "spot", "preemptible"])
+def test_made_ready_and_deleted(api, make, capsys, tier):
+    with make(tier=tier, accelerator_type="v6e-8") as tpu:
+        assert tpu.state() == "READY"
+        assert tpu.hosts() == ["127.0.0.1"]
+        tpu.check()
+    assert not api.nodes
+    node = asked(api, tpu_v2.CreateNodeRequest)[0].node
+    assert node.accelerator_type == "v6e-8"
+    assert node.runtime_version == "v2-alpha-tpuv6e"
+    assert node.scheduling_config.spot == (tier == "spot")
+    assert node.scheduling_config.preemptible == (tier == "preemptible")
+    assert node.network_config.enable_external_ips
+    assert node.metadata["ssh-keys"].startswith("me:ecdsa-sha2-nistp256 ")
+    assert "PRIVATE" not in str(node)
+    command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
+    assert command in capsys.readouterr().err  # before it can be needed
+
+
+@pytest.mark.parametrize("tier", ["on_demand", "spot"])
+def test_queued_waits_then_is_ready_and_deleted(api, make, capsys, tier):
+    api.queue_after = 5
+    with make(queued=True, tier=tier) as tpu:
+        assert tpu.state() == "READY"
+        # 5 in the queue, one before it was asked for.
+        assert api.calls.count("GetQueuedResource") == 6
+    assert not api.queue
+    assert not api.nodes
+    request = asked(api, tpu_v2.CreateQueuedResourceRequest)[0]
+    assert ("spot" in request.queued_resource) == (tier == "spot")
+    assert request.queued_resource.queueing_policy.valid_until_duration.seconds == 20
+    assert asked(api, tpu_v2.DeleteQueuedResourceRequest)[0].force
+    assert "tpus queued-resources delete pod" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_its_hosts_end_it_after_its_hours(api, make, queued):
+    limits = stays(deadline_grace=100.0)
+    with make(queued=queued, tier="spot", max_hours=2, limits=limits) as tpu:
+        kind = tpu_v2.CreateQueuedResourceRequest if queued else tpu_v2.CreateNodeRequest
+        request = asked(api, kind)[0]
+        node = request.queued_resource.tpu.node_spec[0].node if queued else request.node
+        script = node.metadata["startup-script"]
+        # Two hours, less what it took to ask for it.
+        found = re.search(r"date \+%s\) \+ (\d+)", script)
+        assert found is not None
+        assert 7300 - 60 < int(found[1]) <= 7300
+        place = "projects/p/locations/europe-west4-a"
+        end = f"{place}/queuedResources/pod?force=true" if queued else f"{place}/nodes/pod"
+        assert f"https://tpu.googleapis.com/v2/{end}'" in script
+        tpu._ready_since -= 3 * 3600
+        api.preempt()
+        with pytest.raises(StoppedError, match="--max-hours 2 are over, so that it is not made"):
+            tpu.make_again()
+    with make(name="other") as tpu:
+        assert "startup-script" not in asked(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
+        assert tpu._seconds_left() == math.inf
+
+
+def test_the_hours_begin_when_it_is_ready(api, make, monkeypatch):
+    """A day in the queue is none of them."""
+    with make(queued=True, tier="spot", max_hours=2) as tpu:
+        assert 2 * 3600 - 60 < tpu._seconds_left() <= 2 * 3600
+    assert make(max_hours=2)._seconds_left() == 2 * 3600  # before it is ready
+
+
+def test_nothing_is_made_once_it_is_left(api, make):
+    """As when a process ends while another of its threads makes the TPU again."""
+    with make() as tpu:
+        api.preempt()
+    made = len(asked(api, tpu_v2.CreateNodeRequest))
+    with pytest.raises(StoppedError, match="is not made: this process is ending"):
+        tpu.make_again()
+    assert len(asked(api, tpu_v2.CreateNodeRequest)) == made
+    assert not api.nodes
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_deadline_s_script_deletes_or_shuts_down(tmp_path, refused):
+    """As a host runs it, but for what would leave the machine or end it."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    log = tmp_path / "log"
+    stubs = {
+        "curl": f"""case "$*" in
+*metadata*) echo "curl $*" >> {log}; echo '{{"access_token": "t0ken", "expires_in": 3}}' ;;
+*DELETE*) echo "curl $* $(cat)" >> {log}; exit {22 if refused else 0} ;;
+esac""",
+        "sleep": "exit 0",
+        "shutdown": f"echo shutdown $* >> {log}",
+    }
+    for name, text in stubs.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
+    script = tmp_path / "script"
+    script.write_text(deadline_script(spec, 0, str(tmp_path)))
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    subprocess.run(["bash", str(script)], env=environment, check=True)
+
+    def ended():
+        lines = log.read_text().splitlines() if log.exists() else []
+        return lines if lines and ("shutdown" if refused else "DELETE") in lines[-1] else None
+
+    calls = wait_until(ended, "it neither deletes nor shuts down")
+    deletions = [call for call in calls if "DELETE" in call]
+    assert len(deletions) == (5 if refused else 1)
+    for call in deletions:
+        assert call.endswith("/nodes/pod Authorization: Bearer t0ken")
+        assert "-H @- https://tpu" in call
+    # A host that starts again has no new hours.
+    deadline = (tmp_path / "mesh-transformer-deadline").read_text()
+    script.write_text(deadline_script(spec, 10**6, str(tmp_path)))
+    subprocess.run(["bash", str(script)], env=environment, check=True)
+    assert (tmp_path / "mesh-transformer-deadline").read_text() == deadline
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_preempted_while_running_and_made_again(api, make, queued):
+    with make(queued=queued, tier="spot") as tpu:
+        tpu.check()
+        api.addresses = ["127.0.0.9"]
+        api.preempt()
+        with pytest.raises(PreemptedError, match="'pod' was taken away"):
+            tpu.check()
+        # Capacity is seldom back at once, nor is the quota of the one that is gone.
+        refusals = (QUOTA, STOCKOUT, QUOTA)
+        api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, said) for said in refusals]
+        tpu.make_again()
+        tpu.check()
+        assert tpu.hosts() == ["127.0.0.9"]
+    assert not api.nodes
+    assert not api.queue
+
+
+def test_preempted_before_it_is_ready(api, make):
+    api.ready_after = None
+    tpu = make(tier="spot")
+    threading.Timer(0.3, api.preempt).start()
+    with pytest.raises(PreemptedError, match=r"was taken away \(preempted\)"), tpu:
+        pass
+    assert not api.nodes
+
+
+@pytest.mark.parametrize("when", [(), ("later",)])
+def test_quota_is_an_input_error_at_once(api, make, when):
+    api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, QUOTA, *when)]
+    with pytest.raises(InputError, match="Limit: 8; ask for more quota") as found, make():
+        pass
+    assert "\n" not in str(found.value)
+    assert "v3-8 in europe-west4-a" in str(found.value)
+    assert not api.nodes
+
+
+@pytest.mark.parametrize("when", [(), ("later",)])
+def test_no_capacity_is_asked_again_for_as_long_as_allowed(api, make, when):
+    api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT, *when)] * 3
+    with pytest.raises(CapacityError, match=r"no more capacity.*another zone"), make():
+        pass
+    with make(limits=stays(capacity=20)) as tpu:
+        assert tpu.state() == "READY"
+    assert not api.create_errors
+
+
+def test_a_queued_request_that_fails_says_why(api, make):
+    api.queue_after = None
+    tpu = make(queued=True)
+
+    def fail():
+        resource = next(iter(api.queue.values()))
+        resource.state.state = Queue.FAILED
+        resource.state.failed_data.error = {"code": 8, "message": QUOTA}
+
+    threading.Timer(0.3, fail).start()
+    with pytest.raises(InputError, match="more quota"), tpu:
+        pass
+    assert not api.queue
+
+
+def test_name_taken_leaves_the_other_alone(api, make):
+    other = make()
+    other.__enter__()
+    with pytest.raises(InputError, match=r"exists already.*tpu-vm delete pod --zone") as found:
+        make().__enter__()
+    assert "\n" not in str(found.value)
+    assert list(api.nodes) == [NAME]
+    other.__exit__(None, None, None)
+    assert not api.nodes
+
+
+def test_name_taken_between_look_and_request(api, make):
+    """Another's TPU that appears in that moment is not deleted either."""
+    tpu, other = make(), make()
+    real = api.client().get_node
+    tpu._api.node = lambda: None if not api.nodes else real(name=NAME)
+    other.__enter__()
+    tpu._api.node = lambda: None
+    with pytest.raises(InputError, match="exists already"):
+        tpu.__enter__()
+    assert list(api.nodes) == [NAME]
+    tpu._api.node = lambda: real(name=NAME)
+    tpu._may_exist = True  # as though the request had had no answer
+    tpu.delete()
+    assert list(api.nodes) == [NAME]
+    other.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_ours_is_deleted_even_where_the_api_forgets_its_mark(api, make, queued):
+    with make(queued=queued):
+        for node in [*api.nodes.values(), *(q.tpu.node_spec[0].node for q in api.queue.values())]:
+            node.labels.clear()
+    assert not api.nodes
+    assert not api.queue
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_adopt_takes_over_what_a_killed_driver_left(api, make, preempted):
+    killed = make(adopt=True)
+    killed.__enter__()
+    killed._guard.release()
+    owner = api.nodes[NAME].labels[OWNER]
+    if preempted:
+        api.preempt()
+    with make(adopt=True) as tpu:
+        assert tpu.state() == "READY"
+        assert api.nodes[NAME].labels[OWNER] == owner
+    assert api.calls.count("CreateNode") == 1 + preempted
+    assert not api.nodes
+
+
+def test_adopt_takes_nothing_that_an_earlier_run_here_did_not_make(
+    api, make, tmp_path, monkeypatch
+):
+    """Neither another's TPU nor that of a run which goes on, of another user or elsewhere."""
+    killed = make(adopt=True)
+    killed.__enter__()
+    killed._guard.release()
+    with pytest.raises(InputError, match="exists as v3-8, not v4-8"):
+        make(adopt=True, accelerator_type="v4-8").__enter__()
+    elsewhere = make(adopt=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(InputError, match="exists already"):
+        elsewhere.__enter__()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    api.nodes[NAME].labels.pop(OWNER)
+    with pytest.raises(InputError, match="exists already"):
+        make(adopt=True).__enter__()
+    assert list(api.nodes) == [NAME]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_time_limit_then_deleted(api, make, queued):
+    api.ready_after = api.queue_after = None
+    limits = stays(ready=0.2, queue=0.2)
+    with pytest.raises(StoppedError, match=r"more than 0\.2 s"), make(limits=limits, queued=queued):
+        pass
+    assert not api.nodes
+    assert not api.queue
+
+
+def test_repair_while_running_is_waited_for(api, make):
+    with make() as tpu:
+        api.nodes[NAME].state = tpu_v2.Node.State.REPAIRING
+        polls = api.polls[NAME]
+
+        def repair():
+            while api.polls[NAME] < polls + 3:
+                time.sleep(0.01)
+            api.nodes[NAME].state = tpu_v2.Node.State.READY
+
+        thread = threading.Thread(target=repair)
+        thread.start()
+        tpu.check()
+        assert tpu.state() == "READY"
+        thread.join()
+
+
+def test_unhealthy_is_waited_for(api, make):
+    def sicken():
+        while not api.nodes:
+            time.sleep(0.01)
+        api.nodes[NAME].health = tpu_v2.Node.Health.UNHEALTHY_MAINTENANCE
+        end = time.monotonic() + 30
+        while tpu.state() == "CREATING" and time.monotonic() < end:
+            time.sleep(0.02)
+        states.append(tpu.state())
+        api.nodes[NAME].health = tpu_v2.Node.Health.HEALTHY
+
+    states, tpu = [], make()
+    thread = threading.Thread(target=sicken)
+    api.ready_after = 20
+    thread.start()
+    with tpu:
+        thread.join()
+        assert tpu.state() == "READY"
+    assert states == ["UNHEALTHY"]
+
+
+def test_unknown_accelerator_and_runtime_name_what_there_is(api, make):
+    with (
+        pytest.raises(InputError, match="the zone has v4-16, v4-8"),
+        make(accelerator_type="v4-32"),
+    ):
+        pass
+    api.create_errors = [(grpc.StatusCode.INVALID_ARGUMENT, "Runtime version not found")]
+    with (
+        pytest.raises(InputError, match=r"v3-8.*, v9: .*versions are tpu-ubuntu"),
+        make(runtime_version="v9"),
+    ):
+        pass
+
+
+def test_unknown_zone_or_no_rights(api, make):
+    api.create_errors = [(grpc.StatusCode.PERMISSION_DENIED, "Location x-y1-a\nis not found.")]
+    with pytest.raises(InputError, match=r"check the zone.*roles/tpu.admin") as found, make():
+        pass
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "code", ["FAILED_PRECONDITION", "ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL"]
+)
+def test_delete_that_may_go_through_later_is_sent_again(api, make, code):
+    api.delete_errors = [(grpc.StatusCode[code], "an operation is in progress")] * 2
+    with make():
+        pass
+    assert api.calls.count("DeleteNode") == 3
+    assert not api.nodes
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL"])
+def test_a_request_without_an_answer_leaves_nothing_alive(api, make, capsys, code):
+    for what in ((), ("lost",)):  # which has made the TPU all the same
+        api.create_errors = [(grpc.StatusCode[code], "a bad day", *what)]
+        with pytest.raises(UnavailableError, match="a bad day") as found, make():
+            pass
+        assert "\n" not in str(found.value)
+        assert not api.nodes
+        assert ("did not appear" in capsys.readouterr().err) == (what == ())
+    assert api.calls.count("DeleteNode") == 1
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL"])
+def test_a_look_without_an_answer_is_taken_again(api, make, code):
+    with make() as tpu:
+        api.read_errors = [(grpc.StatusCode[code], "too many requests")] * 2
+        tpu.check()
+        assert not api.read_errors
+
+
+def test_an_api_that_is_silent_for_long(api, make, monkeypatch, capsys):
+    monkeypatch.setattr(tpu_api, "RETRY_SECONDS", 0.3)
+    tpu = make()
+    tpu.__enter__()
+    capsys.readouterr()
+    api.read_errors = [(grpc.StatusCode.UNAVAILABLE, "gone fishing")] * 1000
+    with pytest.raises(UnavailableError, match=r"no answer for 0\.3 s .*gone fishing"):
+        tpu.check()
+    tpu.__exit__(KeyError, None, None)
+    assert "'pod' may be alive: gcloud compute tpus tpu-vm delete pod" in capsys.readouterr().err
+
+
+def test_two_runs_here_do_not_share_a_tpu(api, make):
+    with make(adopt=True):
+        with pytest.raises(InputError, match=rf"in use by process {os.getpid()} of yours"):
+            make(adopt=True).__enter__()
+        assert list(api.nodes) == [NAME]
+    with make(adopt=True):
+        assert list(api.nodes) == [NAME]
+
+
+def test_a_home_that_cannot_be_written_is_said_before_anything_is_made(api, make, monkeypatch):
+    monkeypatch.setenv("HOME", "/proc/none")
+    with pytest.raises(InputError, match=r"^/proc/none/.*\.lock cannot be written: .*give HOME"):
+        make(adopt=True).__enter__()
+    assert not api.asked
+
+
+def test_delete_that_fails_prints_the_command(api, make, capsys):
+    command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
+    api.delete_errors = [(grpc.StatusCode.PERMISSION_DENIED, "no")] * 2
+    with pytest.raises(StoppedError, match=command), make(adopt=True):
+        capsys.readouterr()
+    assert command in capsys.readouterr().err
+    # An error of the block's own is not hidden by it.
+    capsys.readouterr()
+    with pytest.raises(KeyError), make(adopt=True):
+        raise KeyError
+    assert command in capsys.readouterr().err
+
+
+def test_delete_has_a_time_limit(api, make):
+    api.gone_after = 10**9
+    with pytest.raises(StoppedError, match="is not deleted"), make(limits=stays(delete=0.2)):
+        pass
+
+
+def test_keep_leaves_it_alive_and_says_how_to_delete(api, make, capsys):
+    with make(keep=True):
+        capsys.readouterr()
+    assert list(api.nodes) == [NAME]
+    assert "kept; delete it by: gcloud" in capsys.readouterr().err
+
+
+def test_error_in_the_block_deletes(api, make):
+    with pytest.raises(KeyError), make():
+        raise KeyError
+    assert not api.nodes
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_no_request_is_broken_off(api, make, number, raised):
+    """gRPC may crash in the request after it."""
+    client, answered = api.client(), []
+    create = client.create_node
+
+    def create_node(**given):
+        os.kill(os.getpid(), number)
+        answer = create(**given)
+        answered.append(answer)
+        return answer
+
+    client.create_node = create_node
+    with pytest.raises(raised), make(client=client):
+        raise AssertionError("the signal was lost")
+    assert len(answered) == 1
+    assert api.calls[-1] == "GetNode"
+    assert "DeleteNode" in api.calls
+    assert not api.nodes
+
+
+DRIVER = """
+import sys
+from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
+from mesh_transformer.pod.tpu.vm import Limits, TpuVm
+from mesh_transformer.util import run_script
+from tests.support.fake_tpu import client
+import time
+
+def main():
+    queued = sys.argv[3] == "queued"
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p", queued=queued)
+    limits = Limits(poll=0.05, settle=1.0)
+    ssh = SshOptions(key_file=sys.argv[2])
+    with TpuVm(spec, client=client(sys.argv[1]), limits=limits, ssh=ssh):
+        print("in the block", flush=True)
+        time.sleep(60)
+
+run_script(main)
+"""
+
+
+@contextlib.contextmanager
+def driver(api, folder, kind="node"):
+    """A process that makes the TPU, and waits in the block."""
+    command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(folder)), kind]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_call(api, name, seconds=30):
+    deadline = time.monotonic() + seconds
+    while name not in api.calls and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert name in api.calls
+
+
+@pytest.mark.parametrize(
+    ("number", "moment", "status"),
+    [
+        (signal.SIGINT, "asking", 130),
+        (signal.SIGINT, "making", 130),
+        (signal.SIGINT, "running", 130),
+        (signal.SIGTERM, "asking", 143),
+        (signal.SIGTERM, "making", 143),
+        (signal.SIGTERM, "running", 143),
+        (signal.SIGHUP, "making", 129),
+    ],
+)
+def test_signal_deletes(api, tmp_path, number, moment, status):
+    """Ctrl-C and the rest before the request is answered, while it is being made, and used."""
+    if moment != "running":
+        api.ready_after = None
+    if moment == "asking":
+        api.create_seconds = 1.0
+    with driver(api, tmp_path) as process:
+        if moment == "running":
+            assert process.stdout is not None
+            assert process.stdout.readline() == "in the block\n"
+        wait_for_call(api, "CreateNode")
+        assert bool(api.nodes) == (moment == "running") or moment == "making"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert "DeleteNode" in api.calls
+    assert not api.nodes
+    assert process.returncode == status
+    assert "gcloud compute tpus tpu-vm delete pod" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_in_the_queue_leaves_it(api, tmp_path, number, status):
+    api.queue_after = None
+    with driver(api, tmp_path, "queued") as process:
+        wait_for_call(api, "CreateQueuedResource")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert not api.queue
+    assert process.returncode == status
+    assert "gcloud compute tpus queued-resources delete pod" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_terminal_that_closes_deletes(api, tmp_path):
+    """As an SSH session that breaks off: SIGHUP, and nobody reads what is said any more."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(tmp_path)), "node"]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command], cwd=ROOT, stdin=theirs, stdout=theirs,
+        stderr=theirs, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        said = b""
+        while b"in the block" not in said:
+            said += os.read(ours, 1000)
+        os.close(ours)
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+    assert "DeleteNode" in api.calls
+    assert not api.nodes
+
+
+def test_nobody_to_tell_is_no_reason_to_leave_it_alive(api, tmp_path):
+    with driver(api, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "in the block\n"
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+        process.stderr = None  # for `communicate`
+    assert not api.nodes
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_while_it_is_deleted_prints_the_command(api, tmp_path, number, status):
+    api.gone_after = 10**9
+    with driver(api, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the block\n"
+        process.send_signal(signal.SIGINT)
+        wait_for_call(api, "DeleteNode")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == status
+    last = errors.replace("\r", "\n").strip().splitlines()[-1]
+    assert last.startswith("TPU 'pod' may be alive: gcloud compute tpus tpu-vm delete pod")
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"name": "Pod_1"}, "TPU name is 'Pod_1'"),
+        ({"name": "-pod"}, "a letter first"),
+        ({"zone": "europe-west4"}, "zone is 'europe-west4'.*with its letter"),
+        ({"accelerator_type": "v5e-8"}, "calls it 'v5litepod-8'"),
+        ({"accelerator_type": "v4-7"}, "even number"),
+        ({"accelerator_type": "a100-8"}, "give a generation of v2, v3"),
+        ({"accelerator_type": "v3-0"}, "'v3-0'"),
+        ({"tier": "cheap"}, "tier is 'cheap'"),
+        ({"tier": "preemptible", "queued": True}, "cannot be queued"),
+    ],
+)
+def test_spec_names_what_is_wrong(changes, found):
+    good = {"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
+    with pytest.raises(InputError, match=found):
+        TpuSpec(**good | changes)
+
+
+@pytest.mark.parametrize(
+    ("generation", "devices", "expected"),
+    [
+        ("v2", 8, "v2-8"),
+        ("v3", 256, "v3-256"),
+        ("v4", 128, "v4-256"),
+        ("v5e", 16, "v5litepod-16"),
+        ("v5p", 8, "v5p-16"),
+        ("v6e", 8, "v6e-8"),
+    ],
+)
+def test_accelerator_types_count_as_the_api_does(generation, devices, expected):
+    """The configs' 128 devices are a v4-256, the original's 256 a v3-256."""
+    assert accelerator_type(generation, devices) == expected
+    assert TpuSpec("pod", "europe-west4-a", expected).devices == devices
+
+
+def test_missing_ssh_key_is_said_before_anything_is_made(api, tmp_path):
+    ssh = SshOptions(key_file=str(tmp_path / "none"))
+    spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
+    with pytest.raises(InputError, match="ssh-keygen"):
+        TpuVm(spec, client=api.client(), ssh=ssh)
+    assert api.calls == []
+
+
+def test_missing_packages_are_named(monkeypatch, tmp_path):
+    key = key_pair(tmp_path)
+    monkeypatch.setitem(sys.modules, "google.cloud.tpu_v2", None)
+    monkeypatch.delattr("google.cloud.tpu_v2")
+    with pytest.raises(InputError, match="pip install google-cloud-tpu"):
+        new_client()
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(InputError, match="pip install fabric"):
+        SshOptions(key_file=str(key)).public_key()
+
+
+@pytest.mark.parametrize("endpoint", ["tpu.example.com", "http://127.0.0.1:1/", "https:///"])
+def test_an_endpoint_that_is_none_is_named(monkeypatch, endpoint):
+    monkeypatch.setenv(tpu_api.ENDPOINT, endpoint)
+    with pytest.raises(InputError, match="; give https://HOST:PORT/, or unset it") as found:
+        new_client()
+    assert endpoint in str(found.value)
+
+
+def test_missing_credentials_are_named(monkeypatch, tmp_path):
+    for name in ("HOME", "CLOUDSDK_CONFIG"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "GCLOUD_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # this machine may be one of Google's
+    with pytest.raises(InputError, match="gcloud auth application-default login"):
+        new_client()
+    with pytest.raises(InputError, match="gcloud config set project"):
+        default_project()

@@ -1,0 +1,375 @@
+"""The engine: who is served when, over a network whose every token is known, and a real one."""
+
+import collections
+import itertools
+import queue
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.serving.engine import (
+    ALTERNATIVES,
+    PREFILL_TOKENS,
+    Engine,
+    Progress,
+    QueueFullError,
+    Request,
+    StoppedEngineError,
+    Token,
+)
+from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.transformer_shard import CausalTransformer
+from tests.support.fake_network import FakeNetwork
+
+SECONDS = 120  # that any of this may take before it counts as hanging
+
+
+class Client:
+    """One request, and what is delivered of it."""
+
+    def __init__(self, prompt, length, *, settings=None, **options):
+        self.news: queue.Queue[Progress] = queue.Queue()
+        options["settings"] = settings or SamplingOptions(seed=0)
+        self.request = Request(np.array(prompt, np.int32), length, deliver=self.news.put, **options)
+
+    def finish(self) -> list[Token]:
+        """All tokens; raises what the engine delivers as an error."""
+        tokens = []
+        while True:
+            progress = self.news.get(timeout=SECONDS)
+            if progress.error is not None:
+                raise progress.error
+            tokens += progress.tokens
+            if progress.ended:
+                assert self.news.empty()
+                return tokens
+
+    def numbers(self) -> list[int]:
+        return [token.number for token in self.finish()]
+
+
+@pytest.fixture
+def network():
+    return FakeNetwork(np.random.default_rng(0).integers(0, 50257, 1000).tolist())
+
+
+@pytest.fixture
+def start():
+    """Starts an engine; whatever it still does ends with the test."""
+    started = []
+
+    def make(network, **options):
+        engine = Engine(network, Metrics(options.get("rows", 4)), **({"rows": 4} | options))
+        engine.start()
+        started.append((network, engine))
+        return engine
+
+    yield make
+    for network, engine in started:
+        if isinstance(network, FakeNetwork):
+            network.allowed.set()
+        engine.close()
+
+
+def held(network, engine):
+    """The engine, held back in a call for a first request, which is given too."""
+    network.allowed.clear()
+    client = Client([1], 2)
+    engine.submit([client.request])
+    while not network.waits:
+        time.sleep(0.001)
+    return client
+
+
+def random_clients(count, seed, n_vocab=50257, longest=40, **options):
+    rng = np.random.default_rng(seed)
+    return [
+        Client(
+            rng.integers(0, n_vocab, rng.integers(1, longest)),
+            int(rng.integers(1, 30)),
+            settings=SamplingOptions(
+                temp=float(rng.choice([0.0, 0.7, 1.0])),
+                top_p=float(rng.choice([0.5, 0.9, 1.0])),
+                top_k=int(rng.choice([0, 5])),
+                repetition_penalty=float(rng.choice([1.0, 1.2])),
+                seed=int(rng.integers(2**32)),
+            ),
+            **options,
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_every_request_gets_its_own_answer(network, start, steps):
+    engine = start(network, steps=steps)
+    clients = random_clients(60, seed=steps)
+    for begin in range(0, 60, 7):
+        engine.submit([client.request for client in clients[begin : begin + 7]])
+    for client in clients:
+        asked = client.request
+        wanted = network.answer(asked.prompt, asked.settings.seed, asked.length)
+        assert client.numbers() == wanted
+
+
+def test_no_step_is_decoded_for_nobody(network, start):
+    engine = start(network, rows=2, steps=4)
+    first = held(network, engine)  # of two tokens
+    short, long, waiting = Client([1], 3), Client([2], 8), Client([3], 1)
+    engine.submit([short.request])
+    engine.submit([long.request])
+    engine.submit([waiting.request])
+    network.allowed.set()
+    for client in (first, short, long, waiting):
+        client.numbers()
+    decoded = [call[1] for call in network.calls if call[0] == "decode"]
+    # One of 2 and one of 3 tokens, with others waiting: 1 step till a row is free, then 1 again;
+    # then all that the last row still needs, 4 at a time.
+    assert sum(decoded) <= 1 + 2 + 7
+    assert max(decoded) == 4
+    assert decoded[-1] < 4
+
+
+def test_logprobs_come_to_those_who_asked(network, start):
+    engine = start(network)
+    plain, telling = Client([1, 2], 6), Client([1, 2], 6, logprobs=True)
+    engine.submit([plain.request, telling.request])
+    for token in plain.finish():
+        assert token == Token(token.number)
+    for token in telling.finish():
+        assert token.logprob == -1 - token.number / 50400
+        assert [number for number, _ in token.top] == list(range(ALTERNATIVES))
+
+
+def test_stop_token_ends_a_request_and_frees_its_row(network, start):
+    engine = start(network, rows=1)
+    answer = network.answer([1], 0, 20)
+    clients = [Client([1], 20, stop=answer[6]), Client([1], 20)]
+    engine.submit([client.request for client in clients])
+    first = answer.index(answer[6]) + 1
+    assert clients[0].numbers() == answer[:first]
+    assert clients[1].numbers() == answer
+
+
+def test_no_more_than_one_prefill_between_decodes(network, start):
+    engine = start(network, rows=8)
+    first = held(network, engine)
+    clients = random_clients(40, seed=5)
+    engine.submit([client.request for client in clients])
+    network.allowed.set()
+    for client in [first, *clients]:
+        client.finish()
+    kinds = [call[0] for call in network.calls if call[0] != "batch"]
+    # The first of all finds no row that decodes; from then on some row always does.
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+    assert all(length == 1 for kind, length in runs if kind == "insert")
+    inserts = [call for call in network.calls if call[0] == "insert"]
+    assert {count for _, count, _ in inserts} == {1, 2, 4}
+    assert all(count == 1 or count * width <= PREFILL_TOKENS for _, count, width in inserts)
+
+
+def test_requests_are_begun_in_their_order(network, start):
+    engine = start(network, rows=2)
+    order = []
+    first = held(network, engine)
+    clients = random_clients(30, seed=6)
+    for number, client in enumerate(clients):
+        deliver = client.request.deliver
+
+        def noted(progress, number=number, deliver=deliver):
+            order.append(number)
+            deliver(progress)
+
+        client.request.deliver = noted
+    engine.submit([client.request for client in clients])
+    network.allowed.set()
+    for client in [first, *clients]:
+        client.finish()
+    assert list(dict.fromkeys(order)) == sorted(range(30))
+
+
+def test_full_queue_takes_all_or_none(network, start):
+    engine = start(network, rows=1, queue=3)
+    first = held(network, engine)
+    clients = [Client([1], 2) for _ in range(4)]
+    with pytest.raises(QueueFullError) as full:
+        engine.submit([client.request for client in clients])
+    assert 1 <= full.value.retry_after <= 60
+    engine.submit([client.request for client in clients[:3]])
+    with pytest.raises(QueueFullError):
+        engine.submit([clients[3].request])
+    network.allowed.set()
+    for client in [first, *clients[:3]]:
+        client.finish()
+    engine.submit([clients[3].request])
+    assert len(clients[3].finish()) == 2
+
+
+def test_requests_of_one_moment_find_the_free_rows(network):
+    # None of them is looked at yet, as the engine has not been started.
+    engine = Engine(network, Metrics(2), rows=2, queue=3)
+    requests = [Client([1], 2).request for _ in range(6)]
+    for request in requests[:5]:
+        engine.submit([request])
+    with pytest.raises(QueueFullError):
+        engine.submit(requests[5:])
+
+
+def test_cancelled_requests_make_room(network, start):
+    engine = start(network, rows=1, queue=2)
+    long = Client([1], 10**6)
+    waiting = [Client([1], 3), Client([2], 3)]
+    engine.submit([long.request])
+    long.news.get(timeout=SECONDS)
+    engine.submit([client.request for client in waiting])
+    engine.cancel(waiting[0].request)
+    another = Client([3], 3)
+    engine.submit([another.request])  # in the place of the cancelled one
+    engine.cancel(long.request)
+    assert waiting[1].numbers() == network.answer([2], 0, 3)
+    assert another.numbers() == network.answer([3], 0, 3)
+    assert waiting[0].news.empty()
+
+
+def test_scoring_tells_the_prompt_first(network, start):
+    engine = start(network)
+    prompt = [5, 6, 7]
+    both, alone = Client(prompt, 3, score=True, logprobs=True), Client(prompt, 0, score=True)
+    engine.submit([both.request, alone.request])
+    scores = [client.news.get(timeout=SECONDS) for client in (both, alone)]
+    assert [score.ended for score in scores] == [False, True]
+    logprobs = network.logprobs()
+    for score in scores:
+        assert [token.number for token in score.prompt] == prompt
+        assert score.prompt[0].logprob is None
+        assert [token.logprob for token in score.prompt[1:]] == logprobs[[6, 7]].tolist()
+        assert score.prompt[1].top[0][0] == logprobs.argmax()
+    assert both.numbers() == network.answer(prompt, 0, 3)
+
+
+def test_failure_ends_those_who_run_and_none_besides(network, start):
+    engine = start(network, rows=2)
+    first = held(network, engine)
+    others = [Client([2], 3) for _ in range(3)]
+    engine.submit([client.request for client in others])
+    network.failures = [RuntimeError("device lost")]
+    network.allowed.set()
+    with pytest.raises(RuntimeError, match="device lost"):
+        first.finish()
+    for client in others:
+        assert client.numbers() == network.answer([2], 0, 3)
+    assert engine.failure is None
+    # They waited until all was compiled again, as at the start.
+    anew = FakeNetwork(network.script)
+    Engine(anew, Metrics(2), rows=2).warm_up()
+    begin = network.calls.index(("batch",), 1)
+    assert network.calls[begin : begin + len(anew.calls)] == anew.calls
+
+
+def test_network_that_cannot_go_on_stops_the_engine(network, start):
+    engine = start(network, rows=1)
+    first = held(network, engine)
+    waiting = Client([2], 3)
+    engine.submit([waiting.request])
+    network.failures = [RuntimeError("device lost"), RuntimeError("still lost")]
+    network.allowed.set()
+    with pytest.raises(RuntimeError, match="device lost"):
+        first.finish()
+    with pytest.raises(StoppedEngineError) as refused:
+        waiting.finish()
+    assert str(refused.value.__cause__) == "still lost"
+    with pytest.raises(StoppedEngineError):
+        engine.submit([Client([1], 1).request])
+
+
+def test_close_serves_what_was_taken(network, start):
+    engine = start(network, rows=1)
+    first = held(network, engine)
+    others = [Client([n], 9) for n in range(5)]
+    engine.submit([client.request for client in others])
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._closing:
+        time.sleep(0.001)
+    with pytest.raises(StoppedEngineError):
+        engine.submit([Client([1], 1).request])
+    network.allowed.set()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    for client in [first, *others]:
+        assert len(client.finish()) == client.request.length
+
+
+def test_metrics_count_what_was_done(network, start):
+    metrics = Metrics(rows=4)
+    engine = Engine(network, metrics, rows=4)
+    engine.start()
+    clients = random_clients(20, seed=8)
+    engine.submit([client.request for client in clients])
+    for client in clients:
+        client.finish()
+    engine.close()
+    counted = collections.defaultdict(float)
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            counted[sample.name.removeprefix("mesh_transformer_")] += sample.value
+    assert counted["generated_tokens_total"] == sum(c.request.length for c in clients)
+    assert counted["prompt_tokens_total"] == sum(len(c.request.prompt) for c in clients)
+    assert counted["time_to_first_token_seconds_count"] == 20
+    assert (counted["queue_length"], counted["rows_active"], counted["rows"]) == (0, 0, 4)
+    assert counted["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("pe", ["rotary", "fixed"])
+def test_warm_up_meets_every_call_that_is_made_later(pe):
+    network = FakeNetwork(range(100), n_vocab=100, window=1000, seq=1000, pe=pe)
+    engine = Engine(network, Metrics(4), rows=4)
+    engine.warm_up()
+    warm = {padded(call) for call in network.calls}
+    network.calls.clear()
+    engine.start()
+    clients = random_clients(60, seed=10, n_vocab=100, longest=970)
+    clients += random_clients(60, seed=11, n_vocab=100, longest=100, logprobs=True)
+    clients += [Client([1] * n, 1, score=True) for n in (1, 16, 17, 999, 1000)]
+    engine.submit([client.request for client in clients])
+    for client in clients:
+        client.finish()
+    engine.close()
+    assert {padded(call) for call in network.calls} <= warm
+
+
+def padded(call):
+    """A call as it is compiled: prompts at the widths that the network pads them to."""
+    kind, *sizes = call
+    if kind != "insert":
+        return kind, *(sizes if kind == "score" else [])
+    count, width = sizes
+    return kind, count, min(max(1 << (width - 1).bit_length(), 16), 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
+def test_a_real_network_answers_as_when_alone(small, partitioning):
+    config = small(seq=32, tpu_size=4, cores_per_replica=2, partitioning=partitioning)
+    network = CausalTransformer(config)
+    clients = random_clients(40, seed=9, n_vocab=128, logprobs=True)
+    engine = Engine(network, Metrics(8), rows=8)
+    engine.warm_up()
+    prefill = network._generator.prefill(ALTERNATIVES)
+    compiled = prefill._cache_size()
+    engine.start()
+    engine.submit([client.request for client in clients])
+    found = [client.finish() for client in clients]
+    engine.close()
+    # Whichever rows are free, so that a replica gets 4, 3, 2 or 1 of 4 prompts.
+    assert prefill._cache_size() == compiled
+    for client, tokens in zip(clients, found, strict=True):
+        asked = client.request
+        options = asked.settings.options()
+        alone = network.generate(
+            asked.prompt[None], np.array([len(asked.prompt)]), asked.length, options
+        )
+        assert [token.number for token in tokens] == alone[0].tolist()

@@ -1,0 +1,441 @@
+"""What the server refuses, how, and that good requests beside it are unharmed."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.requests import ClientDisconnect
+
+from mesh_transformer.serving import requests, server
+from mesh_transformer.serving.requests import Keys
+from mesh_transformer.serving.server import PromptProtocol
+from mesh_transformer.serving.service import unless_gone
+from mesh_transformer.util import InputError
+from tests.support.fake_network import FakeNetwork
+from tests.support.hostile_requests import BODIES, WRONG
+from tests.support.live_server import SECONDS, Live, check_error, connected, held, post, wait_for
+
+pytest_plugins = ["tests.support.live_fixtures"]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:60])
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_value_is_named(live, wrong, stream):
+    body = json.dumps({"stream": stream} | wrong).replace("Infinity", "1e400")
+    status, error = live.refused(body)
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] in wrong
+    assert error["message"].startswith(error["param"])
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body[:24]))
+@pytest.mark.parametrize("path", ["/v1/completions", "/complete"])
+def test_body_that_is_no_such_json(live, body, path):
+    status, error = live.refused(body, path)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+def test_long_bodies(live):
+    long = b'{"prompt": "' + b"a" * 3 * 2**20 + b'"}'
+    assert live.refused(long)[0] == 413
+    chunks = (long[begin : begin + 65536] for begin in range(0, len(long), 65536))
+    answer = live.http.post(
+        "/v1/completions", content=chunks, headers={"Content-Type": "application/json"}
+    )
+    assert (answer.status_code, check_error(answer)["type"]) == (413, "invalid_request_error")
+    status, error = live.refused({"prompt": "a " * 500000})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "1000000 characters" in error["message"]
+
+
+def test_other_media_paths_and_methods(live):
+    assert live.refused("{}", headers={"Content-Type": "text/plain"})[0] == 415
+    assert live.refused({}, "/v1/chat/completions")[0] == 404
+    answer = live.http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert answer.headers["Allow"] == "POST"
+    check_error(answer)
+    assert live.http.get("/v1/models/other").status_code == 404
+    assert live.http.get("/v1/models/fake").json()["id"] == "fake"
+
+
+def test_pages_elsewhere_must_be_allowed(live):
+    asked = {"Access-Control-Request-Method": "POST"}
+    for origin, allowed in [("https://page.example", True), ("https://other.example", False)]:
+        answer = live.http.options("/complete", headers=asked | {"Origin": origin})
+        assert ("access-control-allow-origin" in answer.headers) == allowed
+
+
+def test_slow_body_and_slow_head(serve, monkeypatch):
+    monkeypatch.setattr(requests, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    live = serve()
+
+    def slow() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b" "
+            time.sleep(0.05)
+
+    answer = live.http.post(
+        "/v1/completions", content=slow(), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 408
+    check_error(answer)
+    with connected(live) as connection:
+        begin = time.monotonic()
+        with contextlib.suppress(OSError):
+            for letter in b"GET /health HTTP/1.1":
+                connection.send(bytes([letter]))
+                time.sleep(0.05)
+        assert connection.recv(100) == b""
+        assert time.monotonic() - begin < 5
+
+
+def drip(connections: list[socket.socket]) -> list[socket.socket]:
+    """Sends a byte on each connection; those that the server has not closed."""
+    alive = []
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"x")
+            alive.append(connection)
+    return alive
+
+
+UNREAD = [
+    # Answered before the body is looked at: without a key, and where no body is expected.
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+]
+
+
+@pytest.mark.parametrize("head", UNREAD, ids=["refused", "answered"])
+def test_a_body_that_nobody_reads_ends_the_connection(serve, monkeypatch, tmp_path, head):
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.2)
+    (tmp_path / "keys").write_text("right\n")
+    live = serve(keys=str(tmp_path / "keys"))
+    with contextlib.closing(connected(live)) as connection:
+        connection.sendall(head + b"Content-Length: 1000000000\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 ")
+        wait_for(lambda: not drip([connection]))
+
+
+def test_an_answer_that_nobody_reads_ends_the_connection(serve, monkeypatch):
+    monkeypatch.setattr(server, "READ_SECONDS", 0.2)
+    live = serve(network={"window": 2048})
+    with contextlib.closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(live.address)
+        body = {"prompt": [464] * 2000, "n": 16, "max_tokens": 1, "echo": True, "logprobs": 5}
+        connection.sendall(post(body))
+        wait_for(lambda: not live.server.server_state.connections)
+
+
+def test_slow_clients_leave_room_for_others(serve, monkeypatch):
+    live = serve()
+    monkeypatch.setattr(PromptProtocol, "most", 20)
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for number in range(60):
+            slow.append(stack.enter_context(contextlib.closing(connected(live))))
+            slow[-1].sendall([b"POST /v1/completions HTTP/1.1\r\n", UNREAD[1]][number % 2])
+            if number % 10 == 9:
+                # A new connection: one that is kept may be the one that gives way.
+                assert httpx.get(f"{live.url}/health", timeout=SECONDS).status_code == 200
+                # Of another one, which comes in meanwhile, room may not have been made yet.
+                assert len(live.server.server_state.connections) <= 20 + 1
+    assert live.ask(prompt="x", max_tokens=2)["choices"]
+
+
+def test_room_is_made_at_once_by_whoever_kept_it_waiting_longest():
+    """Each new connection ends another one, although the end of one is only reported later."""
+    ended: list[float] = []
+
+    class Waiting:
+        def __init__(self, since: float):
+            self._owes, self._since = "head", since
+            self.transport = SimpleNamespace(abort=lambda: ended.append(since))
+
+    new = SimpleNamespace(connections={Waiting(since) for since in (3.0, 1.0, 2.0)})
+    PromptProtocol._make_room(new)
+    PromptProtocol._make_room(new)
+    assert ended == [1.0, 2.0]
+    assert len(new.connections) == 1
+
+
+def test_work_for_a_client_that_has_gone_is_cancelled():
+    cancelled = []
+
+    class Gone:
+        async def receive(self):
+            return {"type": "http.disconnect"}
+
+    async def work():
+        try:
+            await asyncio.sleep(SECONDS)
+        except asyncio.CancelledError:
+            cancelled.append("work")
+            raise
+
+    async def answer():
+        completion = SimpleNamespace(cancel=lambda: cancelled.append("completion"))
+        with pytest.raises(ClientDisconnect):
+            await unless_gone(Gone(), work(), completion)
+        await asyncio.sleep(0)
+        # Before the loop ends, which cancels whatever is left.
+        assert sorted(cancelled) == ["completion", "work"]
+
+    asyncio.run(answer())
+
+
+def test_what_the_end_of_the_server_cuts_off_is_told_so(serve, capsys):
+    live = serve(drain_seconds=1)
+    started, call, held_back = threading.Event(), live.network.call, []
+
+    def second_decode_waits(*what):
+        if ("decode", 4) in live.network.calls and not held_back:
+            held_back.append(live.network.allowed.clear())
+        call(*what)
+
+    live.network.call = second_decode_waits
+
+    def streamed() -> list[str]:
+        body = {"prompt": "a", "max_tokens": 400, "stream": True}
+        with live.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            started.set()
+            return [first, *filter(None, lines)]
+
+    with ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(streamed)
+        assert started.wait(SECONDS)
+        whole = pool.submit(live.http.post, "/v1/completions", json={"prompt": "b"})
+        wait_for(lambda: live.engine.waiting == 1)
+        live.server.should_exit = True
+        answer = whole.result(SECONDS)
+        assert answer.status_code == 503
+        assert check_error(answer)["message"] == "the server has ended"
+        assert "the server has ended" in stream.result(SECONDS)[-1]
+    wait_for(lambda: not live.thread.is_alive())
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_hosts_of_other_names_are_refused_without_keys(serve, tmp_path):
+    (tmp_path / "keys").write_text("right\n")
+    plain, named = serve(), serve(hosts=["model.example"])
+    locked = serve(keys=str(tmp_path / "keys"))
+    for host, known in [
+        ("127.0.0.1:80", True),
+        ("[::1]:5000", True),
+        ("10.1.2.3", True),
+        ("LocalHost:1", True),
+        ("a.localhost", True),
+        (socket.gethostname(), True),
+        ("evil.example", False),
+        ("evil.example:5000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("model.example", False),
+        ("", False),
+    ]:
+        answer = plain.http.get("/health", headers={"Host": host})
+        assert answer.status_code == (200 if known else 421), host
+        if not known:
+            assert "--allow-host" in check_error(answer)["message"]
+    assert named.http.get("/health", headers={"Host": "Model.Example:5000"}).status_code == 200
+    # A health check of HTTP/1.0 names none; browsers always do.
+    with connected(plain) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b" 200 " in connection.recv(100)
+    # A page elsewhere does not know the key, by whatever name it comes.
+    assert locked.http.get("/health", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_the_description_needs_a_key_where_answers_do(live, serve, tmp_path):
+    (tmp_path / "keys").write_text("right\n")
+    locked = serve(keys=str(tmp_path / "keys"))
+    assert "/v1/completions" in live.http.get("/openapi.json").json()["paths"]
+    for path in ("/openapi.json", "/v1/models", "/v1/models/fake"):
+        assert locked.http.get(path).status_code == 401
+        headers = {"Authorization": "Bearer right"}
+        assert locked.http.get(path, headers=headers).status_code == 200
+
+
+def test_a_key_file_may_begin_with_a_byte_order_mark(serve, tmp_path):
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfright\n")
+    live = serve(keys=str(tmp_path / "keys"))
+    headers = {"Authorization": "Bearer right"}
+    assert live.http.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_key_files_that_hold_nothing(tmp_path):
+    (tmp_path / "empty").write_text("\n# none\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name, found in [("empty", "holds no key"), ("absent", "cannot be read"), ("bytes", "read")]:
+        with pytest.raises(InputError, match=found):
+            Keys(str(tmp_path / name))
+
+
+# A prompt's echo.
+
+
+class Counting:
+    """A tokenizer that notes how many tokens it decodes, and in which thread."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.decoded: list[tuple[str, int]] = []
+
+    def decode(self, numbers: list[int], **options: Any) -> str:
+        self.decoded.append((threading.current_thread().name, len(numbers)))
+        return self._tokenizer.decode(numbers, **options)
+
+    def __call__(self, text: str) -> Any:
+        return self._tokenizer(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("token", [464, 222], ids=["text", "part of a character"])
+def test_an_echo_is_made_once_beside_the_event_loop(tokenizer, token):
+    counting = Counting(tokenizer)
+    script = tokenizer("one two three")["input_ids"]
+    with contextlib.closing(Live(FakeNetwork(script, window=1024), counting, None)) as live:
+        live.ask(prompt="warm", max_tokens=1)
+        counting.decoded.clear()
+        prompt = [token] * 1000
+        answer = live.ask(prompt=prompt, n=16, max_tokens=1, echo=True, logprobs=0)
+    texts = {choice["text"].removesuffix(" two") for choice in answer["choices"]}
+    assert len(answer["choices"]) == 16
+    assert all(text.startswith(tokenizer.decode(prompt)) for text in texts)
+    beside = [count for thread, count in counting.decoded if thread.startswith("text")]
+    others = [count for thread, count in counting.decoded if not thread.startswith("text")]
+    # In all some tens of tokens for each: in proportion to the prompt, and not to the answers.
+    assert sum(beside) < 60 * len(prompt)
+    assert sum(others) < 100 * 16
+
+
+def test_a_refused_prompt_is_not_decoded(tokenizer):
+    counting = Counting(tokenizer)
+    network = FakeNetwork(tokenizer("one two three")["input_ids"])
+    with contextlib.closing(Live(network, counting, None, rows=1, queue=1)) as live, held(live, 2):
+        counting.decoded.clear()
+        status, _ = live.refused({"prompt": [222] * 60, "echo": True})
+        assert (status, counting.decoded) == (429, [])
+
+
+# Under load.
+
+
+def test_a_stalled_network_is_unhealthy_until_it_answers(serve):
+    live = serve(rows=1, stall_seconds=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        live.network.allowed.clear()
+        answer = pool.submit(live.ask, prompt="x", max_tokens=2)
+        wait_for(lambda: live.http.get("/health").status_code == 503)
+        reason = live.http.get("/health").json()["reason"]
+        assert "limit 0.2 s" in reason
+        live.network.allowed.set()
+        assert answer.result(SECONDS)["choices"]
+    assert live.http.get("/health").status_code == 200
+
+
+def test_making_a_network_anew_is_no_stall(serve):
+    live = serve(rows=1, stall_seconds=0.2)
+    live.network.seconds = 0.3  # of each of the many calls that compile everything
+    live.network.failures = [RuntimeError("device lost")]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.refused, {"prompt": "x"})
+        calls = len(live.network.calls)
+        wait_for(lambda: len(live.network.calls) > calls + 4)
+        assert live.http.get("/health").status_code == 200
+        live.network.seconds = 0.0
+        assert answer.result(SECONDS)[0] == 500
+
+
+def test_full_queue_says_when_to_come_back(serve):
+    live = serve(rows=1, queue=3)
+    with held(live, count=4) as finish:
+        for stream in (False, True):
+            body = {"prompt": "x", "stream": stream}
+            answer = live.http.post("/v1/completions", json=body)
+            assert answer.status_code == 429
+            assert 1 <= int(answer.headers["Retry-After"]) <= 60
+            assert check_error(answer)["code"] == "queue_full"
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+        with client, pytest.raises(openai.RateLimitError):
+            client.completions.create(model="fake", prompt="")
+        finish()
+    assert live.ask(prompt="x", max_tokens=3)["choices"]
+
+
+def test_client_that_leaves_frees_its_place(serve):
+    live = serve(rows=1, queue=2)
+    live.network.seconds = 0.05  # a call: slow enough for all three to be there at once
+    for stream in (False, True):
+        connections = []
+        for _ in range(3):
+            body = {"prompt": "x", "max_tokens": 500, "stream": stream}
+            connections.append(connected(live))
+            connections[-1].sendall(post(body))
+        wait_for(lambda: live.engine.waiting == 2)
+        for connection in connections:
+            connection.close()
+        wait_for(lambda: not live.engine.waiting and not live.engine.active)
+        # Each call takes 50 ms: the three would take 20 s.  None of them comes that far.
+        decodes = [call for call in live.network.calls if call[0] == "decode"]
+        assert len(decodes) < 125
+        live.network.calls.clear()
+
+
+def test_failing_network_is_a_500_and_the_next_request_goes_well(live):
+    for stream in (False, True):
+        live.network.failures = [RuntimeError("device lost")]
+        body = {"prompt": "x", "stream": stream}
+        answer = live.http.post("/v1/completions", json=body)
+        text = answer.text.removeprefix("data: ")
+        assert json.loads(text)["error"]["type"] == "server_error"
+        assert "device lost" not in text
+        assert answer.status_code == (200 if stream else 500)
+        assert live.ask(prompt="x", seed=1)["choices"]
+
+
+def test_network_that_fails_for_good(serve):
+    live = serve(rows=1)
+    live.network.allowed.clear()
+    with ThreadPoolExecutor(2) as pool:
+        served = pool.submit(live.refused, {"prompt": "x"})
+        wait_for(lambda: live.network.waits)
+        waiting = pool.submit(live.refused, {"prompt": "x"})
+        wait_for(lambda: live.engine.waiting == 1)
+        live.network.failures = [RuntimeError("device lost"), RuntimeError("still lost")]
+        live.network.allowed.set()
+        assert served.result(SECONDS)[0] == 500
+        assert waiting.result(SECONDS)[0] == 503
+    status, error = live.refused({"prompt": "x"})
+    assert (status, error["type"]) == (503, "server_error")
+    assert live.http.get("/health").status_code == 503
+
+
+def test_fixed_positions_end(serve):
+    live = serve(network={"pe": "fixed"})
+    assert live.ask(prompt=[1] * 60, max_tokens=4)["choices"]
+    for path, body in [
+        ("/v1/completions", {"prompt": [1] * 60, "max_tokens": 5}),
+        ("/complete", {"context": "a b c", "length": 62}),
+    ]:
+        status, error = live.refused(body, path)
+        assert (status, error["code"]) == (400, "context_length_exceeded")

@@ -1,0 +1,289 @@
+"""The server over HTTP, as its clients meet it; its network's every token is known beforehand."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+pytest_plugins = ["tests.support.live_fixtures"]
+
+# Answers.
+
+
+@pytest.mark.parametrize("prompt", ["Hello there", [15496, 612], "", "世"])
+def test_prompt_of_text_or_tokens(live, prompt):
+    tokens = live.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    tokens = tokens or [50256]
+    found = live.ask(prompt=prompt, max_tokens=40, seed=3)
+    assert found["object"] == "text_completion"
+    assert found["model"] == "fake"
+    [choice] = found["choices"]
+    assert choice == {
+        "index": 0,
+        "text": live.text(tokens, 3, 40),
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert found["usage"] == {
+        "prompt_tokens": len(tokens),
+        "completion_tokens": 40,
+        "total_tokens": len(tokens) + 40,
+    }
+
+
+def test_several_prompts_with_several_answers(live):
+    prompts = ["One", "Two and more", "Three"]
+    found = live.ask(prompt=prompts, n=2, max_tokens=9, seed=5)
+    texts = {choice["index"]: choice["text"] for choice in found["choices"]}
+    tokens = [live.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    assert texts == {
+        at: live.text(tokens[at // 2], 5 + at % 2, 9) for at in range(2 * len(prompts))
+    }
+    assert found["usage"]["prompt_tokens"] == sum(map(len, tokens))
+    assert found["usage"]["completion_tokens"] == 6 * 9
+    assert live.ask(prompt=tokens, n=2, max_tokens=9, seed=5)["choices"] == found["choices"]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_streamed_pieces_are_whole_characters_and_join_to_the_answer(live, echo, logprobs):
+    for seed in range(40):
+        body = {"prompt": "Say: ", "max_tokens": 30, "seed": seed, "echo": echo, "n": 2}
+        body |= {"logprobs": logprobs}
+        whole = live.ask(**body)["choices"]
+        pieces = [event["choices"][0] for event in live.stream(**body)]
+        for choice in whole:
+            mine = [piece for piece in pieces if piece["index"] == choice["index"]]
+            assert "".join(piece["text"] for piece in mine) == choice["text"]
+            assert [p["finish_reason"] for p in mine] == [None] * (len(mine) - 1) + ["length"]
+            if logprobs is not None:
+                for key, values in choice["logprobs"].items():
+                    assert [v for piece in mine for v in piece["logprobs"][key]] == values
+
+
+def test_usage_at_a_streams_end(live):
+    body = {"prompt": "a b c", "max_tokens": 5, "seed": 1}
+    events = list(live.stream(**body, stream_options={"include_usage": True}))
+    assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == live.ask(**body)["usage"]
+
+
+def test_stop_sequences_end_the_text_before_them(live):
+    rng = random.Random(0)
+    prompt, length = [1], 40
+    for _ in range(150):
+        seed = rng.randrange(200)
+        text = live.text(prompt, seed, length)
+        begin = rng.randrange(len(text) - 8)
+        stops = [text[begin : begin + rng.randint(1, 8)], "never there", text[:3] + "§"]
+        rng.shuffle(stops)
+        # The one that ends first counts, as the text is not read further than that.
+        ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+        wanted = text[: min(ends)[0]].removesuffix(min(ends, key=lambda e: (e[0], -len(e[1])))[1])
+        body = {"prompt": prompt, "seed": seed, "max_tokens": length, "stop": stops, "logprobs": 0}
+        [choice] = live.ask(**body)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (wanted, "stop")
+        pieces = [event["choices"][0] for event in live.stream(**body)]
+        assert "".join(piece["text"] for piece in pieces) == wanted
+        assert all(offset < len(wanted) for offset in choice["logprobs"]["text_offset"])
+    assert live.ask(prompt=prompt, seed=seed, max_tokens=length, stop="§")["choices"][0][
+        "text"
+    ] == live.text(prompt, seed, length)
+
+
+def test_end_of_text_ends_the_answer_unless_ignored(live, monkeypatch):
+    script = live.tokenizer("one two<|endoftext|> three four")["input_ids"]
+    monkeypatch.setattr(live.network, "script", script)
+    body = {"prompt": [1], "seed": len(script) - 1, "max_tokens": 5, "logprobs": 1}
+    [choice] = live.ask(**body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one two", "stop")
+    assert choice["logprobs"]["tokens"] == ["one", " two", "<|endoftext|>"]
+    [choice] = live.ask(**body, ignore_eos=True)["choices"]
+    assert choice["text"] == "one two<|endoftext|> three four"
+
+
+def test_logprobs_stand_beside_their_text(live):
+    for seed in range(30):
+        found = live.ask(prompt="Hi", max_tokens=25, seed=seed, logprobs=2)
+        [choice] = found["choices"]
+        logprobs, text = choice["logprobs"], choice["text"]
+        numbers = live.network.answer(live.tokenizer("Hi")["input_ids"], seed, 25)
+        # f32 in the network, decimal in JSON: the same to the last digit that both have.
+        np.testing.assert_allclose(
+            logprobs["token_logprobs"], [-1 - number / 50400 for number in numbers], rtol=1e-6
+        )
+        for number, name, top, offset in zip(
+            numbers,
+            logprobs["tokens"],
+            logprobs["top_logprobs"],
+            logprobs["text_offset"],
+            strict=True,
+        ):
+            assert top == {"!": -0.1, '"': -0.2, name: pytest.approx(-1 - number / 50400)}
+            if name.startswith("bytes:"):
+                assert re.fullmatch(r"bytes:(\\x[0-9a-f]{2})+", name)
+            else:
+                assert text[offset : offset + len(name)] == name
+        raw = b"".join(
+            bytes.fromhex(name[6:].replace("\\x", "")) if name[:6] == "bytes:" else name.encode()
+            for name in logprobs["tokens"]
+        )
+        assert raw.decode(errors="replace") == text
+
+
+def test_echo_scores_the_prompt(live):
+    prompt = live.tokenizer("The 世界 is 🎉 big")["input_ids"]
+    body = {"prompt": prompt, "seed": 2, "echo": True, "logprobs": 1}
+    [one] = live.ask(**body, max_tokens=1)["choices"]
+    [none] = live.ask(**body, max_tokens=0)["choices"]
+    answer = live.text(prompt, 2, 1)
+    assert (none["text"], one["text"]) == ("The 世界 is 🎉 big", "The 世界 is 🎉 big" + answer)
+    for key in one["logprobs"]:
+        assert one["logprobs"][key][:-1] == none["logprobs"][key]
+    logprobs = live.network.logprobs()
+    assert none["logprobs"]["token_logprobs"][0] is None
+    assert none["logprobs"]["token_logprobs"][1:] == logprobs[prompt[1:]].tolist()
+    assert max(none["logprobs"]["top_logprobs"][1].values()) == pytest.approx(logprobs.max())
+    assert none["logprobs"]["text_offset"][:2] == [0, 3]
+
+
+def test_the_original_servers_request(live):
+    tokens = live.tokenizer("eleutherai")["input_ids"]
+    body = {"context": "eleutherai", "top_p": 0.9, "temp": 0.75}
+    answer = live.http.post("/complete", json=body | {"seed": 4})
+    found = answer.json()
+    assert found["completion"] == live.text(tokens, 4, 500)[: len(found["completion"])]
+    assert set(found) == {"context", "completion", "time"}
+    # Of a context that is too long the last 64 tokens are used.
+    context = "word " * 5000
+    found = live.http.post("/complete", json={"context": context, "length": 8, "seed": 1}).json()
+    assert found["completion"] == live.text([0] * 64, 1, 8)
+
+
+def test_seeds_of_openais_range(live):
+    body = {"prompt": "x", "max_tokens": 12}
+    texts = [live.ask(**body, seed=seed)["choices"] for seed in (-1, 2**32 - 1, 2**64 - 1)]
+    assert texts[0] == texts[1] == texts[2]
+    several = {live.ask(**body)["choices"][0]["text"] for _ in range(8)}
+    assert len(several) > 1  # without a seed each request has one of its own
+
+
+# Clients of others.
+
+
+def test_openai_client(live, serve, tmp_path):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": "fake", "prompt": "Hello", "max_tokens": 20, "seed": 7}
+        whole = client.completions.create(**asked, logprobs=2, n=2, echo=True)
+        assert whole.choices[0].text == "Hello" + live.text([15496], 7, 20)
+        assert len(whole.choices[1].logprobs.tokens) == 21
+        pieces = list(client.completions.create(**asked, stream=True))
+        assert "".join(p.choices[0].text for p in pieces) == live.text([15496], 7, 20)
+        assert [model.id for model in client.models.list()] == ["fake"]
+        assert client.models.retrieve("fake").id == "fake"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt-3.5-turbo-instruct", prompt="")
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            client.completions.create(**asked | {"max_tokens": 10**6})
+        with pytest.raises(openai.BadRequestError, match="beams"):
+            client.completions.create(**asked, extra_body={"beams": 3})
+    (tmp_path / "keys").write_text("# ours\nsecret-1\n\nsecret-2\n")
+    locked = serve(keys=str(tmp_path / "keys"))
+    for key, right in [("secret-1", True), ("secret-2", True), ("secret-3", False), ("# ours", 0)]:
+        with openai.OpenAI(base_url=f"{locked.url}/v1", api_key=key, max_retries=0) as client:
+            if right:
+                assert client.completions.create(**asked).choices[0].text
+            else:
+                with pytest.raises(openai.AuthenticationError):
+                    client.completions.create(**asked)
+    for path in ("/health", "/metrics", "/"):
+        assert locked.http.get(path).status_code == 200
+    for headers in ({}, {"Authorization": "Basic secret-1"}, {"Authorization": "secret-1"}):
+        status, error = locked.refused({"context": "x"}, "/complete", headers=headers)
+        assert (status, error["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl(live):
+    def curl(path: str, body: dict[str, Any], *options: str) -> str:
+        command = ["curl", "-sS", "--max-time", "30", *options, live.url + path]
+        command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+
+    wanted = live.text([15496], 1, 9)
+    asked = {"prompt": "Hello", "max_tokens": 9, "seed": 1}
+    assert json.loads(curl("/v1/completions", asked))["choices"][0]["text"] == wanted
+    lines = curl("/v1/completions", asked | {"stream": True}, "-N").split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2]]
+    assert "".join(pieces) == wanted
+    asked = {"context": "Hello", "top_p": 0.9, "temp": 0.7, "length": 9, "seed": 1}
+    assert json.loads(curl("/complete", asked))["completion"] == wanted
+
+
+@pytest.mark.slow
+def test_lm_eval_local_completions(live, tmp_path):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    live.tokenizer.save_pretrained(tmp_path)
+    client = LocalCompletionsAPI(
+        base_url=f"{live.url}/v1/completions",
+        model="fake",
+        tokenizer_backend="huggingface",
+        tokenizer=str(tmp_path),
+        num_concurrent=1,
+        max_length=64,
+    )
+    logprobs = live.network.logprobs()
+    texts = [("The answer is", " yes or no"), ("", "Hello there"), ("One", " 世界")]
+    asked = [Instance("loglikelihood", {}, text, 0) for text in texts]
+    for (_, end), (found, greedy) in zip(texts, client.loglikelihood(asked), strict=True):
+        tokens = live.tokenizer(end)["input_ids"]
+        assert found == pytest.approx(logprobs[tokens].sum())
+        assert not greedy
+    until = Instance("generate_until", {}, ("Hello", {"until": ["🎉"], "max_gen_toks": 40}), 0)
+    [text] = client.generate_until([until])
+    # Its own seed is 1234.
+    assert text == live.text([15496], 1234, 40).partition("🎉")[0]
+
+
+def test_metrics_are_prometheus(live):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    before = live.http.get("/metrics").text
+    live.ask(prompt="x", max_tokens=7)
+    live.http.get("/no/such/path/at/all")
+    after = live.http.get("/metrics").text
+
+    def values(text: str) -> dict[Any, float]:
+        return {
+            (sample.name.removeprefix("mesh_transformer_"), *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def more(*key: str) -> float:
+        return values(after)[key] - values(before).get(key, 0)
+
+    assert more("generated_tokens_total") == 7
+    assert more("prompt_tokens_total") == 1
+    assert more("http_responses_total", "/v1/completions", "200") == 1
+    assert more("http_responses_total", "other", "404") == 1
+    assert more("time_to_first_token_seconds_count") == 1
+    assert values(after)["rows",] == 8
+
+
+def test_page_names_no_other_place(live):
+    answer = live.http.get("/")
+    assert answer.headers["Content-Type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert not re.findall(r"(?:https?:)?//[a-z]", answer.text)
+    assert live.http.get("/health").json() == {"status": "ok", "model": "fake"}

@@ -1,0 +1,336 @@
+"""Requests that a server must survive: wrong values, bodies that are no request, rude clients."""
+
+import json
+import math
+import random
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import httpx
+
+from mesh_transformer.serving import requests
+from tests.support.live_server import SECONDS, check_error, connected, post
+
+WRONG = [
+    {"prompt": 3},
+    {"prompt": None},
+    {"prompt": []},
+    {"prompt": [[]]},
+    {"prompt": [[1], "a"]},
+    {"prompt": [1, "a"]},
+    {"prompt": [1, True]},
+    {"prompt": [1.0]},
+    {"prompt": [-1]},
+    {"prompt": [50400]},
+    {"prompt": [10**30]},
+    {"prompt": [[[1]]]},
+    {"prompt": ["a"] * 129},
+    {"prompt": {"a": 1}},
+    {"prompt": [1] * 3000},
+    {"prompt": "word " * 3000},
+    {"max_tokens": -1},
+    {"max_tokens": 501},
+    {"max_tokens": 0},
+    {"max_tokens": 1.5},
+    {"max_tokens": "5"},
+    {"max_tokens": True},
+    {"max_tokens": 10**30},
+    {"temperature": -0.1},
+    {"temperature": "hot"},
+    {"temperature": 1e400},
+    {"top_p": 1.1},
+    {"top_p": -0.1},
+    {"top_k": -1},
+    {"top_k": 2**31},
+    {"repetition_penalty": 0},
+    {"repetition_penalty": 1e-50},  # 0 in float32
+    {"repetition_penalty": 1e-30},  # by which the quotient of a logit is infinite
+    {"repetition_penalty": 101},
+    {"temperature": 1e39},  # infinite in float32
+    {"n": 0},
+    {"n": 129},
+    {"n": 2, "best_of": 3},
+    {"n": 100, "prompt": ["a", "b", "c"]},
+    {"stop": ""},
+    {"stop": ["a"] * 17},
+    {"stop": [1]},
+    {"stop": "a" * 257},
+    {"logprobs": 6},
+    {"logprobs": True},
+    {"logprobs": -1},
+    {"seed": 2**64},
+    {"seed": 0.5},
+    {"stream": "yes"},
+    {"stream_options": {"other": 1}},
+    {"suffix": "end"},
+    {"presence_penalty": 1},
+    {"logit_bias": {"50256": -100}},
+    {"beams": 2},
+    {"model": 5},
+]
+
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"prompt"',
+    b'{"prompt": "a"} more',
+    b'{"prompt": NaN}',
+    b'{"temperature": NaN}',
+    b'{"temperature": Infinity}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "\xff\xfe"}',
+    b'{"prompt": "a\x00b"}',
+    b"[" * 100000,
+    b'{"a":' * 50000,
+    b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}",
+    b'{"seed": ' + b"9" * 10000 + b"}",
+    b"\x1f\x8b\x08gzip",
+    json.dumps({"prompt": "a"}).encode("utf-16"),
+]
+
+
+def _edges() -> Iterator[float]:
+    """Where an integer's width or a float's precision ends, and the next numbers beyond."""
+    for bits in (7, 8, 15, 16, 31, 32, 53, 63, 64, 128):
+        yield from (2**bits - 1, 2**bits, 2**bits + 1, -(2**bits), -(2**bits) - 1)
+    for kind, largest in (("e", 65504.0), ("f", 3.4028234663852886e38), ("d", sys.float_info.max)):
+        width = struct.calcsize(kind)
+        (least,) = struct.unpack(f"<{kind}", (1).to_bytes(width, "little"))
+        for value in (largest, least):
+            yield from (value, math.nextafter(value, math.inf), math.nextafter(value, 0))
+            yield -value
+    for value in (0.0, 1.0, 2.0, 100.0):
+        yield from (value, -value, math.nextafter(value, -math.inf), math.nextafter(value, 1e9))
+    yield from (1e-50, 1e-38, 1e-8, 10**30, 10**400, math.inf, -math.inf)
+
+
+EDGES = [*_edges()]
+NUMBERS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "max_tokens",
+    "n",
+    "best_of",
+    "seed",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+]
+
+# Kinds for a server without keys, whose answers cost something.
+COSTLY = [
+    "edge",
+    "lone_surrogates",
+    "lone_bytes",
+    "many",
+    "slow",
+    "refused_early",
+    "wrong_host",
+]
+
+
+class Target(Protocol):
+    """A server under test: a client of it, and where it listens."""
+
+    http: httpx.Client
+    address: tuple[str, int]
+
+
+class Hostile:
+    """Requests of every bad kind, each with the statuses that may answer it.
+
+    Args:
+      more: further kinds, by name, besides those that every server refuses.
+    """
+
+    def __init__(self, live: Target, seed: int, more: Sequence[str] = ()):
+        self.live = live
+        self.rng = random.Random(seed)
+        self.kinds = [getattr(self, name) for name in more]
+        self.kinds += [
+            self.wrong_value,
+            self.wrong_body,
+            self.cut_json,
+            self.changed_bytes,
+            self.unknown_field,
+            self.deep,
+            self.huge_body,
+            self.huge_prompt,
+            self.wrong_media,
+            self.wrong_place,
+            self.no_http,
+            self.leaves_mid_body,
+            self.leaves_mid_stream,
+            self.leaves_before_the_answer,
+        ]
+
+    def run(self, number: int) -> str | None:
+        """One request; what was wrong with its answer, if anything."""
+        kind = self.kinds[number % len(self.kinds)]
+        try:
+            statuses, answer = kind()
+            if answer is None:
+                return None
+            if answer.status_code in statuses:
+                if answer.status_code >= 400:
+                    check_error(answer)
+                return None
+            return f"{kind.__name__}: {answer.status_code} {answer.text[:200]}"
+        except Exception as error:  # of any kind: it is what the test is about
+            return f"{kind.__name__}: {type(error).__name__} {error}"[:300]
+
+    def post(self, body: Any, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        path = self.rng.choice(["/v1/completions", "/complete"])
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer right"} | headers
+        return self.live.http.post(path, content=content, headers=headers)
+
+    def completion(self, body: dict[str, Any]) -> httpx.Response:
+        return self.live.http.post("/v1/completions", json=body)
+
+    def good(self) -> dict[str, Any]:
+        return {"prompt": "Hello", "max_tokens": 20, "stream": self.rng.random() < 0.5}
+
+    def wrong_value(self):
+        body = json.dumps(self.good() | self.rng.choice(WRONG)).replace("Infinity", "1e400")
+        return {400}, self.post(body.encode())
+
+    def wrong_body(self):
+        return {400}, self.post(self.rng.choice(BODIES))
+
+    def cut_json(self):
+        content = json.dumps(self.good()).encode()
+        return {400}, self.post(content[: self.rng.randrange(len(content))])
+
+    def changed_bytes(self):
+        content = bytearray(b'{"prompt": "\xc3\xa9", "beams": 1}')
+        for _ in range(3):
+            content[self.rng.randrange(len(content))] = self.rng.randrange(256)
+        return {400}, self.post(bytes(content) + b"}")
+
+    def unknown_field(self):
+        name = "".join(self.rng.choices("abcdef\u00e9\u4e16_$.", k=self.rng.randint(1, 300)))
+        return {400}, self.post(self.good() | {name: 1})
+
+    def deep(self):
+        opening, closing = self.rng.choice([(b"[", b"]"), (b'{"a":', b"}")])
+        depth = self.rng.choice([10, 1000, 100000])
+        return {400}, self.post(b'{"prompt": ' + opening * depth + b"1" + closing * depth + b"}")
+
+    def huge_body(self):
+        size = self.rng.choice([requests.BODY_BYTES + 1, 8 * 2**20])
+        return {413}, self.post(b'{"prompt": "' + b"a" * size + b'"}')
+
+    def huge_prompt(self):
+        unit = self.rng.choice(["a", "word ", "\n", "\u4e16"])
+        prompt: Any = unit * (2**20 // len(unit.encode()))
+        if self.rng.random() < 0.3:
+            prompt = [1] * 200000
+        return {400, 413}, self.post({"prompt": prompt})  # escaped, some are beyond the limit
+
+    def edge(self):
+        """A number at an edge of its type, of a float's precision or of an integer's width."""
+        name = self.rng.choice(NUMBERS)
+        value = self.rng.choice(EDGES)
+        body = json.dumps({"prompt": "Hello", "max_tokens": 4} | {name: value})
+        return {200, 400, 429}, self.post(body.replace("Infinity", "1e400").encode())
+
+    def lone_surrogates(self):
+        where = self.rng.choice(["prompt", "stop", "model", "user"])
+        text = self.rng.choice(["\\ud800", "a\\udfffb", "\\udc00\\ud800"])
+        body = b'{"max_tokens": 4, "prompt": "a", "%s": "%s"}' % (where.encode(), text.encode())
+        return {200, 400, 404, 429}, self.post(body)
+
+    def lone_bytes(self):
+        """Tokens that are no whole character, whose text is only known when all are there."""
+        prompt = [self.rng.choice([222, 94, 247])] * self.rng.choice([1, 17, 60])
+        body = {"prompt": prompt, "max_tokens": 4, "echo": True, "n": self.rng.choice([1, 4])}
+        return {200, 429}, self.completion(body | {"logprobs": self.rng.choice([None, 0, 5])})
+
+    def many(self):
+        """As many answers as there may be, echoed and scored."""
+        body = {"prompt": [self.rng.randrange(50257) for _ in range(50)], "max_tokens": 2}
+        body |= {"n": self.rng.choice([16, 128]), "echo": True, "logprobs": 5}
+        return {200, 429}, self.completion(body)
+
+    def slow(self):
+        """Some of a head or body, a byte at a time, and then nothing."""
+        request = post(self.good())
+        cut = self.rng.randrange(1, len(request))
+        with connected(self.live) as connection:
+            connection.sendall(request[: max(cut - 5, 0)])
+            for byte in request[max(cut - 5, 0) : cut]:
+                time.sleep(0.1)
+                connection.sendall(bytes([byte]))
+            self.settle(connection)
+        return set(), None
+
+    def refused_early(self):
+        """A body of which little ever comes, for a path that takes none."""
+        head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{"
+        with connected(self.live) as connection:
+            connection.sendall(head)
+            self.settle(connection)
+        return set(), None
+
+    def settle(self, connection: socket.socket) -> None:
+        """Waits until the server answers or hangs up, but not for long."""
+        connection.settimeout(self.rng.uniform(0, 3))
+        try:
+            while connection.recv(2**16):
+                pass
+        except TimeoutError:
+            pass
+
+    def wrong_host(self):
+        host = self.rng.choice(["evil.example", "evil.example:80", "localhost.evil.example", "[x"])
+        return {421}, self.post(self.good(), Host=host)
+
+    def wrong_key(self):
+        key = self.rng.choice(["", "Bearer", "Bearer wrong", "Bearer r\u00efght", "Basic cmlnaHQ6"])
+        return {401}, self.post(self.good(), Authorization=key.encode("latin-1"))
+
+    def wrong_media(self):
+        kind = self.rng.choice(["text/plain", "", "application/xml", "application/jsonp"])
+        return {415}, self.post(self.good(), **{"Content-Type": kind})
+
+    def wrong_place(self):
+        method = self.rng.choice(["GET", "PUT", "DELETE", "PATCH", "POST"])
+        path = self.rng.choice(["/v1/chat/completions", "/..%2f..%2fetc/passwd", "/v1/%00"])
+        path = "/v1/completions" if self.rng.random() < 0.5 and method != "POST" else path
+        return {404, 405}, self.live.http.request(method, path)
+
+    def no_http(self):
+        with connected(self.live) as connection:
+            connection.sendall(
+                self.rng.choice([b"\x16\x03\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"{}\n\n"])
+            )
+            connection.settimeout(SECONDS)
+            found = connection.recv(1000)
+        assert found.startswith(b"HTTP/1.1 400 "), found
+        return {400}, None
+
+    def _leave(self, body: dict[str, Any], cut: int | None, heard: int) -> tuple[set[int], None]:
+        request = post(body).replace(b"\r\n", b"\r\nAuthorization: Bearer right\r\n", 1)
+        with connected(self.live) as connection:
+            connection.sendall(request[:cut])
+            if heard:
+                connection.recv(heard)
+        return set(), None
+
+    def leaves_mid_body(self):
+        return self._leave(self.good(), -self.rng.randint(1, 10), 0)
+
+    def leaves_mid_stream(self):
+        return self._leave(self.good() | {"stream": True, "max_tokens": 400}, None, 100)
+
+    def leaves_before_the_answer(self):
+        return self._leave(self.good() | {"max_tokens": 400}, None, 0)

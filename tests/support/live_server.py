@@ -1,0 +1,120 @@
+"""A server over a network whose every token is known, for tests that ask it over HTTP."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from mesh_transformer.serving.app import create_app
+from mesh_transformer.serving.engine import Engine
+from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.requests import Keys
+from mesh_transformer.serving.server import listen, make_server
+from mesh_transformer.serving.service import Service
+from tests.support.fake_network import FakeNetwork
+
+SECONDS = 30
+
+
+class Live:
+    """A server in a thread, and a client of it."""
+
+    def __init__(self, network: FakeNetwork, tokenizer: Any, keys: str | None, **options: Any):
+        metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
+        drain_seconds = options.pop("drain_seconds", 5)
+        self.network = network
+        self.tokenizer = tokenizer
+        self.engine = Engine(network, metrics, **options)
+        self.service = Service("fake", self.engine, tokenizer, metrics, most_tokens=500)
+        listening = listen("127.0.0.1", 0)
+        self.address = listening.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        app = create_app(self.service, Keys(keys), ["https://page.example"], hosts)
+        self.server = make_server(app, drain_seconds)
+        self.thread = threading.Thread(target=self.server.run, args=([listening],))
+        self.thread.start()
+        self.http = httpx.Client(base_url=self.url, timeout=SECONDS)
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.network.allowed.set()
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join(SECONDS)
+        assert not self.thread.is_alive()
+
+    def ask(self, **body: Any) -> dict[str, Any]:
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
+        with self.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines.pop() == "data: [DONE]"
+        for line in lines:
+            yield json.loads(line.removeprefix("data: "))
+
+    def text(self, prompt: list[int], seed: int, length: int) -> str:
+        """The whole answer to a prompt."""
+        return self.tokenizer.decode(self.network.answer(prompt, seed, length))
+
+    def refused(self, body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
+        """The status and the error of a request that must not succeed."""
+        sent = {"content": body} if isinstance(body, bytes | str) else {"json": body}
+        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+        answer = self.http.post(path, headers=headers, **sent, **options)
+        return answer.status_code, check_error(answer)
+
+
+def check_error(answer: httpx.Response) -> dict[str, Any]:
+    """The error in an answer, which must have OpenAI's shape."""
+    assert answer.status_code >= 400, answer.text
+    error = answer.json()
+    assert set(error) == {"error"}
+    assert set(error["error"]) == {"message", "type", "param", "code"}
+    assert error["error"]["message"]
+    return error["error"]
+
+
+def connected(live: Live) -> socket.socket:
+    """A bare connection, to be closed."""
+    return socket.create_connection(live.address, timeout=SECONDS)
+
+
+def post(body: Any, path: str = "/v1/completions") -> bytes:
+    """A request as it goes over the wire."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < SECONDS
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def held(live: Live, count: int) -> Iterator[Callable[[], None]]:
+    """`count` requests that are under way, held back until the given function is called."""
+    live.network.allowed.clear()
+    with ThreadPoolExecutor(count) as pool:
+        asked = []
+        for _ in range(count):
+            asked.append(pool.submit(live.ask, prompt="held", max_tokens=3))
+            # The first is in a call of the network, the others wait behind it.
+            wait_for(lambda: live.network.waits and live.engine.waiting == len(asked) - 1)
+        yield live.network.allowed.set
+        live.network.allowed.set()
+        for answer in asked:
+            assert answer.result(SECONDS)["choices"]

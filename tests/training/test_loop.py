@@ -1,0 +1,778 @@
+"""The loop: what it reads and writes when, with a network that only counts and with real ones."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import mesh_transformer
+from mesh_transformer.config import Config
+from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.training import loop, metrics
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import HostError, InputError, StoppedError
+from tests.conftest import random_batch
+from tests.support.small_run import assert_same_rows, rows_of, run_values, write_set
+
+# f32 rounds to 6e-8; other meshes only add in another order, over 20 updates.
+OTHER_MESH = 1e-5
+
+
+class Number:
+    """A device scalar: reading it notes at which step that was."""
+
+    def __init__(self, network: "Counter", value: float):
+        self.network, self.value = network, value
+        self.made = network.step
+
+    def __float__(self) -> float:
+        self.network.reads.append((self.made, self.network.step))
+        return self.value
+
+    def is_ready(self) -> bool:
+        return self.made < self.network.step
+
+
+def whole_records(sample: dict[str, np.ndarray]) -> np.ndarray:
+    """Records [..., T + 1] of what the model reads and should say."""
+    return np.concatenate((sample["obs"], sample["target"][..., -1:]), axis=-1)
+
+
+class Counter:
+    """A network whose loss is its step's reciprocal, and whose checkpoints are a dict."""
+
+    batch_size = 4
+    noise_batches = (4, 8)
+    peak_flops = 1e9
+
+    def __init__(self, config: Config, saved: dict[int, Any] | None = None):
+        self.config = config
+        self.step = 0
+        self.saved = {} if saved is None else saved
+        self.reads: list[tuple[int, int]] = []  # the loss of which step, read at which step
+        self.seen: list[np.ndarray] = []
+        self.calls: list[str] = []
+        self.before_step: Callable[[int], None] = lambda step: None
+        self.loss: Callable[[int], float] = lambda step: 1 / step
+
+    def init(self) -> None:
+        self.calls.append("init")
+
+    def load(self, path: str, *, fresh_opt: bool = False) -> None:
+        self.calls.append(f"load {path} {fresh_opt}")
+
+    def open_train_set(self) -> TFRecordNewInputs:
+        return open_train_set(self.config, self.batch_size)
+
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        self.before_step(self.step + 1)
+        np.testing.assert_array_equal(sample["obs"][..., 1:], sample["target"][..., :-1])
+        self.seen.append(whole_records(sample))
+        self.step += 1
+        names = ("last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "learning_rate")
+        return {
+            "loss": Number(self, self.loss(self.step)),
+            **dict.fromkeys(names, Number(self, 0.5)),
+        }
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        shape = sample["obs"].shape
+        return {"all_loss": np.full(shape, 1.5), "correct": np.zeros(shape, bool)}
+
+    def generate(self, *_: Any) -> np.ndarray:
+        raise NotImplementedError
+
+    def claim(self, folder: str) -> None:
+        self.calls.append(f"claim {Path(folder).name}")
+
+    save_failed = False
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        self.saved[self.step] = json.loads(json.dumps(aux))
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
+        if not self.saved:
+            return None
+        self.step = max(self.saved)
+        return self.saved[self.step]
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def counter(tmp_path) -> Callable[..., Counter]:
+    values = run_values(tmp_path)
+
+    def make(saved: dict[int, Any] | None = None, **changes: Any) -> Counter:
+        return Counter(Config(**(values | changes)), saved)
+
+    return make
+
+
+def test_no_loss_is_read_before_later_steps_were_dispatched(counter, tmp_path):
+    network = counter(ckpt_every=1000, val_set=None)
+    loop.train(network, str(tmp_path))
+    # The last ones are read at the end, when there is nothing left to dispatch.
+    assert {made: at for made, at in network.reads if at < 30} == {
+        step: step + loop.IN_FLIGHT for step in range(1, 30 - loop.IN_FLIGHT)
+    }
+    assert {made for made, _ in network.reads} == set(range(1, 31))
+
+
+def test_rows_have_the_keys_of_the_issue(counter, tmp_path):
+    network = counter(ckpt_every=7)
+    loop.train(network, str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    train = ("loss", "last_loss", "grad_norm", "learning_rate", "tokens_per_sec", "mfu")
+    always = {"step", *(f"train/{name}" for name in train)}
+    for row in rows:
+        names = {name for name in row if not name.startswith("noise/")}
+        assert names == always | ({"val/loss_held_out"} if row["step"] % 10 == 0 else set())
+        assert {"noise/grad_square", "noise/covariance_trace"} <= row.keys()
+        assert row["train/loss"] == 1 / row["step"]
+        assert row.get("val/loss_held_out", 1.5) == 1.5
+    assert sorted(network.saved) == [7, 14, 21, 28, 30]
+    assert network.calls == [f"claim {tmp_path.name}", "init", *["wait"] * 5, "close"]
+
+
+@pytest.mark.parametrize("stops", [(1, 2, 30), (13, 14, 29, 30)])
+def test_records_are_read_once_each_over_restarts(counter, tmp_path, stops):
+    whole = counter(ckpt_every=5)
+    loop.train(whole, str(tmp_path / "whole"))
+    saved: dict[int, Any] = {}
+    seen = []
+    for stop in stops:
+        network = counter(saved, ckpt_every=5)
+        loop.train(network, str(tmp_path / "parts"), max_steps=stop)
+        seen += network.seen
+    np.testing.assert_array_equal(np.stack(seen), np.stack(whole.seen))
+    assert_same_rows(rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole"))
+    # Beyond one epoch, and what was read is the index's order.
+    records = np.concatenate(whole.seen).reshape(-1, 17)
+    assert len(records) > 3 * 61
+    np.testing.assert_array_equal(records[61:], records[:-61])
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_saves_and_returns(counter, tmp_path, capsys, number):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), number) if step == 6 else None
+    if number == signal.SIGHUP:  # a shell that ends sends it once more
+        network.wait = lambda: os.kill(os.getpid(), number)
+    loop.train(network, str(tmp_path))
+    assert max(network.saved) == network.step == 6
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
+    said = f"{number.name}: stopped and saved at step 6"
+    assert said in capsys.readouterr().out
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
+
+
+def test_under_nohup_a_terminal_that_closes_is_nothing(counter, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGHUP) if step == 6 else None
+    try:
+        loop.train(network, str(tmp_path))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert network.step == 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
+    """Ctrl-C raises; SIGTERM has the handler of whoever made a TPU; neither waits for a save."""
+
+    def ended(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, ended)
+    # A shell's background jobs ignore it.
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 6 else None
+    network.wait = lambda: os.kill(os.getpid(), number)
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            loop.train(network, str(tmp_path))
+        assert signal.getsignal(signal.SIGTERM) is ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupted)
+    assert max(network.saved) == 6
+    assert network.calls == ["claim " + tmp_path.name, "init"]
+
+
+def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
+    network = counter()
+    network.init = lambda: os.kill(os.getpid(), signal.SIGINT)
+    loop.train(network, str(tmp_path))
+    assert network.saved == {}
+    assert network.seen == []
+    assert "SIGINT: stopped before the first step; " in capsys.readouterr().out
+
+
+def test_a_signal_is_kept_where_a_host_fails_after_it(counter, tmp_path):
+    """Before the first step too, as in a long restore: another attempt would train on."""
+    network = counter()
+
+    def fails(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise HostError("host 1 died")
+
+    network.restore = fails
+    with pytest.raises(
+        StoppedError, match="SIGTERM: stopped, but not saved: host 1 died"
+    ) as caught:
+        loop.train(network, str(tmp_path))
+    assert not isinstance(caught.value, HostError)
+
+
+def test_a_host_that_fails_after_the_last_save_costs_nothing(counter, tmp_path):
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 6 else None
+
+    def fails() -> None:
+        raise HostError("host 1 died")
+
+    network.close = fails
+    loop.train(network, str(tmp_path))
+    assert max(network.saved) == 6
+
+
+def test_off_the_main_thread_it_trains_without_signals(counter, tmp_path):
+    network = counter()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(loop.train, network, str(tmp_path)).result()
+    assert network.step == 30
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("step", [1, 8, 9, 30])
+def test_a_loss_that_is_not_finite_stops_and_nothing_is_saved_after_it(
+    counter, tmp_path, loss, step
+):
+    network = counter(ckpt_every=4)
+    network.loss = lambda at: loss if at == step else 1 / at
+    with pytest.raises(StoppedError, match=rf"^step {step}: loss is {loss}, ") as caught:
+        loop.train(network, str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert max(network.saved, default=0) == (step - 1) // 4 * 4
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
+    assert network.calls[-1] == "close"
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+@pytest.mark.parametrize("step", [1, 8, 9, 30])
+def test_a_gradient_norm_that_is_not_finite_stops_as_well(counter, tmp_path, norm, step):
+    network = counter(ckpt_every=4)
+    act = network.train
+
+    def train(sample: Any) -> dict[str, Any]:
+        measured = act(sample)
+        if network.step == step:
+            measured["grad_norm"] = Number(network, norm)
+        return measured
+
+    network.train = train
+    with pytest.raises(StoppedError, match=rf"^step {step}: loss is .*, gradient norm {norm}; "):
+        loop.train(network, str(tmp_path))
+    assert max(network.saved, default=0) == (step - 1) // 4 * 4
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
+
+
+@pytest.mark.parametrize("record", [8 * 6, 8 * 6 + 7])
+def test_a_corrupt_record_loses_no_step_and_mended_goes_on(counter, tmp_path, record):
+    whole = counter(ckpt_every=1000)
+    loop.train(whole, str(tmp_path / "whole"))
+    saved: dict[int, Any] = {}
+    network = counter(saved, ckpt_every=1000)
+    path = Path(str(network.config.train_set)).parent / "train_two.tfrecords"
+    good = path.read_bytes()
+    frame = len(good) // 24 * (record - 37)
+    path.write_bytes(good[: frame + 20] + b"\xff" + good[frame + 21 :])
+    # The first two batches are checked for at the start, without their contents.
+    message = r"train_two\.tfrecords: corrupt record at byte \d+ \(wrong checksum\)"
+    for _ in range(2):  # To start again says the same and changes nothing.
+        with pytest.raises(InputError, match=message):
+            loop.train(counter(saved, ckpt_every=1000), str(tmp_path / "parts"))
+        assert list(saved) == [6]
+        assert [row["step"] for row in rows_of(tmp_path / "parts")] == list(range(1, 7))
+    path.write_bytes(good)
+    loop.train(counter(saved, ckpt_every=1000), str(tmp_path / "parts"))
+    assert_same_rows(rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole"))
+
+
+def test_a_corrupt_validation_record_loses_no_step(counter, tmp_path):
+    network = counter(ckpt_every=1000, val_batches=3)
+    path = Path(network.config.val_set["held_out"]).parent / "val_one.tfrecords"
+    content = path.read_bytes()
+    frame = len(content) // 13
+    path.write_bytes(content[: 9 * frame + 20] + b"\xff" + content[9 * frame + 21 :])
+    with pytest.raises(InputError, match=r"val_one\.tfrecords: corrupt record at byte"):
+        loop.train(network, str(tmp_path))
+    assert list(network.saved) == [10]
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
+
+
+def test_bad_records_are_told_even_where_the_hosts_have_ended(counter, tmp_path):
+    network = counter(ckpt_every=1000, val_every=1000)
+    loader = network.open_train_set()
+    sample = loader.get_samples()
+    loader.close()
+    answers = [sample, sample, InputError("train_one.tfrecords: corrupt")]
+
+    def get_samples():
+        answer = answers.pop(0)
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
+
+    def wait():
+        raise HostError("the hosts have been ended")
+
+    loader.get_samples, network.wait = get_samples, wait
+    network.open_train_set = lambda: loader
+    with pytest.raises(InputError, match=r"train_one\.tfrecords: corrupt"):
+        loop.train(network, str(tmp_path))
+
+
+# Saves that fail.
+
+
+class Storage:
+    """Fails the saves of some steps of a `Counter`, as they begin or in the background.
+
+    Attributes:
+      tried: the steps of all saves, in order.
+    """
+
+    def __init__(self, network: Counter, fails: Callable[[int], str | None]):
+        self.network, self.fails = network, fails
+        self.tried: list[int] = []
+        self.save, network.save, network.wait = network.save, self.begin, self.wait
+
+    def error(self, step: int) -> InputError:
+        return InputError(f"model: saving step {step} failed: disk full")
+
+    def begin(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        assert not self.network.save_failed, "a failure was never looked at"
+        step = self.network.step
+        self.tried.append(step)
+        if (how := self.fails(step)) == "at once":
+            raise self.error(step)
+        if how == "later":
+            self.network.save_failed = True
+        else:
+            self.save(folder, aux)
+
+    def wait(self) -> None:
+        if self.network.save_failed:
+            self.network.save_failed = False
+            raise self.error(self.tried[-1])
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+def test_a_save_that_fails_is_tried_again_with_the_next_step(counter, tmp_path, capsys, how):
+    network = counter(ckpt_every=7)
+    storage = Storage(network, lambda step: how if step == 14 else None)
+    loop.train(network, str(tmp_path))
+    again = 15 if how == "at once" else 16  # seen at step 15
+    assert storage.tried == [7, 14, again, 21, 28, 30]
+    assert sorted(network.saved) == [7, again, 21, 28, 30]
+    said = f"saving step 14 failed: disk full; the run goes on, and saves again at step {again}"
+    assert said in capsys.readouterr().err
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+@pytest.mark.parametrize("ends", [41, 42, 45, 53, 70, 79])
+def test_soon_after_storage_works_again_all_is_saved(counter, tmp_path, how, ends):
+    network = counter(ckpt_every=40, total_steps=90, val_set=None)
+    storage = Storage(network, lambda step: how if step < ends else None)
+    loop.train(network, str(tmp_path))
+    assert storage.tried[0] == 40
+    assert ends <= min(network.saved) <= ends + 10
+    assert max(network.saved) == 90
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+def test_while_storage_fails_it_is_tried_ever_less_often(counter, tmp_path, how):
+    network = counter(ckpt_every=100, total_steps=150, val_set=None)
+    storage = Storage(network, lambda step: how if step < 150 else None)
+    loop.train(network, str(tmp_path))
+    gaps = np.diff([step for step in storage.tried if step < 150])
+    seen = how == "later"  # a step later
+    assert gaps[:3].tolist() == [1 + seen, 2 + seen, 4 + seen]
+    assert set(gaps[3:]) == {8 + seen}
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+def test_the_last_save_is_tried_twice(counter, tmp_path, how):
+    fails = [how]
+    network = counter(ckpt_every=1000)
+    storage = Storage(network, lambda step: fails.pop() if fails else None)
+    loop.train(network, str(tmp_path / "once"))
+    assert (storage.tried, list(network.saved)) == ([30, 30], [30])
+    network = counter(ckpt_every=1000)
+    storage = Storage(network, lambda step: how)
+    with pytest.raises(InputError, match=r"saving step 30 failed: disk full$"):
+        loop.train(network, str(tmp_path / "never"))
+    assert storage.tried == [30, 30]
+    assert [row["step"] for row in rows_of(tmp_path / "never")] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("at", [14, 15, 16, 20])
+def test_a_signal_saves_although_the_save_before_failed(counter, tmp_path, at):
+    network, fails = counter(ckpt_every=7), ["later"]
+    Storage(network, lambda step: fails.pop() if step == 14 and fails else None)
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == at else None
+    loop.train(network, str(tmp_path))
+    assert max(network.saved) == network.step == at
+
+
+@pytest.mark.parametrize("failing", ["train", "eval", "open_train_set"])
+def test_whatever_ends_a_run_what_is_done_is_saved(counter, tmp_path, failing):
+    network = counter(ckpt_every=1000, val_every=10)
+    act = getattr(network, failing)
+
+    def fails(*arguments: Any) -> Any:
+        if network.step == 10:
+            raise RuntimeError("unforeseen")
+        return act(*arguments)
+
+    setattr(network, failing, fails)
+    if failing == "open_train_set":
+        loader = act()
+        loader.get_samples = lambda read=loader.get_samples: (
+            fails() if network.step == 10 else read()
+        )
+        network.open_train_set = lambda: loader
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        loop.train(network, str(tmp_path))
+    assert list(network.saved) == [10]
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("total", [10, 15])
+def test_a_validation_that_is_cut_short_is_made_anew(counter, tmp_path, total):
+    loop.train(counter(val_every=10, val_batches=4), str(tmp_path / "whole"), max_steps=total)
+    evaluated = []
+
+    def ends(saved: dict[int, Any], how: Callable[[], Any]) -> Any:
+        network = counter(saved, ckpt_every=1000, val_every=10, val_batches=4)
+        act = network.eval
+
+        def evaluate(sample: Any) -> Any:
+            evaluated.append(network.step)
+            if len(evaluated) == 2:
+                how()
+            return act(sample)
+
+        network.eval = evaluate
+        return network
+
+    model = str(tmp_path / "model")
+    stopped = ends({}, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    loop.train(stopped, model, max_steps=total)
+    assert evaluated == [10, 10]
+    assert max(stopped.saved) == 10
+    assert "val/loss_held_out" not in rows_of(model)[-1]
+    # Again, by an error.
+    evaluated.clear()
+    with pytest.raises(ZeroDivisionError):
+        loop.train(ends(stopped.saved, lambda: 1 // 0), model, max_steps=total)
+    assert [row["step"] for row in rows_of(model)] == list(range(1, 11))
+    loop.train(counter(stopped.saved, val_every=10, val_batches=4), model, max_steps=total)
+    assert_same_rows(rows_of(model), rows_of(tmp_path / "whole"))
+
+
+def test_what_keeps_training_from_beginning(counter, tmp_path):
+    cases = [
+        ({"train_set": None}, {}, "training needs the key 'train_set'"),
+        ({"total_steps": None}, {}, "training needs the key 'total_steps'"),
+        ({}, {"max_steps": 0}, "--max-steps is 0, expected at least 1"),
+        ({"total_steps": -3}, {}, "total_steps is -3, expected at least 1"),
+    ]
+    for changes, arguments, message in cases:
+        network = counter(**changes)
+        with pytest.raises(InputError, match=message):
+            loop.train(network, str(tmp_path / "model"), **arguments)
+        assert network.calls == []
+    assert not (tmp_path / "model").exists()
+
+
+def test_nothing_left_to_train_says_so_and_touches_nothing(counter, tmp_path, capsys):
+    saved: dict[int, Any] = {}
+    loop.train(counter(saved), str(tmp_path), max_steps=9)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    for stop in (9, 5):
+        network = counter(saved)
+        loop.train(network, str(tmp_path), max_steps=stop)
+        said = capsys.readouterr()
+        assert said.out == f"{tmp_path} is at step 9 of {stop}: nothing left to train\n"
+        assert said.err == ""
+        assert network.seen == []
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_record_set_is_refused_before_anything_changes(counter, tmp_path):
+    saved: dict[int, Any] = {}
+    loop.train(counter(saved), str(tmp_path), max_steps=9)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    other = write_set(tmp_path, "other")
+    with pytest.raises(InputError, match=r"other\.index lists other files than when"):
+        loop.train(counter(saved, train_set=other), str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert max(saved) == 9
+
+
+def test_a_new_run_may_start_from_other_weights_a_resumed_one_does_not(counter, tmp_path):
+    saved: dict[int, Any] = {}
+    network = counter(saved)
+    options: dict[str, Any] = {"tune_model_path": "there", "fresh_opt": True}
+    loop.train(network, str(tmp_path), max_steps=3, **options)
+    assert network.calls[1] == "load there True"
+    network = counter(saved)
+    loop.train(network, str(tmp_path), **options)
+    assert not [call for call in network.calls if call.startswith(("load", "init"))]
+    assert len(network.seen) == 27
+
+
+class Ending:
+    """A measurement of a step that ends at some time; reading it waits for that."""
+
+    def __init__(self, network: "Timed", ends: float):
+        self.network, self.ends = network, ends
+
+    def __float__(self) -> float:
+        self.network.now = max(self.network.now, self.ends)
+        return 0.5
+
+    def is_ready(self) -> bool:
+        return self.network.now >= self.ends
+
+
+class Timed(Counter):
+    """Its steps take random seconds, one after another, by a clock that nothing else moves.
+
+    `train` returns with so many steps under way as `depth` says, and the newest.
+    """
+
+    now, depth = 0.0, 0
+
+    def begin(self, depth: int, seed: int) -> None:
+        self.depth, self.rng = depth, np.random.default_rng(seed)
+        self.seconds: list[float] = []
+        self.ends = [0.0]
+        self.pauses: list[tuple[int, float]] = []  # after which step, how long
+
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        measured = super().train(sample)
+        self.now = max(self.now + 1e-3, self.ends[max(0, self.step - 1 - self.depth)])
+        self.seconds.append(self.rng.uniform(0.5, 1.5))
+        self.ends.append(max(self.now, self.ends[-1]) + self.seconds[-1])
+        return dict.fromkeys(measured, Ending(self, self.ends[-1]))
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        self.pause(3.0)
+        return super().eval(sample)
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        self.pause(20.0)
+        super().save(folder, aux)
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.pauses.append((self.step, seconds))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_seconds_of_steps_add_up_to_what_they_took(counter, tmp_path, monkeypatch, depth):
+    """Between pauses for saves and validation; each step has its own, however far reads lag."""
+    network = Timed(counter().config)
+    network.begin(depth, seed=depth)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: network.now))
+    loop.train(network, str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tokens = network.config.gradient_accumulation_steps * network.batch_size * network.config.seq
+    found = np.array([tokens / row["train/tokens_per_sec"] for row in rows])
+    # A step is dispatched in a thousandth of a second, and seen to have ended that much later.
+    np.testing.assert_allclose(found, network.seconds, atol=5e-3)
+    stops = sorted({step for step, _ in network.pauses})
+    assert stops == [7, 10, 14, 20, 21, 28, 30]
+    paused = 0.0
+    for first, last in itertools.pairwise([0, *stops]):
+        # The newest step was read, which no clock moved after; f64 rounds to 1e-16.
+        wall = network.ends[last] - network.ends[first] - paused
+        np.testing.assert_allclose(found[first:last].sum(), wall, rtol=1e-9)
+        paused = sum(seconds for step, seconds in network.pauses if step == last)
+
+
+# With real networks.  The run of `base` is what the others are compared with.
+
+MESHES = {
+    "2x4": {},
+    "1x8": {"cores_per_replica": 8, "per_replica_batch": 4},
+    "4x2": {"cores_per_replica": 2, "per_replica_batch": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """A folder in which `model` was trained to step 40; `half` is what it was at step 20."""
+    folder = tmp_path_factory.mktemp("base")
+    values = run_values(folder, anneal_steps=60, total_steps=40, ckpt_every=20)
+    train_here(values, folder / "model")
+    shutil.copytree(folder / "model", folder / "half")
+    shutil.rmtree(folder / "half" / "step_40")
+    return folder, values
+
+
+def train_here(values: dict[str, Any], folder: Path, **options: Any) -> list[np.ndarray]:
+    """Trains a real network and returns the records it read."""
+    network = CausalTransformer(Config(**values), init=False)
+    seen: list[np.ndarray] = []
+    train = network.train
+
+    def watched(sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        seen.append(whole_records(sample))
+        return train(sample)
+
+    network.train = watched  # type: ignore[method-assign]
+    loop.train(network, str(folder), **options)
+    return [record for batch in seen for record in batch.reshape(-1, batch.shape[-1])]
+
+
+def relative_difference(found: Path, expected: Path, first: int) -> float:
+    """The largest of the losses' and gradient norms' from step `first` on."""
+    names = ("train/loss", "train/last_loss", "train/grad_norm", "val/loss_held_out")
+    pairs = zip(rows_of(found)[first - 1 :], rows_of(expected)[first - 1 :], strict=True)
+    return max(
+        abs(one[name] / other[name] - 1) for one, other in pairs for name in names if name in other
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ("1x8", {}),
+        ("4x2", {}),
+        pytest.param("1x8", {"partitioning": "jit", "zero": 1}, marks=pytest.mark.slow),
+        pytest.param("4x2", {"partitioning": "jit", "zero": 3}, marks=pytest.mark.slow),
+        pytest.param("2x4", {"zero": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_on_another_mesh_the_same_records_and_losses(base, tmp_path, mesh, changes):
+    folder, values = base
+    shutil.copytree(folder / "half", tmp_path / "model")
+    changed = values | MESHES[mesh] | changes
+    seen = train_here(changed, tmp_path / "model")
+    # 2 microbatches of 4 records a step, from step 21 on.
+    expected = TFRecordNewInputs(values["train_set"], 8, values["seq"])
+    batches = [whole_records(expected.get_samples()) for _ in range(40)]
+    expected.close()
+    np.testing.assert_array_equal(np.stack(seen), np.concatenate(batches[20:]))
+    difference = relative_difference(tmp_path / "model", folder / "model", 21)
+    print(f"{mesh} {changes}: largest relative difference {difference:.1e}")
+    assert difference < OTHER_MESH
+    assert_same_rows(rows_of(tmp_path / "model")[:20], rows_of(folder / "model")[:20])
+
+
+@pytest.mark.slow
+def test_a_real_divergence_stops_and_the_run_can_go_on(base, tmp_path):
+    folder, values = base
+    shutil.copytree(folder / "half", tmp_path / "model")
+    # A step this long leaves weights whose products overflow f32.
+    wild = values | {"lr": 1e30, "end_lr": 1e30, "ckpt_every": 1000}
+    with pytest.raises(StoppedError, match=r"^step 22: loss is (nan|inf), gradient norm"):
+        train_here(wild, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").glob("step_*")]
+    assert max(int(path.name[5:]) for path in (tmp_path / "model").glob("step_*")) == 20
+    train_here(values, tmp_path / "model")
+    assert_same_rows(rows_of(tmp_path / "model"), rows_of(folder / "model"))
+
+
+def moments(network: CausalTransformer) -> list[np.ndarray]:
+    assert network.state is not None
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(network.state["opt_state"])]
+
+
+def test_fine_tuning_begins_at_step_0_with_or_without_the_moments(base, tmp_path):
+    folder, values = base
+    config = Config(**values)
+    tuned, fresh = (CausalTransformer(config, init=False) for _ in range(2))
+    trained = CausalTransformer(config, init=False)
+    trained.restore(str(folder / "half"))
+    tuned.load(str(folder / "half"))
+    fresh.load(str(folder / "half"), fresh_opt=True)
+    assert (trained.step, tuned.step, fresh.step) == (20, 0, 0)
+    for one, other in zip(moments(tuned), moments(trained), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert all(not leaf.any() for leaf in moments(fresh))
+    trained.close()
+
+    loop.train(tuned, str(tmp_path), max_steps=2, tune_model_path=str(folder / "half" / "step_20"))
+    first, second = rows_of(tmp_path)
+    assert first["step"] == 1
+    assert (first["train/learning_rate"], second["train/learning_rate"]) == (
+        0.0,
+        pytest.approx(config.lr / 3, rel=1e-6),  # f32
+    )
+    metrics = tuned.train(random_batch(config, 2, 4))
+    assert {"loss", "last_loss", "grad_norm", "grad_norm_micro"} <= metrics.keys()
+    assert all(isinstance(x, jax.Array) and x.shape == () for x in metrics.values())
+    # The run's data starts anew too: what it first reads is what the trained one first read.
+    assert first["train/loss"] < rows_of(folder / "half")[0]["train/loss"]
+
+
+def test_load_with_and_without_a_config_gives_the_same_model(base):
+    folder, values = base
+    model = {key: values[key] for key in ("layers", "d_model", "n_heads", "n_vocab", "seq")}
+    model |= {"pe_rotary_dims": 4, "dtype": "float32"}
+    path = str(folder / "half")
+    networks = {
+        "its own": mesh_transformer.load(path),
+        "one device": CausalTransformer(model, devices=jax.devices()[:1], init=False),
+        "no mesh": mesh_transformer.load(path, model),
+        "one of its steps": mesh_transformer.load(f"{path}/step_20", Config(**values)),
+    }
+    networks["one device"].load(path)
+    batch = random_batch(Config(**values), 5)
+    found = {name: network.eval(batch) for name, network in networks.items()}
+    expected = found.pop("its own")
+    assert {k: v.shape for k, v in expected.items()} == {
+        "loss": (5,),
+        "last_loss": (5,),
+        "all_loss": (5, 16),
+        "correct": (5, 16),
+    }
+    for one in found.values():
+        for key in ("loss", "last_loss", "all_loss"):  # f32, added in another order
+            np.testing.assert_allclose(one[key], expected[key], rtol=1e-5)
+        np.testing.assert_array_equal(one["correct"], expected["correct"])
+    for rows in (1, 2, 3, 7):
+        some = networks["its own"].eval({key: tokens[:rows] for key, tokens in batch.items()})
+        np.testing.assert_allclose(
+            some["all_loss"], expected["all_loss"][: min(rows, 5)], rtol=1e-5
+        )
