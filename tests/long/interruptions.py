@@ -1,7 +1,7 @@
 """Trains over local hosts while they are killed, stopped or made to fail; checks what is left.
 
 `python -m tests.long.interruptions hosts 12` and `... saves 20` are the long runs; the suite has
-some of each.  Every run has to end by itself with the rows of one that nothing disturbed, to the bit.
+some of each.  Every run has to end by itself with the rows of an undisturbed run, bit for bit.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Kills create_finetune_tfrecords.py at random moments, goes on, and compares the bytes.
 
-`python -m tests.long.killed_tokenizing 200` is the long run; the suite has a short one.  A process is
-killed by SIGKILL when it has made some number of requests of the file system.
+`python -m tests.long.killed_tokenizing 200` is the long run; the suite has a short one.  A process
+is killed by SIGKILL after some number of file system calls.
 """
 
 import json
