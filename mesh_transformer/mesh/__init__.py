@@ -1,1 +1,1 @@
-"""Devices, array layouts, the hardware table, and what a program may ask of its devices."""
+"""Device mesh, array layouts, collectives, and a table of accelerators."""

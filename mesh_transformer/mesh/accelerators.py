@@ -1,4 +1,4 @@
-"""What accelerators can do: their peaks, memory and links, and the generations of TPUs."""
+"""Accelerator specifications: peak FLOP/s, memory and link bandwidth, and TPU generations."""
 
 import dataclasses
 import functools
@@ -20,15 +20,18 @@ from mesh_transformer.util import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What one JAX device can: a core of a TPU v2, v3 or 7x (half a chip), else a chip.
+    """Specifications of one JAX device.
+
+    A device is one chip, except on TPU v2, v3 and 7x, where it is one core (half a chip).
 
     Attributes:
-      kind: what its `device_kind` contains, from the beginning of a word on.
+      name: the short name that users give, such as "v5e".
+      kind: a substring of the device's `device_kind` that starts at a word boundary.
       peak: dense bf16 FLOP/s.
-      hbm: bytes/s of its memory.
-      interconnect: bytes/s that it can send over all its links together.
-      links: how many those are; a ring of devices along one axis of a torus uses two of them.
-      source: where the figures are from.
+      hbm: memory bandwidth in bytes/s.
+      interconnect: bytes/s that the device can send over all its links together.
+      links: the number of those links; a ring along one axis of a torus uses two of them.
+      source: where the figures come from.
     """
 
     name: str
@@ -40,7 +43,7 @@ class Hardware:
     source: str
 
     def part(self, count: int) -> "Hardware":
-        """One of `count` devices that share it."""
+        """Return the specifications of one of `count` devices that share this one equally."""
         return dataclasses.replace(
             self,
             peak=self.peak / count,
@@ -52,10 +55,10 @@ class Hardware:
 _DOCS = "cloud.google.com/tpu/docs"
 _TRAINING = "Jouppi et al. 2020 (A domain-specific supercomputer for training neural networks)"
 _NVIDIA = "NVIDIA's data sheet"
-# A vendor's figure for links "in both directions" counts half.  The first kind that a device's
-# name contains counts.
+# Vendors' bidirectional link figures are halved.  A device takes the first row whose kind matches,
+# so more specific kinds come first.
 HARDWARE = (
-    # 4 links of 496 and 656 Gbit/s a chip.
+    # 4 links per chip, of 496 Gbit/s (v2) and 656 Gbit/s (v3).
     Hardware("v2", "TPU v2", 22.5e12, 350e9, 124e9, 4, f"{_DOCS}/v2; links: {_TRAINING}"),
     Hardware("v3", "TPU v3", 61.5e12, 450e9, 164e9, 4, f"{_DOCS}/v3; links: {_TRAINING}"),
     Hardware("v4i", "TPU v4 lite", 138e12, 614e9, 100e9, 2, "Jouppi et al. 2021 (Ten lessons)"),
@@ -69,7 +72,7 @@ HARDWARE = (
     Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA),
     Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA),
     Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA),
-    # That with 96 GB; the one with 144 GB has other memory, and no row.
+    # The model with 96 GB of HBM; the 144 GB model has different memory and is not listed.
     Hardware("gh200", "GH200 480GB", 989e12, 4000e9, 450e9, 2, _NVIDIA),
     Hardware("h200", "H200", 989e12, 4800e9, 450e9, 2, _NVIDIA),
     Hardware("a100-40gb", "A100-SXM4-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA),
@@ -80,7 +83,7 @@ HARDWARE = (
 
 
 class Device(Protocol):
-    """What `peak_flops` reads of a `jax.Device`."""
+    """The attributes of `jax.Device` that `hardware_of` and `peak_flops` read."""
 
     @property
     def platform(self) -> str: ...
@@ -90,44 +93,47 @@ class Device(Protocol):
 
 
 def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
-    """The hardware of that name; `cpu` is this machine's, measured: its peak in `dtype`.
+    """Return the specifications for a name in the table, or "cpu" for this machine.
+
+    The CPU's are measured when asked for, its peak with matmuls in `dtype`; the table's peaks are
+    for bf16 whatever `dtype` is.
 
     Raises:
-      InputError: for a name that is not in the table.
+      InputError: if the name is unknown.
     """
     if name == "cpu":
         speed = _measured_copy()
         return Hardware("cpu", "cpu", _measured_flops(dtype), speed, speed, 2, "measured here")
-    for each in HARDWARE:
-        if each.name == name:
-            return each
-    known = ", ".join(dict.fromkeys(["cpu", *(each.name for each in HARDWARE)]))
-    raise InputError(f"hardware is {name!r}, which is unknown; take one of {known}")
+    for row in HARDWARE:
+        if row.name == name:
+            return row
+    known = ", ".join(dict.fromkeys(["cpu", *(row.name for row in HARDWARE)]))
+    raise InputError(f"hardware is {name!r}, expected one of {known}")
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """The row of the table for an accelerator; None for a kind it does not have, and for CPUs."""
-    matching = (each for each in HARDWARE if re.search(rf"\b{each.kind}", device.device_kind))
+    """Return an accelerator's row of `HARDWARE`, or None for CPUs and unlisted kinds."""
+    matching = (row for row in HARDWARE if re.search(rf"\b{row.kind}", device.device_kind))
     return None if device.platform == "cpu" else next(matching, None)
 
 
 def peak_flops(device: Device, dtype: str = "bfloat16") -> float | None:
-    """FLOP/s of one device; None for a kind that the table does not know.
+    """Return the peak FLOP/s of one device, or None for an accelerator that is not listed.
 
-    An accelerator's is its dense bf16 peak, whatever `dtype` is.  A CPU has no data sheet: the
-    median of a few matmuls in `dtype` counts, run once per process, and the virtual devices of
-    one host each get an equal part.
+    For accelerators this is the dense bf16 peak, whatever `dtype` is.  For CPUs, which have no
+    data sheet, it is the median of a few matmuls in `dtype`, measured once per process and divided
+    equally among the host's virtual devices.
     """
     if device.platform == "cpu":
         return _measured_flops(dtype) / jax.local_device_count("cpu")
-    found = hardware_of(device)
-    return found.peak if found else None
+    row = hardware_of(device)
+    return row.peak if row else None
 
 
 def _run_seconds(function: Callable[[], Any], runs: int = 5, at_least: float = 0.0) -> list[float]:
-    """Seconds of each of so many runs, or of more that together take `at_least`.
+    """Return the seconds that each of `runs` calls takes.
 
-    One before them is left out.
+    More calls follow until their total is `at_least` seconds.  One warm-up call is not timed.
     """
     function()
     seconds: list[float] = []
@@ -144,25 +150,25 @@ def _measured_flops(dtype: str) -> float:
 
 
 def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.05) -> float:
-    """FLOP/s of all of this machine's cores together, measured now by matmuls in `dtype`.
+    """Measure the FLOP/s of all of this machine's CPU cores together, by matmuls in `dtype`.
 
-    Square ones, of each size three at least and for so many seconds: the median one of the size
-    that does best.
+    For each size, square matrices are multiplied at least three times and for at least `seconds`
+    seconds, and the median taken.  Returns the result of the fastest size.
     """
     device = jax.local_devices(backend="cpu")[0]
     multiply = jax.jit(jnp.matmul)
 
     def measured(size: int) -> float:
         matrix = jax.device_put(jnp.ones((size, size), dtype), device)
-        found = _run_seconds(lambda: multiply(matrix, matrix).block_until_ready(), 3, seconds)
-        return 2 * size**3 / statistics.median(found)
+        times = _run_seconds(lambda: multiply(matrix, matrix).block_until_ready(), 3, seconds)
+        return 2 * size**3 / statistics.median(times)
 
     return max(map(measured, sizes))
 
 
 @functools.cache
 def _measured_copy(size: int = 2**28) -> float:
-    """Bytes/s read and written as all cores together copy an array."""
+    """Measure memory bandwidth, reads plus writes in bytes/s, as all cores copy `size` bytes."""
     threads = os.cpu_count() or 1
     sources = [np.ones(size // threads, np.uint8) for _ in range(threads)]
     targets = [np.empty_like(part) for part in sources]
@@ -175,11 +181,14 @@ Tier = Literal["on_demand", "spot", "preemptible"]
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What differs between generations of TPUs.
+    """How a TPU generation is requested from Google Cloud.
 
-    `units` is what the number in an accelerator type counts for one JAX device: a v3 type counts
-    cores, and each is a device; v4 and v5p count cores too, but a device has two.  `cheap` is the
-    tier of a TPU that may be taken away; the older "preemptible" one ends after 24 hours.
+    Attributes:
+      runtime_version: the TPU software version for JAX.
+      units: how much one JAX device adds to the number in an accelerator type.  The number counts
+        cores for v3, v4 and v5p; a device is one core on v3, but two on v4 and v5p.
+      cheap: the tier whose TPUs Google may reclaim at any time; those of the older "preemptible"
+        tier also end after 24 hours.
     """
 
     runtime_version: str
@@ -187,8 +196,8 @@ class Generation:
     cheap: Tier = "spot"
 
 
-# Runtime versions: cloud.google.com/tpu/docs/runtimes, its table for JAX; tiers: .../docs/spot and
-# .../docs/preemptible there.
+# Runtime versions are from the JAX table of cloud.google.com/tpu/docs/runtimes, tiers from
+# cloud.google.com/tpu/docs/spot and cloud.google.com/tpu/docs/preemptible.
 GENERATIONS = {
     "v2": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
     "v3": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
@@ -200,23 +209,27 @@ GENERATIONS = {
 
 
 def accelerator_type(generation: str, devices: int) -> str:
-    """The API's name of a slice with that many JAX devices: ("v4", 8) is "v4-16"."""
+    """Return the Cloud API's name of a slice with so many JAX devices: ("v4", 8) is "v4-16".
+
+    Raises:
+      InputError: if the generation is unknown.
+    """
     generation = {"v5e": "v5litepod"}.get(generation, generation)
     if generation not in GENERATIONS:
         known = ", ".join(GENERATIONS)
-        raise InputError(f"TPU generation is {generation!r}, which is unknown; take one of {known}")
+        raise InputError(f"TPU generation is {generation!r}, expected one of {known}")
     return f"{generation}-{devices * GENERATIONS[generation].units}"
 
 
 @dataclass(frozen=True)
 class SliceGeneration:
-    """What the compiler has to know of a generation of TPUs.
+    """What the TPU compiler needs to know about a generation to compile without a TPU.
 
     Attributes:
-      dimensions: of the grid that its chips are linked in.
-      devices: JAX devices on a chip.
-      hbm: bytes that a program may have on one device.
-      options: libtpu's own.
+      dimensions: number of dimensions of the grid that links the chips.
+      devices: JAX devices per chip.
+      hbm: bytes of memory available to a program on one device.
+      options: further libtpu options for this generation.
     """
 
     dimensions: int
@@ -226,7 +239,7 @@ class SliceGeneration:
 
 
 GIB = 2**30
-# The memory is what the compiler itself enforces.
+# `hbm` is the limit that the compiler itself enforces.
 SLICES = {
     "v2": SliceGeneration(2, 2, int(7.48 * GIB), {}),
     "v3": SliceGeneration(2, 2, int(15.48 * GIB), {}),

@@ -1,4 +1,4 @@
-"""What a parameter declares of itself: global shape, layout over mp, and what follows from them."""
+"""Parameter declarations: global shape, layout over mp, and the properties derived from them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,11 +12,17 @@ from jax.sharding import PartitionSpec as P
 
 @dataclass(frozen=True)
 class Declaration:
-    """All that a parameter says of itself; layouts, decay and conversion follow from it.
+    """The properties of one parameter that layouts, weight decay and conversion depend on.
 
-    `spec` is its layout over mp.  `summed` marks a bias that the original adds on every shard
-    before its psum (so that its shards hold b / mp each); `adapter` what LoRA adds to a model, of
-    which it is all that is trained, the rest is `frozen`; `stacked` a leading axis of layers.
+    Attributes:
+      shape: the global shape.
+      spec: the layout over mp.
+      decay: whether weight decay applies.
+      summed: whether this is a bias that the original adds on every shard before its psum, so that
+        each of the original's shards holds b / mp.
+      adapter: whether this is a LoRA factor.
+      frozen: whether training leaves it unchanged, as all but the adapters in a LoRA run.
+      stacked: whether the first axis is that of the layers.
     """
 
     shape: tuple[int, ...]
@@ -28,20 +34,22 @@ class Declaration:
     stacked: bool = False
 
     def stack(self, layers: int) -> "Declaration":
-        """The same parameter of all layers, one above the other."""
+        """Return the declaration of this parameter stacked over all layers on a new first axis."""
         spec = P(None, *self.spec)
         return replace(self, shape=(layers, *self.shape), spec=spec, stacked=True)
 
     def unstack(self) -> "Declaration":
-        """One layer's of a stacked one."""
+        """Return the declaration of one layer's part of a stacked parameter."""
         assert self.stacked
         spec = P(*tuple(self.spec)[1:])
         return replace(self, shape=self.shape[1:], spec=spec, stacked=False)
 
     def zero_axis(self, dp: int) -> int | None:
-        """Which axis ZeRO splits over dp: the longest that dp divides, beside mp's own.
+        """Return the axis that ZeRO splits over dp.
 
-        None for what mp does not split or splits alone, which is small, and where none divides.
+        This is the longest axis, other than the layers' and the one split over mp, whose size dp
+        divides.  None if there is no such axis, and for parameters that mp does not split: these,
+        and those with no axis besides the one split over mp, are small.
         """
         axes = tuple(self.spec)
         if "mp" not in axes:
@@ -54,41 +62,41 @@ class Declaration:
         return max(free, key=lambda axis: self.shape[axis], default=None)
 
     def at_rest(self, dp: int) -> P:
-        """The layout of the state under ZeRO."""
+        """Return the layout under ZeRO of this parameter's part of the state between steps."""
         split = self.zero_axis(dp)
         return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
 
 
 def is_spec(node: Any) -> bool:
-    """Whether a node of a tree of PartitionSpecs is one."""
+    """Whether a node is a PartitionSpec; an `is_leaf` for trees of them."""
     return isinstance(node, P)
 
 
 def is_declaration(node: Any) -> bool:
-    """For tree functions over trees of declarations."""
+    """Whether a node is a Declaration; an `is_leaf` for trees of them."""
     return isinstance(node, Declaration)
 
 
 def map_declared(function: Callable[..., Any], declared: Any, *trees: Any) -> Any:
-    """`jax.tree.map` over a tree of declarations and others of its structure."""
+    """Apply `jax.tree.map` to a tree of declarations and other trees of the same structure."""
     return jax.tree.map(function, declared, *trees, is_leaf=is_declaration)
 
 
 def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
-    """The leaves of nested dicts that are trained, and those that are frozen, as two of them."""
+    """Split nested dicts into two: the trained leaves and the frozen leaves."""
     trained, frozen = {}, {}
     for name, node in declared.items():
         if is_declaration(node):
             (frozen if node.frozen else trained)[name] = tree[name]
             continue
-        for part, found in zip((trained, frozen), partition(node, tree[name]), strict=True):
-            if found:
-                part[name] = found
+        for part, subtree in zip((trained, frozen), partition(node, tree[name]), strict=True):
+            if subtree:
+                part[name] = subtree
     return trained, frozen
 
 
 def joined(one: Any, other: Any) -> Any:
-    """The nested dicts of which `partition` made two."""
+    """Merge two nested dicts without common leaves; the inverse of `partition`."""
     both = {name: joined(one[name], other[name]) for name in one.keys() & other.keys()}
     return one | other | both
 
@@ -100,17 +108,17 @@ _declarations: ContextVar[dict[str, dict[str, Declaration]] | None] = ContextVar
 
 @contextlib.contextmanager
 def record_declarations() -> Iterator[dict[str, dict[str, Declaration]]]:
-    """Collects what `param` declares meanwhile, in the structure of Haiku's parameters."""
-    found: dict[str, dict[str, Declaration]] = {}
-    token = _declarations.set(found)
+    """Collect what `param` declares inside the context, as {module: {name: declaration}}."""
+    declared: dict[str, dict[str, Declaration]] = {}
+    token = _declarations.set(declared)
     try:
-        yield found
+        yield declared
     finally:
         _declarations.reset(token)
 
 
 def declare(module: str, name: str, declaration: Declaration) -> None:
-    """Notes what a parameter declares, where `record_declarations` listens."""
+    """Record a parameter's declaration, if inside `record_declarations`; else does nothing."""
     declarations = _declarations.get()
     if declarations is not None:
         declarations.setdefault(module, {})[name] = declaration

@@ -1,4 +1,4 @@
-"""The (dp, mp) mesh of devices, and layouts on it."""
+"""The (dp, mp) device mesh, and shardings on it."""
 
 import contextlib
 import os
@@ -15,31 +15,31 @@ from mesh_transformer.util import InputError
 
 
 def use_virtual_devices(count: int) -> None:
-    """Makes the CPU backend show `count` devices, where the caller has not chosen a number.
+    """Make the CPU backend show `count` devices, unless the caller has chosen a number.
 
-    Harmless beside an accelerator, which stays the default backend; does nothing once JAX has
-    started or where `XLA_FLAGS` or `jax_num_cpu_devices` already say how many.
+    An accelerator remains the default backend.  Does nothing once JAX's backends have started, or
+    if `XLA_FLAGS` or `jax_num_cpu_devices` already sets the number.
     """
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if chosen or jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]
         return
-    # JAX refuses the setting once its backends run: the caller's devices are then what there is.
+    # JAX raises once its backends have started; the caller's devices are then used unchanged.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """The (dp, mp) mesh of `config.cores_per_replica` columns over `devices` (default: all).
+    """Return the (dp, mp) mesh over `devices` (default: all), with mp = cores_per_replica.
 
     Raises:
-      InputError: when the devices do not divide into replicas of that size.
+      InputError: if the number of devices is not a multiple of `config.cores_per_replica`.
     """
     devices = jax.devices() if devices is None else devices
     mp = config.cores_per_replica
     if len(devices) % mp:
         platform = devices[0].platform
         remedy = "set cores_per_replica to a divisor of their number"
-        if platform == "cpu" and len(devices) < mp:  # JAX ran before it was asked for more
+        if platform == "cpu" and len(devices) < mp:  # JAX started before virtual devices were set
             flag = f"--xla_force_host_platform_device_count={config.tpu_size}"
             remedy += f", or start with XLA_FLAGS={flag}"
         raise InputError(
@@ -50,7 +50,7 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def abstract(shapes: Any, layout: Any) -> Any:
-    """A tree of shapes and dtypes with the NamedShardings of another: arrays without data."""
+    """Combine a tree of shapes and dtypes with one of NamedShardings into ShapeDtypeStructs."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -59,5 +59,5 @@ def abstract(shapes: Any, layout: Any) -> Any:
 
 
 def named(mesh: Mesh, specs: Any) -> Any:
-    """The tree of PartitionSpecs as NamedShardings on `mesh`."""
+    """Convert a tree of PartitionSpecs to NamedShardings on `mesh`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)

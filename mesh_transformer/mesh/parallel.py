@@ -1,9 +1,9 @@
-"""The few things that a layer or a step may ask of the mesh.
+"""Collectives and layouts for model code: one interface with two ways to partition over mp.
 
-Programs run inside `shard_map`, and `Parallel` is what they see.  The replicas' side, dp, is
-written out once for all: f32 reductions, and ZeRO.  mp is the fork: `Manual` writes Megatron's
-collectives out, arrays are this device's blocks; `Auto` leaves mp to the compiler, arrays are
-global over it.  Both answer the same questions: no layer and no step knows which one it has.
+Model code runs inside `shard_map` and reaches the mesh only through a `Parallel`.  The collectives
+over dp are explicit: f32 reductions, and ZeRO's gathers and scatters.  The subclasses differ in mp.
+`Manual` also writes out Megatron's collectives, and arrays are this device's shards.  `Auto` leaves
+mp to the compiler, and arrays are global over mp.  Layers and steps need not know which they have.
 """
 
 import abc
@@ -25,9 +25,10 @@ from mesh_transformer.mesh.declaration import Declaration, declare, is_spec, map
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_cast(x: Array, axis: int, dtype: Any) -> Array:
-    """f32 parts along `axis` joined over dp and cast; their gradient is summed in f32.
+    """Cast f32 shards to `dtype` and all-gather them over dp along `axis`.
 
-    Without the custom rule the transpose would sum the replicas' gradients in `dtype`.
+    The gradient is summed over dp in f32.  Without the custom rule, the transpose would sum it in
+    `dtype`.
     """
     return lax.all_gather(x.astype(dtype), "dp", axis=axis, tiled=True)
 
@@ -44,7 +45,7 @@ def gather_cast_backward(axis: int, dtype: Any, _: None, g: Array) -> tuple[Arra
 gather_cast.defvjp(gather_cast_forward, gather_cast_backward)
 
 Axes = tuple[str | None, ...]
-GATHERED = "gathered"  # the name, for remat, of a split stream that is whole again
+GATHERED = "gathered"  # checkpoint_name of a split residual stream after its all-gather
 
 
 def _is_axes(node: Any) -> bool:
@@ -52,15 +53,23 @@ def _is_axes(node: Any) -> bool:
 
 
 class Parallel(abc.ABC):
-    """What a layer or a step may ask, inside `shard_map` over the mesh axes in `axes`.
+    """Collectives for code inside a `shard_map` over the mesh axes in `axes`.
 
-    Every value is typed with those of `axes` along which it differs between devices (`check_vma`).
-    `mp` is how many parts of a layer the program sees apart, `replicas` how many gradients of one
-    microbatch.  `declared` is a tree of the parameters' declarations.  `attention` is how that of a
-    whole sequence is computed (`flash_attention.chosen`).
+    Every value's type lists those of `axes` along which it varies between devices (`check_vma`).
+    The residual stream [B, T, D] is replicated on all devices of a replica or, with `split_stream`,
+    split by position over mp (sequence parallelism, Korthikanti 2022).
 
-    The residual stream [B, T, D] is the same on all devices of a replica, or with `split_stream`
-    (Korthikanti 2022) each holds its part of the positions.
+    In all methods `declared` is a tree of the parameters' declarations.
+
+    Attributes:
+      axes: the mesh axes that the program sees, whose collectives are explicit.
+      mp: the number of shards of a layer as the program sees it, 1 if the compiler splits mp.
+      dp: the number of data-parallel replicas.
+      replicas: the number of separate gradients of one microbatch: `dp`, or 1 with ZeRO 3, whose
+        backward pass already sums over dp.
+      attention: the backend for attention over a whole sequence (`attention_backend`).
+      zero_stage: 0 (no ZeRO), 1 or 3.
+      split_stream: whether the residual stream is split by position over mp.
     """
 
     mp = 1
@@ -82,57 +91,65 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        """The shape of this program's part of a global array split along `axes`."""
+        """Return the shape that the program sees of a global array split along `axes`."""
 
     @abc.abstractmethod
     def fan_out(self, x: Array) -> Array:
-        """Megatron's f: the stream whole on every device; backward a sum over mp into it."""
+        """Megatron's f: return the whole residual stream; its gradient is summed over mp."""
 
     @abc.abstractmethod
     def join(self, x: Array) -> Array:
-        """Megatron's g: a sum over mp of [B, T, D] into the stream; backward it is whole again."""
+        """Megatron's g: sum [B, T, D] over mp into the residual stream's layout.
+
+        The gradient is whole on every device.
+        """
 
     @abc.abstractmethod
     def own_positions(self, x: Array) -> Array:
-        """Of a whole [B, T, D] what the stream holds."""
+        """Return the positions of a whole [B, T, D] that this device's residual stream holds."""
 
     @abc.abstractmethod
     def sum(self, x: Array) -> Array:
-        """A sum over mp forward, identity backward."""
+        """Sum over mp; the backward pass is the identity."""
 
     @abc.abstractmethod
     def max(self, x: Array) -> Array:
-        """The maximum over mp; has no gradient."""
+        """Return the maximum over mp; has no gradient."""
 
     @abc.abstractmethod
     def rank(self) -> Array | int:
-        """Which mp part this program holds."""
+        """Return the index over mp of the shard that this program holds."""
 
     @abc.abstractmethod
     def gather(self, x: Array, axis: int = -1) -> Array:
-        """The parts of x along `axis`, joined over mp."""
+        """All-gather the shards of x over mp along `axis`."""
 
     @abc.abstractmethod
     def shard(self, x: Array, *axes: str | None) -> Array:
-        """x, with a hint how the compiler should lay it out."""
+        """Return x, constrained to be split along `axes` where the compiler partitions it."""
 
     @abc.abstractmethod
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
-        """`function`, which talks to the other replicas, on each mp part of an array."""
+        """Apply `function`, which has collectives over dp, to each mp shard of an array."""
 
-    def on_blocks(self, function: Callable[..., Any], given: Any, found: Any) -> Callable[..., Any]:
-        """`function` of each mp part of its arguments, for kernels, which know no types.
+    def on_blocks(
+        self, function: Callable[..., Any], in_axes: Any, out_axes: Any
+    ) -> Callable[..., Any]:
+        """Apply `function` to the mp shards of its arguments, unchecked by `check_vma`.
 
-        What it returns is taken to differ between all devices.
+        This is for kernels that do not declare along which mesh axes their outputs vary.  Results
+        are taken to vary along all axes.
 
         Args:
-          given, found: the `Axes` of each argument and result, where it is a tree of all leaves.
+          in_axes: the `Axes` of each argument; those of a tree apply to all its leaves.
+          out_axes: likewise for the result.
         """
         if not self.axes:
             return function
 
         def untyped(x: Array) -> Array:
-            # Any operation in there forgets its inputs' types; a kernel compares them, though.
+            # Kernels compare the varying axes of their inputs.  Without check_vma every operation
+            # drops them; this one has no other effect.
             return jnp.squeeze(jnp.expand_dims(x, 0), 0)
 
         def split(axes: Axes) -> P:
@@ -140,38 +157,38 @@ class Parallel(abc.ABC):
 
         inner = jax.shard_map(
             lambda *args: function(*jax.tree.map(untyped, args)),
-            in_specs=jax.tree.map(split, given, is_leaf=_is_axes),
-            out_specs=jax.tree.map(split, found, is_leaf=_is_axes),
+            in_specs=jax.tree.map(split, in_axes, is_leaf=_is_axes),
+            out_specs=jax.tree.map(split, out_axes, is_leaf=_is_axes),
             check_vma=False,
         )
-        return lambda *args: jax.tree.map(lambda x: self._differing(x, *self.axes), inner(*args))
+        return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
 
     def within(self, specs: Any) -> Any:
-        """The layouts (a tree of PartitionSpecs) as `shard_map` takes them: `axes` alone."""
+        """Restrict PartitionSpecs to `axes`, as `shard_map` requires."""
 
         def visible(spec: P) -> P:
             return P(*(axis if axis in self.axes else None for axis in spec))
 
         return jax.tree.map(visible, specs, is_leaf=is_spec)
 
-    def _differing(self, x: Array, *axes: str | None) -> Array:
-        """x, typed as one that differs along those of `axes` that the program sees."""
+    def _as_varying(self, x: Array, *axes: str | None) -> Array:
+        """Return x, typed as varying along those of `axes` that the program sees."""
         varying = tuple(axis for axis in self.axes if axis in axes)
         return lax.pcast(x, varying, to="varying") if varying else x
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Array:
-        """Zeros of this program's shape, that differ between the parts along `axes`."""
-        return self.shard(self._differing(jnp.zeros(shape, dtype), *axes), *axes)
+        """Return zeros of the program's own shape, split and varying along `axes`."""
+        return self.shard(self._as_varying(jnp.zeros(shape, dtype), *axes), *axes)
 
     def _zero_axis(self, declaration: Declaration) -> int | None:
-        # What is frozen has neither moments nor gradients to split: only to gather it a layer at
-        # a time saves memory.
+        # Frozen parameters have no moments or gradients to split.  Splitting them saves memory only
+        # where they are gathered one layer at a time, which is ZeRO 3.
         if not self.zero_stage or (declaration.frozen and self.zero_stage < 3):
             return None
         return declaration.zero_axis(self.dp)
 
     def at_rest(self, declared: Any) -> Any:
-        """The layouts of the state."""
+        """Return the layouts of the parameters, or their moments, in the state between steps."""
 
         def layout(d: Declaration) -> P:
             return d.spec if self._zero_axis(d) is None else d.at_rest(self.dp)
@@ -179,16 +196,17 @@ class Parallel(abc.ABC):
         return map_declared(layout, declared)
 
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
-        """Once a step: the state's parameters as the forward pass takes them, in `dtype`.
+        """Convert the state's parameters to `dtype` for the forward pass, once per step.
 
-        ZeRO 3 leaves what it splits in f32, for `collect` to cast: so its gradients are f32 too.
-        What is frozen has none.
+        ZeRO 1 also gathers what it splits.  ZeRO 3 leaves that split, and in f32 for `collect` to
+        cast, so that its gradients are f32 too.  Frozen parameters, which have no gradient, are
+        cast here.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
             axis = self._zero_axis(d)
             if axis is None:
-                return self._differing(x.astype(dtype), "dp")
+                return self._as_varying(x.astype(dtype), "dp")
             if self.zero_stage == 3:
                 return x.astype(dtype if d.frozen else jnp.float32)
             return self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
@@ -196,42 +214,43 @@ class Parallel(abc.ABC):
         return map_declared(copy, declared, params)
 
     def spread(self, params: Any, declared: Any) -> Any:
-        """Once a microbatch: parameters that mp does not split, and whose users differ over mp.
+        """Mark replicated parameters that mp-varying code reads as varying, once per microbatch.
 
-        So their gradients are summed over mp together, in f32; each in its layer would be a word
-        more.
+        Their gradients are then all-reduced over mp together, in f32, and not once per layer.
+        These are adapters and, with `split_stream`, all parameters that mp does not split.
         """
 
         def one(d: Declaration, x: Array) -> Array:
-            everywhere = "mp" in tuple(d.spec) or not (d.adapter or self.split_stream)
-            if everywhere:
+            unaffected = "mp" in tuple(d.spec) or not (d.adapter or self.split_stream)
+            if unaffected:
                 return x
-            return self._differing(x.astype(jnp.float32), "mp").astype(x.dtype)
+            return self._as_varying(x.astype(jnp.float32), "mp").astype(x.dtype)
 
         return map_declared(one, declared, params)
 
     def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
-        """At the point of use: the parameters of one part, whole but for mp, in `dtype`."""
+        """Return parameters in `dtype`, split over mp only; called right before they are used."""
 
         def whole(d: Declaration, x: Array) -> Array:
             axis = self._zero_axis(d) if self.zero_stage == 3 else None
             if axis is not None:
                 x = self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
-            # And so for its gradient: else TPUs keep some in another layout, with all-to-alls.
+            # This also constrains the gradient, without which TPUs keep some gradients in another
+            # layout and convert them by all-to-alls.
             return self.shard(x, *d.spec)
 
         return map_declared(whole, declared, params)
 
     def accumulator(self, params: Any, declared: Any) -> Any:
-        """Zeros in f32 for the sum of gradients over microbatches."""
+        """Return f32 zeros to which the gradients of all microbatches are added."""
 
         def zeros(d: Declaration, x: Array) -> Array:
-            return self._differing(jnp.zeros(x.shape, jnp.float32), "dp", *d.spec)
+            return self._as_varying(jnp.zeros(x.shape, jnp.float32), "dp", *d.spec)
 
         return map_declared(zeros, declared, params)
 
     def mean(self, grads: Any, declared: Any) -> Any:
-        """Once a step: the mean of the gradients over dp, in the state's layout."""
+        """Return the mean of the gradients over dp in the state's layout, once per step."""
 
         def sum_over_replicas(d: Declaration, g: Array) -> Array:
             axis = self._zero_axis(d)
@@ -248,19 +267,23 @@ class Parallel(abc.ABC):
         return map_declared(mean, declared, grads)
 
     def _sum_over(self, x: Array, axes: tuple[str, ...]) -> Array:
-        """The sum over those of `axes` that the program sees."""
+        """Sum x over those of `axes` that the program sees."""
         seen = tuple(axis for axis in self.axes if axis in axes)
         return lax.psum(x, seen) if seen else x
 
     def _total(self, squares: Any, axes: Any) -> Array:
-        """The sum over leaves, each over the mesh axes that `axes` names for it."""
+        """Sum all leaves, each also over its own mesh axes in the tree `axes`."""
         by_axes: dict[tuple[str, ...], list[Array]] = {}
         jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
         sums = [self._sum_over(sum(xs[1:], xs[0]), names) for names, xs in by_axes.items()]
         return jnp.sum(jnp.stack(sums))
 
     def total(self, squares: Any, declared: Any) -> Array:
-        """The sum of one number a leaf, leaves in the state's layout, over all their parts."""
+        """Sum one number per leaf over all leaves and their shards in the state's layout.
+
+        Args:
+          squares: a scalar per leaf, computed from this program's part of it.
+        """
 
         def axes(d: Declaration) -> tuple[str, ...]:
             mp = ("mp",) if "mp" in tuple(d.spec) else ()
@@ -269,28 +292,31 @@ class Parallel(abc.ABC):
         return self._total(squares, map_declared(axes, declared))
 
     def micro(self, grads: Any, declared: Any) -> Any:
-        """One microbatch's gradient as one of the `replicas` has it."""
-        # ZeRO 3 has already summed most leaves over dp: all replicas make one.
+        """Return one microbatch's gradient on one of the `replicas`."""
+        # ZeRO 3 has already summed most leaves over dp; `mean` sums the others and divides.
         return self.mean(grads, declared) if self.zero_stage == 3 else grads
 
     def micro_total(self, squares: Any, declared: Any) -> Array:
-        """As `total`, of what was computed from `micro`."""
+        """Same as `total`, for scalars computed from the result of `micro`."""
         if self.zero_stage == 3:
             return self.total(squares, declared)
         mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
         return self._total(squares, mp)
 
     def mean_scalar(self, x: Array) -> Array:
-        """The mean over dp of what each replica measured."""
+        """Return the mean over dp of a value that each replica has measured."""
         return self._sum_over(x, ("dp",)) / self.dp
 
 
-def _mp_alone(axes: Iterable[Any]) -> P:
+def _mp_only(axes: Iterable[Any]) -> P:
     return P(*(axis if axis == "mp" else None for axis in axes))
 
 
 class Auto(Parallel):
-    """dp written out, mp left to the compiler; without a mesh, one device and no collective."""
+    """Explicit dp, with mp left to the compiler.
+
+    Without a mesh: one device, no collectives.
+    """
 
     def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0, **choices: Any):
         super().__init__(mesh, zero_stage, **choices)
@@ -325,20 +351,20 @@ class Auto(Parallel):
     def shard(self, x: Array, *axes: str | None) -> Array:
         if not self.axes:
             return x
-        return lax.with_sharding_constraint(x, _mp_alone(axes))
+        return lax.with_sharding_constraint(x, _mp_only(axes))
 
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
         if not self.axes:
             return function
-        # Left to itself, the compiler would join the parts before it lets the replicas talk.
-        split = _mp_alone(spec)
+        # Otherwise the compiler would gather the shards over mp before the collective over dp.
+        split = _mp_only(spec)
         return jax.shard_map(function, in_specs=split, out_specs=split, axis_names={"mp"})
 
 
 class Manual(Parallel):
-    """dp and mp written out: arrays are this device's blocks.
+    """Explicit dp and mp: arrays are this device's shards.
 
-    `pcast` to varying transposes to a psum, which makes Megatron's f of it.
+    Megatron's f is a `pcast` to varying, whose transpose is a psum.
     """
 
     axes = ("dp", "mp")
@@ -399,11 +425,12 @@ def param(
     summed: bool = False,
     adapter: bool = False,
 ) -> Array:
-    """A parameter of the current Haiku module, declared once: global shape, layout, initialiser.
+    """Declare a parameter of the current Haiku module and return this program's part of it.
 
     Args:
-      axes: which mesh axis splits each array axis.
-      decay: whether weight decay applies (the original decays matrices alone).
+      shape: the global shape.
+      axes: the mesh axis that splits each array axis, or None.
+      decay: whether weight decay applies (the original decays only matrices).
       summed, adapter: see `Declaration`.
     """
     declare(current_name(), name, Declaration(shape, P(*axes), decay, summed, adapter))

@@ -1,4 +1,4 @@
-"""A batch's rows over the replicas of a mesh: this process's onto its devices, and back."""
+"""Batch rows on a mesh that may span processes: placement on devices, and reassembly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,34 +13,36 @@ from mesh_transformer.util import HostError
 
 
 class Rows:
-    """Which rows of a batch are this process's, on a (dp, mp) mesh that others may share.
+    """This process's batch rows on a (dp, mp) mesh that may span processes.
 
     Attributes:
-      replicas: the dp rows of the mesh, ascending, that this process has devices of.  Where a
-        replica spans processes, each of them gives, and gets, the same rows of the batch.
-      alone: whether all of the mesh's devices are this process's.
+      replicas: the indices over dp, ascending, of the replicas that have devices in this process.
+        If a replica spans processes, each of them passes in and gets back the same batch rows.
+      alone: whether all of the mesh's devices belong to this process.
     """
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.dp = mesh.shape["dp"]
-        here = jax.process_index()
+        process = jax.process_index()
         self.replicas = [
             replica
             for replica, devices in enumerate(mesh.devices)
-            if any(device.process_index == here for device in devices)
+            if any(device.process_index == process for device in devices)
         ]
-        self.alone = all(device.process_index == here for device in mesh.devices.flat)
+        self.alone = all(device.process_index == process for device in mesh.devices.flat)
 
     def pad(self, rows: np.ndarray) -> np.ndarray:
-        """The rows and copies of the first, so that they divide over this process's replicas."""
+        """Append copies of the first row, so that rows divide over this process's replicas."""
         missing = -len(rows) % len(self.replicas)
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
     def place(self, tree: Any, spec: P) -> Any:
-        """Arrays of this process's rows as arrays on the mesh, of all processes' rows.
+        """Make global arrays on the mesh from the rows of this process.
 
-        The rows are along the axis that `spec` gives to dp, as many to each replica.
+        Args:
+          tree: arrays with an equal number of rows for each of this process's replicas.
+          spec: the layout of the global arrays; rows are along the axis that it splits over dp.
         """
         sharding = NamedSharding(self.mesh, spec)
         if self.alone:
@@ -48,11 +50,11 @@ class Rows:
         axis = tuple(spec).index("dp")
 
         def place(x: np.ndarray) -> Array:
-            rows = x.shape[axis] // len(self.replicas)  # of one replica
+            rows = x.shape[axis] // len(self.replicas)  # per replica
 
             def part(index: Any) -> np.ndarray:
-                held = self.replicas.index((index[axis].start or 0) // rows)
-                return np.take(x, range(held * rows, (held + 1) * rows), axis)
+                local = self.replicas.index((index[axis].start or 0) // rows)
+                return np.take(x, range(local * rows, (local + 1) * rows), axis)
 
             shape = (*x.shape[:axis], rows * self.dp, *x.shape[axis + 1 :])
             return jax.make_array_from_callback(shape, sharding, part)
@@ -60,9 +62,10 @@ class Rows:
         return jax.tree.map(place, tree)
 
     def fetch(self, x: Array, count: int) -> Array | np.ndarray:
-        """The first `count` of this process's rows of x, which dp splits along its first axis.
+        """Return the first `count` of this process's rows of x, split over dp on its first axis.
 
-        A mesh of this process alone gives a device array at once; else it is numpy's.
+        If all of the mesh belongs to this process, the result is a device array, without a wait;
+        else a numpy array.
         """
         if self.alone:
             return x if count == len(x) else x[:count]
@@ -71,32 +74,43 @@ class Rows:
 
 
 def share(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
-    """The rows along `axis` of those of the dp replicas; dp divides their number."""
+    """Return the rows along `axis` that belong to `replicas`; dp must divide their number."""
     parts = np.split(x, dp, axis)
     return np.concatenate([parts[replica] for replica in replicas], axis)
 
 
 def places(replicas: list[list[int]], size: int) -> list[np.ndarray]:
-    """Which of all rows are whose, for processes that hold these replicas of `size` rows each."""
+    """Return each process's row indices in the whole batch.
+
+    Args:
+      replicas: the replicas that each process holds.
+      size: rows per replica.
+    """
     return [
-        np.concatenate([np.arange(replica * size, (replica + 1) * size) for replica in held])
-        for held in replicas
+        np.concatenate([np.arange(replica * size, (replica + 1) * size) for replica in own])
+        for own in replicas
     ]
 
 
-def gathered(found: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarray:
-    """All rows, from what each process found for the rows at its places; every row is someone's.
+def gathered(results: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarray:
+    """Assemble the rows of the whole batch from the results of all processes.
+
+    Args:
+      results: each process's rows.
+      at: each process's row indices (`places`); together they must cover every row.
 
     Raises:
-      HostError: where two that have the same row found something else for it, if only by a bit.
+      HostError: if two processes returned different bits for the same row.
     """
-    count = 1 + max(int(places.max(initial=-1)) for places in at)
-    whole = np.empty((count, *found[0].shape[1:]), found[0].dtype)
+    count = 1 + max(int(indices.max(initial=-1)) for indices in at)
+    whole = np.empty((count, *results[0].shape[1:]), results[0].dtype)
     known = np.zeros(count, bool)
-    for rank, (rows, places) in enumerate(zip(found, at, strict=True)):
-        again = known[places]
-        # As bytes, in which NaN equals NaN.
-        if whole[places[again]].tobytes() != rows[again].tobytes():
-            raise HostError(f"host {rank} disagrees with one before it about the same rows")
-        whole[places], known[places] = rows, True
+    for rank, (rows, indices) in enumerate(zip(results, at, strict=True)):
+        again = known[indices]
+        # Compared as bytes, so that NaN equals NaN.
+        if whole[indices[again]].tobytes() != rows[again].tobytes():
+            raise HostError(
+                f"host {rank} and an earlier host returned different values for the same row"
+            )
+        whole[indices], known[indices] = rows, True
     return whole

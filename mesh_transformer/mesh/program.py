@@ -1,4 +1,4 @@
-"""Programs over a mesh: partitioned, compiled with which options, and cached on disk."""
+"""Programs on a mesh: partitioning, compiler options and the on-disk compilation cache."""
 
 import contextlib
 import functools
@@ -18,26 +18,27 @@ VARIABLE = "MESH_TRANSFORMER_CACHE"
 
 
 def use_compilation_cache() -> None:
-    """Turns JAX's persistent cache on, in `$MESH_TRANSFORMER_CACHE` or the user's cache folder.
+    """Enable JAX's persistent cache in `$MESH_TRANSFORMER_CACHE` or the user's cache folder.
 
-    An empty variable turns it off.  A cache that JAX was already given stays as it is.
+    An empty variable disables it.  A cache folder already set in JAX's configuration is kept.
     """
     folder = os.environ.get(VARIABLE, str(cache_folder() / "compiled"))
     if not folder or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_compilation_cache_dir", folder)
-    # By default what compiles within a second is not kept; a start has hundreds of those.
+    # By default JAX skips programs that compile within a second; a start has hundreds of those.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if "://" not in folder:
         _write_in_every_process()
 
 
 def _write_in_every_process() -> None:
-    """Has each process of several keep what it compiles; by itself JAX has the first do so alone.
+    """Make every process write to the cache; by default JAX lets only process 0 write.
 
-    That spares storage which all of them share.  But hosts have a disk each, without which all but
-    the first would compile anew at every start; and on CPUs a process's programs are its own.  JAX
-    has no setting for this: where its inside is not the one known here, it stays as it is.
+    JAX's default suits storage that all processes share.  Here each host has its own disk, and all
+    hosts but the first would compile again at every start.  On CPUs, moreover, each process
+    compiles different programs.  JAX has no setting for this, so its private function is wrapped;
+    in a JAX version without it nothing changes.
     """
     try:
         from jax._src import compiler, distributed
@@ -47,34 +48,34 @@ def _write_in_every_process() -> None:
         return
 
     @functools.wraps(write)
-    def write_here(*args: Any, **kwargs: Any) -> None:
+    def write_as_process_0(*args: Any, **kwargs: Any) -> None:
         rank, state.process_id = state.process_id, 0
         try:
             write(*args, **kwargs)
         finally:
             state.process_id = rank
 
-    compiler._cache_write = write_here
+    compiler._cache_write = write_as_process_0
 
 
-# TPUs with an engine of its own for collectives; on the older ones the options change nothing.
+# TPUs with a separate engine for collectives; on older ones the async options have no effect.
 ASYNC_KINDS = ("TPU v5", "TPU v6")
 
 
 def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
-    """The options of a training step on those devices; None where there are none."""
+    """Return the compiler options of a training step on the mesh's devices, or None."""
     device = mesh.devices.flat[0]
     if device.platform != "tpu":
         return None
     options: dict[str, Any] = {}
     if config.zero == 3:
-        # The pass moves sums over replicas out of the loop over microbatches.  ZeRO 3 has none
-        # that could leave it, as they are scattered in the loop over layers; and a prototype's
-        # crashed the compiler there (libtpu 0.0.42), though small models compile with the pass.
+        # This pass moves sums over replicas out of the loop over microbatches.  ZeRO 3 has none to
+        # move: its sums are reduce-scattered in the loop over layers.  On a prototype's sums there
+        # the pass crashed the compiler (libtpu 0.0.42), though small models compile with it.
         options["xla_disable_hlo_passes"] = "while-loop-all-reduce-code-motion"
     if any(kind in device.device_kind for kind in ASYNC_KINDS):
-        # Off by default.  The activations' all-reduce of the backward pass then runs beside the
-        # matmuls of the weights' gradients, which do not wait for it.
+        # Off by default.  They let the backward pass all-reduce the activations' gradients while
+        # it computes the weights' gradients, whose matmuls do not depend on that all-reduce.
         options["xla_enable_async_all_reduce"] = "true"
         options["xla_tpu_enable_async_collective_fusion_fuse_all_reduce"] = "true"
     return options or None
@@ -83,8 +84,8 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
 def parallel_of(
     config: Config, mesh: Mesh, *, attention: str = "xla", split_stream: bool = False
 ) -> Parallel:
-    """Who splits over mp."""
-    if mesh.size == 1:  # nobody to talk to: even a sum over one device would take its time
+    """Return the `Parallel` that `config.partitioning` names, or one without collectives."""
+    if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)
     kind = Auto if config.partitioning == "jit" else Manual
     return kind(mesh, config.zero or 0, attention=attention, split_stream=split_stream)
@@ -100,14 +101,18 @@ def partitioned(
     attention: str = "xla",
     split_stream: bool = False,
 ) -> Callable[..., Any]:
-    """`function(*args, config=, par=)` on every part of the mesh, as one function of the whole.
+    """Partition `function(*args, config=, par=)` over the mesh, as a function of global arrays.
 
-    `attention` is the backend for attention over whole sequences (`attention_backend`).
+    Args:
+      in_specs: the PartitionSpecs of the arguments.
+      out_specs: the PartitionSpecs of the results.
+      attention: the backend for attention over whole sequences (`attention_backend`).
+      split_stream: whether the residual stream is split by position over mp.
     """
     par = parallel_of(config, mesh, attention=attention, split_stream=split_stream)
 
     def program(*args: Any) -> Any:
-        # TPUs and newer GPUs would round f32 matmul inputs to fewer bits unless told not to.
+        # By default TPUs and newer GPUs round f32 matmul inputs to fewer bits.
         exact = config.dtype == "float32"
         with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
             return function(*args, config=config, par=par)
@@ -133,6 +138,7 @@ def compiled(
     *,
     attention: str = "xla",
 ) -> Callable[..., Any]:
+    """Return `partitioned(function, ...)` under `jit`, with its layouts and donated arguments."""
     return jax.jit(
         partitioned(function, config, mesh, in_specs, out_specs, attention=attention),
         in_shardings=named(mesh, in_specs),

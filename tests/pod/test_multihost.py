@@ -119,5 +119,7 @@ def test_hosts_with_the_same_rows_must_agree_to_the_bit():
     np.testing.assert_array_equal(joined([rows, rows], [[0], [0]]), rows)  # NaN equals NaN
     other = rows.copy()
     other[1, 1] = np.nextafter(2.5, 3)
-    with pytest.raises(HostError, match="host 1 disagrees with one before it about the same rows"):
+    with pytest.raises(
+        HostError, match="host 1 and an earlier host returned different values for the same row"
+    ):
         joined([rows, other[1:]], [[0, 1], [1]])
