@@ -1,1 +1,1 @@
-"""Plans without devices, and benchmarks with them."""
+"""Benchmarks on devices that are present, and plans for devices that need not be."""

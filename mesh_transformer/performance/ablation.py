@@ -1,6 +1,7 @@
-"""The train step beside itself with one optimisation off at a time, and with all of them off.
+"""Ablation of the train step: timings with one optimisation off at a time, and with all off.
 
-What has no key of the config is switched off from here: the library knows nothing of it.
+Optimisations without a config key are switched off by patching the library from this module, so
+that the library itself needs no code for ablations.
 """
 
 import contextlib
@@ -30,42 +31,52 @@ from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import StoppedError
 
-COMPARED_STEPS = 2
-# Of the loss: another order of sums rounds otherwise, and the second step's follows an update.
+COMPARED_STEPS = 2  # steps whose losses are compared; the second loss follows an update
+# Relative tolerance of the losses, since sums in another order round differently.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A train step; as the library has it unless something else is said."""
+    """A variant of the train step; with the default values, the library's own step.
+
+    Attributes:
+      keys: config keys to replace.
+      own_sums: no `fan_out`: the gradient of each use of the normed activations has its own
+        all-reduce.
+      unrolled: no scan over layers.
+      kept: the state is not donated.
+      plain: no remat: the backward pass reads everything that the forward pass computed.
+    """
 
     name: str
-    keys: dict[str, Any] = dataclasses.field(default_factory=dict)  # the config's
-    own_sums: bool = False  # no fan_out: each use of the normed activations is summed by itself
-    unrolled: bool = False  # no scan over layers
-    kept: bool = False  # the state is not donated
-    plain: bool = False  # the backward pass finds all that the forward pass has computed
+    keys: dict[str, Any] = dataclasses.field(default_factory=dict)
+    own_sums: bool = False
+    unrolled: bool = False
+    kept: bool = False
+    plain: bool = False
 
 
 def variants(config: Config, mesh: Mesh) -> list[Variant]:
-    """The library as it is, with one thing off each, and with all off."""
+    """Returns the library's own step, one variant per optimisation off, and one with all off."""
     whole_loss = {"loss_chunk": config.seq}
-    # The compiler places its own sums, and one device has nobody to sum with.
+    # Under jit the compiler places the all-reduces, a single device has none, and with sharded
+    # activations `fan_out` is an all-gather.
     manual = mesh.size > 1 and config.partitioning == "shard_map" and not config.shard_activations
-    found = [Variant("as it is")]
+    result = [Variant("as it is")]
     if config.loss_chunk < config.seq:
-        found.append(Variant("loss not in chunks", whole_loss))
+        result.append(Variant("loss not in chunks", whole_loss))
     if manual:
-        found.append(Variant("each matmul its own sum", own_sums=True))
-    found += [Variant("layers unrolled", unrolled=True), Variant("state not donated", kept=True)]
+        result.append(Variant("each matmul its own sum", own_sums=True))
+    result += [Variant("layers unrolled", unrolled=True), Variant("state not donated", kept=True)]
     policies = [policy for policy in ("full", "dots", "none") if policy != config.remat]
-    found += [Variant(f"remat {policy}", {"remat": policy}) for policy in policies]
+    result += [Variant(f"remat {policy}", {"remat": policy}) for policy in policies]
     naive = Variant("all off", whole_loss, manual, unrolled=True, kept=True, plain=True)
-    return [*found, Variant("everything kept", plain=True), naive]
+    return [*result, Variant("everything kept", plain=True), naive]
 
 
 class OwnSums(Manual):
-    """What reads x reads it as it is: JAX gives each use its own way to all parts of mp."""
+    """`Manual` without `fan_out`: JAX casts x to varying over mp separately for each use."""
 
     def fan_out(self, x: Array) -> Array:
         return x
@@ -73,41 +84,44 @@ class OwnSums(Manual):
 
 @contextlib.contextmanager
 def switched(variant: Variant) -> Iterator[None]:
-    """The library, while it traces a step, with what the variant has no key for."""
+    """Patches the library for those options of a variant that have no config key.
+
+    The train step must be traced inside the context.
+    """
     scan, jit, checkpoint = jax.lax.scan, jax.jit, jax.checkpoint
     unrolled = 0
 
-    def scan_of_layers(body: Any, *args: Any, **options: Any) -> Any:
+    def unroll_layers(body: Any, *args: Any, **options: Any) -> Any:
         nonlocal unrolled
         if not body.__qualname__.startswith("residual_stream."):
             return scan(body, *args, **options)
         unrolled += 1
         return scan(body, *args, **options | {"unroll": True})
 
-    def checkpoint_outside_a_scan(function: Any, prevent_cse: bool = True, **options: Any) -> Any:
-        # Else the compiler would merge what is computed again with the first time.
+    def checkpoint_outside_scan(function: Any, prevent_cse: bool = True, **options: Any) -> Any:
+        # Outside a scan the compiler would otherwise merge the recomputation with the original.
         return checkpoint(function, prevent_cse=True, **options)
 
-    def jit_that_keeps(function: Any, donate_argnums: Any = None, **options: Any) -> Any:
+    def jit_without_donation(function: Any, donate_argnums: Any = None, **options: Any) -> Any:
         return jit(function, **options)
 
     with contextlib.ExitStack() as patches:
         if variant.own_sums:
             patches.enter_context(mock.patch.object(program, "Manual", OwnSums))
         if variant.unrolled:
-            patches.enter_context(mock.patch.object(jax.lax, "scan", scan_of_layers))
-            patches.enter_context(mock.patch.object(jax, "checkpoint", checkpoint_outside_a_scan))
+            patches.enter_context(mock.patch.object(jax.lax, "scan", unroll_layers))
+            patches.enter_context(mock.patch.object(jax, "checkpoint", checkpoint_outside_scan))
         if variant.plain:
             patches.enter_context(mock.patch.object(gptj, "_remat", lambda run, _: run))
         if variant.kept:
-            patches.enter_context(mock.patch.object(jax, "jit", jit_that_keeps))
+            patches.enter_context(mock.patch.object(jax, "jit", jit_without_donation))
         yield
-    assert unrolled or not variant.unrolled, "the scan over layers has another name"
+    assert unrolled or not variant.unrolled, "the function that scans over layers was renamed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A variant's program, its losses in the first steps, and what the compiler says of it."""
+    """A variant's compiled program, the losses of its first steps, and its compiler figures."""
 
     variant: Variant
     run: Any
@@ -118,7 +132,10 @@ class Compiled:
 def compile_variant(
     variant: Variant, config: Config, mesh: Mesh, state: Any, batch: Any
 ) -> Compiled:
-    """The variant's program, run for the first steps from `state`, which it may use up."""
+    """Compiles a variant's step and runs it `COMPARED_STEPS` times from `state`.
+
+    The state is donated unless the variant says otherwise.
+    """
     began = time.perf_counter()
     with switched(variant):
         train_step = steps.compile_train(config.replace(**variant.keys), mesh)
@@ -130,9 +147,9 @@ def compile_variant(
         state, metrics = run(state, batch)
         losses.append(float(metrics["loss"]))
     collectives = [
-        (times, each.bytes)
-        for each, times in hlo.parse(run.as_text()).runs()
-        if each.kind == "all-reduce" and not each.is_alone
+        (times, collective.bytes)
+        for collective, times in hlo.parse(run.as_text()).runs()
+        if collective.kind == "all-reduce" and not collective.is_alone
     ]
     figures = {
         "compile_seconds": seconds,
@@ -145,58 +162,63 @@ def compile_variant(
 
 
 def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
-    """Times all variants by turns on one run's state, each round in another order.
+    """Times all variants in turn on one state, each round beginning with another variant.
+
+    Returns:
+      The figures of all variants, as JSON-serialisable values.
 
     Raises:
-      StoppedError: where two variants do not have the same loss.
+      StoppedError: if a variant's losses differ from the library's.
     """
-    config = config.replace(warmup_steps=0)  # so that the first update counts in the second loss
+    config = config.replace(warmup_steps=0)  # so that the first update affects the second loss
     rows = Rows(mesh)
     batch = rows.place(benchmark.random_sample(config, rows), P(None, "dp"))
     fresh, key = steps.compile_init(config, mesh), jax.random.key(config.seed)
-    wanted = variants(config, mesh)
-    with tqdm(total=len(wanted) * (1 + rounds), desc="compiling", leave=False) as bar:
+    selected = variants(config, mesh)
+    with tqdm(total=len(selected) * (1 + rounds), desc="compiling", leave=False) as bar:
         programs = []
-        for variant in wanted:
+        for variant in selected:
             programs.append(compile_variant(variant, config, mesh, fresh(key), batch))
             bar.update()
         check_losses(programs, TOLERANCE[config.dtype])
         bar.set_description("timing")
         state, order = jax.block_until_ready(fresh(key)), list(range(len(programs)))
         seconds: list[list[float]] = [[] for _ in programs]
-        for turn in range(rounds):
-            first = turn % len(order)
-            for place in itertools.chain(order[first:], order[:first]):
-                step = functools.partial(programs[place].run, state, batch)
-                spent, (state, _) = benchmark.timed(step)
-                seconds[place].append(spent)
+        for round_number in range(rounds):
+            first = round_number % len(order)
+            for index in itertools.chain(order[first:], order[:first]):
+                step = functools.partial(programs[index].run, state, batch)
+                elapsed, (state, _) = benchmark.timed(step)
+                seconds[index].append(elapsed)
                 bar.update()
     return {
         "rounds": rounds,
         "loss_tolerance": TOLERANCE[config.dtype],
         "variants": [
-            _told(each, own, seconds[0]) for each, own in zip(programs, seconds, strict=True)
+            _summary(compiled, own, seconds[0])
+            for compiled, own in zip(programs, seconds, strict=True)
         ],
     }
 
 
 def check_losses(programs: list[Compiled], tolerance: float) -> None:
-    """Raises StoppedError where a variant has other losses than the first one."""
-    for each in programs[1:]:
-        if not np.allclose(each.losses, programs[0].losses, rtol=tolerance, atol=0):
+    """Raises StoppedError if a variant's losses differ from those of the first one."""
+    for compiled in programs[1:]:
+        if not np.allclose(compiled.losses, programs[0].losses, rtol=tolerance, atol=0):
             raise StoppedError(
-                f"{each.variant.name}: the losses are {each.losses}, those of the library "
-                f"{programs[0].losses}; expected the same to {tolerance}"
+                f"{compiled.variant.name}: the losses are {compiled.losses}, but the library's "
+                f"are {programs[0].losses}; expected a relative difference of at most {tolerance}"
             )
 
 
-def _told(program: Compiled, seconds: list[float], library: list[float]) -> dict[str, Any]:
-    ratios = [one / other for one, other in zip(seconds, library, strict=True)]
+def _summary(compiled: Compiled, seconds: list[float], library: list[float]) -> dict[str, Any]:
+    """Returns a variant's figures; ratios are to the library's step of the same round."""
+    ratios = [own / baseline for own, baseline in zip(seconds, library, strict=True)]
     return {
-        "name": program.variant.name,
+        "name": compiled.variant.name,
         "step_seconds": statistics.median(seconds),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "losses": program.losses,
-        **program.figures,
+        "losses": compiled.losses,
+        **compiled.figures,
     }

@@ -1,7 +1,7 @@
-"""How fast a config is on devices that are here: its train step, and decoding.
+"""Speed of a config's train step and of its decoding, measured on the devices present.
 
-What is measured are the library's own compiled functions, by the host's clock, each time until the
-devices are done.  Bytes are of one device where nothing else is said.
+Measures the library's own compiled functions by the host's clock; each timing ends when the
+devices have finished.  Byte counts are per device unless stated otherwise.
 """
 
 import dataclasses
@@ -33,13 +33,14 @@ from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
 PROFILED_STEPS, TOLD_OPERATIONS = 3, 10
-# A CPU's peak beside a step: what it keeps up, and with the matmuls that suit it best.
+# Matmul sizes, and seconds per size, for measuring a CPU's peak next to a step: long enough for
+# the speed to be sustained, and the fastest size counts.
 PEAK_SIZES, PEAK_SECONDS = (512, 1024, 2048), 0.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What all devices of a mesh can do together, FLOP/s and bytes/s, and who says so."""
+    """Combined FLOP/s and bytes/s of all devices of a mesh, and the source of these figures."""
 
     hardware: str
     flops: float
@@ -48,44 +49,53 @@ class Limits:
 
 
 def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
-    """The limits of a mesh's devices, or of as many of the hardware of that name.
+    """Returns the limits of a mesh's devices, or of as many devices of the named hardware.
 
-    None for a device that the table does not know.  CPU devices are virtual: all of them together
-    are one machine, whose limits are measured.
+    None for a device that is not in the hardware table.  CPU devices are virtual: all of them
+    together are one machine, whose limits are measured.
     """
     if name is None:
         device = mesh.devices.flat[0]
-        one = (
+        hardware = (
             accelerators.hardware("cpu", dtype)
             if device.platform == "cpu"
             else accelerators.hardware_of(device)
         )
     else:
-        one = accelerators.hardware(name, dtype)
-    if one is None:
+        hardware = accelerators.hardware(name, dtype)
+    if hardware is None:
         return None
-    count = 1 if one.name == "cpu" else mesh.size
-    dense = f"{dtype} matmul" if one.name == "cpu" else "dense bf16"
-    return Limits(one.name, count * one.peak, count * one.hbm, f"{dense}, {one.source}")
+    count = 1 if hardware.name == "cpu" else mesh.size
+    dense = f"{dtype} matmul" if hardware.name == "cpu" else "dense bf16"
+    source = f"{dense}, {hardware.source}"
+    return Limits(hardware.name, count * hardware.peak, count * hardware.hbm, source)
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What a train step's time comes to.  FLOPs are PaLM's; None: the peak is not known."""
+    """Throughput and utilisation of a train step, on all devices together.
+
+    Attributes:
+      tflops: TFLOP/s, with the FLOPs counted as PaLM counts them.
+      mfu, hfu: model and hardware FLOPs utilisation, 0 to 1; the latter counts the matmuls that
+        run, recomputed ones included.  None if the peak is unknown.
+    """
 
     tokens_per_second: float
-    tflops: float  # a second, of all devices
+    tflops: float
     mfu: float | None
-    hfu: float | None  # of what is really multiplied, again or not
+    hfu: float | None
 
 
 def speed(
     config: Config, tokens: int, seconds: float, peak: float | None, attention: str = "xla"
 ) -> Speed:
-    """Of a step of so many tokens; `peak` is the FLOP/s of all devices together.
+    """Computes throughput and utilisation from a step's time.
 
     Args:
-      attention: what computes it, as `flash_attention.chosen` names it.
+      tokens, seconds: of the step.
+      peak: FLOP/s of all devices together, if known.
+      attention: attention backend, as `attention_backend` returns it.
     """
     rate = tokens / seconds
     return Speed(
@@ -98,26 +108,26 @@ def speed(
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Seconds of a train step, and what the step takes."""
+    """Timings of a train step, and its speed and memory."""
 
     compile_seconds: float
     first_step_seconds: float
-    step_seconds: float  # the median
+    step_seconds: float  # median
     all_step_seconds: list[float]
     tokens_per_step: int
-    peak_flops: float | None  # of all devices together
+    peak_flops: float | None  # FLOP/s of all devices together
     speed: Speed
-    loss: float  # of the last step, on random tokens
+    loss: float  # last step, on random tokens
     peak_bytes: int
     peak_bytes_source: str
-    temporary_bytes: int  # by the compiler
+    temporary_bytes: int  # according to the compiler
     profile: list[device_trace.Operation] | None
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random `obs` and `target` [A, B, T] for one step, of this process's rows.
+    """Returns random `obs` and `target` [A, B, T] for one step, with this process's rows.
 
-    Processes that share a replica have the same.
+    Processes that share a replica get the same tokens.
     """
     count = config.per_replica_batch * len(rows.replicas)
     shape = (config.gradient_accumulation_steps, count, config.seq + 1)
@@ -127,15 +137,15 @@ def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.nda
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds until what a function returns is there, and what it returns."""
+    """Calls a function; returns the seconds until its result is ready, and the result."""
     began = time.perf_counter()
-    found = jax.block_until_ready(function())
-    return time.perf_counter() - began, found
+    result = jax.block_until_ready(function())
+    return time.perf_counter() - began, result
 
 
 @dataclasses.dataclass
 class _Run:
-    """A compiled train step with its state, and what came of it so far."""
+    """A compiled train step with its state, its batches, and the timings and loss so far."""
 
     compiled: Any
     state: Any
@@ -144,15 +154,15 @@ class _Run:
     loss: float = float("nan")
 
     def step(self) -> None:
-        """One more, on the batches by turns."""
+        """Runs one step, alternating between the batches."""
         batch = self.batches[len(self.seconds) % len(self.batches)]
-        spent, (self.state, metrics) = timed(lambda: self.compiled(self.state, batch))
-        self.seconds.append(spent)
+        elapsed, (self.state, metrics) = timed(lambda: self.compiled(self.state, batch))
+        self.seconds.append(elapsed)
         self.loss = float(metrics["loss"])
 
 
 def _compiled_run(config: Config, mesh: Mesh) -> tuple[_Run, float]:
-    """A fresh run on random tokens, and the seconds that its step took to compile."""
+    """Returns a new run on random tokens, and the seconds that its step took to compile."""
     rows = Rows(mesh)
     samples = (random_sample(config, rows, seed) for seed in range(2))
     batches = [rows.place(sample, P(None, "dp")) for sample in samples]
@@ -172,13 +182,14 @@ def measure_training(
     warmup: int,
     profile: str | None = None,
 ) -> Training:
-    """Runs the real train step, its state donated, on random tokens.
+    """Runs the real train step, with its state donated, on random tokens.
 
     Args:
-      limit: what the devices can do, where known.  A CPU's speed changes with what else it has to
-        do: its peak is measured anew before and after each timed step.
-      count, warmup: steps that are timed, and those before them, the first left out.
-      profile: a folder for a trace of a few more steps.
+      limit: limits of the devices, if known.  A CPU's speed varies with the machine's other load,
+        so its peak is measured again before and after each timed step.
+      count: number of timed steps.
+      warmup: number of steps between the first and the timed ones.
+      profile: folder for a profiler trace of a few additional steps.
     """
     steps.check_zero(config, mesh)
     total = 1 + warmup + count
@@ -191,23 +202,23 @@ def measure_training(
             if limit is not None and limit.hardware == "cpu" and number >= warmup:
                 peaks.append(accelerators.matmul_flops(config.dtype, PEAK_SIZES, PEAK_SECONDS))
             bar.update()
-        all_timed = run.seconds[1 + warmup :]
+        timed_seconds = run.seconds[1 + warmup :]
         if profile is not None:
             bar.set_description("profiling")
             with device_trace.record(profile):
                 for _ in range(PROFILED_STEPS):
                     run.step()
     peak = None if limit is None else limit.flops
-    if peaks:  # of the two beside a step the larger one counts
+    if peaks:  # the larger of the two measurements around each step counts
         peak = statistics.median(map(max, itertools.pairwise(peaks)))
-    median, tokens = statistics.median(all_timed), run.batches[0]["obs"].size
+    median, tokens = statistics.median(timed_seconds), run.batches[0]["obs"].size
     attention = attention_backend(config, mesh.devices.flat[0])
     peak_bytes, source = peak_memory(mesh, run.compiled)
     return Training(
         compile_seconds=compile_seconds,
         first_step_seconds=run.seconds[0],
         step_seconds=median,
-        all_step_seconds=all_timed,
+        all_step_seconds=timed_seconds,
         tokens_per_step=tokens,
         peak_flops=peak,
         speed=speed(config, tokens, median, peak, attention),
@@ -220,44 +231,61 @@ def measure_training(
 
 
 def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
-    """Bytes that one device held at most, and who says so; a CPU does not count its own."""
-    counted = mesh.local_devices[0].memory_stats()
-    if counted and "peak_bytes_in_use" in counted:
-        return counted["peak_bytes_in_use"], "the device's memory_stats"
+    """Returns the peak bytes of one device, and the source of the figure.
+
+    The source is the compiler where the device, such as a CPU, keeps no count.
+    """
+    stats = mesh.local_devices[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"], "the device's memory_stats"
     return planned_memory(compiled), "the compiler's memory_analysis"
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Seconds of a batch of rows that generate, and what its devices must read for a token."""
+    """Timings of a generating batch, and the bytes that each device must read per token.
+
+    Attributes:
+      first_seconds: compilation and the first prefill.
+      token_seconds: for one more token in every row; median.
+      tokens_per_second: all rows together.
+      weight_bytes: read per token: all weights but the embedding table.
+      cache_bytes: read per token: keys and values of the filled positions, on average.
+      limit_seconds: time to read weights and cache at the full memory bandwidth.
+      share_of_limit: `limit_seconds` over `token_seconds`.
+    """
 
     rows: int
     prompt: int
-    first_seconds: float  # compilation and the first prompts
+    first_seconds: float
     prefill_seconds: float
-    token_seconds: float  # of one more token in every row, the median
-    tokens_per_second: float  # of all rows
-    weight_bytes: int  # read for each token, all matrices but the embedding's
-    cache_bytes: int  # keys and values of the positions that there are, on average
-    limit_seconds: float | None  # to read both
+    token_seconds: float
+    tokens_per_second: float
+    weight_bytes: int
+    cache_bytes: int
+    limit_seconds: float | None
     share_of_limit: float | None
 
 
 def measure_decoding(
     config: Config, mesh: Mesh, bandwidth: float | None, *, prompt: int, tokens: int
 ) -> Decoding:
-    """Prefills `per_replica_batch` prompts a replica, then lets them generate, greedily.
+    """Prefills `per_replica_batch` prompts per replica, then decodes greedily.
 
     Args:
-      bandwidth: bytes/s that all devices together read, where known.
-      prompt, tokens: in each row; as many more are generated first, and not timed.
+      bandwidth: memory bandwidth of all devices together in bytes/s, if known.
+      prompt: prompt tokens per row.
+      tokens: timed tokens per row, rounded up to whole calls; one more call compiles first.
+
+    Raises:
+      InputError: if prompt and new tokens exceed the config's window.
     """
     calls, length = -(-tokens // MOST_STEPS), min(tokens, MOST_STEPS)
     new = 1 + (1 + calls) * length
     if prompt + new > config.window:
         raise InputError(
-            f"decode: a prompt of {prompt} and {new} more tokens are more than the window of "
-            f"{config.window}; give fewer --tokens, a shorter --prompt or a longer --seq"
+            f"decode: a prompt of {prompt} tokens and {new} new ones exceed the window of "
+            f"{config.window}; reduce --tokens or --prompt, or increase --seq"
         )
     rows = Rows(mesh)
     count = config.per_replica_batch * len(rows.replicas)
@@ -275,34 +303,35 @@ def measure_decoding(
     with tqdm(total=3 + calls, desc="decoding", disable=jax.process_index() > 0) as bar:
 
         def seconds(call: Callable[[], Any]) -> float:
-            spent = timed(call)[0]
+            elapsed = timed(call)[0]
             bar.update()
-            return spent
+            return elapsed
 
         decode = functools.partial(batch.decode, length)
-        first = seconds(prefill)
-        prefilled = seconds(prefill)
+        first_seconds = seconds(prefill)
+        prefill_seconds = seconds(prefill)
         seconds(decode)  # compiles
-        token = statistics.median(seconds(decode) for _ in range(calls)) / length
-    read, cache = _read_for_a_token(generator, prompt + length + calls * length / 2)
-    limit = (read + cache) * mesh.size / bandwidth if bandwidth else None
-    everywhere = config.per_replica_batch * rows.dp
+        token_seconds = statistics.median(seconds(decode) for _ in range(calls)) / length
+    positions = prompt + length + calls * length / 2
+    weight_bytes, cache_bytes = _read_per_token(generator, positions)
+    limit_seconds = (weight_bytes + cache_bytes) * mesh.size / bandwidth if bandwidth else None
+    all_rows = config.per_replica_batch * rows.dp
     return Decoding(
-        rows=everywhere,
+        rows=all_rows,
         prompt=prompt,
-        first_seconds=first,
-        prefill_seconds=prefilled,
-        token_seconds=token,
-        tokens_per_second=everywhere / token,
-        weight_bytes=read,
-        cache_bytes=cache,
-        limit_seconds=limit,
-        share_of_limit=limit / token if limit else None,
+        first_seconds=first_seconds,
+        prefill_seconds=prefill_seconds,
+        token_seconds=token_seconds,
+        tokens_per_second=all_rows / token_seconds,
+        weight_bytes=weight_bytes,
+        cache_bytes=cache_bytes,
+        limit_seconds=limit_seconds,
+        share_of_limit=limit_seconds / token_seconds if limit_seconds else None,
     )
 
 
 def _fresh_params(config: Config, mesh: Mesh) -> Any:
-    """Random parameters without an optimizer's moments."""
+    """Returns random parameters on the mesh, without optimizer state."""
 
     def params(key: jax.Array) -> Any:
         return steps.init_state(config, key)["params"]
@@ -311,12 +340,16 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
     return jax.jit(params, out_shardings=layout)(jax.random.key(config.seed))
 
 
-def _read_for_a_token(generator: Generator, held: float) -> tuple[int, int]:
-    """Bytes of the weights, and of the caches' `held` positions in each row, on one device."""
+def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
+    """Returns the bytes that one device reads per token: of weights, and of its rows' caches.
+
+    Args:
+      positions: average number of filled cache positions per row.
+    """
     weights, config = generator.weights(None), generator.config
-    # Of the embedding's table a token takes one row.
-    matrices = jax.tree.leaves({part: weights[part] for part in weights if part != "embed"})
-    read = sum(leaf.addressable_shards[0].data.nbytes for leaf in matrices)
-    numbers = 2 * config.layers * config.n_heads * config.d_head / generator.mesh.shape["mp"]
-    row = numbers * jnp.dtype(config.dtype).itemsize * held
-    return read, int(row * config.per_replica_batch)
+    # A token needs only one row of the embedding table.
+    leaves = jax.tree.leaves({part: weights[part] for part in weights if part != "embed"})
+    weight_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    elements = 2 * config.layers * config.n_heads * config.d_head / generator.mesh.shape["mp"]
+    row = elements * jnp.dtype(config.dtype).itemsize * positions
+    return weight_bytes, int(row * config.per_replica_batch)
