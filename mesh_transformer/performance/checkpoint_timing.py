@@ -1,4 +1,4 @@
-"""Saving and restoring a state through the library, beside a plain file of as many bytes."""
+"""Timings of saving and restoring a state, compared with a plain file of the same size."""
 
 import dataclasses
 import os
@@ -16,31 +16,40 @@ from mesh_transformer.config import Config
 from mesh_transformer.performance import benchmark
 from mesh_transformer.transformer_shard import CausalTransformer
 
-WRITTEN_AT_ONCE = 64 << 20  # bytes, of the plain file
+WRITTEN_AT_ONCE = 64 << 20  # bytes per read or write of the plain file
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
-    """Seconds to save and restore a state, beside a plain file of as many bytes; medians."""
+    """Median timings of a state's checkpoint and of a plain file of the same size.
 
-    state_bytes: int  # of all devices together
+    Attributes:
+      state_bytes: all devices together.
+      disk_bytes: size of the checkpoint.
+      blocked_seconds: until training can continue after a save begins.
+      write_seconds, read_seconds: for the plain file; writing includes fsync.
+      save_ratio: save time over write time of the same round.
+      restore_ratio: restore time over read time of the same round.
+    """
+
+    state_bytes: int
     disk_bytes: int
-    blocked_seconds: float  # until training may go on
+    blocked_seconds: float
     save_seconds: float
-    write_seconds: float  # of the plain file, fsync included
+    write_seconds: float
     restore_seconds: float
     read_seconds: float
     save_bytes_per_second: float
     restore_bytes_per_second: float
-    save_ratio: float  # save over write, the median of the pairs
+    save_ratio: float
     restore_ratio: float
 
 
 def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
-    """Saves and restores a state, and writes and reads a plain file, by turns.
+    """Alternates saving and restoring a state with writing and reading a plain file.
 
-    What was written is flushed to disk, and dropped from the machine's memory before it is read.
-    Moments are as random as the parameters: zeros would take next to no room.
+    Everything written is flushed to disk and dropped from the page cache before it is read back.
+    Adam's moments get the parameters' random values, because zeros would take almost no space.
     """
     network = CausalTransformer(config, devices=list(mesh.devices.flat))
     state = network.state
@@ -52,7 +61,7 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
         )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(state)))
     del state
-    found: list[tuple[float, ...]] = []
+    timings: list[tuple[float, ...]] = []
     disk = 0
     for _ in tqdm(range(rounds), desc="checkpoint", disable=jax.process_index() > 0):
         saved, plain = folder / "saved", folder / "plain"
@@ -62,32 +71,32 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
         written = benchmark.timed(lambda: _write(plain, size))[0]  # noqa: B023
         disk = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
         for path in (saved, plain):
-            _forget(path)
-        network.state = None  # no device need hold two
+            _drop_cache(path)
+        network.state = None  # so that no device holds two states
         restored = benchmark.timed(lambda: (network.restore(str(saved)), network.state))[0]  # noqa: B023
         read = benchmark.timed(lambda: _read(plain))[0]  # noqa: B023
         network.close()
         shutil.rmtree(saved)
         plain.unlink()
-        found.append((blocked, blocked + rest, written, restored, read))
-    blocked, saved_in, written, restored, read = map(statistics.median, zip(*found, strict=True))
+        timings.append((blocked, blocked + rest, written, restored, read))
+    blocked, total, written, restored, read = map(statistics.median, zip(*timings, strict=True))
     return Checkpointing(
         state_bytes=size,
         disk_bytes=disk,
         blocked_seconds=blocked,
-        save_seconds=saved_in,
+        save_seconds=total,
         write_seconds=written,
         restore_seconds=restored,
         read_seconds=read,
-        save_bytes_per_second=size / saved_in,
+        save_bytes_per_second=size / total,
         restore_bytes_per_second=size / restored,
-        save_ratio=statistics.median(each[1] / each[2] for each in found),
-        restore_ratio=statistics.median(each[3] / each[4] for each in found),
+        save_ratio=statistics.median(row[1] / row[2] for row in timings),
+        restore_ratio=statistics.median(row[3] / row[4] for row in timings),
     )
 
 
 def _flush(folder: Path) -> float:
-    """Seconds until all files under a folder are on disk."""
+    """Flushes all files under a folder to disk; returns the seconds that took."""
     began = time.perf_counter()
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
@@ -95,23 +104,25 @@ def _flush(folder: Path) -> float:
     return time.perf_counter() - began
 
 
-def _forget(path: Path) -> None:
-    """Has the next read of flushed files come from disk."""
-    for each in filter(Path.is_file, [path, *path.rglob("*")]):
-        with each.open("rb") as file:
+def _drop_cache(path: Path) -> None:
+    """Drops flushed files from the page cache, so that the next read comes from disk."""
+    for file_path in filter(Path.is_file, [path, *path.rglob("*")]):
+        with file_path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write(path: Path, size: int) -> None:
-    some = os.urandom(min(size, WRITTEN_AT_ONCE))
+    """Writes a file of `size` random bytes and flushes it to disk."""
+    chunk = os.urandom(min(size, WRITTEN_AT_ONCE))
     with path.open("wb", buffering=0) as file:
-        for at in range(0, size, len(some)):
-            file.write(some[: size - at])
+        for offset in range(0, size, len(chunk)):
+            file.write(chunk[: size - offset])
         os.fsync(file.fileno())
 
 
 def _read(path: Path) -> None:
-    into = bytearray(WRITTEN_AT_ONCE)
+    """Reads a whole file."""
+    buffer = bytearray(WRITTEN_AT_ONCE)
     with path.open("rb", buffering=0) as file:
-        while file.readinto(into):
+        while file.readinto(buffer):
             pass

@@ -1,4 +1,4 @@
-"""What a profiler's trace says of the devices: which operations took the time."""
+"""Device operations in a profiler trace, and the time each of them took."""
 
 import os
 import re
@@ -13,60 +13,67 @@ import jax
 from mesh_transformer.util import InputError
 
 _HOST = "/host:CPU"
-_LINES = {_HOST: "", "/device:TPU": "XLA Ops", "/device:GPU": "Stream"}  # of a plane, that count
+# Prefix of a plane's name -> prefix of the names of its lines whose events are operations.
+_LINES = {_HOST: "", "/device:TPU": "XLA Ops", "/device:GPU": "Stream"}
 _CONTAINER = re.compile(r"(while|call|conditional)\b")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a program, or one kernel; all its runs on all devices together."""
+    """One operation or kernel of a program, summed over all its runs on all devices.
+
+    Attributes:
+      seconds: without the operations that ran inside it.
+      share: `seconds` as a fraction of all operations' seconds.
+    """
 
     name: str
-    seconds: float  # less what ran inside it
-    share: float  # of all operations' seconds
+    seconds: float
+    share: float
     runs: int
 
 
 def record(folder: str) -> Any:
-    """A context in which JAX's profiler writes to a folder what the devices do."""
+    """Returns a context in which JAX's profiler writes a trace of the devices to a folder."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every Python call would be a line, and slow the rest
+    options.python_tracer_level = 0  # an event per Python call would slow the program down
     return jax.profiler.trace(folder, profiler_options=options)
 
 
 def operations(folder: str) -> list[Operation]:
-    """The operations of the newest trace under a folder, those that took longest first.
+    """Returns the operations of the newest trace under a folder, longest first.
 
     Raises:
-      InputError: where there is no trace.
+      InputError: if there is no trace.
     """
     traces = sorted(Path(folder).rglob("*.xplane.pb"), key=os.path.getmtime)
     if not traces:
-        raise InputError(f"{folder}: holds no *.xplane.pb; was a trace recorded there?")
+        raise InputError(f"{folder}: contains no *.xplane.pb; record a trace there first")
     seconds: dict[str, float] = defaultdict(float)
     runs: dict[str, int] = defaultdict(int)
     for line in _lines(jax.profiler.ProfileData.from_file(str(traces[-1]))):
         for name, nanoseconds in _own_times(line):
-            if _CONTAINER.match(name):  # on CPUs its body may be another thread's
+            if _CONTAINER.match(name):  # on CPUs its body may run on another thread
                 continue
             seconds[name] += nanoseconds / 1e9
             runs[name] += 1
-    whole = sum(seconds.values())
-    found = [Operation(name, each, each / whole, runs[name]) for name, each in seconds.items()]
-    return sorted(found, key=lambda each: -each.seconds)
+    total = sum(seconds.values())
+    result = [Operation(name, own, own / total, runs[name]) for name, own in seconds.items()]
+    return sorted(result, key=lambda operation: -operation.seconds)
 
 
 Event = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
 def _lines(trace: Any) -> Iterator[list[Event]]:
-    """The events of each line whose events are operations.
+    """Yields the operation events of each line that has any.
 
-    A TPU has a line "XLA Ops" beside others about the same time, a GPU one for each stream, and a
-    CPU's are the threads, among whose events those with `hlo_op` are operations.
+    A TPU's plane has the line "XLA Ops" and other lines that cover the same time; a GPU's plane
+    has one line per stream; a CPU's has one per thread, on which operations are the events with
+    the stat `hlo_op`.
     """
     for plane in trace.planes:
-        kind = next((each for each in _LINES if plane.name.startswith(each)), None)
+        kind = next((prefix for prefix in _LINES if plane.name.startswith(prefix)), None)
         for line in plane.lines:
             if kind is not None and line.name.startswith(_LINES[kind]):
                 yield [
@@ -77,7 +84,10 @@ def _lines(trace: Any) -> Iterator[list[Event]]:
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Each event's nanoseconds less those of the events inside it, such as a loop's body."""
+    """Yields each event's name and its nanoseconds without the events inside it.
+
+    The body of a loop, for example, lies inside the loop's own event.
+    """
     open_events: list[list[Any]] = []  # name, end, own time
     for name, start, end in sorted(events, key=lambda event: (event[1], -event[2])):
         while open_events and open_events[-1][1] <= start:

@@ -1,7 +1,7 @@
-"""The loader: against a bare tf.data pipeline, and its time to resume.
+"""Timings of the loader: its throughput compared with tf.data's, and its time to resume.
 
-A set of small records is made, read by turns with the loader and with tf.data, then resumed by
-turns near its beginning and behind all records.
+A set of small records is written and read alternately by the loader and by a bare tf.data
+pipeline.  The loader is then resumed alternately near the first record and after all records.
 """
 
 import functools
@@ -20,58 +20,70 @@ from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import tensorflow, write_records
 from mesh_transformer.util import InputError
 
-FILES, DISTINCT = 10, 10_000  # records that are made; a file repeats them
+FILES = 10
+DISTINCT = 10_000  # most distinct records to generate; every file repeats them
 BATCH = 8
-MOST_BATCHES = 2000  # in one comparison
-EARLY = 10  # records before the first resume
-SHUFFLED = 1000  # a shuffle_buffer that is resumed too
+MOST_BATCHES = 2000  # per comparison
+EARLY = 10  # records read in an epoch before the loader is resumed
+SHUFFLED = 1000  # shuffle_buffer of the second resume comparison; the first one has none
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
-    """A set of so many records in `FILES` files; TFRecord files may be joined byte by byte."""
+    """Writes `records` records in `FILES` files, and an index of them; returns its path.
+
+    TFRecord files can be concatenated as bytes, so each file repeats the distinct records.
+
+    Raises:
+      InputError: if `records` is not a multiple of the distinct records of all files.
+    """
     distinct = max(min(DISTINCT, records // FILES), 1)
     if records % (FILES * distinct):
         raise InputError(f"--records is {records}, expected a multiple of {FILES * distinct}")
-    once = folder / "once.tfrecords"
+    source = folder / "once.tfrecords"
     rng = np.random.default_rng(0)
-    write_records(str(once), rng.integers(0, 50257, (distinct, seq + 1)))
+    write_records(str(source), rng.integers(0, 50257, (distinct, seq + 1)))
     for part in range(FILES):
         with (folder / f"{part}.tfrecords").open("wb") as file:
-            file.write(once.read_bytes() * (records // FILES // distinct))
+            file.write(source.read_bytes() * (records // FILES // distinct))
     index = folder / "made.index"
     index.write_text("".join(f"{part}.tfrecords\n" for part in range(FILES)))
     return str(index)
 
 
 def seconds(call: Callable[[], object]) -> float:
+    """Returns the seconds that a call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 def by_turns(
-    rounds: int, what: str, first: Callable[[], object], other: Callable[[], object]
+    rounds: int, label: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[float, float, float]:
-    """The medians of both in seconds, and of the ratio of the first to the other."""
-    for each in (first, other):
-        each()  # what is slow but once
-    pairs = [(seconds(first), seconds(other)) for _ in tqdm(range(rounds), what, leave=False)]
+    """Times two calls alternately.
+
+    Returns:
+      The median seconds of both, and the median ratio of the first's seconds to the second's.
+    """
+    for call in (first, second):
+        call()  # untimed, for one-time costs
+    pairs = [(seconds(first), seconds(second)) for _ in tqdm(range(rounds), label, leave=False)]
     medians = (statistics.median(column) for column in zip(*pairs, strict=True))
     return (*medians, statistics.median(one / two for one, two in pairs))
 
 
 def bare(paths: list[str], batches: int, seq: int) -> None:
-    """As many batches by tf.data alone."""
+    """Reads `batches` batches with a plain tf.data pipeline."""
     tf = tensorflow()
-    form = {"text": tf.io.FixedLenFeature((seq + 1,), tf.int64)}
+    features = {"text": tf.io.FixedLenFeature((seq + 1,), tf.int64)}
     records = tf.data.TFRecordDataset(paths)
-    parsed = records.map(lambda record: tf.io.parse_single_example(record, form)["text"])
+    parsed = records.map(lambda record: tf.io.parse_single_example(record, features)["text"])
     for _ in islice(parsed.batch(BATCH).prefetch(4).as_numpy_iterator(), batches):
         pass
 
 
 def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str, Any]:
-    """The position after so many records."""
+    """Returns the loader's position after `records` records."""
     with closing(TFRecordNewInputs(index, 1000, seq, **options)) as loader:
         for _ in tqdm(range(records // 1000), "reading", unit="k records", leave=False):
             loader.get_samples()
@@ -89,36 +101,41 @@ def resume(index: str, seq: int, state: dict[str, Any], **options: Any) -> None:
 
 
 def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]:
-    """Rates, medians, and seconds until a resumed loader's first batch."""
+    """Measures the loader on a new set in `folder`.
+
+    Returns:
+      Reading rates, their ratio to tf.data's, and the seconds until a resumed loader's first
+      batch, with and without shuffling; medians of `rounds`.
+    """
     index = write_index(folder, records, seq)
     paths = [str(folder / f"{part}.tfrecords") for part in range(FILES)]
     batches = min(MOST_BATCHES, records // BATCH)
 
-    def ours() -> None:
+    def read_with_loader() -> None:
         with closing(TFRecordNewInputs(index, BATCH, seq)) as loader:
             for _ in range(batches):
                 loader.get_samples()
 
-    alone, other, ratio = by_turns(
-        rounds, "loader, tf.data", ours, lambda: bare(paths, batches, seq)
+    loader_seconds, tf_data_seconds, ratio = by_turns(
+        rounds, "loader, tf.data", read_with_loader, lambda: bare(paths, batches, seq)
     )
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "records": records,
-        "records_per_second": batches * BATCH / alone,
-        "tokens_per_second": batches * BATCH * seq / alone,
-        "tf_data_tokens_per_second": batches * BATCH * seq / other,
+        "records_per_second": batches * BATCH / loader_seconds,
+        "tokens_per_second": batches * BATCH * seq / loader_seconds,
+        "tf_data_tokens_per_second": batches * BATCH * seq / tf_data_seconds,
         "times_as_fast_as_tf_data": 1 / ratio,
     }
     for shuffle in (0, SHUFFLED):
         options = {"shuffle_buffer": shuffle}
-        places = (records + EARLY, EARLY)  # at one record of a block
+        positions = (records + EARLY, EARLY)  # the same place in an epoch and in a block
         late, early = (
             functools.partial(resume, index, seq, state_after(index, n, seq, **options), **options)
-            for n in places
+            for n in positions
         )
-        last, first, ratio = by_turns(rounds, "resume", late, early)
-        shuffled = "shuffled_" if shuffle else ""
-        found[f"{shuffled}resume_seconds"] = last
-        found[f"{shuffled}resume_seconds_at_first"] = first
-        found[f"{shuffled}resume_ratio"] = ratio
-    return found
+        late_seconds, early_seconds, ratio = by_turns(rounds, "resume", late, early)
+        prefix = "shuffled_" if shuffle else ""
+        result[f"{prefix}resume_seconds"] = late_seconds
+        result[f"{prefix}resume_seconds_at_first"] = early_seconds
+        result[f"{prefix}resume_ratio"] = ratio
+    return result

@@ -1,4 +1,4 @@
-"""What the scripts that draw share: figures without a screen, written whole or not at all."""
+"""Helpers of the plotting scripts: reading results, plotting without a display, atomic saves."""
 
 import json
 import os
@@ -9,29 +9,33 @@ from mesh_transformer.util import InputError
 
 
 def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str, Any]:
-    """The JSON object that a script printed.
+    """Reads the JSON object that a script printed.
 
     Args:
-      keys: what it must have; None for any value.
+      keys: required keys and their values; None accepts any value.
+      printed_by: the script and its flags, for the error.
 
     Raises:
-      InputError: for any other file.
+      InputError: if the file cannot be read or does not hold such an object.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or any(
-        key not in found or value not in (None, found[key]) for key, value in keys.items()
+        result = None
+    if not isinstance(result, dict) or any(
+        key not in result or value not in (None, result[key]) for key, value in keys.items()
     ):
-        raise InputError(f"{path}: is not what {printed_by} prints")
-    return found
+        raise InputError(f"{path}: expected the output of {printed_by}")
+    return result
 
 
 def pyplot() -> Any:
-    """matplotlib's, for files alone; the same figure gives the same SVG, its text as text."""
+    """Returns matplotlib's pyplot, set up for files only and for reproducible SVGs.
+
+    Text in an SVG remains text.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,12 +47,16 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, picture: str) -> None:
-    """As the name ends, a PNG or an SVG; InputError for any other."""
-    kind = Path(picture).suffix.lower()
-    if kind not in (".png", ".svg"):
-        raise InputError(f"{picture}: is no name for a picture; end it in .png or .svg")
+    """Writes a figure as PNG or SVG, depending on the file name's suffix.
+
+    Raises:
+      InputError: for any other suffix.
+    """
+    suffix = Path(picture).suffix.lower()
+    if suffix not in (".png", ".svg"):
+        raise InputError(f"{picture}: expected a file name that ends in .png or .svg")
     temporary = picture + ".tmp"
-    if kind == ".png":
+    if suffix == ".png":
         figure.savefig(temporary, format="png", dpi=150)
     else:
         figure.savefig(temporary, format="svg", metadata={"Date": None})

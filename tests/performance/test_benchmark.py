@@ -110,7 +110,7 @@ def test_of_a_trace_the_operations_count_each_once():
     found = list(device_trace._lines(SimpleNamespace(planes=planes)))
     assert [len(line) for line in found] == [2, 2, 1]  # a host has other events too
     assert found[2] == [("/host:CPU", 1.0, 3.0)]
-    with pytest.raises(InputError, match="holds no"):
+    with pytest.raises(InputError, match="contains no"):
         device_trace.operations(str(ROOT / "configs"))
 
 
@@ -243,7 +243,7 @@ def test_a_picture_has_a_bar_for_each_variant(tmp_path):
     plot_ablation.draw([plot_ablation.read(str(path))] * 2, str(picture))
     assert picture.read_text().count(">all off<") == 2  # once a mesh
     path.write_text(json.dumps({"mode": "train"}))
-    with pytest.raises(InputError, match="is not what benchmark"):
+    with pytest.raises(InputError, match="expected the output of benchmark"):
         plot_ablation.read(str(path))
 
 

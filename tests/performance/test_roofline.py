@@ -395,7 +395,7 @@ def test_a_picture_of_scaling_has_every_line(monkeypatch, capsys, tmp_path):
     for label in (*scaling.GENERATIONS, "dp, ZeRO 0", "dp, ZeRO 1", "dp, ZeRO 3", "mp 8"):
         assert drawn.count(f">{label}<") == 1
     measured.write_text("[1]")
-    with pytest.raises(InputError, match=r"is not what plan\.py --scaling --json prints"):
+    with pytest.raises(InputError, match=r"expected the output of plan\.py --scaling --json"):
         plot_scaling.main()
 
 
