@@ -1,8 +1,8 @@
-"""What a compiled program's HLO says: its collectives by loop, and the bytes it moves.
+"""Analysis of a compiled program's HLO text: its collectives per loop, and its memory traffic.
 
-For the bytes, every operation that is not inside another reads its operands once and writes its
-results once.  Of what is only sliced or updated in part that part alone counts; what the compiler
-keeps in on-chip memory does not.
+Memory traffic assumes that every operation outside of fusions reads its operands once and writes
+its results once.  Of an array that is sliced or updated in part, only that part counts.  Arrays
+that the compiler keeps in on-chip memory do not count.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
-WITH_OPERANDS = ("all-gather", "collective-permute")  # their -start tells these, then the results
+WITH_OPERANDS = ("all-gather", "collective-permute")  # their -start results begin with operands
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
@@ -24,14 +24,14 @@ Groups = frozenset[frozenset[int]]
 
 @dataclass(frozen=True)
 class Collective:
-    """One array that devices exchange: a combined collective counts once for each.
+    """One array exchanged by a collective; a combined collective has one object per array.
 
     Attributes:
       shape, dtype: of the result on one device.
-      groups: which devices take part together; empty where all do.
+      groups: sets of devices that take part together; empty if all devices do.
       where: JAX's name of the operation.
-      chain: names an array of a collective that runs beside other work, in pieces; empty where
-        it is whole.
+      chain: identifies the array if its collective runs in pieces beside other work; empty
+        otherwise.
     """
 
     kind: str
@@ -43,22 +43,22 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Of the result on one device."""
+        """Bytes of the result on one device."""
         return math.prod(self.shape) * width(self.dtype)
 
     @property
     def is_alone(self) -> bool:
-        """Whether every device talks to itself alone."""
+        """Whether every group is a single device, so that nothing is exchanged."""
         return bool(self.groups) and all(len(group) == 1 for group in self.groups)
 
 
 def width(dtype: str) -> int:
-    """Bytes of one number of a type as the text names it."""
+    """Returns the bytes per element of a dtype, given its HLO name."""
     return _BYTES.get(dtype) or max(int(dtype[1:]) // 8, 1)
 
 
 def groups_of(text: str) -> Groups:
-    """`replica_groups` in any of its three notations; empty where there are none."""
+    """Parses `replica_groups` in any of its three notations; empty if there are none."""
     listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
     if listed:
         rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
@@ -71,26 +71,27 @@ def groups_of(text: str) -> Groups:
         ids = np.moveaxis(ids, [list(sizes).index(axis) for axis in over], range(-len(over), 0))
         rows = ids.reshape(-1, math.prod(sizes[axis] for axis in over))
         return frozenset(frozenset(map(int, row)) for row in rows)
-    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if found is None:
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota is None:
         return frozenset()
-    shape, source, order = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
+    shape, source, order = ([int(n) for n in (g or "").split(",") if n] for g in iota.groups())
     ids = np.arange(math.prod(source)).reshape(source)
     ids = (ids.transpose(order) if order else ids).reshape(shape)
     return frozenset(frozenset(map(int, row)) for row in ids)
 
 
 def _collectives_of(line: str) -> list[Collective]:
-    found = _COLLECTIVE.search(line)
-    if found is None:
+    """Returns the arrays that a line of HLO exchanges."""
+    match = _COLLECTIVE.search(line)
+    if match is None:
         return []
-    result, kind, rest = found.groups()
+    result, kind, rest = match.groups()
     name = re.search(r'op_name="([^"]*)"', rest)
     where, groups = name[1] if name else "", groups_of(rest)
     chain = re.search(r'chain_id="(\w+)"', rest)
     arrays = _ARRAY.findall(result)
     if f" {kind}-start(" in line and kind in WITH_OPERANDS:
-        arrays = [each for each in arrays if each != ("u32", "")]  # contexts
+        arrays = [array for array in arrays if array != ("u32", "")]  # drop context scalars
         arrays = arrays[len(arrays) // 2 :]
     return [
         Collective(
@@ -99,9 +100,9 @@ def _collectives_of(line: str) -> list[Collective]:
             dtype,
             groups,
             where,
-            f"{chain[1]}.{place}" if chain else "",
+            f"{chain[1]}.{index}" if chain else "",
         )
-        for place, (dtype, shape) in enumerate(arrays)
+        for index, (dtype, shape) in enumerate(arrays)
     ]
 
 
@@ -110,9 +111,9 @@ class Loop:
     """A loop of a program.
 
     Attributes:
-      trips: how often its body runs; None where the text does not say.
-      collectives: those that one run of the body does itself.
-      loops: those within it.
+      trips: number of iterations; None if the text does not say.
+      collectives: those directly in the body, per iteration.
+      loops: those directly in the body.
     """
 
     trips: int | None
@@ -120,80 +121,84 @@ class Loop:
     loops: list["Loop"]
 
     def runs(self) -> Iterator[tuple[Collective, int]]:
-        """Every collective in here, and how often one run of this loop's body runs it.
+        """Yields every collective, nested ones included, and how often one iteration runs it.
 
-        A loop of which the text does not say how often it runs counts once.
+        A nested loop whose number of iterations is unknown counts as one iteration.
         """
-        for each in self.collectives:
-            yield each, 1
+        for collective in self.collectives:
+            yield collective, 1
         for loop in self.loops:
-            for each, times in loop.runs():
-                yield each, times * (loop.trips or 1)
+            for collective, times in loop.runs():
+                yield collective, times * (loop.trips or 1)
 
     def all(self) -> list["Loop"]:
-        """This one and all within it."""
+        """Returns this loop and all loops nested in it."""
         return [self, *(inner for loop in self.loops for inner in loop.all())]
 
 
 def parse(text: str) -> Loop:
-    """A compiled program (its HLO) as a loop that runs once."""
+    """Parses a compiled program's HLO text, as a loop that runs once."""
     return _loop(computations(text), "ENTRY", 1)
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation of a program, by its name; the whole's is ENTRY."""
-    found: dict[str, list[str]] = {}
+    """Returns the lines of each computation by its name; the entry computation is "ENTRY"."""
+    result: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%(\S+) .*\{$", line)
         if header:
-            lines = found.setdefault("ENTRY" if header[1] else header[2], [])
+            lines = result.setdefault("ENTRY" if header[1] else header[2], [])
         else:
             lines.append(line)
-    return found
+    return result
 
 
-def _loop(computations: dict[str, list[str]], name: str, times: int | None) -> Loop:
-    found = Loop(times, [], [])
+def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> Loop:
+    """Parses a computation as a loop's body, with the computations that it calls inlined."""
+    loop = Loop(trips, [], [])
     for line in computations[name]:
         body = re.search(r" while\(.*body=%([^\s,]+)", line)
         if body:
-            found.loops.append(_loop(computations, body[1], trip_count(computations, line)))
+            loop.loops.append(_loop(computations, body[1], trip_count(computations, line)))
             continue
-        found.collectives += _collectives_of(line)
+        loop.collectives += _collectives_of(line)
         for called in re.findall(r"(?:calls|to_apply)=%([^\s,)]+)", line):
             inner = _loop(computations, called, 1)
-            found.collectives += inner.collectives
-            found.loops += inner.loops
-    found.collectives = _joined(found.collectives)
-    return found
+            loop.collectives += inner.collectives
+            loop.loops += inner.loops
+    loop.collectives = _join_pieces(loop.collectives)
+    return loop
 
 
-def _joined(collectives: list[Collective]) -> list[Collective]:
-    """The same, each that runs in pieces once."""
+def _join_pieces(collectives: list[Collective]) -> list[Collective]:
+    """Keeps one object per array for those collectives that run in pieces."""
     chains: set[str] = set()
     joined = []
-    for each in collectives:
-        if each.chain not in chains:
-            joined.append(each)
-        chains |= {each.chain} - {""}
+    for collective in collectives:
+        if collective.chain not in chains:
+            joined.append(collective)
+        chains |= {collective.chain} - {""}
     return joined
 
 
 def trip_count(computations: dict[str, list[str]], line: str) -> int | None:
-    """How often a loop runs: as its line says, or else the one number that it counts up to."""
-    told = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-    if told:
-        return int(told[1])
+    """Returns the number of iterations of the loop on a line of HLO; None if unknown.
+
+    Taken from the line itself, or else from the only constant in the loop's condition.
+    """
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    if known:
+        return int(known[1])
     condition = re.search(r"condition=%([^\s,]+)", line)
     lines = computations.get(condition[1], []) if condition else []
-    numbers = {
-        int(n) for each in lines for n in re.findall(r"= s32\[\]\S* constant\((\d+)\)", each)
+    constants = {
+        int(n) for text in lines for n in re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
     }
-    return numbers.pop() if len(numbers) == 1 else None
+    return constants.pop() if len(constants) == 1 else None
 
 
-# These move nothing: they name what is there, or are the ends of what a -start has moved.
+# Operations that count as moving nothing: most of them only name or order existing arrays.
 FREE = (
     "parameter",
     "constant",
@@ -210,29 +215,39 @@ FREE = (
 )
 RENAMES = ("bitcast", "reshape", "copy")  # inside a fusion: the same array under another name
 SLICES = ("dynamic-slice", "slice", "gather")
-# What writes into its first operand in place, and which operand it writes.
+# Operations that update their first operand in place, and the index of the operand written to it.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-_LAID_OUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
-_ELSEWHERE = re.compile(r"S\([1-9]")  # a layout's memory space; none is the device's memory
+_ARRAY_WITH_LAYOUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
+_OTHER_MEMORY = re.compile(r"S\([1-9]")  # a layout's memory space; device memory has none
 
 
 def planned_memory(compiled: Any) -> int:
-    """Bytes of one device that a program needs, by the compiler: all parts, what is reused once."""
-    planned = compiled.memory_analysis()
+    """Returns the bytes that a program needs on one device, according to the compiler.
+
+    The sum of arguments, outputs and temporaries; outputs that alias arguments count once.
+    """
+    analysis = compiled.memory_analysis()
     # Not `peak_memory_in_bytes`, which leaves the temporaries out on CPUs.
-    held = planned.argument_size_in_bytes + planned.output_size_in_bytes
-    return held - planned.alias_size_in_bytes + planned.temp_size_in_bytes
+    arguments_and_outputs = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    return arguments_and_outputs - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of a program: `bytes` is what its result takes of the device's memory."""
+    """One line of a program.
+
+    Attributes:
+      bytes: of those arrays of its result that are in device memory.
+      whole: bytes of all arrays of its result, in any memory.
+      called: name of the computation that it calls.
+      root: whether its result is the computation's result.
+    """
 
     name: str
     kind: str
     bytes: int
-    whole: int  # the same, wherever it is
+    whole: int
     operands: tuple[str, ...]
     called: str | None
     root: bool
@@ -240,163 +255,175 @@ class Operation:
 
     @property
     def is_piece(self) -> bool:
-        """Whether it is part of a collective, which counts as a whole elsewhere."""
+        """Whether this is one piece of a collective, which is counted as a whole elsewhere."""
         return self.kind in KINDS and "chain_id=" in self.line
 
     @property
     def names_operands(self) -> bool:
-        """Whether its result is a tuple that begins with its operands, as most of a -start's."""
-        whole = self.kind.removesuffix("-start")
-        return whole != self.kind and (whole in WITH_OPERANDS or " = ((" in self.line)
+        """Whether the result is a tuple that begins with the operands, as for most -starts."""
+        kind = self.kind.removesuffix("-start")
+        return kind != self.kind and (kind in WITH_OPERANDS or " = ((" in self.line)
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Bytes of the arrays of a type that are in the device's memory, and of all of them."""
-    inside = total = 0
-    for dtype, shape, layout in _LAID_OUT.findall(text):
+    """Returns the bytes of a type's arrays in device memory, and of all its arrays."""
+    in_device_memory = total = 0
+    for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
         size = width(dtype) * math.prod(int(n) for n in shape.split(",") if n)
         total += size
-        inside += 0 if _ELSEWHERE.search(layout) else size
-    return inside, total
+        in_device_memory += 0 if _OTHER_MEMORY.search(layout) else size
+    return in_device_memory, total
 
 
 def _operation(line: str) -> Operation | None:
-    found = _LINE.match(line)
-    if found is None:
+    """Parses a line; None if it is no operation."""
+    match = _LINE.match(line)
+    if match is None:
         return None
-    root, name, result, kind, rest = found.groups()
+    root, name, result, kind, rest = match.groups()
     called = re.search(r"(?:calls|to_apply)=%([^\s,)]+)", rest)
     operands = tuple(re.findall(r"%([^\s,()]+)", rest.partition(")")[0]))
-    inside, total = _sizes(result)
+    in_device_memory, total = _sizes(result)
     return Operation(
-        name, kind, inside, total, operands, called and called[1], root is not None, line
+        name, kind, in_device_memory, total, operands, called and called[1], root is not None, line
     )
 
 
-def _renamed(inside: dict[str, Operation], each: Operation) -> Operation:
-    """What the array was before it got other names."""
-    while each.kind in RENAMES and each.operands[0] in inside:
-        each = inside[each.operands[0]]
-    return each
+def _original(operations: dict[str, Operation], operation: Operation) -> Operation:
+    """Follows bitcasts, reshapes and copies back to the operation that made the array."""
+    while operation.kind in RENAMES and operation.operands[0] in operations:
+        operation = operations[operation.operands[0]]
+    return operation
 
 
 class Program:
-    """A compiled program's text, to be asked what it moves."""
+    """Memory traffic of a compiled program, computed from its HLO text."""
 
     def __init__(self, text: str):
         self._text = text
         self._lines = computations(text)
         parsed = {name: map(_operation, lines) for name, lines in self._lines.items()}
-        self._inside = {
-            name: {each.name: each for each in every if each is not None}
-            for name, every in parsed.items()
+        self._operations = {
+            name: {operation.name: operation for operation in operations if operation is not None}
+            for name, operations in parsed.items()
         }
 
     def moved(self) -> int:
-        """Bytes that one run reads from and writes to the memory of a device."""
-        return self._moved_in("ENTRY") + self._pieces()
+        """Returns the bytes that one run reads from and writes to a device's memory."""
+        return self._moved_in("ENTRY") + self._moved_in_pieces()
 
-    def _pieces(self) -> int:
+    def _moved_in_pieces(self) -> int:
+        """Returns the bytes moved by collectives that run in pieces."""
         runs = parse(self._text).runs()
-        return sum(2 * times * each.bytes for each, times in runs if each.chain)
+        return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
 
     def moved_in_a_loop(self) -> int:
-        """The same of one run of the body of the largest loop."""
+        """Returns the bytes moved by one iteration of the loop that moves the most."""
         bodies = [
             self._moved_in(body[1])
-            for each in self._inside["ENTRY"].values()
-            if each.kind == "while" and (body := re.search(r"body=%([^\s,]+)", each.line))
+            for operation in self._operations["ENTRY"].values()
+            if operation.kind == "while" and (body := re.search(r"body=%([^\s,]+)", operation.line))
         ]
-        return max(bodies, default=0) + self._pieces()
+        return max(bodies, default=0) + self._moved_in_pieces()
 
     def _moved_in(self, name: str) -> int:
+        """Returns the bytes moved by a computation, without collectives that run in pieces."""
         total = 0
-        for each in self._inside[name].values():
-            body = re.search(r"body=%([^\s,]+)", each.line) if each.kind == "while" else None
+        for operation in self._operations[name].values():
+            body = (
+                re.search(r"body=%([^\s,]+)", operation.line) if operation.kind == "while" else None
+            )
             if body:
-                trips = trip_count(self._lines, each.line) or 1
+                trips = trip_count(self._lines, operation.line) or 1
                 total += trips * self._moved_in(body[1])
-            elif each.kind == "call" and each.called:
-                total += self._moved_in(each.called)
-            elif each.kind not in FREE and not each.kind.endswith("-done"):
-                total += self._moved_by(name, each)
+            elif operation.kind == "call" and operation.called:
+                total += self._moved_in(operation.called)
+            elif operation.kind not in FREE and not operation.kind.endswith("-done"):
+                total += self._moved_by(name, operation)
         return total
 
-    def _moved_by(self, name: str, each: Operation) -> int:
-        around = self._inside[name]
-        operands = [around[operand] for operand in each.operands if operand in around]
-        if each.kind in SLICES:
-            return 2 * each.bytes
-        if each.kind in UPDATES:
-            return (2 + self._combines(each)) * operands[UPDATES[each.kind]].bytes
-        if each.kind in ("copy-start", "slice-start"):
-            return self._started(each, operands)
-        whole = sum(operand.bytes for operand in operands)
-        written = each.bytes - (whole if each.names_operands else 0)
-        if each.called is None or each.kind not in ("fusion", "async-start"):
-            return whole + written
+    def _moved_by(self, name: str, operation: Operation) -> int:
+        """Returns the bytes moved by one operation of the computation `name`."""
+        siblings = self._operations[name]
+        operands = [siblings[operand] for operand in operation.operands if operand in siblings]
+        if operation.kind in SLICES:
+            return 2 * operation.bytes
+        if operation.kind in UPDATES:
+            return (2 + self._reads_target(operation)) * operands[UPDATES[operation.kind]].bytes
+        if operation.kind in ("copy-start", "slice-start"):
+            return self._moved_by_start(operation, operands)
+        operand_bytes = sum(operand.bytes for operand in operands)
+        written = operation.bytes - (operand_bytes if operation.names_operands else 0)
+        if operation.called is None or operation.kind not in ("fusion", "async-start"):
+            return operand_bytes + written
         read = sum(
-            min(operand.bytes, self._read(each.called, index))
+            min(operand.bytes, self._bytes_read(operation.called, index))
             for index, operand in enumerate(operands)
         )
-        return read + min(written, self._written(each.called))
+        return read + min(written, self._bytes_written(operation.called))
 
     @staticmethod
-    def _started(each: Operation, operands: list[Operation]) -> int:
-        target = _sizes(each.line.partition(" = ")[2].lstrip("( "))
+    def _moved_by_start(operation: Operation, operands: list[Operation]) -> int:
+        """Returns the bytes moved by a copy-start or a slice-start."""
+        sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
         source = operands[0]
-        moved = target[1] - source.whole  # the result names target and source
-        return (moved if source.bytes else 0) + max(each.bytes - source.bytes, 0)
+        moved = sizes[1] - source.whole  # the result is a tuple of target and source
+        return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
 
-    def _read(self, name: str, index: int) -> int:
-        """Bytes that a fused computation reads of its parameter of that number."""
-        inside = self._inside[name]
-        mark = f" parameter({index})"
-        parameter = next(each for each in inside.values() if mark in each.line)
-        return self._used(name, parameter)
+    def _bytes_read(self, name: str, index: int) -> int:
+        """Returns the bytes that a fused computation reads of its parameter number `index`."""
+        fused = self._operations[name].values()
+        marker = f" parameter({index})"
+        parameter = next(operation for operation in fused if marker in operation.line)
+        return self._bytes_used(name, parameter)
 
-    def _used(self, name: str, value: Operation) -> int:
+    def _bytes_used(self, name: str, value: Operation) -> int:
+        """Returns the bytes of `value` that the operations of a fused computation read."""
         total = 0
-        for user in self._inside[name].values():
+        for user in self._operations[name].values():
             if value.name not in user.operands or user.is_piece:
                 continue
             if user.kind in RENAMES and not user.root:
-                total += self._used(name, user)
+                total += self._bytes_used(name, user)
             elif user.kind in SLICES and user.operands[0] == value.name:
                 total += user.whole
             elif user.kind in UPDATES and user.operands[0] == value.name:
-                written = self._inside[name][user.operands[UPDATES[user.kind]]]
-                total += written.whole if self._combines(user) else 0
+                update = self._operations[name][user.operands[UPDATES[user.kind]]]
+                total += update.whole if self._reads_target(user) else 0
             elif user.kind == "fusion" and user.called:
-                total += self._read(user.called, user.operands.index(value.name))
+                total += self._bytes_read(user.called, user.operands.index(value.name))
             else:
                 return value.whole
         return min(total, value.whole)
 
-    def _written(self, name: str) -> int:
-        """Bytes that a fused computation writes: of an array updated in place, the update."""
-        inside = self._inside[name]
-        root = next(each for each in inside.values() if each.root)
-        ends = [inside[each] for each in root.operands] if root.kind == "tuple" else [root]
-        return sum(self._result(inside, end) for end in ends)
+    def _bytes_written(self, name: str) -> int:
+        """Returns the bytes that a fused computation writes.
 
-    def _combines(self, each: Operation) -> bool:
-        """Whether it reads what it writes over, as a scatter that adds does."""
-        if each.kind != "scatter" or each.called is None:
+        Of an array updated in place, only the update counts.
+        """
+        fused = self._operations[name]
+        root = next(operation for operation in fused.values() if operation.root)
+        results = [fused[operand] for operand in root.operands] if root.kind == "tuple" else [root]
+        return sum(self._bytes_of_result(fused, result) for result in results)
+
+    def _reads_target(self, operation: Operation) -> bool:
+        """Whether an update reads the values that it overwrites, as a scatter-add does."""
+        if operation.kind != "scatter" or operation.called is None:
             return False
-        return (
-            next(one for one in self._inside[each.called].values() if one.root).kind != "parameter"
-        )
+        combiner = self._operations[operation.called].values()
+        return next(line for line in combiner if line.root).kind != "parameter"
 
-    def _result(self, inside: dict[str, Operation], end: Operation) -> int:
-        end = _renamed(inside, end)
-        if end.is_piece:
+    def _bytes_of_result(self, fused: dict[str, Operation], result: Operation) -> int:
+        """Returns the bytes written for one result of a fused computation."""
+        result = _original(fused, result)
+        if result.is_piece:
             return 0
-        if end.kind in UPDATES:
-            before = _renamed(inside, inside[end.operands[0]])
-            written = inside[end.operands[UPDATES[end.kind]]].whole
-            # What the fusion itself makes, and then writes into, is written as a whole.
-            return written + (0 if before.kind == "parameter" else self._result(inside, before))
-        if end.kind == "fusion" and end.called:
-            return self._written(end.called)
-        return end.whole
+        if result.kind in UPDATES:
+            target = _original(fused, fused[result.operands[0]])
+            written = fused[result.operands[UPDATES[result.kind]]].whole
+            # An array that the fusion creates and then updates is written in full first.
+            created = 0 if target.kind == "parameter" else self._bytes_of_result(fused, target)
+            return written + created
+        if result.kind == "fusion" and result.called:
+            return self._bytes_written(result.called)
+        return result.whole

@@ -128,7 +128,7 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
     }
     for shuffle in (0, SHUFFLED):
         options = {"shuffle_buffer": shuffle}
-        positions = (records + EARLY, EARLY)  # the same place in an epoch and in a block
+        positions = (records + EARLY, EARLY)  # the same place in an epoch and in a shuffle block
         late, early = (
             functools.partial(resume, index, seq, state_after(index, n, seq, **options), **options)
             for n in positions
