@@ -1,1 +1,1 @@
-"""GPT-J as pure functions: layers, attention, loss, LoRA and FLOPs."""
+"""GPT-J as pure functions: layers, attention, loss and LoRA; parameter and FLOP counts."""

@@ -1,11 +1,11 @@
-"""Attention: rotary embedding, masks, softmax, the KV cache's write, and the fused kernels.
+"""Attention: rotary embedding, masks, softmax attention, KV cache updates and fused kernels.
 
-Over whole sequences `attention_backend` chooses once per program what computes it: the plain
-softmax, blocks that never materialise the full T x S score matrix, splash attention (TPU) or cuDNN
-(GPU); `attend_function` applies that backend to one batch.
+For attention over whole sequences, `attention_backend` selects one backend per program: plain
+softmax attention, `blocks`, which never materialises the full T x S score matrix, splash attention
+(TPU) or cuDNN (GPU).  `attend_function` then builds the function that attends with it.
 
 Array names end in their shape: B batch, T query, S cache or key, H heads this program sees, K head
-size, R rotated part of a head.
+size, R rotated part of a head, I coordinates of an index.
 """
 
 import functools
@@ -23,16 +23,16 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.util import InputError
 
-# From q_BTHK, k_BHSK and v_BHSK to what each query reads, [B, T, H, K].
+# (q_BTHK, k_BHSK, v_BHSK) -> attended_BTHK.
 Attend = Callable[[Array, Array, Array], Array]
 MASKED = -1e10  # not -inf: a fully masked row must stay finite
-LANES = 128  # splash attention takes sequences in multiples of a TPU's lanes
-# `blocks` cuts a sequence into so many: one pass is (1 + 1/8) / 2 of the work of `xla`'s, in an
-# eighth of the memory; twice as many would save little more, and take as much again to compile.
+LANES = 128  # TPU vector lanes; splash attention requires sequences in multiples of this
+# The number of query blocks of the backend `blocks`.  One pass does (1 + 1/8) / 2 of the work of
+# `xla` in an eighth of its memory.  Twice as many would save little more, and double compile time.
 BLOCKS = 8
 
 
-# Writes [B, H, K] into a cache_BHSK; index_BHI is row and slot, for each head of each row.
+# For a scatter of new_BHK into cache_BHSK at index_BHI, a (row, slot) pair per row and head.
 _ONE_POSITION = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(2,),
     inserted_window_dims=(0, 2),
@@ -43,32 +43,33 @@ _ONE_POSITION = jax.lax.ScatterDimensionNumbers(
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values (or their layout), in the order that attention reads."""
+    """One layer's keys and values (or their layouts), in the axis order that attention reads."""
 
     k_BHSK: Any
     v_BHSK: Any
 
 
 def block_length(length: int) -> int:
-    """Queries of one of `BLOCKS`; a short sequence has fewer blocks."""
+    """Return the number of queries per block; short sequences have fewer than `BLOCKS` blocks."""
     return max(-(-length // BLOCKS), LANES)
 
 
 def rotate(x_BTHK: Array, positions_BT: Array, dims: int) -> Array:
-    """Rotary embedding (Su 2021) on interleaved pairs of the first `dims` of each head, in f32."""
+    """Apply rotary embedding (Su 2021) to interleaved pairs of each head's first `dims`, in f32."""
     frequency_R = 10000.0 ** (-np.arange(0, dims, 2) / dims)
     angle_BTR = positions_BT[..., None].astype(jnp.float32) * frequency_R.astype(np.float32)
     sin, cos = jnp.sin(angle_BTR)[:, :, None], jnp.cos(angle_BTR)[:, :, None]
-    turned, rest = x_BTHK[..., :dims].astype(jnp.float32), x_BTHK[..., dims:]
-    even, odd = turned[..., ::2], turned[..., 1::2]
+    rotary, rest = x_BTHK[..., :dims].astype(jnp.float32), x_BTHK[..., dims:]
+    even, odd = rotary[..., ::2], rotary[..., 1::2]
     pairs = jnp.stack((even * cos - odd * sin, odd * cos + even * sin), axis=-1)
-    return jnp.concatenate((pairs.reshape(turned.shape).astype(x_BTHK.dtype), rest), axis=-1)
+    return jnp.concatenate((pairs.reshape(rotary.shape).astype(x_BTHK.dtype), rest), axis=-1)
 
 
 def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Array:
-    """0 where a query sees a key, else `MASKED`; keys at negative positions are padding.
+    """Return the f32 bias_BHTS, with H = 1: 0 where a query may see a key, else `MASKED`.
 
-    Returns bias_BHTS with H = 1.
+    A query sees itself and the `window` - 1 positions before it.  Keys at negative positions are
+    padding, which no query sees.
     """
     distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
     seen_BTS = (distance_BTS >= 0) & (distance_BTS < window) & (key_positions_BS >= 0)[:, None, :]
@@ -76,56 +77,61 @@ def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Ar
 
 
 def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Array:
-    """Softmax attention of T queries over S keys; heads are those this program holds.
+    """Compute softmax attention of T queries over S keys, for the heads this program holds.
 
-    `bias` already holds the masks and any relative position term.  The logits and the softmax
-    are f32, the matmuls' inputs in the compute dtype.
+    `bias_BHTS` contains the mask and any relative position bias.  Scores and softmax are in f32,
+    the inputs of both matmuls in the compute dtype.
     """
     scale = q_BTHK.shape[-1] ** -0.5
-    if q_BTHK.shape[1] == 1:  # without T: with it, XLA for CPUs transposes a single row's keys
-        logits_BHS = jnp.einsum(
+    if q_BTHK.shape[1] == 1:
+        # Without axis T, because with it XLA on CPUs transposes the keys of a one-row batch.
+        scores_BHS = jnp.einsum(
             "BHK,BHSK->BHS", q_BTHK[:, 0], k_BHSK, preferred_element_type=jnp.float32
         )
-        logits_BHTS = logits_BHS[:, :, None]
+        scores_BHTS = scores_BHS[:, :, None]
     else:
-        logits_BHTS = jnp.einsum(
+        scores_BHTS = jnp.einsum(
             "BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32
         )
-    weights_BHTS = jax.nn.softmax(logits_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
-    return jnp.einsum("BHTS,BHSK->BTHK", weights_BHTS, v_BHSK)
+    probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
+    return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
 
 
 def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
-    """The cache with one position a row (S = 1 in `new`) written at `slot_B`, in place."""
+    """Write one position per row (S = 1 in `new`) into the cache at `slot_B`, in place."""
     if len(slot_B) == 1:
-        # Twice the same: of a single update, as a row is where a device has one head, XLA for CPUs
-        # makes one for which it copies the cache.
+        # On a device with one head, one row is a single update, which XLA on CPUs turns into an
+        # operation that copies the whole cache.  Writing the row twice avoids that.
         new, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, slot_B))
         rows_B = jnp.zeros(2, jnp.int32)
     else:
         rows_B = jnp.arange(len(slot_B))
-    # Head by head: with a row's heads as one update TPUs hold the caches in another order, a copy
-    # of all.  And H a batching dimension: were it an index, the compiler's own partitioning
-    # (`Auto`) would gather what is to be written over mp.
+    # Each head is an update of its own: if all heads of a row were one update, TPUs would change
+    # the layout of the caches, which copies them.  H is a batching dimension: if it were indexed,
+    # the compiler's partitioning (`Auto`) would all-gather the new entries over mp.
     index_BI = jnp.stack((rows_B, slot_B), axis=-1)
     index_BHI = jnp.broadcast_to(index_BI[:, None], (*new.k_BHSK.shape[:2], 2))
 
-    def written(cache_BHSK: Array, new_BHSK: Array) -> Array:
+    def scatter(cache_BHSK: Array, new_BHSK: Array) -> Array:
         new_BHK = new_BHSK[:, :, 0].astype(cache_BHSK.dtype)
         return jax.lax.scatter(cache_BHSK, index_BHI, new_BHK, _ONE_POSITION)
 
-    return jax.tree.map(written, cache, new)
+    return jax.tree.map(scatter, cache, new)
 
 
-SPLASH_BLOCKS = (512, 256, LANES)  # of queries and of keys, the largest first
-ATTENDED = "attended"  # the name, for remat, of what a kernel's backward pass reads
-LONG = 2048  # tokens; of longer sequences the weights outgrow the rest of a layer
-# Of q_BHTK, scaled, k_BHSK, v_BHSK, and which text each position is of, [B, T], or None.
+SPLASH_BLOCKS = (512, 256, LANES)  # block sizes for queries and keys, in order of preference
+ATTENDED = "attended"  # checkpoint_name of what a kernel saves for its backward pass
+LONG = 2048  # tokens; beyond this, attention scores take more memory than the rest of a layer
+# (q_BHTK already scaled, k_BHSK, v_BHSK, text_BT or None) -> attended_BHTK; positions with equal
+# numbers in text_BT belong to the same text.
 Kernel = Callable[[Array, Array, Array, Array | None], Array]
 
 
 class Device(Protocol):
-    """What `chosen` reads of a `jax.Device`; a GPU also has a `compute_capability`."""
+    """The attributes of `jax.Device` that `attention_backend` reads.
+
+    GPUs also have a `compute_capability`, such as "9.0".
+    """
 
     @property
     def platform(self) -> str: ...
@@ -135,15 +141,15 @@ class Device(Protocol):
 
 
 def attention_backend(config: Config, device: Device) -> str:
-    """How programs on such devices compute attention over a whole sequence.
+    """Select the backend for attention over whole sequences on devices like `device`.
 
     Raises:
-      InputError: where `attention` names what cannot be had.
+      InputError: if `config.attention` names a backend that this config or device does not support.
     """
     name = config.attention
     if name == "auto":
         names = ("splash", "cudnn", *(("blocks",) if config.seq > LONG else ()))
-        return next((each for each in names if _obstacle(each, config, device) is None), "xla")
+        return next((name for name in names if _obstacle(name, config, device) is None), "xla")
     obstacle = _obstacle(name, config, device)
     if obstacle:
         raise InputError(f"config: attention is {name!r}, which {obstacle}; set it to 'auto'")
@@ -151,45 +157,48 @@ def attention_backend(config: Config, device: Device) -> str:
 
 
 def _obstacle(name: str, config: Config, device: Device) -> str | None:
-    """Why attention cannot be computed so, or None."""
+    """Return why a backend cannot be used, as the end of a clause with "which", or None."""
     if name == "xla":
         return None
     if config.pe == "t5":
-        return "has no place for the relative positions of pe 't5'"
+        return "does not support the relative position bias of pe 't5'"
     if name == "cudnn":
         return _cudnn_obstacle(config, device)
     if name.startswith("splash") and config.seq % LANES:
-        return f"takes sequences in multiples of {LANES}, and seq is {config.seq}"
+        return f"requires seq to be a multiple of {LANES}, but seq is {config.seq}"
     if name != "splash":
         return None
     if device.platform != "tpu":
-        return f"needs a TPU, and the devices are {device.device_kind!r}"
+        return f"requires a TPU, but the devices are {device.device_kind!r}"
     if device.device_kind in ("TPU v2", "TPU v3"):
-        return f"needs a TPU v4 or later, and the devices are {device.device_kind!r}"
+        return f"requires a TPU v4 or later, but the devices are {device.device_kind!r}"
     return _dtype_obstacle(config)
 
 
 def _cudnn_obstacle(config: Config, device: Device) -> str | None:
     capability = str(getattr(device, "compute_capability", ""))
-    # An AMD GPU has a name there.
+    # On AMD GPUs `compute_capability` is a name such as "gfx942", not a number.
     if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
-        return f"needs an NVIDIA GPU, and the devices are {device.device_kind!r}"
+        return f"requires an NVIDIA GPU, but the devices are {device.device_kind!r}"
     if float(capability) < 8:
-        return f"needs compute capability 8.0, and {device.device_kind!r} has {capability}"
+        return (
+            f"requires compute capability 8.0 or later, but {device.device_kind!r} has {capability}"
+        )
     largest = 256 if float(capability) >= 9 else 128
     if config.d_head > largest or config.d_head % 8:
         return (
-            f"takes heads of a multiple of 8 up to {largest} on {device.device_kind!r}, and the "
-            f"head size is {config.d_head}"
+            f"requires a head size that is a multiple of 8 up to {largest} on "
+            f"{device.device_kind!r}, but the head size is {config.d_head}"
         )
     return _dtype_obstacle(config) or _cudnn_disagrees(config.d_head)
 
 
 @functools.cache
 def _cudnn_disagrees(head_size: int) -> str | None:
-    """Why cuDNN's kernels here are not to be used: found by a small batch, forward and backward.
+    """Return why cuDNN's attention cannot be used here, or None.
 
-    Which of them a GPU has depends on its driver and on cuDNN's version.
+    Compares cuDNN with XLA on a small batch, forward and backward, because the kernels that a GPU
+    has depend on its driver and on cuDNN's version.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (1, LANES, 2, head_size)
@@ -204,37 +213,40 @@ def _cudnn_disagrees(head_size: int) -> str | None:
                 q, k, v, is_causal=True, implementation=implementation
             )
 
-        found, pull = jax.vjp(run, *inputs)
-        return (found, *pull(g))
+        output, pull = jax.vjp(run, *inputs)
+        return (output, *pull(g))
 
     try:
-        found, wanted = both("cudnn", g, q, k, v), both("xla", g, q, k, v)
+        actual, expected = both("cudnn", g, q, k, v), both("xla", g, q, k, v)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return f"cannot run here ({' '.join(str(error).split())[:200]})"
-    # Numbers of order 1, rounded to 8 bits in other places.
-    far = max(float(jnp.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
-    return None if far < 0.1 else f"is off by {far:.2g} from XLA's attention here"
+        return f"fails here ({' '.join(str(error).split())[:200]})"
+    # The values are of order 1, and the two round to bf16's 8 bits at different points.
+    difference = max(float(jnp.abs(a - b).max()) for a, b in zip(actual, expected, strict=True))
+    return None if difference < 0.1 else f"differs from XLA's attention by {difference:.2g} here"
 
 
 def _dtype_obstacle(config: Config) -> str | None:
     if config.dtype == "bfloat16":
         return None
-    return f"multiplies bfloat16 alone, and dtype is {config.dtype!r}"
+    return f"supports only bfloat16, but dtype is {config.dtype!r}"
 
 
 def attend_function(
     config: Config, par: Parallel, length: int, text_BT: Array | None
 ) -> Attend | None:
-    """Attention of all of a sequence, causal and within the window; None: XLA's, by a bias.
+    """Return causal attention over whole sequences with the backend of `par`.
 
-    Where a kernel takes neither the length nor the texts, `auto` has the one that it has without.
+    Returns None for the backend `xla`, which is `attend` with a bias.  If a kernel does not support
+    this length, or packed texts, the result is that of `blocks` for more than `LONG` tokens, else
+    None.
 
     Args:
-      length: of the sequence.
-      text_BT: which text each position is of: they do not see each other.
+      length: the number of tokens in a sequence.
+      text_BT: a number per position for packed texts, or None.  Positions see each other only if
+        their numbers are equal.
 
     Raises:
-      InputError: where `attention` names a kernel that does not keep texts apart.
+      InputError: if texts are packed and `config.attention` is "cudnn", which cannot separate them.
     """
     name, blocks = par.attention, functools.partial(_blocks, config.window, text_BT)
     if name == "blocks":
@@ -245,7 +257,7 @@ def attend_function(
         kernel = functools.partial(_cudnn, config.window)
     elif name == "cudnn" and config.attention == "cudnn":
         raise InputError(
-            "config: attention is 'cudnn', which does not keep the texts of packed records apart; "
+            "config: attention is 'cudnn', which does not support packed records (segment_ids); "
             "set it to 'auto'"
         )
     else:
@@ -253,7 +265,7 @@ def attend_function(
     run = _differentiable(kernel, par)
 
     def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:
-        # Exact where the head size is a power of 4, as GPT-J's 256; else q is rounded once more.
+        # Exact if the head size is a power of 4, such as GPT-J's 256; else q is rounded once more.
         q_BHTK = jnp.moveaxis(q_BTHK * config.d_head**-0.5, 2, 1)
         return jnp.moveaxis(run(q_BHTK, k_BHSK, v_BHSK, text_BT), 1, 2)
 
@@ -261,9 +273,10 @@ def attend_function(
 
 
 def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
-    """`kernel` on every device's heads, with the gradient that it has itself.
+    """Run `kernel` on each device's heads, with the kernel's own gradient.
 
-    What it saves for the backward pass comes as its vjp, whose arrays stay where they are.
+    The forward pass returns the kernel's vjp function, a pytree of the arrays saved for the
+    backward pass.  These stay on their devices.
     """
     heads: Axes = (None, "mp")
     saved: Axes = ("mp",)
@@ -279,8 +292,8 @@ def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
         def both(q: Array, k: Array, v: Array, text: Array | None) -> tuple[Array, Any]:
             return jax.vjp(lambda q, k, v: kernel(q, k, v, text), q, k, v)
 
-        found = par.on_blocks(both, inputs, (heads, saved))(q_BHTK, k_BHSK, v_BHSK, text_BT)
-        return jax.tree.map(lambda x: checkpoint_name(x, ATTENDED), found)
+        results = par.on_blocks(both, inputs, (heads, saved))(q_BHTK, k_BHSK, v_BHSK, text_BT)
+        return jax.tree.map(lambda x: checkpoint_name(x, ATTENDED), results)
 
     def backward(vjp: Any, g_BHTK: Array) -> tuple[Array | None, ...]:
         pull = par.on_blocks(lambda vjp, g: vjp(g), (saved, heads), (heads,) * 3)
@@ -301,7 +314,7 @@ def _splash(
     )
 
     _, heads, length, _ = q_BHTK.shape
-    block = next(each for each in SPLASH_BLOCKS if length % each == 0)
+    block = next(size for size in SPLASH_BLOCKS if length % size == 0)
     mask = (
         masks.CausalMask((length, length))
         if window >= length
@@ -328,15 +341,16 @@ def _splash(
 def _blocks(
     window: int, text_BT: Array | None, q_BTHK: Array, k_BHSK: Array, v_BHSK: Array
 ) -> Array:
-    """One block of queries after the other, each against the keys that some of it sees."""
+    """Attend one block of queries at a time, over the keys that at least one of them may see."""
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     block = block_length(length)
     position_1T = jnp.arange(length)[None]
-    # In f32, or the gradients of the blocks would be summed in the compute dtype.
+    # In f32, so that the sum of all blocks' gradients is not taken in the compute dtype.
     k_BHSK, v_BHSK = k_BHSK.astype(jnp.float32), v_BHSK.astype(jnp.float32)
 
-    @functools.partial(jax.checkpoint, static_argnums=0)  # a block's weights are made once more
-    def one(begin: int, q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:
+    # The backward pass recomputes each block's scores.
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def attend_block(begin: int, q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:
         queries = slice(begin, begin + block)
         keys = slice(max(0, begin - window + 1), begin + block)
         bias_BHTS = causal_bias(position_1T[:, queries], position_1T[:, keys], window)
@@ -346,17 +360,17 @@ def _blocks(
         k_BHSK, v_BHSK = (x[:, :, keys].astype(dtype) for x in (k_BHSK, v_BHSK))
         return attend(q_BTHK[:, queries], k_BHSK, v_BHSK, bias_BHTS)
 
-    found = [one(begin, q_BTHK, k_BHSK, v_BHSK) for begin in range(0, length, block)]
-    return jnp.concatenate(found, axis=1)
+    outputs = [attend_block(begin, q_BTHK, k_BHSK, v_BHSK) for begin in range(0, length, block)]
+    return jnp.concatenate(outputs, axis=1)
 
 
 def _cudnn(window: int, q_BHTK: Array, k_BHSK: Array, v_BHSK: Array, _: Array | None) -> Array:
     length = q_BHTK.shape[2]
-    found_BTHK = jax.nn.dot_product_attention(
+    attended_BTHK = jax.nn.dot_product_attention(
         *(jnp.moveaxis(x, 1, 2) for x in (q_BHTK, k_BHSK, v_BHSK)),
         scale=1.0,
         is_causal=True,
         local_window_size=(window - 1, 0) if window < length else None,
         implementation="cudnn",
     )
-    return jnp.moveaxis(found_BTHK, 1, 2)
+    return jnp.moveaxis(attended_BTHK, 1, 2)

@@ -1,29 +1,30 @@
-"""How much a model computes per token, and how much a device can: FLOPs, MFU, HFU, peaks.
+"""Parameter counts, FLOPs per token, and utilisation (MFU and HFU).
 
-Formulas: 6N is Kaplan et al. 2020 (2N forward, 4N backward, half of it for the weights' own
-gradients); the attention term, MFU and HFU are Chowdhery et al. 2022 (PaLM), appendix B.
+The 6N rule is from Kaplan et al. 2020: 2N FLOPs forward and 4N backward, 2N of them for the
+gradients of the weights.  The attention term, MFU and HFU follow Chowdhery et al. 2022 (PaLM),
+appendix B.  In formulas L is the number of layers, H heads, K head size and T sequence length.
 """
 
 from mesh_transformer.config import Config
 from mesh_transformer.model.attention import block_length
 
-T5_BUCKETS = 32  # relative distances that pe=t5 tells apart
+T5_BUCKETS = 32  # buckets of relative distance with pe=t5
 
 
 def matmul_params(config: Config) -> int:
-    """Entries of the weight matrices: every layer's, the embedding's and the head's.
+    """Return the number of entries of all weight matrices: layers, embedding and output head.
 
-    The embedding counts so that figures compare with the original's, which computes it as a
-    one-hot matmul; here it is a lookup, and 3 percent of GPT-J-6B's 6N is work nobody does.
+    The embedding counts for comparability with the original, which computes it as a one-hot
+    matmul.  Here it is a lookup, so 3 percent of GPT-J-6B's 6N is work that is not done.
     """
     embedding_and_head = 2 * config.n_vocab * config.d_model
     return config.layers * _layer_matrices(config) + embedding_and_head
 
 
 def n_params(config: Config) -> int:
-    """The model's parameters, each once: a bias the original copies to every shard counts once.
+    """Return the number of parameters, without adapters.
 
-    Adapters do not count.
+    Biases that the original copies to every shard count once.
     """
     width, vocabulary = config.d_model, config.n_vocab
     if config.block == "gptj":
@@ -41,34 +42,41 @@ def n_params(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> int:
-    """6N: forward and backward of one token, N being `matmul_params`; attention left out.
+    """Return 6N: forward and backward FLOPs of one token without attention, N = `matmul_params`.
 
-    With `lora_rank` 4N: frozen weights have no gradient.  Adapters' own work is left out too.
+    With `lora_rank` it is 4N, because frozen weights have no gradient; the FLOPs of the adapters
+    themselves are left out.
     """
     return (4 if config.lora_rank else 6) * matmul_params(config)
 
 
 def palm_flops_per_token(config: Config) -> int:
-    """6N + 12 L H K T: with the attention over the whole sequence, as PaLM counts (no halving
-    for the causal mask, no recomputation)."""
+    """Return 6N + 12 L H K T, which includes attention as PaLM counts it.
+
+    The causal mask does not halve the attention term, and recomputation is not counted.
+    """
     attention = config.layers * config.n_heads * config.d_head * config.seq
     return flops_per_token(config) + 12 * attention
 
 
 def causal_flops_per_token(config: Config) -> int:
-    """6N + 6 L H K T: half the attention, as a causal mask leaves it."""
+    """Return 6N + 6 L H K T, with the attention term halved for the causal mask."""
     return (flops_per_token(config) + palm_flops_per_token(config)) // 2
 
 
 def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
-    """What a training step multiplies: the embedding is a lookup, and `remat` computes again.
+    """Return the FLOPs per token that a training step executes, recomputation included.
 
-    full: a layer's forward pass, less its last matmuls, whose outputs no gradient needs; dots:
-    the two products of attention, all others being kept; none: nothing.  Logits that are made in
-    chunks are made twice, whatever `remat` is.
+    The embedding is a lookup and does not count.  What is recomputed depends on `remat`:
+
+    * full: the forward pass of a layer, except its last matmuls, whose outputs no gradient needs.
+    * dots: the two matmuls of attention; the outputs of all others are saved.
+    * none: nothing.
+
+    Logits that are computed in chunks are computed twice whatever `remat` is.
 
     Args:
-      attention: what computes it, as `flash_attention.chosen` names it.
+      attention: the attention backend, as returned by `attention_backend`.
     """
     embedding = config.n_vocab * config.d_model
     matmuls = flops_per_token(config) // matmul_params(config) * (matmul_params(config) - embedding)
@@ -81,18 +89,23 @@ def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
 
 
 def _attention_flops_per_token(config: Config, attention: str) -> int:
-    """Two products forward, four backward, two again with `remat`; kernels keep no scores, and
-    make them once more in any case, as `blocks` do where `remat` keeps none either."""
-    kept = attention == "xla" or (attention == "blocks" and config.remat == "none")
-    products = 6 + 2 * (config.remat != "none") + (not kept)
+    """Return the FLOPs of attention: 2 matmuls forward, 4 backward and 2 recomputed with `remat`.
+
+    Kernels do not save the scores, and always recompute them once more; so does `blocks`, except
+    with `remat` none.
+    """
+    scores_saved = attention == "xla" or (attention == "blocks" and config.remat == "none")
+    products = 6 + 2 * (config.remat != "none") + (not scores_saved)
     width = config.layers * config.n_heads * config.d_head
     return products * 2 * width * attended_pairs(config, attention) // config.seq
 
 
 def attended_pairs(config: Config, attention: str) -> int:
-    """Pairs of a query and a key that one product of a head's attention over a sequence takes.
+    """Return the query-key pairs per sequence that one attention matmul of one head computes.
 
-    A kernel leaves out what the masks hide; the rest of the tiles at their borders does not count.
+    `xla` computes all pairs, `blocks` each block's queries with all the keys it reads.  For kernels
+    only the pairs that the mask leaves visible count; the masked pairs that they also compute, in
+    partly visible tiles, do not.
     """
     length, window = config.seq, min(config.window, config.seq)
     if attention == "xla":
@@ -109,24 +122,27 @@ def attended_pairs(config: Config, attention: str) -> int:
 
 
 def decode_flops_per_token(config: Config) -> int:
-    """The forward pass of one token with `seq` positions behind it, the embedding a lookup."""
+    """Return the forward FLOPs of one token that attends to `seq` positions.
+
+    The embedding is a lookup and does not count.
+    """
     matrices = matmul_params(config) - config.n_vocab * config.d_model
     return 2 * matrices + 4 * config.layers * config.n_heads * config.d_head * config.seq
 
 
 def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
-    """Model FLOPs utilisation, 0 to 1; `peak` is the FLOP/s of all devices together."""
+    """Return model FLOPs utilisation, 0 to 1; `peak` is the FLOP/s of all devices together."""
     return tokens_per_sec * palm_flops_per_token(config) / peak
 
 
 def hfu(config: Config, tokens_per_sec: float, peak: float, attention: str = "xla") -> float:
-    """Hardware FLOPs utilisation: of what is really multiplied (`hardware_flops_per_token`)."""
+    """Return hardware FLOPs utilisation, 0 to 1, based on `hardware_flops_per_token`."""
     return tokens_per_sec * hardware_flops_per_token(config, attention) / peak
 
 
 def _layer_matrices(config: Config) -> int:
     attention = config.n_heads * config.d_head
-    # geglu: q, k, v and both halves of the gated unit in one matmul, both outputs in another.
+    # geglu projects to twice d_ff: the gate and the value.
     halves = 1 if config.block == "gptj" else 2
     inputs = config.d_model * (3 * attention + halves * config.d_ff)
     outputs = (attention + config.d_ff) * config.d_model

@@ -1,7 +1,7 @@
-"""GPT-J as pure functions of its parameters; `par` decides what a program holds of them.
+"""GPT-J as pure functions of its parameters, which `par` splits over the mesh.
 
-The parameters are {"embed", "layers", "proj"} and with pe=t5 {"relative"}, each {module: {name:
-array}}; those of the layers are stacked on a leading L.
+Parameters are a dict with the parts "embed", "layers", "proj" and, with pe=t5, "relative"; each
+part is {module: {name: array}}.  The arrays of "layers" are stacked over layers on a first axis L.
 
 Array names end in their shape: B batch, T query, S key, D model, H heads, V vocabulary.
 """
@@ -37,7 +37,7 @@ Params = dict[str, Any]
 
 
 def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
-    """The parts of the model as pure init and apply functions."""
+    """Return the parts of the model as pure init and apply functions."""
     parts: dict[str, Callable[..., Any]] = {
         "embed": lambda tokens, positions: Embedding(config, par)(tokens, positions),
         "layers": lambda x, context, cache: TransformerLayer(config, par)(x, context, cache),
@@ -49,7 +49,7 @@ def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
 
 
 def init(config: Config, key: Array) -> Params:
-    """Fresh parameters in f32, all of them global: jit it with the layout you want."""
+    """Initialise global f32 parameters; call it under `jit` with the layout you want."""
     parts = transforms(config, Auto())
     keys = dict(zip(sorted(parts), jax.random.split(key, len(parts)), strict=True))
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -70,20 +70,20 @@ def init(config: Config, key: Array) -> Params:
 
 @functools.cache
 def declarations(config: Config) -> Params:
-    """What every parameter declares (`Declaration`), in the parameters' structure.
+    """Return the `Declaration` of every parameter, in the structure of the parameters.
 
-    Those of the layers are stacked, with a leading L.
+    The declarations of "layers" are of the stacked arrays.
     """
-    with record_declarations() as found:
+    with record_declarations() as declared:
         shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
 
-    def declaration(part: str, one: Declaration) -> Declaration:
-        one = dataclasses.replace(one, frozen=config.lora_rank > 0 and not one.adapter)
-        return one.stack(config.layers) if part == "layers" else one
+    def declaration(part: str, d: Declaration) -> Declaration:
+        d = dataclasses.replace(d, frozen=config.lora_rank > 0 and not d.adapter)
+        return d.stack(config.layers) if part == "layers" else d
 
     return {
         part: {
-            module: {name: declaration(part, found[module][name]) for name in leaves}
+            module: {name: declaration(part, declared[module][name]) for name in leaves}
             for module, leaves in modules.items()
         }
         for part, modules in shapes.items()
@@ -92,16 +92,16 @@ def declarations(config: Config) -> Params:
 
 @functools.cache
 def trained(config: Config) -> Params:
-    """What every trained parameter declares: with lora_rank those of the adapters alone."""
+    """Return the declarations of the trained parameters; with lora_rank, only the adapters'."""
     declared = declarations(config)
     return partition(declared, declared)[0]
 
 
 def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
-    """`run`, of whose intermediate results the backward pass finds some and computes the rest.
+    """Wrap `run` so that the backward pass recomputes what the remat policy `kept` does not save.
 
-    Even with "none" it computes what lies between two matmuls again: to write all of that and to
-    read it back takes longer.  No matmul runs twice, and no word between devices.
+    Even "none" recomputes what lies between two matmuls, because it takes longer to write all of
+    that to memory and read it back.  It repeats no matmul and no collective over mp.
     """
     policies = jax.checkpoint_policies
     policy = {
@@ -112,12 +112,16 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
             policies.save_only_these_names(GATHERED, ATTENDED),
         ),
     }[kept]
-    # Inside a scan the compiler cannot merge the recomputation with the forward pass.
+    # Safe in a scan, where the compiler cannot merge the recomputation with the forward pass.
     return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
 def segment_runs(segments: Array) -> tuple[Array, Array]:
-    """The number of the run of equal numbers that each position [..., T] is in, its place there."""
+    """Number the runs of equal segment numbers along the last axis.
+
+    Returns:
+      The index of each position's run, and each position's index within its run, both [..., T].
+    """
     index_T = jnp.arange(segments.shape[-1])
     begins = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
     starts = jax.lax.cummax(jnp.where(begins, index_T, 0), axis=segments.ndim - 1)
@@ -127,7 +131,7 @@ def segment_runs(segments: Array) -> tuple[Array, Array]:
 def residual_stream(
     params: Params, tokens_BT: Array, config: Config, par: Parallel, segments_BT: Array | None
 ) -> Array:
-    """The residual stream x_BTD before the last norm; segments do not see each other."""
+    """Return the residual stream x_BTD before the last norm; for segments see `logits`."""
     parts, declared = transforms(config, par), declarations(config)
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
@@ -143,8 +147,8 @@ def residual_stream(
         if config.pe == "t5":
             bias_BHTS += apply("relative", positions_BT, positions_BT)
         if run_BT is not None:
-            apart_BHTS = (run_BT[:, :, None] != run_BT[:, None, :])[:, None]
-            bias_BHTS = jnp.where(apart_BHTS, MASKED, bias_BHTS)
+            differ_BHTS = (run_BT[:, :, None] != run_BT[:, None, :])[:, None]
+            bias_BHTS = jnp.where(differ_BHTS, MASKED, bias_BHTS)
     context = Context(positions_BT, bias_BHTS, attend=attend)
     one_layer = map_declared(lambda d: d.unstack(), declared["layers"])
 
@@ -165,10 +169,11 @@ def logits(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Array:
-    """Next-token logits_BTV in f32, of the vocabulary that this program holds.
+    """Return next-token logits_BTV in f32, over the shard of the vocabulary this program holds.
 
-    Where several texts share a sequence, each is a run of one number in `segments`, and reads and
-    stands as it would alone.
+    Args:
+      segments_BT: for sequences that pack several texts, a number per position: each run of equal
+        numbers is one text, which attends only to itself and starts at position 0.
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)

@@ -1,4 +1,6 @@
-"""The parts of GPT-J, each written once for every mesh.
+"""GPT-J's Haiku modules: embedding, norms, transformer layer and output projection.
+
+The same code runs on every mesh; `Parallel` supplies the collectives.
 
 Array names end in their shape: B batch, T query, S cache or key, D model, H heads this program
 sees, K head size, R rank of an adapter, F feed-forward, C columns of one head group, N columns
@@ -25,28 +27,28 @@ T5_MAX_DISTANCE = 128
 
 
 class Context(NamedTuple):
-    """What all layers share: where the queries stand and which keys they see."""
+    """Inputs that all layers share: positions of the queries, and which keys they see."""
 
     positions_BT: Array
-    bias_BHTS: Array | None  # None: `attend` has its own masks
-    slot_B: Array | None = None  # where each row's cache takes its one new key
-    attend: Attend | None = None  # in place of attention by `bias`
+    bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
+    slot_B: Array | None = None  # the cache slot that each row's new key and value are written to
+    attend: Attend | None = None  # replaces softmax attention with `bias_BHTS`
 
 
 def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
-    """Truncated at two sigma, sigma 1/sqrt(fan in), as Haiku's Linear has it."""
+    """Return Haiku Linear's default: normal, truncated at two sigma, sigma = 1 / sqrt(fan_in)."""
     return hk.initializers.TruncatedNormal(stddev=fan_in**-0.5)
 
 
 def _output_init(config: Config) -> hk.initializers.Initializer:
-    """For the two matrices that write into the residual stream."""
+    """Return the initialiser of matrices that write into the residual stream."""
     return hk.initializers.TruncatedNormal(stddev=2 / config.layers / config.d_model**0.5)
 
 
 class Norm(hk.Module):
-    """The config's norm, in f32, and the way into the mp-split part of a layer (Megatron's f).
+    """The config's norm, computed in f32, followed by the fan-out over mp (Megatron's f).
 
-    Returns x_GBTD: one normed copy for all heads, or with layernorm-desync one for each shard's.
+    Returns x_GBTD: one normed copy for all heads, or with layernorm-desync one per shard.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -59,7 +61,7 @@ class Norm(hk.Module):
         dtype, par = x_BTD.dtype, self.par
         x_BTD = x_BTD.astype(jnp.float32)
         if self.kind == "layernorm-desync":
-            # The gains differ by shard, so the fan-out must come before them.
+            # Scale and offset differ between shards, so the fan-out must come before them.
             x_GBTD = par.fan_out(_standardize(x_BTD))[None]
             return self._affine(x_GBTD, (self.shards, x_BTD.shape[-1]), ("mp", None)).astype(dtype)
         if self.kind.startswith("layernorm"):
@@ -70,25 +72,29 @@ class Norm(hk.Module):
 
     def _affine(self, x: Array, shape: tuple[int, ...], axes: Axes) -> Array:
         scale = param(self.par, "scale", shape, axes, hk.initializers.Constant(1.0))
-        x = x * _gain(scale)
+        x = x * _norm_param(scale)
         if self.kind == "layernorm-nobias":
             return x
-        return x + _gain(param(self.par, "offset", shape, axes, hk.initializers.Constant(0.0)))
+        return x + _norm_param(
+            param(self.par, "offset", shape, axes, hk.initializers.Constant(0.0))
+        )
 
     def _rms(self, x_BTD: Array) -> Array:
-        """Original: x over (its 2-norm + 1e-5), times a scale that starts at sqrt(D)."""
+        """Divide x by its 2-norm + 1e-5 and scale, from sqrt(D) at first, as in the original."""
         width = x_BTD.shape[-1]
         shape, axes = ((width,), (None,)) if self.kind.startswith("rms") else ((), ())
         normed = x_BTD / (jnp.linalg.norm(x_BTD, axis=-1, keepdims=True) + 1e-5)
-        normed *= _gain(param(self.par, "scale", shape, axes, hk.initializers.Constant(width**0.5)))
+        normed *= _norm_param(
+            param(self.par, "scale", shape, axes, hk.initializers.Constant(width**0.5))
+        )
         if self.kind.endswith("-bias"):
             offset = param(self.par, "offset", shape, axes, hk.initializers.Constant(0.0))
-            normed += _gain(offset)
+            normed += _norm_param(offset)
         return normed
 
 
-def _gain(value: Array) -> Array:
-    """A norm's parameter in f32; per-shard ones [G, D] against x_GBTD."""
+def _norm_param(value: Array) -> Array:
+    """Return a norm's parameter in f32; one per shard, [G, D], is broadcast against x_GBTD."""
     value = value.astype(jnp.float32)
     return value[:, None, None, :] if value.ndim == 2 else value
 
@@ -102,14 +108,18 @@ def _standardize(x_BTD: Array) -> Array:
 def _adapter(
     config: Config, par: Parallel, target: str, weight: str, shape: tuple[int, ...], axes: Axes
 ) -> tuple[Array, Array] | None:
-    """LoRA (Hu 2021) beside a weight of this module, or None: a [in, R] and b [R, out], zero first.
+    """Return the LoRA factors (Hu 2021) of a weight in this module, or None if it has none.
 
-    What they add to a product is `config.lora_scale` times x @ a @ b.  They are split as the
-    weight is.  Where mp splits its first axis all but the last are inputs, else the first alone.
+    The factors a [in, R] and b [R, out], with b initialised to zero, add `config.lora_scale` times
+    x @ a @ b to the weight's product.  They are split over mp like the weight.  If mp splits the
+    weight's first axis, its last axis is the output and all others are inputs; else its first axis
+    is the input and all others are outputs.
 
     Args:
-      target: the matrix, as `config.lora_targets` names it.
-      shape, axes: the weight's own.
+      target: the weight's name in `config.lora_targets`.
+      weight: the weight's parameter name.
+      shape: the weight's global shape.
+      axes: the mesh axes that split it.
     """
     if not config.adapts(target):
         return None
@@ -126,7 +136,10 @@ def _adapter(
 
 
 def _adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
-    """What an adapter adds, [B, T, columns], where mp splits them; each reads its norm group."""
+    """Return an adapter's addition, [B, T, columns], to a product whose columns mp splits.
+
+    Each column reads its own norm group.
+    """
     a_DR, b = adapter
     b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
     low_GBTR = jnp.einsum("GBTD,DR->GBTR", x_GBTD, a_DR) * scale
@@ -135,9 +148,9 @@ def _adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) 
 
 
 class Linear(hk.Module):
-    """A matmul whose columns mp splits; every column reads its own norm group.
+    """A linear layer whose columns mp splits; each column reads its own norm group.
 
-    `dtype` is the result's, rounded to once (default: the inputs').
+    The matmul's result is rounded once, to `dtype` (default: the inputs' dtype).
     """
 
     def __init__(
@@ -160,7 +173,7 @@ class Linear(hk.Module):
         groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
         shape, axes = (width, self.columns), (None, "mp")
         w_DN = param(self.par, "w", shape, axes, fan_in_init(width), decay=True)
-        if groups == 1:  # a plain matmul, which the remat policy "dots" knows to save
+        if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
             y_BTN = jnp.matmul(x_GBTD[0], w_DN, preferred_element_type=self.dtype)
         else:
             w_DGN = w_DN.reshape(width, groups, -1)
@@ -176,9 +189,10 @@ class Linear(hk.Module):
 
 
 def t5_bucket(distance: Array) -> Array:
-    """The T5 bucket (Raffel 2020) of how far back a key lies: exact to 15, then logarithmic.
+    """Return the T5 bucket (Raffel 2020) of a query's distance to an earlier key.
 
-    The 128 cases are tabulated: a logarithm in f32 would round differently by backend.
+    Buckets are exact up to distance 15, then logarithmic.  The 128 cases are tabulated in NumPy,
+    because a logarithm in f32 rounds differently between backends.
     """
     steps = np.arange(T5_MAX_DISTANCE)
     exact = T5_BUCKETS // 2
@@ -189,7 +203,7 @@ def t5_bucket(distance: Array) -> Array:
 
 
 class RelativePosition(hk.Module):
-    """T5's relative position bias: one table for all layers; causal, 32 buckets."""
+    """T5's causal relative position bias, with 32 buckets and one table for all layers."""
 
     def __init__(self, config: Config, par: Parallel):
         super().__init__(name="relative")
@@ -207,7 +221,10 @@ class RelativePosition(hk.Module):
 
 @jax.custom_vjp
 def lookup(w_VD: Array, row_BT: Array) -> Array:
-    """Rows of a table, whose gradient is summed in f32: a frequent row has thousands of terms."""
+    """Look up rows of a table.
+
+    The gradient is summed in f32, because for a frequent row it has thousands of terms.
+    """
     return w_VD[row_BT]
 
 
@@ -225,7 +242,7 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class Embedding(hk.Module):
-    """Token rows, split by vocabulary over mp, and with pe=fixed learned positions."""
+    """Token embedding, split by vocabulary over mp; with pe=fixed plus learned positions."""
 
     def __init__(self, config: Config, par: Parallel):
         super().__init__(name="embedding")
@@ -238,9 +255,9 @@ class Embedding(hk.Module):
         w_VD = param(par, "w", (c.n_vocab, c.d_model), ("mp", None), init, decay=True)
         rows = w_VD.shape[0]
         row_BT = tokens_BT.astype(jnp.int32) - par.rank() * rows
-        mine_BT = (row_BT >= 0) & (row_BT < rows)
-        found_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
-        x_BTD = par.join(jnp.where(mine_BT[..., None], found_BTD, 0))
+        local_BT = (row_BT >= 0) & (row_BT < rows)
+        rows_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
+        x_BTD = par.join(jnp.where(local_BT[..., None], rows_BTD, 0))
         x_BTD += param(par, "b", (c.d_model,), (None,), hk.initializers.Constant(0.0), summed=True)
         if c.pe == "fixed":
             init = hk.initializers.TruncatedNormal(stddev=0.02)
@@ -250,11 +267,14 @@ class Embedding(hk.Module):
 
 
 class TransformerLayer(hk.Module):
-    """Attention and feed-forward side by side on one norm; one sum over mp for both.
+    """Attention and feed-forward in parallel on one norm, with a single sum over mp for both.
 
-    With a cache there is one new token a row; it is written at `context.slot_B` and sees the rest.
-    Without, the tokens see each other.  Returns what the layer adds to the residual stream, and
-    the cache, or the tokens' own keys and values.
+    With a cache, there is one new token per row, which is written to the cache at `context.slot_B`
+    and attends to the whole cache.  Without a cache, the tokens attend to each other.
+
+    Returns:
+      The layer's addition to the residual stream, and either the updated cache or the keys and
+      values of the tokens.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -295,7 +315,10 @@ class TransformerLayer(hk.Module):
     def _geglu(
         self, x_GBTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
-        """One matmul in, one out; stored by head group, so that no mesh changes their order."""
+        """Compute the geglu block, with one fused input matmul and one fused output matmul.
+
+        Both are stored by head group, so that their order does not depend on the mesh.
+        """
         c, par = self.config, self.par
         hidden = c.d_ff // c.n_heads
         columns, rows = 3 * c.d_head + 2 * hidden, c.d_head + hidden
@@ -304,7 +327,7 @@ class TransformerLayer(hk.Module):
         bias = hk.initializers.Constant(0.0)
         b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
         groups = x_GBTD.shape[0]
-        if groups == 1:  # as in `Linear`
+        if groups == 1:  # no batch dimensions, as in `Linear`
             y_BTHC = jnp.einsum("BTD,DHC->BTHC", x_GBTD[0], w_DHC) + b_HC
         else:
             w_DGHC = w_DHC.reshape(c.d_model, groups, -1, columns)
@@ -322,9 +345,9 @@ class TransformerLayer(hk.Module):
 
     @hk.transparent
     def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
-        """A matmul into the residual stream, whose rows (the first axis of `inputs`) mp splits.
+        """Project x, [B, T, *inputs], to [B, T, D]; mp splits the first axis of `inputs`.
 
-        x is [B, T, inputs]; what it gives is this program's part of a sum over mp.
+        Returns this program's term of a sum over mp.
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
@@ -363,7 +386,10 @@ class TransformerLayer(hk.Module):
 
 
 class Projection(hk.Module):
-    """The last norm, x_BTD to x_GBTD, and the head, that to f32 logits_BTV of this vocabulary."""
+    """The last norm, x_BTD to x_GBTD, and the output head, x_GBTD to f32 logits_BTV.
+
+    The logits are those of this program's shard of the vocabulary.
+    """
 
     def __init__(self, config: Config, par: Parallel):
         super().__init__(name="projection")
@@ -371,7 +397,7 @@ class Projection(hk.Module):
         self.par = par
 
     def __call__(self, x: Array, *, norm: bool = True, head: bool = True) -> Array:
-        """Both, or one of them alone."""
+        """Apply both, or only the one that the flags select."""
         if norm:
             x = Norm(self.config, self.par)(x)
         if head:

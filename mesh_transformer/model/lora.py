@@ -1,4 +1,4 @@
-"""LoRA (Hu 2021): low-rank adapters beside frozen weights, and their sum."""
+"""LoRA (Hu 2021): names of low-rank adapters, and merging them into their weights."""
 
 from typing import Any
 
@@ -7,22 +7,25 @@ from jax import Array
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """What the two factors beside a weight are called, in its own module."""
+    """Return the names of a weight's two adapter factors, which are in the same Haiku module."""
     return f"{weight}_lora_a", f"{weight}_lora_b"
 
 
 def merged(modules: dict[str, Any], scale: float) -> dict[str, Any]:
-    """One layer's modules with their adapters, [in, R] and [R, out], in their weights; in f32."""
+    """Merge one layer's adapters, [in, R] and [R, out], into its weights.
 
-    def one(leaves: dict[str, Array]) -> dict[str, Array]:
-        own = set(leaves).difference(*map(adapter_names, leaves))
-        found = {name: leaves[name] for name in own}
-        for name in own:
-            a, b = (leaves.get(each) for each in adapter_names(name))
+    Weights with adapters become f32; all others are returned unchanged.
+    """
+
+    def merge(leaves: dict[str, Array]) -> dict[str, Array]:
+        weights = set(leaves).difference(*map(adapter_names, leaves))
+        result = {name: leaves[name] for name in weights}
+        for name in weights:
+            a, b = (leaves.get(factor) for factor in adapter_names(name))
             if a is not None and b is not None:
                 a, b = a.astype(jnp.float32), b.astype(jnp.float32)
                 product = jnp.tensordot(a, b, 1, precision="highest")
-                found[name] = found[name].astype(jnp.float32) + scale * product
-        return found
+                result[name] = result[name].astype(jnp.float32) + scale * product
+        return result
 
-    return {module: one(leaves) for module, leaves in modules.items()}
+    return {module: merge(leaves) for module, leaves in modules.items()}

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that mp splits, of logits that need never be held all at once.
+"""Cross entropy over a vocabulary split over mp, computed in chunks of positions to save memory.
 
 Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary this
 program sees, G norm groups, D model.
@@ -24,12 +24,12 @@ from mesh_transformer.util import to_f32
 
 
 class Losses(NamedTuple):
-    """What one forward pass says of every position, in nats.
+    """Losses at every position, in nats.
 
     Attributes:
       loss_BT: -log p of the target.
-      log_sum_BT: log of the sum of exp(logit - largest logit); the original squares it (z-loss).
-      correct_BT: whether the first largest logit is the target's.
+      log_sum_BT: log of the sum of exp(logit - largest logit); its square is the original's z-loss.
+      correct_BT: whether the target's logit is the largest, or the first of several largest.
     """
 
     loss_BT: Array
@@ -38,16 +38,16 @@ class Losses(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What the logits of this program's vocabulary say of every position, by themselves."""
+    """Partial results at every position from this program's shard of the vocabulary."""
 
     max_BT: Array
     sum_BT: Array  # of exp(logit - max)
-    target_BT: Array  # the target's logit, 0 where another program has it
+    target_BT: Array  # the target's logit, 0 if it is in another shard
     best_BT: Array  # the first token with the largest logit
 
 
 def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
-    """`first` is the token of the first of these logits."""
+    """Compute partial results from one shard of the logits, whose first token is `first`."""
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     sum_BT = jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1)
     ids_V = first + jnp.arange(logits_BTV.shape[-1])
@@ -58,11 +58,12 @@ def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
 
 
 def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
-    """The parts that mp holds, as one."""
+    """Combine the partial results of all mp shards."""
     max_BT = par.max(part.max_BT)
     log_sum_BT = jnp.log(par.sum(part.sum_BT * jnp.exp(part.max_BT - max_BT)))
     loss_BT = log_sum_BT - (par.sum(part.target_BT) - max_BT)
-    # The first part with the largest logit answers: max of the negated ids, others out of range.
+    # The smallest token with the largest logit, as a maximum of negated tokens; shards without the
+    # largest logit contribute the smallest integer.
     is_best_BT = part.max_BT == max_BT
     candidate_BT = jnp.where(is_best_BT, -part.best_BT, jnp.iinfo(jnp.int32).min)
     correct_BT = -par.max(candidate_BT) == targets_BT.astype(jnp.int32)
@@ -70,7 +71,7 @@ def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
 
 
 def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses:
-    """Of the logits, f32, of the vocabulary that this program holds."""
+    """Compute the losses from the f32 logits of this program's shard of the vocabulary."""
     first = par.rank() * logits_BTV.shape[-1]
     return _joined(_part(logits_BTV, targets_BT, first), targets_BT, par)
 
@@ -78,9 +79,9 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses
 def chunked_cross_entropy(
     head: Callable[[Array], Array], x_GBTD: Array, targets_BT: Array, par: Parallel, chunk: int
 ) -> Losses:
-    """As `cross_entropy(head(x), targets, par)`, with the logits of `chunk` positions at a time.
+    """Same as `cross_entropy(head(x), targets, par)`, with logits of `chunk` positions at a time.
 
-    The backward pass makes them again.  Nothing is said between devices inside the loop.
+    The backward pass recomputes the logits.  The loop over chunks has no collectives.
     """
     length = x_GBTD.shape[2]
     if length <= chunk:
@@ -88,21 +89,21 @@ def chunked_cross_entropy(
     chunks = -(-length // chunk)
 
     def cut(x: Array, axis: int) -> Array:
-        """The chunks of an array along an axis, the last one filled with zeros, on a new axis 0."""
-        widths = [(0, chunks * chunk - length if at == axis else 0) for at in range(x.ndim)]
+        """Split x along `axis` into chunks on a new axis 0; the last is padded with zeros."""
+        widths = [(0, chunks * chunk - length if i == axis else 0) for i in range(x.ndim)]
         shape = (*x.shape[:axis], chunks, chunk, *x.shape[axis + 1 :])
         return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), axis, 0)
 
     @jax.checkpoint
-    def one(x_GBCD: Array, targets_BC: Array) -> _Part:
+    def chunk_part(x_GBCD: Array, targets_BC: Array) -> _Part:
         logits_BCV = head(x_GBCD)
         return _part(logits_BCV, targets_BC, par.rank() * logits_BCV.shape[-1])
 
-    parts = jax.lax.map(lambda at: one(*at), (cut(x_GBTD, 2), cut(targets_BT, 1)))
+    parts = jax.lax.map(lambda inputs: chunk_part(*inputs), (cut(x_GBTD, 2), cut(targets_BT, 1)))
 
-    def whole(found: Array) -> Array:
-        found_BT = jnp.moveaxis(found, 0, 1).reshape(targets_BT.shape[0], -1)
-        return found_BT[:, :length]
+    def whole(chunked: Array) -> Array:
+        padded_BT = jnp.moveaxis(chunked, 0, 1).reshape(targets_BT.shape[0], -1)
+        return padded_BT[:, :length]
 
     return _joined(jax.tree.map(whole, parts), targets_BT, par)
 
@@ -115,41 +116,41 @@ def losses(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Losses:
-    """Cross entropy at every position, in nats; for `segments` see `logits`."""
+    """Compute the losses at every position; for `segments_BT` see `logits`."""
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
     projection = transforms(config, par)["proj"].apply
-    weights = to_f32(whole)  # so that the gradients of the chunks are summed in f32
+    weights = to_f32(whole)  # so that the chunks' gradients are summed in f32
 
     def head(x_GBTD: Array) -> Array:
-        own = jax.tree.map(lambda w: w.astype(config.dtype), weights)
-        return projection(own, x_GBTD, norm=False)
+        cast = jax.tree.map(lambda w: w.astype(config.dtype), weights)
+        return projection(cast, x_GBTD, norm=False)
 
     x_GBTD = projection(whole, x_BTD, head=False)
     return chunked_cross_entropy(head, x_GBTD, targets_BT, par, config.loss_chunk)
 
 
 class LossWeights(NamedTuple):
-    """How much each position counts in the loss and in `last_loss`; means over a batch are 1."""
+    """The weight of each position in the loss and in `last_loss`; each has mean 1 over a batch."""
 
     every_BT: Array
     last_BT: Array
 
 
 def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
-    """Weights [..., T] under which means over all of a batch are means where `mask` is 1.
+    """Return weights [..., T] whose weighted batch mean is the mean where `mask` is 1.
 
-    The last position of a sequence, or of each of its `segments`, is its last one with 1; where no
-    position has 1 all weights are 0.
+    The last position of a sequence, or of each of its `segments`, is the last one where `mask` is
+    1.  If `mask` is 0 everywhere, all weights are 0.
     """
     every, length = mask.astype(jnp.float32), mask.shape[-1]
     runs = jnp.zeros_like(mask, jnp.int32) if segments is None else segment_runs(segments)[0]
-    # Behind all others stands a position with 1 of a run of its own.
+    # The index `length` stands for a position after the end, with mask 1 and a run of its own (-1).
     index = jnp.where(mask != 0, jnp.arange(length), length)
-    onward = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
-    following = jnp.concatenate((onward[..., 1:], jnp.full_like(onward[..., :1], length)), -1)
-    others = jnp.concatenate((runs, jnp.full_like(runs[..., :1], -1)), -1)
-    last = every * (jnp.take_along_axis(others, following, axis=-1) != runs)
+    nearest = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
+    following = jnp.concatenate((nearest[..., 1:], jnp.full_like(nearest[..., :1], length)), -1)
+    padded_runs = jnp.concatenate((runs, jnp.full_like(runs[..., :1], -1)), -1)
+    last = every * (jnp.take_along_axis(padded_runs, following, axis=-1) != runs)
     shares = par.mean_scalar(jnp.stack((every.mean(), last.mean())))
     scales = 1 / jnp.maximum(shares, jnp.finfo(jnp.float32).tiny)
     return LossWeights(every * scales[0], last * scales[1])
@@ -164,11 +165,14 @@ def train_loss(
     weights: LossWeights | None = None,
     segments_BT: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The mean loss that training minimises, z-loss included, and that of the last position."""
-    found = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
+    """Return the mean loss that training minimises, and the mean loss of last positions.
+
+    Both include the z-loss.
+    """
+    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
     if weights is None:
-        z_loss = config.z_loss * jnp.mean(jnp.square(found.log_sum_BT))
-        return found.loss_BT.mean() + z_loss, found.loss_BT[:, -1].mean() + z_loss
-    z_loss = config.z_loss * jnp.mean(weights.every_BT * jnp.square(found.log_sum_BT))
-    every = jnp.mean(weights.every_BT * found.loss_BT)
-    return every + z_loss, jnp.mean(weights.last_BT * found.loss_BT) + z_loss
+        z_loss = config.z_loss * jnp.mean(jnp.square(result.log_sum_BT))
+        return result.loss_BT.mean() + z_loss, result.loss_BT[:, -1].mean() + z_loss
+    z_loss = config.z_loss * jnp.mean(weights.every_BT * jnp.square(result.log_sum_BT))
+    every = jnp.mean(weights.every_BT * result.loss_BT)
+    return every + z_loss, jnp.mean(weights.last_BT * result.loss_BT) + z_loss

@@ -118,7 +118,7 @@ def test_auto_is_what_the_devices_have(monkeypatch, where, changes, expected):
 def test_a_gpu_whose_cudnn_fails_or_differs_has_xla(monkeypatch):
     # There is no cuDNN here: the small batch cannot run.
     assert attention_backend(GPTJ, H200) == "xla"
-    with pytest.raises(InputError, match="'cudnn', which cannot run here \\("):
+    with pytest.raises(InputError, match="'cudnn', which fails here \\("):
         attention_backend(GPTJ.replace(attention="cudnn"), H200)
     real = jax.nn.dot_product_attention
     for error, expected in ((0.0, "cudnn"), (0.5, "xla")):
@@ -138,28 +138,28 @@ def test_only_what_attends_to_whole_sequences_asks_for_a_kernel():
     mesh = mesh_of(1, 1)
     step.state_specs(config, mesh)
     running_batch.compile_decode(config, mesh, None, 1)
-    with pytest.raises(InputError, match="takes sequences in multiples of 128"):
+    with pytest.raises(InputError, match="requires seq to be a multiple of 128"):
         step.compile_eval(config, mesh)
 
 
 @pytest.mark.parametrize(
     ("where", "changes", "words"),
     [
-        (CPU, {"attention": "splash"}, "'splash', which needs a TPU, and the devices are 'cpu'"),
-        (V3, {"attention": "splash"}, "needs a TPU v4 or later, and the devices are 'TPU v3'"),
+        (CPU, {"attention": "splash"}, "'splash', which requires a TPU, but the devices are 'cpu'"),
+        (V3, {"attention": "splash"}, "requires a TPU v4 or later, but the devices are 'TPU v3'"),
         (
             V5E,
             {"attention": "splash", "dtype": "float32"},
-            "alone, and dtype is 'float32'",
+            "only bfloat16, but dtype is 'float32'",
         ),
-        (V5E, {"attention": "splash", "seq": 200}, "in multiples of 128, and seq is 200"),
-        (V5E, {"attention": "splash", "pe": "t5"}, "no place for the relative positions"),
-        (V5E, {"attention": "cudnn"}, "needs an NVIDIA GPU, and the devices are 'TPU v5 lite'"),
-        (A100, {"attention": "cudnn"}, "up to 128 on 'NVIDIA A100-SXM4-80GB', and the head size"),
+        (V5E, {"attention": "splash", "seq": 200}, "a multiple of 128, but seq is 200"),
+        (V5E, {"attention": "splash", "pe": "t5"}, "does not support the relative position bias"),
+        (V5E, {"attention": "cudnn"}, "requires an NVIDIA GPU, but the devices are 'TPU v5 lite'"),
+        (A100, {"attention": "cudnn"}, "up to 128 on 'NVIDIA A100-SXM4-80GB', but the head size"),
         (
             device("gpu", "Tesla V100", "7.0"),
             {"attention": "cudnn"},
-            "needs compute capability 8",
+            "requires compute capability 8",
         ),
     ],
 )
@@ -182,5 +182,5 @@ def test_other_lengths_and_packed_texts_fall_back_unless_the_config_insists():
     assert attend_function(GPTJ, splash, 2056, None) is not None
     assert attend_function(GPTJ, cudnn, 2056, long) is not None
     assert attend_function(GPTJ, Auto(), 2056, long) is None
-    with pytest.raises(InputError, match="'cudnn', which does not keep the texts"):
+    with pytest.raises(InputError, match="'cudnn', which does not support packed records"):
         attend_function(GPTJ.replace(attention="cudnn"), cudnn, 100, text)
