@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CausalTransformer", "Config", "InputError", "load"]
 
-_HOMES = {
+_MODULES = {
     "CausalTransformer": "transformer_shard",
     "Config": "config",
     "InputError": "util",
@@ -19,7 +19,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported at first use: `import mesh_transformer` itself does no work."""
-    if name not in _HOMES:
+    """Import a public name when it is first used, so that importing the package does no work."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"mesh_transformer.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"mesh_transformer.{_MODULES[name]}"), name)

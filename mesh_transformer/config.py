@@ -1,4 +1,4 @@
-"""The one configuration of a run: a frozen, typed, validated view of the original's JSON."""
+"""Configuration of a run: a frozen, validated dataclass, read from the original's JSON or YAML."""
 
 import dataclasses
 import difflib
@@ -14,27 +14,27 @@ from mesh_transformer.util import InputError
 
 
 def describe(value: Any) -> str:
-    """A value with its type, for an error line."""
+    """Format a value with its type for an error line, such as `int 3`."""
     return f"{type(value).__name__} {value!r}"
 
 
-def mismatch(value: Any, wanted: Any) -> str | None:
-    """What is expected in place of a value, with a hint where one is known; None where it fits."""
-    if _matches(value, wanted):
+def mismatch(value: Any, annotation: Any) -> str | None:
+    """Describe the expected type, with a hint if one is known; None if the value matches."""
+    if _matches(value, annotation):
         return None
     hint = ""
-    if isinstance(value, str) and "Literal" in str(wanted):
-        options = [a for a in _literals(wanted) if isinstance(a, str)]
+    if isinstance(value, str) and "Literal" in str(annotation):
+        options = [a for a in _literals(annotation) if isinstance(a, str)]
         close = difflib.get_close_matches(value, options, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-    elif isinstance(value, str) and _matches(0.5, wanted) and _is_number(value):
-        hint = "; to YAML a number with an exponent has a point: 1.0e-4"
-    return f"expected {_expected(wanted)}{hint}"
+    elif isinstance(value, str) and _matches(0.5, annotation) and _is_number(value):
+        hint = "; in YAML a number with an exponent needs a decimal point: 1.0e-4"
+    return f"expected {_format_type(annotation)}{hint}"
 
 
-def _matches(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value is of a field's annotated type (bool is no int; int is a float)."""
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+def _matches(value: Any, annotation: Any) -> bool:
+    """Check a JSON value against a field's type: a bool is not an int, but an int is a float."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return any(_matches(value, option) for option in arguments)
     if origin is Literal:
@@ -44,22 +44,22 @@ def _matches(value: Any, wanted: Any) -> bool:
     if origin is dict:
         pairs = value.items() if isinstance(value, dict) else [(None, None)]
         return all(_matches(k, arguments[0]) and _matches(v, arguments[1]) for k, v in pairs)
-    if wanted is float:
+    if annotation is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted is int:
+    if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, wanted)
+    return isinstance(value, annotation)
 
 
-def _expected(wanted: Any) -> str:
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+def _format_type(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_expected(a) for a in arguments)
+        return " or ".join(_format_type(a) for a in arguments)
     if origin is Literal:
         return "one of " + ", ".join(repr(a) for a in arguments)
     if origin in (list, dict):
-        return f"{origin.__name__} of {', '.join(_expected(a) for a in arguments)}"
-    return "null" if wanted is type(None) else wanted.__name__
+        return f"{origin.__name__} of {', '.join(_format_type(a) for a in arguments)}"
+    return "null" if annotation is type(None) else annotation.__name__
 
 
 def _is_number(text: str) -> bool:
@@ -70,10 +70,10 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _literals(wanted: Any) -> list[Any]:
-    if typing.get_origin(wanted) is Literal:
-        return list(typing.get_args(wanted))
-    return [a for option in typing.get_args(wanted) for a in _literals(option)]
+def _literals(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    return [a for option in typing.get_args(annotation) for a in _literals(option)]
 
 
 Norm = Literal[
@@ -88,10 +88,10 @@ Norm = Literal[
 
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
 
-MOST_LAYERS = 4096  # what names each layer would take minutes and all memory for many more
+MOST_LAYERS = 4096  # with many more, code that names each layer takes minutes and all memory
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 
-# Which matrices of a block adapters can sit on; the first ones are the default.
+# The matrices of a block that can have adapters; by default the first LORA_DEFAULTS of them do.
 LORA_TARGETS = {
     "gptj": ("q", "v", "k", "o", "fc", "out"),
     "geglu": ("fused_in", "fused_out"),
@@ -101,16 +101,16 @@ LORA_DEFAULTS = {"gptj": 2, "geglu": 1}
 
 @dataclass(frozen=True)
 class Config:
-    """Every key of the original's JSON under its own name, and what it hard-coded as optional keys.
+    """All keys of the original's JSON, and optional keys for values that it hard-coded.
 
-    Only the first four keys are required to build a model; `device_train.py` also asks for
+    Only the first four keys are required to build a model; training also requires
     `REQUIRED_TO_TRAIN`.  Sizes are in tokens, sequences or parameters; steps are optimizer updates.
 
     Raises:
       InputError: at construction, naming the key, the value and the remedy.
     """
 
-    # The model.
+    # Model.
     layers: int
     d_model: int
     n_heads: int
@@ -118,24 +118,24 @@ class Config:
     seq: int = 2048
     norm: Norm = "layernorm"
     pe: Literal["rotary", "fixed", "t5"] = "rotary"
-    pe_rotary_dims: int | None = None  # None: the whole head
+    pe_rotary_dims: int | None = None  # None: head_size
     head_size: int | None = None  # None: d_model / n_heads
     block: Literal["gptj", "geglu"] | None = None  # None: by version
-    attention_window: int | None = None  # None: seq; keys further back than this are masked
+    attention_window: int | None = None  # None: seq; keys further back are masked
 
-    # How it is spread over devices.
+    # Partitioning over devices.
     version: Literal[1, 2] = 1
     partitioning: Literal["shard_map", "jit"] | None = None  # None: by version
     tpu_size: int | None = None  # None: cores_per_replica
     cores_per_replica: int = 1
-    zero: Literal[0, 1, 3] | None = None  # None: 0 under shard_map; under jit by early_collect
+    zero: Literal[0, 1, 3] | None = None  # None: 0; in version 2, by early_collect
     early_collect: bool = True  # the original's name for ZeRO 1 (true) or 3 (false) in version 2
-    attention: Attention = "auto"  # how that of a whole sequence is computed (docs/attention.md)
-    remat: Literal["full", "dots", "none"] = "full"  # what the backward pass computes again
-    shard_activations: bool = False  # between layers each device keeps its part of the positions
-    loss_chunk: int = 512  # positions of a sequence whose logits are held at once
+    attention: Attention = "auto"  # backend for whole sequences (docs/attention.md)
+    remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
+    shard_activations: bool = False  # split positions over mp between layers
+    loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
 
-    # The TPU that `train.py --tpu` makes; flags replace them (`TpuSpec.of` says what they mean).
+    # The TPU that `train.py --tpu` creates (see `TpuSpec.of`); flags override these keys.
     tpu_zone: str | None = None
     tpu_generation: Literal["v2", "v3", "v4", "v5e", "v5p", "v6e"] = "v3"
     tpu_runtime_version: str | None = None
@@ -143,13 +143,13 @@ class Config:
     tpu_network: str | None = None
     tpu_subnetwork: str | None = None
 
-    # The numbers.
+    # Precision.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    early_cast: bool = False  # parameters are kept in bf16
-    int8_weights: bool = False  # those that generation reads are kept in 8 bits
-    bf16_optimizer: bool = False  # Adam's moments are kept in bf16
+    early_cast: bool = False  # store parameters in bf16
+    int8_weights: bool = False  # quantize the weights for generation to 8 bits
+    bf16_optimizer: bool = False  # store Adam's moments in bf16
 
-    # The optimizer.
+    # Optimizer.
     per_replica_batch: int = 1
     gradient_accumulation_steps: int = 1
     warmup_steps: int = 0
@@ -165,19 +165,19 @@ class Config:
     original_bias_copies: int = 1
     noise_scale_alpha: float = 0.01
 
-    # LoRA: adapters alone are trained, on a model that is given (docs/finetune.md).
-    lora_rank: int = 0  # 0: all of the model is trained
-    lora_alpha: float | None = None  # None: lora_rank; what an adapter adds times this over rank
+    # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
+    lora_rank: int = 0  # 0: train the whole model
+    lora_alpha: float | None = None  # None: lora_rank; scales adapters by alpha / rank
     lora_targets: list[str] | None = field(default=None, hash=False)  # None: by block
 
-    # The run.
+    # Run.
     total_steps: int | None = None
     seed: int = 0
     bucket: str | None = None
     model_dir: str | None = None
-    train_set: str | dict[str, float] | None = field(default=None, hash=False)  # or sets: weights
-    shuffle_buffer: int = 0  # so many records are shuffled together; 0 is the index's order
-    hosts_read: bool = False  # each host reads its own part of train_set, which all of them see
+    train_set: str | dict[str, float] | None = field(default=None, hash=False)  # or {index: weight}
+    shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
+    hosts_read: bool = False  # each host reads its own rows; all must have access to train_set
     val_set: dict[str, str] = field(default_factory=dict, hash=False)
     val_batches: int = 100
     val_every: int = 500
@@ -186,14 +186,14 @@ class Config:
     keep_every: int = 10000
     tokenizer: str = "gpt2"
     eval_harness_tasks: list[str] = field(default_factory=list, hash=False)
-    eval_harness_limit: int | None = None  # questions of each task; None: all
+    eval_harness_limit: int | None = None  # questions per task; None: all
     name: str = "mesh-transformer"
     wandb_project: str | None = None
     comment: str = ""
 
     def __post_init__(self) -> None:
-        for key, wanted in typing.get_type_hints(type(self)).items():
-            value = _typed(key, getattr(self, key), wanted)
+        for key, annotation in typing.get_type_hints(type(self)).items():
+            value = _typed(key, getattr(self, key), annotation)
             object.__setattr__(self, key, value)
         for key, value in self._defaults().items():
             if getattr(self, key) is None:
@@ -201,7 +201,7 @@ class Config:
         _check(self)
 
     def _defaults(self) -> dict[str, Any]:
-        """What the keys that may be left out (None) stand for, given the others."""
+        """Return the derived defaults: the values that optional keys take in place of None."""
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
         return {
@@ -222,50 +222,50 @@ class Config:
 
     @property
     def d_head(self) -> int:
-        """Size of one head (`head_size` with its default filled in)."""
+        """Size of one attention head (`head_size` with its default filled in)."""
         assert self.head_size is not None
         return self.head_size
 
     @property
     def d_rotary(self) -> int:
-        """How many of a head's dimensions are rotated (`pe_rotary_dims`, filled in)."""
+        """Number of rotated dimensions per head (`pe_rotary_dims` with its default filled in)."""
         assert self.pe_rotary_dims is not None
         return self.pe_rotary_dims
 
     @property
     def d_ff(self) -> int:
-        """Width of the feed-forward part."""
+        """Width of the feed-forward layer."""
         return 4 * self.d_model
 
     @property
     def window(self) -> int:
-        """How many positions a query sees, itself included."""
+        """Number of positions that a query attends to, including its own."""
         assert self.attention_window is not None
         return self.attention_window
 
     @property
     def lora_scale(self) -> float:
-        """What an adapter's output is multiplied by."""
+        """Factor by which an adapter's output is multiplied."""
         assert self.lora_alpha is not None
         return self.lora_alpha / self.lora_rank
 
     def adapts(self, target: str) -> bool:
-        """Whether an adapter sits on a matrix of every layer."""
+        """Return whether the matrix `target` of every layer has an adapter."""
         assert self.lora_targets is not None
         return self.lora_rank > 0 and target in self.lora_targets
 
     def merged(self) -> "Config":
-        """The config of the model without adapters, as their base is, or they merged into it."""
+        """Return the config of the base model, which is also that of the merged model."""
         return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
 
     def replace(self, **changes: Any) -> "Config":
-        """A copy with `changes`; keys that were at their derived default follow them."""
+        """Return a copy with `changes`; keys at their derived default are derived again."""
         return Config(**(self.as_dict() | changes))
 
     def as_dict(self) -> dict[str, Any]:
-        """All keys, JSON-able; `from_dict` gives the same config back.
+        """Return all keys as JSON values, from which `from_dict` builds an equal config.
 
-        A key at its derived default is None, so that it follows a change of the others.
+        A key at its derived default is None, so that it follows changes of other keys.
         """
         values = dataclasses.asdict(self)
         for key, default in self._defaults().items():
@@ -275,7 +275,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config") -> "Config":
-        """Builds a config from JSON's values; `where` names their source in error lines."""
+        """Build a config from JSON values; `where` names their source in error lines."""
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
@@ -292,16 +292,18 @@ class Config:
 
     @classmethod
     def load(cls, path: str, version: int | None = None) -> "Config":
-        """Reads a JSON or YAML file of one flat mapping.
+        """Read a JSON or YAML file that holds one flat mapping.
 
-        `version` replaces the file's own, and its `block` and `partitioning`, which it sets.
+        `version` overrides the file's `version`, and resets `block` and `partitioning` to the
+        defaults of that version.
         """
         try:
             with open(path, encoding="utf-8") as file:
                 text = file.read()
         except OSError as error:
             raise InputError(
-                f"config {path}: cannot be read ({error.strerror}); give the path of a JSON file"
+                f"config {path}: cannot be read ({error.strerror}); "
+                "give the path of a JSON or YAML file"
             ) from None
         except UnicodeDecodeError:
             raise InputError(f"config {path}: not UTF-8 text; give a JSON or YAML file") from None
@@ -317,7 +319,7 @@ class Config:
 
     @classmethod
     def of(cls, source: "Config | dict[str, Any] | str | os.PathLike[str]") -> "Config":
-        """A config from whatever a caller has: a Config, a dict, or the path of a file."""
+        """Return a Config, built if necessary from a dict of its keys or the path of a file."""
         if isinstance(source, Config):
             return source
         if isinstance(source, dict):
@@ -325,16 +327,16 @@ class Config:
         return cls.load(os.fspath(source))
 
     def require_to_train(self) -> None:
-        """Raises InputError where a key that training needs is missing."""
+        """Raise InputError if a key that training requires is missing."""
         for key in REQUIRED_TO_TRAIN:
             if getattr(self, key) is None:
                 raise InputError(f"config: training needs the key {key!r}; add it")
 
     def model_folder(self) -> str:
-        """`bucket` joined with `model_dir`: a gs:// or other URI, or a local folder.
+        """Return `bucket` joined with `model_dir`: a URI, such as gs://, or a local folder.
 
-        A bare bucket name means Google Cloud Storage, as in the original; a value with a slash
-        or a leading dot is a path.
+        A bare bucket name means Google Cloud Storage, as in the original; a `bucket` with a slash
+        or a leading dot is used unchanged.
         """
         if self.bucket is None or self.model_dir is None:
             raise InputError(
@@ -363,16 +365,16 @@ def _parse(path: str, text: str) -> Any:
         ) from None
 
 
-def _typed(key: str, value: Any, wanted: Any) -> Any:
+def _typed(key: str, value: Any, annotation: Any) -> Any:
     if key == "val_set" and value is None:
         return {}
-    if expected := mismatch(value, wanted):
+    if expected := mismatch(value, annotation):
         raise InputError(f"{key} is {describe(value)}, {expected}")
-    return float(value) if wanted is float else value
+    return float(value) if annotation is float else value
 
 
 def _check(c: Config) -> None:
-    """What the types cannot say: ranges and what must divide what."""
+    """Check what types cannot express: ranges and divisibility."""
     positive = (
         "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
         "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
@@ -419,30 +421,38 @@ def _check_lora(c: Config) -> None:
                 f"(block {c.block})"
             )
     if len(set(c.lora_targets)) < max(len(c.lora_targets), 1):
-        raise InputError(f"lora_targets is {c.lora_targets}, expected at least one, each once")
+        raise InputError(
+            f"lora_targets is {c.lora_targets}, expected at least one, without duplicates"
+        )
 
 
 def _check_divisions(c: Config) -> None:
-    def divides(what: str, size: int, key: str, remedy: str) -> None:
+    def check_divisible(what: str, size: int, key: str, remedy: str) -> None:
         by = getattr(c, key)
         if size % by:
-            raise InputError(f"{what} is {size}, which {key} {by} does not divide; {remedy}")
+            raise InputError(f"{what} is {size}, not divisible by {key} {by}; {remedy}")
 
     if c.head_size == c.d_model // c.n_heads:
-        divides("d_model", c.d_model, "n_heads", "change either, or set head_size")
+        check_divisible("d_model", c.d_model, "n_heads", "change one of them, or set head_size")
     if c.block == "geglu":
-        divides("the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change either")
+        check_divisible(
+            "the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change one of them"
+        )
     shards = "cores_per_replica"
-    divides("n_heads", c.n_heads, shards, f"choose heads in a multiple of it, or another {shards}")
-    divides("n_vocab", c.n_vocab, shards, "round n_vocab up to a multiple of it")
+    check_divisible("n_heads", c.n_heads, shards, f"choose a multiple of it, or change {shards}")
+    check_divisible("n_vocab", c.n_vocab, shards, "round n_vocab up to a multiple of it")
     if c.pe == "fixed":
-        divides("d_model", c.d_model, shards, f"change d_model or {shards} (pe fixed splits it)")
+        check_divisible(
+            "d_model", c.d_model, shards, f"change d_model or {shards} (pe fixed splits d_model)"
+        )
     if c.shard_activations:
-        divides("seq", c.seq, shards, f"change {shards}, or set shard_activations to false")
+        check_divisible("seq", c.seq, shards, f"change {shards}, or set shard_activations to false")
     if c.block == "gptj":
-        divides("the feed-forward width (4 * d_model)", c.d_ff, shards, f"change {shards}")
+        check_divisible("the feed-forward width (4 * d_model)", c.d_ff, shards, f"change {shards}")
     assert c.tpu_size is not None
-    divides("tpu_size", c.tpu_size, shards, f"give tpu_size a multiple of it (or lower {shards})")
+    check_divisible(
+        "tpu_size", c.tpu_size, shards, f"set tpu_size to a multiple of it (or lower {shards})"
+    )
     if c.pe == "rotary" and c.d_rotary > c.d_head:
         raise InputError(
             f"pe_rotary_dims is {c.d_rotary}, above the head size {c.d_head} "

@@ -1,7 +1,7 @@
-"""A network and its running batch as their users know them: by methods, wherever they run.
+"""Interfaces of a network and its running batch, independent of where they run.
 
-`CausalTransformer` (this process's devices), `TPUCluster` (the hosts of a pod) and `LastingCluster`
-(a pod whose hosts are replaced) implement them.
+They are implemented by `CausalTransformer` (on the devices of this process), `TPUCluster` (on the
+hosts of a pod) and `LastingCluster` (on a pod whose hosts are replaced when one fails).
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,13 @@ from mesh_transformer.generation.sampling import SamplerSettings
 
 
 class Batch(Protocol):
-    """A running batch; see `generation.batch.Batch`.  Its tokens come as numpy arrays.
+    """A running batch of generated sequences; see `generation.batch.Batch`.
+
+    Generated tokens are returned as numpy arrays.
 
     Attributes:
       rows: number of rows, a multiple of the network's `dp`.
-      left: tokens that each row may still have, [rows].
+      left: number of tokens that each row may still generate, [rows].
     """
 
     rows: int
@@ -43,7 +45,7 @@ class Network(Protocol):
     """A model that generates and scores; see `CausalTransformer`.
 
     Attributes:
-      dp: number of replicas; each has the same number of a batch's rows.
+      dp: number of data-parallel replicas; each holds the same number of batch rows.
     """
 
     config: Config
@@ -58,7 +60,7 @@ class Network(Protocol):
 
 
 class TrainSet(Protocol):
-    """Batches to train on, wherever they are read; see `data.loader.TFRecordNewInputs`."""
+    """A stream of training batches, read here or on the hosts; see `TFRecordNewInputs`."""
 
     def get_samples(self) -> dict[str, np.ndarray]: ...
     def state(self) -> dict[str, Any]: ...
@@ -69,11 +71,11 @@ class TrainSet(Protocol):
 class TrainableNetwork(Network, Protocol):
     """A network with its optimizer; see `CausalTransformer`.
 
-    `train` returns numbers that wait for the step when they are read (`float`); `is_ready` says
-    before that whether the step has ended.
+    `train` returns metrics without waiting for the step.  Converting one with `float` blocks until
+    the step has finished; its method `is_ready` reports whether it has.
 
     Attributes:
-      step: updates done.
+      step: number of updates done.
     """
 
     step: int

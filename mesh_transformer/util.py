@@ -1,4 +1,4 @@
-"""The few helpers that belong to no other module: errors for users, casts, sizes to compile for."""
+"""Helpers shared by all modules: user-facing errors, exit statuses, size buckets and casts."""
 
 import math
 import os
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they can make again."""
+    """Return the folder for this user's cached files, all of which can be regenerated."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mesh-transformer"
 
@@ -21,42 +21,43 @@ Tree = TypeVar("Tree")
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; the message is one line that says what to do.
+    """Invalid input from the user; the message is one line that says what to do.
 
-    Scripts print it and exit with status 2 (`run_script`); a library caller catches it.
+    Scripts print it and exit with status 2 (see `run_script`); library callers can catch it.
     """
 
 
 class StoppedError(RuntimeError):
-    """A run cannot go on, though its input was good; scripts print it and exit with status 1."""
+    """A run that cannot continue although its input is valid; scripts exit with status 1."""
 
 
 class HostError(StoppedError):
-    """A host of several has failed: another attempt, from the newest checkpoint, may go well."""
+    """A failed host among several; another attempt from the newest checkpoint may succeed."""
 
 
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:
-    """The least of `smallest` times a power of two that holds `size`; none is above `largest`."""
-    found = smallest * 2 ** math.ceil(math.log2(max(size / smallest, 1)))
-    return found if largest is None else min(found, largest)
+    """Round `size` up to `smallest` times a power of two, but to at most `largest`."""
+    rounded = smallest * 2 ** math.ceil(math.log2(max(size / smallest, 1)))
+    return rounded if largest is None else min(rounded, largest)
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Call a script's `main` and exit: 2 with one line on stderr where the input is bad.
+    """Call a script's `main` and exit with the status that it returns.
 
-    Ctrl-C, where the script does not handle it, exits with 130 and no traceback, at once.
+    InputError exits with status 2 and StoppedError with status 1, after one line on stderr.  A
+    Ctrl-C that `main` does not handle exits at once with status 130 and no traceback.
     """
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        exit_now("", 130)  # whose threads may still be writing to a slow disk
+        exit_now("", 130)  # other threads may still be writing to a slow disk
     except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
 
 
 def exit_now(message: str, status: int) -> NoReturn:
-    """Exits without waiting for other threads, after a line on stderr if there is a message."""
+    """Exit without waiting for other threads; a nonempty message is printed to stderr first."""
     if message:
         print(message, file=sys.stderr)
     sys.stdout.flush()
@@ -72,10 +73,10 @@ def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
 
 
 def to_f32(tree: Tree) -> Tree:
-    """The tree with its floating leaves in float32; integers stay."""
+    """Cast the floating-point leaves of a tree to float32; leave integers unchanged."""
     return _cast(tree, jnp.dtype(jnp.float32))
 
 
 def to_bf16(tree: Tree) -> Tree:
-    """The tree with its floating leaves in bfloat16; integers stay."""
+    """Cast the floating-point leaves of a tree to bfloat16; leave integers unchanged."""
     return _cast(tree, jnp.dtype(jnp.bfloat16))

@@ -116,7 +116,7 @@ def test_the_end_of_text_is_named_where_there_is_one(tmp_path):
         ({"n_layer": 10**9}, "layers is 1000000000, expected at most 4096"),
         ({"n_head": True}, "n_head is True"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"n_head": 17}, "n_heads 17 does not divide"),
+        ({"n_head": 17}, "not divisible by n_heads 17"),
         ({"rotary_dim": 512}, "pe_rotary_dims is 512, above the head size 256"),
     ],
 )

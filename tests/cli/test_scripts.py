@@ -341,11 +341,11 @@ BAD_VALUES = [
         {"pe": "rotery"},
         r"config \S+: pe is str 'rotery', expected one of .*; did you mean 'rotary'",
     ),
-    ({"n_heads": 2}, r"config \S+: n_heads is 2, which cores_per_replica 4 does not divide; "),
-    ({"n_heads": 5}, r"config \S+: d_model is 32, which n_heads 5 does not divide; "),
-    ({"n_vocab": 66}, r"config \S+: n_vocab is 66, which cores_per_replica 4 does not divide; "),
+    ({"n_heads": 2}, r"config \S+: n_heads is 2, not divisible by cores_per_replica 4; "),
+    ({"n_heads": 5}, r"config \S+: d_model is 32, not divisible by n_heads 5; "),
+    ({"n_vocab": 66}, r"config \S+: n_vocab is 66, not divisible by cores_per_replica 4; "),
     ({"pe_rotary_dims": 6}, r"config \S+: pe_rotary_dims is 6, above the head size 4 "),
-    ({"tpu_size": 6}, r"config \S+: tpu_size is 6, which cores_per_replica 4 does not divide; "),
+    ({"tpu_size": 6}, r"config \S+: tpu_size is 6, not divisible by cores_per_replica 4; "),
     ({"train_set": "{}/no.index"}, r"index {}/no.index: no such file; "),
     ({"train_set": "{}/empty.index"}, r"index {}/empty.index: empty; "),
     ({"train_set": "{}/binary.index"}, r"index {}/binary.index: not text; "),
@@ -363,7 +363,7 @@ BAD_VALUES = [
     ),
     (
         {"train_set": "{}/short.index"},
-        r"index {}/short.index: found 5 records in all, one batch needs 8; ",
+        r"index {}/short.index: found 5 records in total, but one batch needs 8; ",
     ),
     ({"val_set": {"x": "{}/no.index"}}, r"index {}/no.index: no such file; "),
     (
@@ -375,7 +375,8 @@ BAD_VALUES = [
     ({"block": "geglu"}, r"{}/model/step_0: its model has block 'gptj', the config 'geglu'; "),
     (
         {"seq": 8},
-        r"{}/train_one.tfrecords: record 0 \(the first is 0\) holds 17 tokens, config key seq 8 ",
+        r"{}/train_one.tfrecords: record 0 \(the first is 0\) holds 17 tokens, but config "
+        r"key seq 8 ",
     ),
 ]
 
