@@ -43,7 +43,7 @@ class Hardware:
     source: str
 
     def part(self, count: int) -> "Hardware":
-        """Return the specifications of one of `count` devices that share this one equally."""
+        """Return the specifications of one of `count` equal parts of this device."""
         return dataclasses.replace(
             self,
             peak=self.peak / count,

@@ -198,9 +198,9 @@ class Parallel(abc.ABC):
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
         """Convert the state's parameters to `dtype` for the forward pass, once per step.
 
-        ZeRO 1 also gathers what it splits.  ZeRO 3 leaves that split, and in f32 for `collect` to
-        cast, so that its gradients are f32 too.  Frozen parameters, which have no gradient, are
-        cast here.
+        ZeRO 1 also all-gathers the parameters that it splits over dp.  ZeRO 3 keeps them split, and
+        in f32 until `collect` casts them, so that their gradients are f32 too.  Frozen parameters,
+        which have no gradients, are cast here.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
@@ -214,7 +214,7 @@ class Parallel(abc.ABC):
         return map_declared(copy, declared, params)
 
     def spread(self, params: Any, declared: Any) -> Any:
-        """Mark replicated parameters that mp-varying code reads as varying, once per microbatch.
+        """Mark replicated parameters used by mp-varying code as varying, once per microbatch.
 
         Their gradients are then all-reduced over mp together, in f32, and not once per layer.
         These are adapters and, with `split_stream`, all parameters that mp does not split.
@@ -235,8 +235,8 @@ class Parallel(abc.ABC):
             axis = self._zero_axis(d) if self.zero_stage == 3 else None
             if axis is not None:
                 x = self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
-            # This also constrains the gradient, without which TPUs keep some gradients in another
-            # layout and convert them by all-to-alls.
+            # This also constrains the gradients, some of which TPUs would otherwise keep in another
+            # layout and convert by all-to-alls.
             return self.shard(x, *d.spec)
 
         return map_declared(whole, declared, params)
@@ -279,10 +279,11 @@ class Parallel(abc.ABC):
         return jnp.sum(jnp.stack(sums))
 
     def total(self, squares: Any, declared: Any) -> Array:
-        """Sum one number per leaf over all leaves and their shards in the state's layout.
+        """Sum a scalar per leaf over all leaves and all their shards.
 
         Args:
-          squares: a scalar per leaf, computed from this program's part of it.
+          squares: the scalars, each computed from this program's part of a leaf in the state's
+            layout.
         """
 
         def axes(d: Declaration) -> tuple[str, ...]:

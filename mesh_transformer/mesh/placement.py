@@ -64,8 +64,8 @@ class Rows:
     def fetch(self, x: Array, count: int) -> Array | np.ndarray:
         """Return the first `count` of this process's rows of x, split over dp on its first axis.
 
-        If all of the mesh belongs to this process, the result is a device array, without a wait;
-        else a numpy array.
+        If the whole mesh belongs to this process, returns a device array without waiting for its
+        values; else a numpy array.
         """
         if self.alone:
             return x if count == len(x) else x[:count]

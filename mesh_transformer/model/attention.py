@@ -157,7 +157,7 @@ def attention_backend(config: Config, device: Device) -> str:
 
 
 def _obstacle(name: str, config: Config, device: Device) -> str | None:
-    """Return why a backend cannot be used, as the end of a clause with "which", or None."""
+    """Return why a backend cannot be used, as a predicate ("requires a TPU, ..."), or None."""
     if name == "xla":
         return None
     if config.pe == "t5":

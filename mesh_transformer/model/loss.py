@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 
 
 def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
-    """Compute partial results from one shard of the logits, whose first token is `first`."""
+    """Compute partial results from a shard of the logits; `first` is its first token."""
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     sum_BT = jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1)
     ids_V = first + jnp.arange(logits_BTV.shape[-1])
@@ -138,7 +138,7 @@ class LossWeights(NamedTuple):
 
 
 def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
-    """Return weights [..., T] whose weighted batch mean is the mean where `mask` is 1.
+    """Return weights [..., T] under which a batch mean covers only positions with `mask` 1.
 
     The last position of a sequence, or of each of its `segments`, is the last one where `mask` is
     1.  If `mask` is 0 everywhere, all weights are 0.
