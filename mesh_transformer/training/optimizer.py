@@ -1,4 +1,4 @@
-"""The original's optimizer chain in one place."""
+"""The original's optimizer: clipping, Adam, decoupled weight decay and the GPT-3 schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ OptState = dict[str, Any]
 def gpt3_schedule(
     warmup_steps: int, anneal_steps: int, lr: float, end_lr: float
 ) -> Callable[[Array], Array]:
-    """Linear warm-up from 0 to `lr`, then a cosine down to `end_lr` over `anneal_steps`.
+    """Return a schedule: linear warm-up from 0 to `lr`, then cosine decay to `end_lr`.
 
-    Steps count updates done, so that the first update has rate 0 unless `warmup_steps` is 0.
+    The decay takes `anneal_steps`.  A schedule maps the number of updates done to the rate of the
+    next one, so the first update has rate 0 unless `warmup_steps` is 0.
     """
 
     def schedule(step: Array) -> Array:
@@ -34,12 +35,17 @@ def gpt3_schedule(
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Clip by global norm, Adam, decoupled decay of matrices, gpt3 schedule.
+    """Clipping by global norm, Adam, decoupled weight decay of matrices and `gpt3_schedule`.
 
-    Gradients come as the mean over microbatches and replicas, in f32 and in the state's layout.
-    `declared` has a `Declaration` for every parameter: it says which decay, and which are biases
-    that the original keeps once per shard.  With `original_bias_copies` c these move c times
-    Adam's step and weigh c times in the norm, as c copies that add up do.
+    Gradients must be means over microbatches and replicas, in f32 and in the state's layout.
+
+    The original stores some biases once per shard and adds up the copies.  With the config's
+    `original_bias_copies` c, such a bias moves by c times Adam's step and counts c times in the
+    squared norm, as the sum of c copies would.
+
+    Attributes:
+      declared: a tree with the `Declaration` of every trained parameter: whether it decays, and
+        whether it is such a bias (`summed`).
     """
 
     config: Config
@@ -53,7 +59,7 @@ class Optimizer:
         return optax.scale_by_adam(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_eps)
 
     def init(self, params: Any) -> OptState:
-        """Zero moments, f32 or with `bf16_optimizer` bf16, in the parameters' layout."""
+        """Return zero moments in the parameters' layout, in f32 or, with `bf16_optimizer`, bf16."""
         adam = self._adam().init(to_f32(params))
         assert isinstance(adam, optax.ScaleByAdamState)
         return self._pack(adam)
@@ -63,7 +69,7 @@ class Optimizer:
         return {"count": adam.count, "mu": cast(adam.mu), "nu": cast(adam.nu)}
 
     def squares(self, grads: Any) -> Any:
-        """What every leaf adds to the squared norm, in f32; of this program's part of it."""
+        """Return each leaf's contribution to the squared norm, in f32, from local shards only."""
 
         def square(declaration: Declaration, g: Array) -> Array:
             return jnp.sum(jnp.square(g.astype(jnp.float32))) * self._copies(declaration)
@@ -71,16 +77,16 @@ class Optimizer:
         return map_declared(square, self.declared, grads)
 
     def learning_rate(self, step: Array) -> Array:
-        """The schedule's rate for the update after `step` others."""
+        """Return the scheduled learning rate of the update that follows `step` others."""
         c = self.config
         return gpt3_schedule(c.warmup_steps, c.anneal_steps, c.lr, c.end_lr)(step)
 
     def update(
         self, grads: Any, state: OptState, params: Any, step: Array, norm: Array
     ) -> tuple[Any, OptState]:
-        """New parameters and state; clips by `norm`, the global norm of `grads`.
+        """Return the new parameters and state; clips by `norm`, the global norm of `grads`.
 
-        `step` drives the schedule, the state's own count Adam's bias correction.
+        The learning rate depends on `step`, Adam's bias correction on the count in `state`.
         """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
         grads = jax.tree.map(lambda g: g * clip, grads)

@@ -1,4 +1,4 @@
-"""One training and one evaluation step, and the only place that chooses who splits over mp."""
+"""The training, evaluation and logits steps, and their compilation for a mesh."""
 
 import functools
 from collections.abc import Callable
@@ -26,9 +26,10 @@ Batch = dict[str, Array]
 
 
 def init_state(config: Config, key: Array) -> State:
-    """A fresh state: params, Adam's moments, and the count of updates done; all global.
+    """Return a fresh state: parameters, Adam's moments and the number of updates done.
 
-    What is frozen has no moments, and is kept in the compute dtype: it does not move.
+    All arrays are global.  Frozen parameters have no moments, and are stored in the compute dtype
+    because they are never updated.
     """
     declared = gptj.declarations(config)
     trained, frozen = partition(declared, gptj.init(config, key))
@@ -43,13 +44,13 @@ def init_state(config: Config, key: Array) -> State:
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
-    """Shapes and layouts of the state, with nothing in them."""
+    """Return the shapes and layouts of the state, without allocating it."""
     shapes = jax.eval_shape(functools.partial(init_state, config), jax.random.key(0))
     return abstract(shapes, named(mesh, state_specs(config, mesh)))
 
 
 def state_specs(config: Config, mesh: Mesh) -> State:
-    """The layout at rest of every leaf of the state."""
+    """Return the layout of every leaf of the state between steps."""
     par = parallel_of(config, mesh)
     moments = par.at_rest(gptj.trained(config))
     return {
@@ -60,24 +61,25 @@ def state_specs(config: Config, mesh: Mesh) -> State:
 
 
 def _compute_params(params: Any, config: Config, par: Parallel) -> Any:
-    """The one cast of the state: f32 at rest, the compute dtype in the forward pass."""
+    """Convert the state's parameters for the forward pass, once per step (`compute_copy`)."""
     return par.compute_copy(params, gptj.declarations(config), config.dtype)
 
 
 def gradients(
     params: Any, batch: Batch, config: Config, par: Parallel
 ) -> tuple[Any, dict[str, Array]]:
-    """Gradients of A microbatches summed in f32, their mean over dp, and what was measured.
+    """Return the gradients of a batch, in the state's layout, and the measurements in `MEASURED`.
 
-    Only what is trained has one.
+    The gradients are summed in f32 over the A microbatches, then averaged over these and over dp.
+    Only trained parameters have one.
 
     Args:
-      batch: `obs` and `target` [A, B, T], of this program's sequences, and maybe `loss_mask` and
+      batch: this program's sequences: `obs` and `target` [A, B, T], and optionally `loss_mask` and
         `segment_ids` (see `CausalTransformer.train`).
     """
     declared = gptj.trained(config)
-    own = _compute_params(params, config, par)
-    trained, frozen = partition(gptj.declarations(config), own)
+    compute_params = _compute_params(params, config, par)
+    trained, frozen = partition(gptj.declarations(config), compute_params)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights = None if mask is None else loss_weights(mask, par, segments)
     squares = Optimizer(config, declared).squares
@@ -115,7 +117,7 @@ def gradients(
 
 
 def update(state: State, grads: Any, norm: Array, config: Config) -> State:
-    """One optimizer step; leaf by leaf, in the layout at rest, with no word between devices."""
+    """Apply one optimizer step, leaf by leaf in the state's layout and without collectives."""
     optimizer = Optimizer(config, gptj.trained(config))
     trained, frozen = partition(gptj.declarations(config), state["params"])
     trained, opt_state = optimizer.update(grads, state["opt_state"], trained, state["step"], norm)
@@ -123,26 +125,26 @@ def update(state: State, grads: Any, norm: Array, config: Config) -> State:
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
-    """Loss and hits of every token; `obs` and `target` [B, T]; no z-loss, as in the original."""
+    """Return losses, without z-loss as in the original, and hits of `obs` and `target` [B, T]."""
     params = _compute_params(params, config, par)
     segments = batch.get("segment_ids")
-    found = losses(params, batch["obs"], batch["target"], config, par, segments)
+    per_token = losses(params, batch["obs"], batch["target"], config, par, segments)
     return {
-        "loss": found.loss_BT.mean(axis=-1),
-        "last_loss": found.loss_BT[:, -1],
-        "all_loss": found.loss_BT,
-        "correct": found.correct_BT,
+        "loss": per_token.loss_BT.mean(axis=-1),
+        "last_loss": per_token.loss_BT[:, -1],
+        "all_loss": per_token.loss_BT,
+        "correct": per_token.correct_BT,
     }
 
 
 def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Array:
-    """Next-token logits [B, T, V] in f32, over the whole vocabulary."""
+    """Return next-token logits [B, T, V] in f32, over the whole vocabulary."""
     params = _compute_params(params, config, par)
     return par.gather(gptj.logits(params, tokens, config, par))
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
-    """Raises InputError where ZeRO can split a matrix along no axis."""
+    """Raise InputError if ZeRO cannot split a matrix along any axis."""
     if not config.zero:
         return
     dp = mesh.shape["dp"]
@@ -159,7 +161,7 @@ def check_zero(config: Config, mesh: Mesh) -> None:
 
 
 def gradient_replicas(config: Config, mesh: Mesh) -> int:
-    """How many gradients of one microbatch a step measures (`grad_norm_micro`)."""
+    """Return the number of gradients per microbatch whose norms `grad_norm_micro` averages."""
     return parallel_of(config, mesh).replicas
 
 
@@ -171,14 +173,14 @@ MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_mi
 
 
 def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
-    """A function from a key to a fresh state, every leaf made where it will live."""
+    """Return a function from a PRNG key to a fresh state, created in its final layout."""
     return jax.jit(
         functools.partial(init_state, config), out_shardings=named(mesh, state_specs(config, mesh))
     )
 
 
 def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """A function from trained params to fresh moments."""
+    """Return a function from trained parameters to fresh optimizer state."""
     optimizer = Optimizer(config, gptj.trained(config))
     return jax.jit(
         optimizer.init, out_shardings=named(mesh, state_specs(config, mesh)["opt_state"])
@@ -186,8 +188,8 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """(state, batch) -> (state, metrics); the old state's memory is reused."""
-    batch = P(None, "dp")  # whatever it has
+    """Return a function (state, batch) -> (state, metrics), to which the old state is donated."""
+    batch = P(None, "dp")  # for all arrays of the batch
     measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
     optimizer = Optimizer(config, gptj.trained(config))
@@ -216,13 +218,13 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
 
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """(params, batch) -> losses a token."""
+    """Return a function (params, batch) -> losses and hits (see `eval_step`)."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
     specs = (state_specs(config, mesh)["params"], P("dp"))
     return compiled(eval_step, config, mesh, specs, outputs, attention=_attention(config, mesh))
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """(params, tokens) -> logits."""
+    """Return a function (params, tokens) -> logits (see `logits_step`)."""
     specs = (state_specs(config, mesh)["params"], P("dp"))
     return compiled(logits_step, config, mesh, specs, P("dp"), attention=_attention(config, mesh))
