@@ -1,7 +1,7 @@
-"""Predicts whether training or generation fits a slice of devices, and what bounds its speed.
+"""Plans: whether training or generation fits a slice of devices, and what bounds its speed.
 
-The real step is compiled, for devices that need not exist; the figures are the compiler's own,
-but for those called an estimate.
+A plan compiles the real step for devices that need not be present.  All figures are the
+compiler's, except those called an estimate.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 
-# The same collectives, the peak within 8 percent, the traffic of memory within a factor of 2.
+# Compiler options of `fast`.  They leave the collectives as they are, the peak within 8 percent,
+# and the memory traffic within a factor of 2.
 FAST = {"exec_time_optimization_effort": -1.0}
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -43,19 +44,31 @@ _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a program takes of one device, in bytes; `text` is None where that is too much."""
+    """Peak memory and HLO of a program compiled for a device.
+
+    Attributes:
+      peak: bytes on one device.
+      text: HLO text; None if the compiler rejects the program for its size.
+      seconds: compilation time.
+      fast: whether it was compiled with `FAST`.
+    """
 
     peak: int
     text: str | None
     seconds: float
-    fast: bool  # by `FAST`
+    fast: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A config's training on a slice.
+    """Plan of a config's training on a slice.
 
-    Bytes are of one device; `flops` are PaLM's of a whole step on all devices.
+    Bytes are per device.
+
+    Attributes:
+      flops: FLOPs of a whole step on all devices, as PaLM counts them.
+      collectives, estimate: None if the compiler rejects the program for its size.
+      fast: whether it was compiled with `FAST`, which makes peak and estimate less exact.
     """
 
     topology: str
@@ -76,27 +89,27 @@ class Plan:
     fits: bool
     flops_per_token: int
     flops: int
-    collectives: Traffic | None  # None where it does not fit: there is no program then
+    collectives: Traffic | None
     estimate: Estimate | None
     compile_seconds: float
-    fast: bool  # compiled quickly: the peak and the estimate are rougher
+    fast: bool
 
     @property
     def setting(self) -> str:
-        """What was chosen, in one line."""
+        """The plan's settings in one line."""
         return (
             f"dp {self.dp} x mp {self.mp}, {self.partitioning}, ZeRO {self.zero}, remat "
             f"{self.remat}, {'sharded' if self.shard_activations else 'whole'} activations, loss "
-            f"in chunks of {self.loss_chunk}, batch {self.per_replica_batch} a replica x "
+            f"in chunks of {self.loss_chunk}, batch {self.per_replica_batch} per replica x "
             f"{self.accumulation} microbatches"
         )
 
     def table(self) -> str:
-        """The same for people."""
+        """Formats the plan as readable text."""
         lines = [
             f"{self.topology}: {self.devices} devices, {self.setting}",
-            f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP a "
-            f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP a step",
+            f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP per "
+            f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP per step",
             room(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
         if self.collectives is not None:
@@ -108,52 +121,57 @@ class Plan:
 
 
 def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
-    """One line: what a device's memory has to hold, and by how much it does or does not."""
-    rest = (limit - peak) / GIB
-    verdict = f"fits, {rest:.2f} GiB to spare" if fits else f"does not fit by {-rest:.2f} GiB"
+    """Formats memory per device in one line: state, peak, limit, and by how much it fits or not.
+
+    Sizes are in bytes.
+    """
+    spare = (limit - peak) / GIB
+    verdict = (
+        f"fits, {spare:.2f} GiB to spare" if fits else f"does not fit, {-spare:.2f} GiB too large"
+    )
     return (
-        f"memory of a device: state {state / GIB:.2f} GiB, peak {peak / GIB:.2f} of "
-        f"{limit / GIB:.2f}: {verdict}"
+        f"memory per device: state {state / GIB:.2f} GiB, peak {peak / GIB:.2f} of "
+        f"{limit / GIB:.2f} GiB: {verdict}"
     )
 
 
 def mesh_of(config: Config, topology: Slice) -> Mesh:
-    """Replicas of the config's `cores_per_replica` devices, as many as the slice has.
+    """Returns the slice's devices as replicas of `cores_per_replica` devices.
 
     Raises:
-      InputError: where they do not divide the slice.
+      InputError: if `cores_per_replica` does not divide the slice.
     """
     mp = config.cores_per_replica
     if topology.devices % mp:
         raise InputError(
             f"topology {topology.name} has {topology.devices} devices, which mp {mp} does not "
-            "divide; give another --mp"
+            "divide; change --mp"
         )
     return topology.mesh(topology.devices // mp, mp)
 
 
 def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
-    """Compiles the config's training step for a slice, and tells what came of it.
+    """Compiles a config's training step for a slice, and reports memory, collectives and speed.
 
     Args:
-      config: its `cores_per_replica` is mp; the rest of the devices are replicas.
-      fast: compile in a fraction of the time, for a peak that is less exact.
+      config: its `cores_per_replica` is mp; dp follows from the number of devices.
+      fast: whether to compile in a fraction of the time, with less exact figures.
 
     Raises:
-      InputError: where mp does not divide the devices, libtpu is missing, or the compiler refuses
-        the program for another reason than its size.
+      InputError: if mp does not divide the devices, libtpu is missing, or compilation fails for
+        another reason than the program's size.
     """
     mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices)
     step.check_zero(config, mesh)
-    # Before the compilation, as not every device is known.
+    # Before compiling, as this fails for unknown devices.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     state, batch = step.abstract_state(config, mesh), abstract_batch(config, mesh)
-    found = compiled(topology.name, step.compile_train(config, mesh), state, batch, fast=fast)
+    memory = compiled(topology.name, step.compile_train(config, mesh), state, batch, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
-    if found.text is not None:
-        traffic, speed = _read(found.text, config, mesh, hardware, tokens)
+    if memory.text is not None:
+        traffic, speed = _traffic_and_speed(memory.text, config, mesh, hardware, tokens)
     per_token = flops.palm_flops_per_token(config)
     return Plan(
         topology=topology.name,
@@ -169,22 +187,22 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),
         state_bytes=bytes_on_one_device(state),
-        peak_bytes=found.peak,
+        peak_bytes=memory.peak,
         hbm_bytes=limit,
-        fits=found.text is not None and found.peak <= limit,
+        fits=memory.text is not None and memory.peak <= limit,
         flops_per_token=per_token,
         flops=per_token * tokens,
         collectives=traffic,
         estimate=speed,
-        compile_seconds=found.seconds,
-        fast=found.fast,
+        compile_seconds=memory.seconds,
+        fast=memory.fast,
     )
 
 
-def _read(
+def _traffic_and_speed(
     text: str, config: Config, mesh: Mesh, hardware: Hardware, tokens: int
 ) -> tuple[Traffic, Estimate]:
-    """What a compiled step's text says of the links, and how fast that could be."""
+    """Returns the collectives of a step's HLO, and the speed estimated from it."""
     traffic = traffic_of(text, config, mesh)
     return traffic, estimate(
         config,
@@ -192,16 +210,16 @@ def _read(
         devices=mesh.size,
         tokens=tokens,
         hbm_traffic_bytes=Program(text).moved(),
-        link_bytes=sum(each.sent for each in traffic.exchanges),
+        link_bytes=sum(exchange.sent for exchange in traffic.exchanges),
         attention=attention_backend(config, mesh.devices.flat[0]),
     )
 
 
 def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
-    """A jitted function, compiled for abstract arguments on the devices that they name.
+    """Compiles a jitted function for abstract arguments, on the devices of their shardings.
 
     Raises:
-      InputError: where the compiler refuses it, but for its size.
+      InputError: if compilation fails for another reason than the program's size.
     """
     began = time.perf_counter()
     lowered = function.trace(*args).lower()  # type: ignore[attr-defined]
@@ -210,24 +228,25 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
     try:
         program = lowered.compile(compiler_options=FAST if fast else None)
     except jax.errors.JaxRuntimeError as error:
-        wanted = _OUT_OF_MEMORY.search(str(error))
-        if wanted is None:
+        size = _OUT_OF_MEMORY.search(str(error))
+        if size is None:
             reason = str(error).strip().partition("\n")[0]
-            raise InputError(f"topology {topology}: the compiler refuses: {reason}") from None
-        peak = int(float(wanted[1]) * _SIZES[wanted[2]])
+            raise InputError(f"topology {topology}: compilation failed: {reason}") from None
+        peak = int(float(size[1]) * _SIZES[size[2]])
         return Memory(peak, None, time.perf_counter() - began, fast)
-    # Elsewhere the compiler tells no peak.
+    # Only the TPU compiler reports the peak.
     peak = program.memory_analysis().peak_memory_in_bytes if on_tpu else planned_memory(program)
     return Memory(peak, program.as_text(), time.perf_counter() - began, fast)
 
 
 def _platform(args: Any) -> str:
+    """Returns the platform of the devices that abstract arrays are placed on."""
     leaves = (leaf for leaf in jax.tree.leaves(args) if leaf.sharding is not None)
     return next(iter(next(leaves).sharding.device_set)).platform
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and layouts of one step's tokens."""
+    """Returns the shapes and shardings of one training step's tokens, [A, B, T]."""
     rows = config.per_replica_batch * mesh.shape["dp"]
     shape = (config.gradient_accumulation_steps, rows, config.seq)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
@@ -235,29 +254,31 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """What the largest device holds of abstract arrays."""
+    """Returns the bytes that one device holds of abstract arrays."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
 
 
-STEPS = 64  # of one call; the program's size does not depend on it, but for the tokens' place
+STEPS = 64  # decode steps per call; of the program's size, only that of the output depends on it
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """One more token in every row, on a slice.  Bytes are of one device.
+    """Plan of generation on a slice: one step makes one more token in every row.
+
+    Bytes are per device.
 
     Attributes:
-      rows: in the batch, of all replicas.
-      cache_length: positions of each row.
+      rows: batch rows of all replicas.
+      cache_length: positions per row.
       state_bytes: weights and cache.
-      read_bytes: of them what every token reads, all but the embedding: a step is no faster than
-        that over the memory's bandwidth.
-      bytes_per_token: what the compiled step reads and writes (`hlo_bytes`).
-      tokens_per_second: of all rows, by `read_bytes` and by `bytes_per_token`, at the memory's
-        full bandwidth and with nothing else in the way: an estimate.
+      read_bytes: the part of `state_bytes` that every step reads: all but the embedding.  A step
+        takes at least the time to read it at the memory's bandwidth.
+      bytes_per_token: bytes that the compiled step reads and writes (`hlo.Program`).
+      tokens_per_second: estimates for all rows, from `read_bytes` and from `bytes_per_token`, at
+        the memory's full bandwidth and with no other limit.
     """
 
     topology: str
@@ -283,32 +304,32 @@ class DecodePlan:
     compile_seconds: float
 
     def table(self) -> str:
-        """The same for people."""
+        """Formats the plan as readable text."""
         most, likely = self.tokens_per_second
         kind = "8-bit weights" if self.int8_weights else "weights"
         lines = [
             f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, generation of "
             f"{self.rows} rows with {self.cache_length} positions each",
             f"{kind} {self.weights_bytes / 1e9:.2f} GB and cache {self.cache_bytes / 1e9:.2f} GB "
-            f"a device, {self.flops_per_token / 1e9:.2f} GFLOP a token",
+            f"per device, {self.flops_per_token / 1e9:.2f} GFLOP per token",
             room(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
         if self.collectives is not None and self.bytes_per_token is not None:
             lines += self.collectives.lines()
             lines.append(
                 f"estimate on {self.hardware} ({self.source}), rows x bandwidth over bytes: "
-                f"{likely:,.0f} tokens/s by the {self.bytes_per_token / 1e9:.2f} GB a step that "
+                f"{likely:,.0f} tokens/s by the {self.bytes_per_token / 1e9:.2f} GB per step that "
                 f"the compiled program moves, at most {most:,.0f} by weights and cache"
             )
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
 
 
 def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> DecodePlan:
-    """Compiles generation's step for `per_replica_batch` rows a replica, each of `seq` positions.
+    """Compiles a generation step for `per_replica_batch` rows per replica of `seq` positions.
 
     Raises:
-      InputError: where mp does not divide the devices, libtpu is missing, or the compiler refuses
-        the program for another reason than its size.
+      InputError: if mp does not divide the devices, libtpu is missing, or compilation fails for
+        another reason than the program's size.
     """
     mesh = mesh_of(config, topology)
     rows = config.per_replica_batch * mesh.shape["dp"]
@@ -316,15 +337,15 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     function = batch.compile_decode(config, mesh, None, STEPS)
-    # Before the compilation, as not every device is known.
+    # Before compiling, as this fails for unknown devices.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
-    found = compiled(topology.name, function, weights, state, left, count, fast=fast)
+    memory = compiled(topology.name, function, weights, state, left, count, fast=fast)
     sizes = bytes_on_one_device(weights), bytes_on_one_device(state.caches)
     read = sum(sizes) - bytes_on_one_device(weights["embed"])
     traffic = moved = likely = None
-    if found.text is not None:
-        traffic = decode_traffic(found.text, config, mesh)
-        moved = Program(found.text).moved_in_a_loop()
+    if memory.text is not None:
+        traffic = decode_traffic(memory.text, config, mesh)
+        moved = Program(memory.text).moved_in_a_loop()
         likely = rows * hardware.hbm / moved
     return DecodePlan(
         topology=topology.name,
@@ -338,25 +359,27 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
         cache_bytes=sizes[1],
         state_bytes=sum(sizes),
         read_bytes=read,
-        peak_bytes=found.peak,
+        peak_bytes=memory.peak,
         hbm_bytes=limit,
-        fits=found.text is not None and found.peak <= limit,
+        fits=memory.text is not None and memory.peak <= limit,
         flops_per_token=flops.decode_flops_per_token(config),
         collectives=traffic,
         bytes_per_token=moved,
         hardware=hardware.name,
         source=hardware.source,
         tokens_per_second=(rows * hardware.hbm / read, likely),
-        compile_seconds=found.seconds,
+        compile_seconds=memory.seconds,
     )
 
 
 def _abstract_weights(config: Config, mesh: Mesh) -> decode.Weights:
+    """Returns the shapes and shardings of generation's weights."""
     params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(decode.weights_of, config=config), params)
     return abstract(shapes, named(mesh, decode.weight_specs(config)))
 
 
 def _abstract_rows(config: Config, mesh: Mesh, rows: int) -> decode.DecodeState:
+    """Returns the shapes and shardings of a batch of `rows` rows with `seq` positions each."""
     shapes = jax.eval_shape(lambda: decode.empty(config, rows, config.seq))
     return abstract(shapes, named(mesh, batch.decode_specs(config)))

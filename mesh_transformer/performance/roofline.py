@@ -1,4 +1,4 @@
-"""An upper bound of a step's speed, from the hardware's data sheet and the traffic of its HLO."""
+"""Roofline estimate of a step's speed, from the hardware's data sheet and the step's HLO."""
 
 import collections
 import dataclasses
@@ -13,21 +13,23 @@ from mesh_transformer.performance import hlo
 
 FORMULA = (
     "compute = hardware FLOPs / peak; memory = bytes read and written / bandwidth; links = bytes "
-    "sent / bandwidth, of n devices 2(n-1)/n of an all-reduced array, (n-1)/n of a gathered or "
-    "scattered one; step = from the longest of the three with all links of a device busy (all "
-    "overlap) to their sum with two links busy (nothing overlaps, a ring)"
+    "sent / bandwidth, where each of n devices sends 2(n-1)/n of an all-reduced array and (n-1)/n "
+    "of a gathered or scattered one; step = between the longest of the three with all links of a "
+    "device busy (full overlap) and their sum with two links busy (no overlap, a ring)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bounds for one step on one device by `FORMULA`; nothing was run.
+    """Bounds of one step's time by `FORMULA`; nothing was run.
+
+    Bytes, FLOP/s and seconds are per device.
 
     Attributes:
-      hbm_traffic_bytes: what the step reads and writes of the device's memory (`hlo_bytes`).
-      link_bytes: what the device sends.
-      link_seconds: with all of its links busy, and with two.
-      step_seconds, tokens_per_second, mfu, hfu: at best, and if nothing overlaps; the tokens are
+      hbm_traffic_bytes: bytes that the step reads from and writes to memory (`hlo.Program`).
+      link_bytes: bytes sent.
+      link_seconds: with all links busy, and with two.
+      step_seconds, tokens_per_second, mfu, hfu: with full overlap, and with none; the tokens are
         those of all devices.
     """
 
@@ -46,15 +48,15 @@ class Estimate:
     formula: str = FORMULA
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """Formats the estimate as lines of readable text."""
         least, most = self.step_seconds
         return [
-            f"estimate on {self.hardware}, peak {self.peak_flops / 1e12:,.4g} TFLOP/s a device "
+            f"estimate on {self.hardware}, peak {self.peak_flops / 1e12:,.4g} TFLOP/s per device "
             f"({self.source}): {self.formula}",
             f"  compute {self.compute_seconds:.4g} s, memory {self.hbm_seconds:.4g} s "
-            f"({self.hbm_traffic_bytes / 1e9:,.1f} GB a device), links "
+            f"({self.hbm_traffic_bytes / 1e9:,.1f} GB per device), links "
             f"{self.link_seconds[0]:.4g} to {self.link_seconds[1]:.4g} s "
-            f"({self.link_bytes / 1e9:,.2f} GB sent a device)",
+            f"({self.link_bytes / 1e9:,.2f} GB sent per device)",
             f"  step {least:.4g} to {most:.4g} s, {self.tokens_per_second[1]:,.0f} to "
             f"{self.tokens_per_second[0]:,.0f} tokens/s, MFU {self.mfu[1]:.1%} to "
             f"{self.mfu[0]:.1%}, HFU {self.hfu[1]:.1%} to {self.hfu[0]:.1%}",
@@ -62,20 +64,24 @@ class Estimate:
 
 
 def sent(kind: str, size: int, devices: int) -> int:
-    """Bytes that a device sends for a collective with a result of `size` bytes on each of several.
+    """Returns the bytes that each device sends for a collective over a ring.
 
-    By rings: an all-reduce is a reduce-scatter and an all-gather.
+    An all-reduce counts as a reduce-scatter and an all-gather.
+
+    Args:
+      size: bytes of the result on one device.
+      devices: number of devices that take part.
     """
     if kind == "collective-permute":
         return size
-    if kind == "reduce-scatter":  # the result is the device's part
+    if kind == "reduce-scatter":  # the result is only the device's shard
         return size * (devices - 1)
     passes = 2 if kind == "all-reduce" else 1
     return passes * size * (devices - 1) // devices
 
 
 def link_seconds(sent_bytes: float, hardware: Hardware) -> tuple[float, float]:
-    """With all links of a device busy, and with the two of a ring."""
+    """Returns the seconds to send bytes with all links of a device busy, and with a ring's two."""
     best = sent_bytes / hardware.interconnect
     return best, best * hardware.links / min(2, hardware.links)
 
@@ -90,10 +96,12 @@ def estimate(
     link_bytes: int,
     attention: str = "xla",
 ) -> Estimate:
-    """Bounds for a training step of so many tokens on all devices.
+    """Bounds the time of a training step.
 
     Args:
-      attention: what computes it, as `flash_attention.chosen` names it.
+      tokens: tokens per step of all devices together.
+      hbm_traffic_bytes, link_bytes: bytes per device and step; see `Estimate`.
+      attention: attention backend, as `attention_backend` returns it.
     """
     peak = hardware.peak * devices
     compute = tokens * flops.hardware_flops_per_token(config, attention) / peak
@@ -122,15 +130,15 @@ def estimate(
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Collectives of one kind in one place.
+    """All collectives of one kind, mesh axis and dtype in one place of a step.
 
     Attributes:
-      axis: of the mesh, along which devices take part.
-      place: "layer forward" and "layer backward" are in the loop over layers, "microbatch" in the
-        loop over microbatches (where there are several), "loop" in another one.
-      count: arrays a step.
-      bytes: of the results on one device, in a step.
-      sent: bytes that one device sends for them (`roofline.sent`).
+      axis: mesh axis or axes that they run over.
+      place: "layer forward" or "layer backward" in the loop over layers, "microbatch" in the loop
+        over microbatches (if there are several), "loop" in any other loop, else "step".
+      count: arrays per step.
+      bytes: bytes of the results on one device per step.
+      sent: bytes that one device sends per step (`roofline.sent`).
     """
 
     kind: str
@@ -144,102 +152,124 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What the devices exchange in one step: arrays, and their bytes on one device."""
+    """Collectives of one step.
 
-    layer_forward: int  # activation all-reduces in the loop over layers, forward
+    Attributes:
+      layer_forward, layer_backward: number of activation all-reduces per layer.
+      bytes_by_kind: bytes of the results on one device, by kind of collective.
+      exchanges: all collectives.
+    """
+
+    layer_forward: int
     layer_backward: int
-    bytes_by_kind: dict[str, int]  # in the whole step
+    bytes_by_kind: dict[str, int]
     exchanges: list[Exchange]
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """Formats the collectives as lines of readable text."""
         return [
-            f"activation all-reduces a layer: {self.layer_forward} forward, "
+            f"activation all-reduces per layer: {self.layer_forward} forward, "
             f"{self.layer_backward} backward",
             *(
-                f"  {each.place}: {each.count} x {each.kind} over {each.axis}, {each.dtype}, "
-                f"{each.bytes / 1e6:,.1f} MB a step and device"
-                for each in self.exchanges
+                f"  {exchange.place}: {exchange.count} x {exchange.kind} over {exchange.axis}, "
+                f"{exchange.dtype}, {exchange.bytes / 1e6:,.1f} MB per step and device"
+                for exchange in self.exchanges
             ),
         ]
 
 
 def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
-    """What a compiled training step exchanges; of a combined collective each array counts."""
-    whole = hlo.parse(text)
-    activation = config.per_replica_batch * config.seq * config.d_model
-    # Not the whole itself, which runs once, as a loop over a single layer does.
-    inner = [loop for each in whole.loops for loop in each.all()]
+    """Returns the collectives of a compiled training step, given its HLO text.
+
+    A combined collective counts once per array.
+    """
+    program = hlo.parse(text)
+    size = config.per_replica_batch * config.seq * config.d_model
+    # Not the program itself: it runs once, and so does the loop over layers of a single layer.
+    inner = [loop for outer in program.loops for loop in outer.all()]
     layers = [loop for loop in inner if _is_over_layers(loop, config)]
-    reduced = [
-        "transpose" in each.where
+    is_backward = [
+        "transpose" in collective.where
         for loop in layers
-        for each in loop.collectives
-        if each.kind == "all-reduce" and math.prod(each.shape) == activation and not each.is_alone
+        for collective in loop.collectives
+        if _is_all_reduce_of(collective, size)
     ]
-    exchanges = _exchanges(whole, config, mesh)
-    return Traffic(reduced.count(False), reduced.count(True), _by_kind(exchanges), exchanges)
+    exchanges = _exchanges(program, config, mesh)
+    forward, backward = is_backward.count(False), is_backward.count(True)
+    return Traffic(forward, backward, _by_kind(exchanges), exchanges)
 
 
 def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
-    """What one token in every row costs; generation has no loop over layers to count in."""
-    whole = hlo.parse(text)
-    exchanges = _exchanges(whole, config, mesh)
-    activation = config.per_replica_batch * config.d_model
-    reduced = sum(
-        each.kind == "all-reduce" and math.prod(each.shape) == activation and not each.is_alone
-        for each, _ in whole.runs()
-    )
-    return Traffic(reduced // config.layers, 0, _by_kind(exchanges), exchanges)
+    """Returns the collectives of one generation step, given its HLO text.
+
+    The program has no loop over layers, so activation all-reduces are counted in all of it.
+    """
+    program = hlo.parse(text)
+    exchanges = _exchanges(program, config, mesh)
+    size = config.per_replica_batch * config.d_model
+    count = sum(_is_all_reduce_of(collective, size) for collective, _ in program.runs())
+    return Traffic(count // config.layers, 0, _by_kind(exchanges), exchanges)
+
+
+def _is_all_reduce_of(collective: hlo.Collective, size: int) -> bool:
+    """Whether a collective is an all-reduce of `size` elements over more than one device."""
+    if collective.kind != "all-reduce" or collective.is_alone:
+        return False
+    return math.prod(collective.shape) == size
 
 
 def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:
+    """Sums the bytes of collectives by their kind."""
     sums: collections.Counter[str] = collections.Counter()
-    for each in exchanges:
-        sums[each.kind] += each.bytes
+    for exchange in exchanges:
+        sums[exchange.kind] += exchange.bytes
     return dict(sums)
 
 
 def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
+    """Whether a loop is the innermost one with as many iterations as the config has layers."""
     deeper = any(_is_over_layers(inner, config) for inner in loop.loops)
     return loop.trips == config.layers and not deeper
 
 
-def _exchanges(whole: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
+def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
+    """Sums a program's collectives by place, kind, axis and dtype."""
     sums: dict[tuple[str, str, str, str], list[int]] = {}
 
-    def walk(loop: hlo.Loop, times: int, around: str) -> None:
-        for each in loop.collectives:
-            axis, size = _along(each.groups, mesh)
+    def walk(loop: hlo.Loop, times: int, outer: str) -> None:
+        for collective in loop.collectives:
+            axis, size = _axis_of(collective.groups, mesh)
             if size == 1:
                 continue
-            place = around
-            if around == "layer":
-                place = "layer backward" if "transpose" in each.where else "layer forward"
-            total = sums.setdefault((place, each.kind, axis, each.dtype), [0, 0, 0])
+            place = outer
+            if outer == "layer":
+                place = "layer backward" if "transpose" in collective.where else "layer forward"
+            key = place, collective.kind, axis, collective.dtype
+            total = sums.setdefault(key, [0, 0, 0])
             total[0] += times
-            total[1] += times * each.bytes
-            total[2] += times * sent(each.kind, each.bytes, size)
+            total[1] += times * collective.bytes
+            total[2] += times * sent(collective.kind, collective.bytes, size)
         for inner in loop.loops:
-            walk(inner, times * (inner.trips or 1), _place(inner, around, config))
+            walk(inner, times * (inner.trips or 1), _place(inner, outer, config))
 
-    walk(whole, 1, "step")
+    walk(program, 1, "step")
     return [
         Exchange(kind, axis, dtype, place, *total)
         for (place, kind, axis, dtype), total in sorted(sums.items())
     ]
 
 
-def _place(loop: hlo.Loop, around: str, config: Config) -> str:
-    if around == "layer" or _is_over_layers(loop, config):
+def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
+    """Returns the place of a loop's collectives, given the place of the code around it."""
+    if outer == "layer" or _is_over_layers(loop, config):
         return "layer"
     if any(_is_over_layers(inner, config) for inner in loop.all()):
         return "microbatch"
-    return around if around == "microbatch" else "loop"
+    return outer if outer == "microbatch" else "loop"
 
 
-def _along(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
-    """The axes of the mesh that devices take part along, and how many take part together."""
+def _axis_of(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
+    """Returns the mesh axes that a collective runs over, and the number of devices per group."""
     mp = mesh.shape["mp"]
     group = sorted(min(groups, key=min)) if groups else range(mesh.size)
     if len({device // mp for device in group}) == 1:

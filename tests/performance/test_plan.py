@@ -118,7 +118,7 @@ def test_what_the_compiler_says_of_too_large_a_program(told, size):
 
 
 def test_what_else_the_compiler_says_is_one_line():
-    with pytest.raises(InputError, match=r"topology v3-8: the compiler refuses: INTERNAL: no$"):
+    with pytest.raises(InputError, match=r"topology v3-8: compilation failed: INTERNAL: no$"):
         refused("INTERNAL: no\nand a stack of lines")
 
 
@@ -160,7 +160,7 @@ def test_a_plan_for_virtual_devices():
     assert 0 < least < most
     assert found.state_bytes < found.peak_bytes
     text = found.table()
-    for word in ("fits", "estimate on cpu", "TFLOP/s a device", "MFU", "layer backward"):
+    for word in ("fits", "estimate on cpu", "TFLOP/s per device", "MFU", "layer backward"):
         assert word in text
 
 
