@@ -1,1 +1,1 @@
-"""Many hosts as one network, by Ray."""
+"""One network over many hosts, through Ray: training, serving and restarts."""

@@ -1,4 +1,4 @@
-"""`ClusterBatch`: a running batch of prompts, its rows spread over the hosts of a mesh."""
+"""`ClusterBatch`: a running batch of prompts whose rows are spread over the hosts of a mesh."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,34 +16,38 @@ from mesh_transformer.util import HostError, InputError
 
 
 class Cluster(Protocol):
-    """What a batch asks of its `TPUCluster`, where these are told of."""
+    """The attributes and methods of `TPUCluster` that `ClusterBatch` uses."""
 
     config: Config
     dp: int
-    replicas: list[list[int]]  # of each host
+    replicas: list[list[int]]  # per host
     newest_batch: "ClusterBatch | None"
 
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]: ...
 
-    def gathered(self, found: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarray: ...
+    def gathered(
+        self, parts: Sequence[np.ndarray], positions: Sequence[np.ndarray]
+    ) -> np.ndarray: ...
 
-    def failed(self, told: str) -> HostError: ...
+    def failed(self, message: str) -> HostError: ...
 
 
 class ClusterBatch:
-    """`generator.Batch` over all hosts: the same methods, for the rows of every replica.
+    """The running batch of a `TPUCluster`: the methods of `generation.batch.Batch`, over all hosts.
 
-    Each host holds the rows of its replicas.  All get each call at once, with their own share of
-    the prompts, and with what their programs' shapes follow from: that is of all prompts.  What
-    would fail on one host alone, where the others would wait for it, is refused here.
+    Each host holds the rows of its replicas.  Every call goes to all hosts at once, each with its
+    own share of the prompts.  The sizes that determine which programs are compiled are computed
+    here over all prompts, so that every host gets the same ones.  Input that only some hosts would
+    reject, while the others wait for them, is rejected here.
 
     Attributes:
-      rows: how many there are in all, as many of each replica, in the replicas' order.
-      left: how many tokens each row may still have.
+      rows: number of rows, the same number per replica, in the replicas' order.
+      left: tokens that each row may still have, [rows].
 
     Raises:
-      InputError: from every method, once a newer batch has taken this one's place on the hosts.
-      HostError: from every method, when a host fails, or says something else than another.
+      InputError: from every method that calls the hosts, once a newer batch has replaced this one.
+      HostError: from every method that calls the hosts, if a host fails or the hosts' results
+        contradict each other.
     """
 
     def __init__(self, cluster: Cluster, rows: int):
@@ -55,14 +59,14 @@ class ClusterBatch:
         self.rows = rows
         self.left = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)  # tokens in each row's cache
-        self._replica = np.arange(rows) // (rows // cluster.dp)  # whose each row is
-        self._here = places(cluster.replicas, rows // cluster.dp)  # each host's rows
+        self._replica = np.arange(rows) // (rows // cluster.dp)  # replica of each row
+        self._host_rows = places(cluster.replicas, rows // cluster.dp)
         self._cluster = cluster
-        cluster.call("batch", *[(len(own),) for own in self._here])
+        cluster.call("batch", *[(len(own),) for own in self._host_rows])
 
     def reserve(self, positions: int) -> None:
-        """As `Batch.reserve`."""
-        self._call("reserve", *[(positions,)] * len(self._here))
+        """See `Batch.reserve`."""
+        self._call("reserve", *[(positions,)] * len(self._host_rows))
 
     def insert(
         self,
@@ -73,51 +77,52 @@ class ClusterBatch:
         *,
         alternatives: int | None = None,
     ) -> Chosen:
-        """As `Batch.insert`."""
+        """See `Batch.insert`."""
         texts, length, left = check_texts(self._cluster.config, prompts, lengths)
-        where = np.asarray(rows)
-        most = int(np.bincount(self._replica[where]).max())
-        # Which of the prompts each host gets.
-        shares = [np.flatnonzero(np.isin(where, own)) for own in self._here]
+        row_ids = np.asarray(rows)
+        most = int(np.bincount(self._replica[row_ids]).max())  # prompts per replica
+        # Indices of each host's prompts.
+        shares = [np.flatnonzero(np.isin(row_ids, own)) for own in self._host_rows]
         arguments = [
             (
-                np.searchsorted(own, where[share]),
-                [texts[at] for at in share],
+                np.searchsorted(own, row_ids[share]),
+                [texts[index] for index in share],
                 left[share],
                 jax.tree.map(lambda x, share=share: x[share], settings),
                 alternatives,
                 int(length.max()),
                 most,
             )
-            for own, share in zip(self._here, shares, strict=True)
+            for own, share in zip(self._host_rows, shares, strict=True)
         ]
         chosen = self._gathered(self._call("insert", *arguments), shares)
-        self._length[where], self.left[where] = length, left - 1
+        self._length[row_ids], self.left[row_ids] = length, left - 1
         return chosen
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
-        """As `Batch.release`; the hosts learn of it with the next `decode`."""
+        """See `Batch.release`; the hosts are informed by the next `decode`."""
         self.left[np.asarray(rows, np.intp)] = 0
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """As `Batch.decode`."""
+        """See `Batch.decode`."""
         ahead = np.minimum(self.left, steps)
-        # How much room a host makes by itself would follow from its own rows alone.
+        # A host would reserve room for its own rows only; all hosts need the same size.
         needed = int((self._length + ahead).max())
-        idle = [np.flatnonzero(self.left[own] == 0) for own in self._here]
-        told = self._call("decode", *[(steps, alternatives, needed, rows) for rows in idle])
+        idle = [np.flatnonzero(self.left[own] == 0) for own in self._host_rows]
+        results = self._call("decode", *[(steps, alternatives, needed, rows) for rows in idle])
         self._length += ahead
         self.left -= ahead
         if any(
-            (left != self.left[own]).any() for (left, _), own in zip(told, self._here, strict=True)
+            (left != self.left[own]).any()
+            for (left, _), own in zip(results, self._host_rows, strict=True)
         ):
-            raise self._cluster.failed("the hosts disagree about how far each row is")
-        return self._gathered([chosen for _, chosen in told], self._here)
+            raise self._cluster.failed("the hosts disagree on how many tokens each row has left")
+        return self._gathered([chosen for _, chosen in results], self._host_rows)
 
     def _call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         if self._cluster.newest_batch is not self:
-            raise InputError("a newer batch has taken this one's place on the hosts; use that one")
+            raise InputError("a newer batch has replaced this one on the hosts; use the newer one")
         return self._cluster.call(method, *arguments)
 
-    def _gathered(self, found: list[Chosen], at: list[np.ndarray]) -> Chosen:
-        return jax.tree.map(lambda *parts: self._cluster.gathered(parts, at), *found)
+    def _gathered(self, results: list[Chosen], positions: list[np.ndarray]) -> Chosen:
+        return jax.tree.map(lambda *parts: self._cluster.gathered(parts, positions), *results)

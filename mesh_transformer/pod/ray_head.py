@@ -1,10 +1,10 @@
-"""A Ray head that lives as long as its driver, and takes every process of it along when it ends.
+"""A Ray head process that ends with its driver, together with every process that it started.
 
-`python -m mesh_transformer.pod.ray_head BYTES` prints `address: HOST:PORT`.  It ends once its
-standard input is closed, which even a SIGKILL of the driver does, or once one of Ray's own servers
-has died.  `RayHead` starts it in a session of its own: Ctrl-C in the terminal reaches the driver
-alone, and `ray.init` in the driver itself would take the driver out of the terminal's process
-group.
+`python -m mesh_transformer.pod.ray_head BYTES`, with the size of the object store, prints
+`address: HOST:PORT`.  It ends once its standard input is closed, which happens even if the driver
+is killed with SIGKILL, or once one of Ray's own servers has died.  `RayHead` starts it in a session
+of its own, so that Ctrl-C in the terminal reaches only the driver.  Starting the head with
+`ray.init` in the driver would remove the driver from the terminal's process group.
 """
 
 import contextlib
@@ -21,36 +21,36 @@ from pathlib import Path
 
 from mesh_transformer.util import StoppedError
 
-OBJECT_STORE = 256 << 20  # bytes; a few batches of token ids are all that is ever in it
-SECONDS_TO_START = 120.0
-SECONDS_TO_END = 20.0
-SERVERS = ("gcs_server", "raylet")  # those of Ray's processes that nothing goes on without
+OBJECT_STORE = 256 << 20  # bytes; it only ever holds a few batches of token ids
+SECONDS_TO_START = 120.0  # for the head to print its address
+SECONDS_TO_END = 20.0  # for the head to exit after its standard input is closed
+SERVERS = ("gcs_server", "raylet")  # Ray's processes that the cluster cannot run without
 HEAD_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    # A machine that has vanished is known to within 5 s, one that hangs within 20.
+    # Detects a machine that has vanished within 5 s, and one that hangs within 20 s.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
 }
 DRIVER_ENVIRONMENT = {
-    # Ray ends the driver itself, without a word, when it has lost the head for so long: a minute
-    # would be less than two long heartbeats.
+    # Ray ends the driver itself, without a message, once it has lost the head for this long.  A
+    # minute would be shorter than two long heartbeats.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
-    # Pages of Ray's own logs, where a disk is full or a process dies: each failure is one line.
+    # No pages of Ray's own logs if a disk is full or a process dies: each failure is one line.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 
 
 class RayHead:
-    """A running Ray head, and this process connected to it; a context manager.
+    """A running Ray head, with this process connected to it; a context manager.
 
-    Whoever joins needs the token, which is made here unless RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH
-    gives one; Ray's own way would leave it in a file that others can read.
+    Joining requires a token, which is created here unless RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH
+    provides one.  Ray itself would leave the token in a file that others can read.
 
     Raises:
-      StoppedError: where Ray cannot start.
+      StoppedError: if Ray cannot start.
     """
 
     def __init__(self, object_store: int = OBJECT_STORE):
@@ -61,7 +61,7 @@ class RayHead:
     def _start(self) -> None:
         try:
             self._start_once()
-        except StoppedError:  # a busy machine may take more than the 30 s that Ray gives itself
+        except StoppedError:  # a busy machine may exceed Ray's own limit of 30 s
             self._start_once()
 
     def _start_once(self) -> None:
@@ -88,7 +88,7 @@ class RayHead:
             raise
 
     def _read_address(self) -> str:
-        """The head's address, once it has said that it is ready."""
+        """Return the head's address once the head has printed it."""
         timer = threading.Timer(SECONDS_TO_START, self._process.kill)
         timer.start()
         try:
@@ -98,10 +98,10 @@ class RayHead:
                     return line.removeprefix("address: ").strip()
         finally:
             timer.cancel()
-        said = self._last_words() or f"nothing in {SECONDS_TO_START:.0f} s"
-        raise StoppedError(f"Ray cannot start on this machine: {said}")
+        cause = self._last_log_line() or f"no address after {SECONDS_TO_START:.0f} s"
+        raise StoppedError(f"Ray cannot start on this machine: {cause}")
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
         return lines[-1] if lines else ""
@@ -113,16 +113,16 @@ class RayHead:
         self.close()
 
     def revive(self) -> None:
-        """Starts a new head, with an `address` of its own, where this one has died."""
+        """Start a new head, with a new `address`, if this one has died."""
         if self._process.poll() is None:
             return
-        died = self._last_words() or f"its process ended with {self._process.returncode}"
-        print(f"Ray's head has died ({died}); a new one starts", file=sys.stderr, flush=True)
+        cause = self._last_log_line() or f"exit status {self._process.returncode}"
+        print(f"Ray's head has died ({cause}); starting a new one", file=sys.stderr, flush=True)
         self.close()
         self._start()
 
     def close(self) -> None:
-        """Ends Ray and every process that it started; a second call does nothing."""
+        """End Ray and every process that it started; a second call does nothing."""
         if self._log.closed:
             return
         import ray
@@ -133,28 +133,32 @@ class RayHead:
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_END)
-        _kill_session(self._process.pid)  # what is left where the head did not do it
+        _kill_session(self._process.pid)  # whatever the head has left running
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
 
 
 def _require_token() -> None:
-    """Has this process and its children ask for a token; Ray reads the mode when imported."""
+    """Make this process and its children require a token.
+
+    Raises RuntimeError if Ray is already imported, since it reads the mode at import.
+    """
     if "RAY_AUTH_MODE" not in os.environ:
         if "ray" in sys.modules:
-            raise RuntimeError("ray was imported before the RayHead was made")
+            raise RuntimeError("ray was imported before RayHead was created; create RayHead first")
         os.environ["RAY_AUTH_MODE"] = "token"
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def main() -> None:
-    """Runs the head until standard input ends or a server dies, then kills its whole session."""
+    """Run the head until standard input ends or a server dies, then kill its whole session."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the driver decides when it is over
-    # `ray.init` does the same, but has no way to leave out two servers: one looks at all processes'
-    # logs ten times a second, for drivers that print them, one makes machines in a cloud.
+        signal.signal(number, signal.SIG_IGN)  # the driver decides when to end
+    # As `ray.init`, but without two servers that it cannot leave out: the log monitor scans all
+    # processes' logs ten times a second, for drivers that print them, and the autoscaler creates
+    # machines in a cloud.
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -170,17 +174,17 @@ def main() -> None:
     try:
         print(f"address: {node.gcs_address}", flush=True)
         _watch(_servers())
-    finally:  # of a driver that has not even waited for the address, too
+    finally:  # also if the driver ended before it read the address
         _kill_session(os.getsid(0))
 
 
 def _servers() -> dict[int, str]:
-    """Ray's servers in this session, by process id."""
+    """Return Ray's servers in this session, by process id."""
     return {pid: name for pid, name in _members(os.getsid(0)).items() if name in SERVERS}
 
 
 def _watch(servers: dict[int, str]) -> None:
-    """Waits for the end of standard input, or for a server to die, which it tells of."""
+    """Wait for standard input to end or for a server to die; print which server died."""
     watched = {os.pidfd_open(pid): name for pid, name in servers.items()}
     ready, _, _ = select.select([sys.stdin.fileno(), *watched], [], [])
     if ready[0] in watched:
@@ -188,19 +192,19 @@ def _watch(servers: dict[int, str]) -> None:
 
 
 def _members(session: int) -> dict[int, str]:
-    """Linux: the processes of a session and their names, less what ends meanwhile."""
-    found = {}
+    """Return the names of a session's processes by id (Linux), without any that end meanwhile."""
+    names = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if os.getsid(int(path.name)) == session:
-                found[int(path.name)] = (path / "comm").read_text(errors="replace").strip()
-    return found
+                names[int(path.name)] = (path / "comm").read_text(errors="replace").strip()
+    return names
 
 
 def _kill_session(session: int) -> None:
-    """Kills every process of a session, this process last.
+    """Kill every process of a session, this process last.
 
-    Ray's own way to shut down leaves agents for up to a minute, and workers that are stopped.
+    Ray's own shutdown leaves agents running for up to a minute, and never ends stopped workers.
     """
     members = sorted(_members(session), key=lambda pid: pid == os.getpid())
     for pid in members:

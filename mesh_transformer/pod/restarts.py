@@ -1,4 +1,4 @@
-"""Runs and servers that outlive their hosts: restarted when a host fails."""
+"""Training runs and servers that survive the failure of a host: all hosts are restarted."""
 
 import sys
 import time
@@ -23,17 +23,17 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
 
-ATTEMPTS = 3  # on end at which new hosts may fail before they have a batch
+ATTEMPTS = 3  # consecutive failures of one call, on new hosts each time
 SECONDS_BETWEEN = 5.0
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class LastingCluster:
-    """A cluster whose hosts are all made anew, for the next question, once one of them has failed.
+    """A `TPUCluster` that survives host failures: the next call after one starts all hosts again.
 
     Args:
-      make: gives a new cluster, with its weights.
+      make: returns a new cluster with its weights loaded.
     """
 
     def __init__(self, make: "Callable[[], TPUCluster]"):
@@ -44,25 +44,30 @@ class LastingCluster:
         self.dp = self._cluster.dp
 
     def batch(self, rows: int) -> ClusterBatch:
-        """As `TPUCluster.batch`; HostError where new hosts fail too."""
-        return self._lasting(lambda cluster: cluster.batch(rows))
+        """See `TPUCluster.batch`; raises HostError if new hosts fail too."""
+        return self._retried(lambda cluster: cluster.batch(rows))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """As `TPUCluster.eval`; HostError where new hosts fail too."""
-        return self._lasting(lambda cluster: cluster.eval(sample))
+        """See `TPUCluster.eval`; raises HostError if new hosts fail too."""
+        return self._retried(lambda cluster: cluster.eval(sample))
 
-    def _lasting(self, ask: "Callable[[TPUCluster], Answer]") -> "Answer":
+    def _retried(self, call: "Callable[[TPUCluster], Result]") -> "Result":
+        """Return `call(cluster)`, retried on new hosts after a host failure.
+
+        Raises:
+          HostError: after `ATTEMPTS` failures, or once the cluster is closed.
+        """
         failures = 0
         while True:
             try:
                 if self._cluster.ended:
                     if self._closed:
                         raise HostError("the hosts have been ended")
-                    print("all hosts start again", file=sys.stderr, flush=True)
+                    print("restarting all hosts", file=sys.stderr, flush=True)
                     self._cluster = self._make()
-                    if self._closed:  # meanwhile
+                    if self._closed:  # by another thread, while the new hosts started
                         self._cluster.kill()
-                return ask(self._cluster)
+                return call(self._cluster)
             except HostError as error:
                 failures += 1
                 if failures == ATTEMPTS or self._closed:
@@ -72,21 +77,21 @@ class LastingCluster:
 
     @property
     def batch_size(self) -> int:
-        """As `TPUCluster.batch_size`."""
+        """See `TPUCluster.batch_size`."""
         return self._cluster.batch_size
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """As `TPUCluster.score`."""
+        """See `TPUCluster.score`."""
         return self._cluster.score(tokens, alternatives)
 
     def close(self) -> None:
-        """Ends the hosts at once and for good, whatever they do: there is nothing to save."""
+        """End the hosts at once and for good, even during a call; there is nothing to save."""
         self._closed = True
         self._cluster.kill()
 
 
-RETRIES = 8
-LONGEST_WAIT = 60.0
+RETRIES = 8  # consecutive failures without progress
+LONGEST_WAIT = 60.0  # seconds
 
 
 def train(
@@ -98,13 +103,14 @@ def train(
     fresh_opt: bool = False,
     retries: int = RETRIES,
 ) -> None:
-    """As `training.train`, with a new network from `make` after each failure of a host.
+    """Run `training.loop.train`, with a new network from `make` after each host failure.
 
-    Every attempt goes on from the newest checkpoint.  After `retries` failures on end at which
-    the run was no further than at one before, it gives up; between them the wait doubles.
+    Every attempt resumes from the newest checkpoint.  The wait between attempts doubles from 1 s up
+    to `LONGEST_WAIT`.  Gives up after more than `retries` consecutive failures without progress,
+    that is, without a step beyond the furthest one reached before.
 
     Raises:
-      StoppedError: when it gives up, and where `training.train` raises it.
+      StoppedError: if it gives up, or if `training.loop.train` raises it.
     """
 
     def attempt(network: TrainableNetwork) -> None:
@@ -120,7 +126,7 @@ def train(
 
 
 def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
-    """As `validation.validate`, again on a new network where a host failed."""
+    """Run `validation.validate`, again on a new network after each host failure."""
 
     def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)
@@ -133,6 +139,7 @@ def _until_done(
     attempt: Callable[[TrainableNetwork], None],
     retries: int,
 ) -> None:
+    """Run `attempt` on networks from `make` until it succeeds; see `train`."""
     furthest, failures = -1, 0
     while True:
         reached = furthest
@@ -148,11 +155,11 @@ def _until_done(
             failures += 1
             if failures > retries:
                 raise StoppedError(
-                    f"{error}; given up after {failures} failures without a step of progress"
+                    f"{error}; giving up after {failures} failures without a step of progress"
                 ) from None
             wait = min(2.0 ** (failures - 1), LONGEST_WAIT)
             print(
-                f"{error}\nall hosts start again in {wait:.0f} s, from the newest checkpoint "
+                f"{error}\nrestarting all hosts in {wait:.0f} s from the newest checkpoint "
                 f"(failure {failures} of {retries} before step {furthest + 1})",
                 file=sys.stderr,
                 flush=True,
@@ -161,13 +168,13 @@ def _until_done(
 
 
 def begin_anew(folder: str, *, yes: bool) -> None:
-    """Deletes a run's checkpoints and metrics, once the user agrees (`yes`: has agreed).
+    """Delete a run's checkpoints and metrics, after asking the user unless `yes` is true.
 
-    Nothing else in the folder is touched.
+    Other files in the folder are kept.
 
     Raises:
-      InputError: where the answer is no, nobody is there to answer, another process writes there,
-        or it cannot be deleted.
+      InputError: if the user declines or cannot be asked, if another process writes to the folder,
+        or if something cannot be deleted.
     """
     folder = local_path(folder)
     steps, metrics = own_steps(folder), epath.Path(folder) / NAME
@@ -182,14 +189,15 @@ def begin_anew(folder: str, *, yes: bool) -> None:
                 delete_step(path)
             metrics.unlink(missing_ok=True)
         except OSError as error:
-            where = error.filename or folder
-            raise InputError(f"--new: {where} cannot be deleted: {reason(error)}") from None
+            failed_path = error.filename or folder
+            raise InputError(f"--new: {failed_path} cannot be deleted: {reason(error)}") from None
 
 
 def check_records(config: Config) -> None:
-    """Raises InputError where the driver cannot read the config's records.
+    """Raise InputError if the driver cannot read the config's records.
 
-    For a driver, before it makes a TPU; it does not look where the hosts are to read them.
+    Called on the driver before it creates a TPU.  With `hosts_read`, `train_set` is not checked:
+    only the hosts have to reach it.
     """
     if not config.hosts_read:
         open_train_set(config, 1).close()
@@ -201,12 +209,12 @@ def check_records(config: Config) -> None:
 def _ask(folder: str, names: list[str]) -> None:
     if not sys.stdin.isatty():
         raise InputError(
-            f"--new would delete {', '.join(names)} in {folder}, and nobody is there to agree; "
-            "give --yes too"
+            f"--new would delete {', '.join(names)} in {folder}, but standard input is "
+            "not a terminal, so nobody can confirm it; add --yes"
         )
     try:
-        answer = input(f"--new deletes {', '.join(names)} in {folder}. Delete them? [y/N] ")
+        answer = input(f"--new will delete {', '.join(names)} in {folder}. Continue? [y/N] ")
     except EOFError:  # Ctrl-D
         answer = "no"
     if answer.strip().lower() not in ("y", "yes"):
-        raise InputError(f"{folder} is as it was; leave --new out to go on with its run")
+        raise InputError(f"nothing was deleted in {folder}; omit --new to resume its run")

@@ -1,4 +1,4 @@
-"""`NetworkRunner`: `CausalTransformer` on one host of several, for a driver elsewhere."""
+"""`NetworkRunner`: `CausalTransformer` on one of several hosts, driven from another process."""
 
 import contextlib
 import functools
@@ -28,15 +28,15 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _on_host(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """What goes wrong in `method` reaches the driver as one line that names the host.
+def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return `method` with errors that reach the driver as one line that names the host.
 
-    Bad input stays an InputError.  Everything else, which may not even survive pickling, becomes
-    a HostError, with its traceback in the host's log.
+    InputError and StoppedError stay as they are.  Any other exception might not survive pickling,
+    so it becomes a HostError, and its traceback goes to the host's log.
     """
 
     @functools.wraps(method)
-    def told(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
             return method(*args, **kwargs)
         except (InputError, StoppedError):
@@ -47,21 +47,25 @@ def _on_host(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]
             text = " ".join(str(error).split())[:300]
             raise HostError(f"host {runner.rank}: {type(error).__name__}: {text}") from None
 
-    return told
+    return wrapper
 
 
 def reach_directly(address: str) -> None:
-    """Has this process's gRPC leave a proxy in the environment out on the way to an address."""
+    """Make this process's gRPC bypass any proxy in the environment for an address."""
     for name in ("no_proxy", "NO_PROXY"):
-        others = [each for each in os.environ.get(name, "").split(",") if each]
+        others = [other for other in os.environ.get(name, "").split(",") if other]
         os.environ[name] = ",".join([*others, address])
 
 
 class Measured(NamedTuple):
-    """What a host says of a step: the seconds that it took here, and what it measured.
+    """What a host reports about a training step.
 
-    `ended` is how many of the steps after it had ended by then, `save_failed` whether the last save
-    had failed.
+    Attributes:
+      step: number of the step.
+      seconds: duration of the step on this host.
+      numbers: measurements of the step by name.
+      ended: number of later steps that had already ended.
+      save_failed: whether the last save had failed.
     """
 
     step: int
@@ -72,7 +76,7 @@ class Measured(NamedTuple):
 
 
 class NetworkRunner:
-    """One process of a mesh: the network's methods on the rows of this process's replicas.
+    """One process of a mesh: the network's methods for the rows of this process's replicas.
 
     All processes of a mesh get the same calls in the same order.  `train` only dispatches; the
     `metrics` of each step are fetched later, so that the device never waits for the driver.
@@ -85,20 +89,20 @@ class NetworkRunner:
         self._unread: deque[tuple[int, dict[str, Any]]] = deque()
         self._clock = StepClock()
         self._train_set: TFRecordNewInputs | None = None
-        self._read: deque[dict[str, np.ndarray]] = deque()  # batches that no step had yet
+        self._read: deque[dict[str, np.ndarray]] = deque()  # batches not trained on yet
 
     def pid(self) -> int:
-        """This process's id, on its own machine."""
+        """Return this process's id on its own machine."""
         return os.getpid()
 
-    @_on_host
+    @_one_line_errors
     def free_port(self, address: str) -> int:
-        """A port of this host's `address` that nothing listens on, for a coordinator."""
+        """Return a port of this host's `address` without a listener, for the coordinator."""
         with contextlib.closing(socket.socket()) as listener:
             listener.bind((address, 0))
             return listener.getsockname()[1]
 
-    @_on_host
+    @_one_line_errors
     def start(
         self,
         config: dict[str, Any],
@@ -108,15 +112,16 @@ class NetworkRunner:
         heartbeat: int,
         devices: int | None = None,
     ) -> dict[str, Any]:
-        """Joins the other processes and lays out the mesh; the weights come later.
+        """Connect to the other processes and create the mesh; the weights come later.
 
         Args:
-          coordinator: "host:port", where process 0 listens.
-          heartbeat: seconds of silence after which the others count a process as dead, and end.
-          devices: how many virtual CPU devices this process has; None for an accelerator's own.
+          coordinator: "host:port" where process 0 listens.
+          processes: number of processes in the mesh.
+          heartbeat: seconds of silence after which a process is declared dead, and the others exit.
+          devices: number of virtual CPU devices of this process; None for its accelerators.
 
         Returns:
-          What the driver has to know: `replicas`, `dp`, `batch_size`, `noise_batches` and
+          What the driver needs to know: `replicas`, `dp`, `batch_size`, `noise_batches` and
           `peak_flops`.
         """
         use_compilation_cache()
@@ -129,7 +134,7 @@ class NetworkRunner:
                 num_processes=processes,
                 process_id=self.rank,
                 heartbeat_timeout_seconds=heartbeat,
-                # It believes whoever connects: no network but the hosts' own may reach it.
+                # The coordinator has no authentication: listen on the hosts' own network only.
                 coordinator_bind_address=coordinator,
             )
         self.network = CausalTransformer(config, init=False)
@@ -153,16 +158,16 @@ class NetworkRunner:
             raise InputError("the host has no running batch yet; call batch first")
         return self._batch
 
-    @_on_host
+    @_one_line_errors
     def init(self) -> None:
-        """As `CausalTransformer.init`."""
+        """See `CausalTransformer.init`."""
         self._started.init()
 
-    @_on_host
+    @_one_line_errors
     def open_train_set(
         self, train_set: str | dict[str, float], state: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Begins to read this process's rows, from a state on; the state that it is in then."""
+        """Open the training set for this process's rows, at `state` if given; return its state."""
         network = self._started
         if self._train_set is not None:
             self._train_set.close()
@@ -174,64 +179,67 @@ class NetworkRunner:
             self._train_set.restore(state)
         return self._train_set.state()
 
-    @_on_host
+    @_one_line_errors
     def read(self) -> dict[str, Any]:
-        """Reads the next batch, for a `train` without one; the state after it."""
+        """Read the next batch, for a `train` without one; return the state after it."""
         if self._train_set is None:
             raise InputError("the host reads no records yet; call open_train_set first")
         self._read.append(self._train_set.get_samples())
         return self._train_set.state()
 
-    @_on_host
+    @_one_line_errors
     def train(self, sample: dict[str, np.ndarray] | None) -> None:
-        """Dispatches one step on this process's rows [A, B, T]; None: on those that it has read."""
+        """Dispatch one step on this process's rows [A, B, T].
+
+        None stands for the oldest batch from `read`.
+        """
         network = self._started
         if sample is None:
             sample = self._read.popleft()
-        self._batch = None  # whose weights are about to be old
+        self._batch = None  # its weights are about to become outdated
         if not self._unread:
             self._clock.restart()
         metrics = network.train(sample)
         self._unread.append((network.step, metrics))
         self._clock.look(self._unread)
 
-    @_on_host
+    @_one_line_errors
     def metrics(self) -> Measured:
-        """What is known of the oldest unread step, once it has ended."""
-        step, found = self._unread.popleft()
-        numbers = {name: float(value) for name, value in found.items()}
+        """Wait for the oldest unread step and return its measurements."""
+        step, values = self._unread.popleft()
+        numbers = {name: float(value) for name, value in values.items()}
         ended = self._clock.look(self._unread, read=1)
         return Measured(step, self._clock.take(), numbers, ended, self._started.save_failed)
 
-    @_on_host
+    @_one_line_errors
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """As `CausalTransformer.eval`, of and for this process's rows."""
-        return {name: np.asarray(found) for name, found in self._started.eval(sample).items()}
+        """See `CausalTransformer.eval`; takes and returns this process's rows."""
+        return {name: np.asarray(rows) for name, rows in self._started.eval(sample).items()}
 
-    @_on_host
+    @_one_line_errors
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """As `CausalTransformer.score`, of and for this process's rows."""
+        """See `CausalTransformer.score`; takes and returns this process's rows."""
         return self._started.score(tokens, alternatives)
 
-    @_on_host
+    @_one_line_errors
     def generate(
         self, ctx: np.ndarray, ctx_length: np.ndarray, gen_length: int, options: dict[str, Any]
     ) -> np.ndarray:
-        """As `CausalTransformer.generate`; all processes give prompts of the same width."""
+        """See `CausalTransformer.generate`; all processes pass prompts of the same width."""
         return self._started.generate(ctx, ctx_length, gen_length, options)
 
-    @_on_host
+    @_one_line_errors
     def batch(self, rows: int) -> None:
-        """A running batch of `rows` rows of this process, in place of the one that was there."""
-        self._batch = None  # first, so that no memory holds two
+        """Create a running batch of `rows` rows of this process; it replaces the previous one."""
+        self._batch = None  # first, so that memory never holds two
         self._batch = self._started.batch(rows)
 
-    @_on_host
+    @_one_line_errors
     def reserve(self, positions: int) -> None:
-        """As `Batch.reserve`."""
+        """See `Batch.reserve`."""
         self._running.reserve(positions)
 
-    @_on_host
+    @_one_line_errors
     def insert(
         self,
         rows: Sequence[int],
@@ -242,7 +250,10 @@ class NetworkRunner:
         longest: int,
         most: int,
     ) -> Chosen:
-        """As `Batch.insert`, of and for this process's rows; all get the last three alike."""
+        """See `Batch.insert`; takes and returns this process's rows.
+
+        `alternatives`, `longest` and `most` are the same on all processes.
+        """
         return self._running.insert(
             rows,
             prompts,
@@ -253,44 +264,44 @@ class NetworkRunner:
             most=most,
         )
 
-    @_on_host
+    @_one_line_errors
     def decode(
         self, steps: int, alternatives: int | None, needed: int, idle: np.ndarray
     ) -> tuple[np.ndarray, Chosen]:
-        """As `Batch.decode`, for this process's rows, and how many tokens each may have then.
+        """See `Batch.decode`, for this process's rows; also returns the tokens each may still have.
 
         Args:
-          needed: positions of the row that will have most of all processes' rows.
-          idle: the rows of this process to release first.
+          needed: positions to reserve: those of the longest row on any process.
+          idle: rows of this process to release before decoding.
         """
         self._running.reserve(needed)
         self._running.release(idle)
         chosen = self._running.decode(steps, alternatives)
         return self._running.left, chosen
 
-    @_on_host
+    @_one_line_errors
     def only_generate(self) -> None:
-        """As `CausalTransformer.only_generate`."""
+        """See `CausalTransformer.only_generate`."""
         self._started.only_generate()
 
-    @_on_host
+    @_one_line_errors
     def claim(self, folder: str) -> None:
-        """As `CausalTransformer.claim`."""
+        """See `CausalTransformer.claim`."""
         self._started.claim(folder)
 
-    @_on_host
+    @_one_line_errors
     def save(self, folder: str, aux: dict[str, Any] | None) -> None:
-        """As `CausalTransformer.save`: all processes write their parts of one checkpoint."""
+        """See `CausalTransformer.save`; all processes write their parts of one checkpoint."""
         self._started.save(folder, aux)
 
-    @_on_host
+    @_one_line_errors
     def wait(self) -> None:
-        """As `CausalTransformer.wait`."""
+        """See `CausalTransformer.wait`."""
         self._started.wait()
 
-    @_on_host
+    @_one_line_errors
     def leave(self, path: str) -> None:
-        """Makes an empty file, for other hosts to look for."""
+        """Create an empty file for other hosts to look for."""
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "xb"):
@@ -298,32 +309,32 @@ class NetworkRunner:
         except OSError as error:
             raise InputError(
                 f"{os.path.dirname(path)}: cannot be written: {error.strerror}; choose another "
-                "folder or mend its permissions"
+                "folder or fix its permissions"
             ) from None
 
-    @_on_host
+    @_one_line_errors
     def sees(self, path: str) -> bool:
-        """Whether a file is there."""
+        """Return whether a file exists on this host."""
         return os.path.exists(path)
 
-    @_on_host
+    @_one_line_errors
     def take_away(self, path: str) -> None:
-        """Deletes a file."""
+        """Delete a file."""
         os.remove(path)
 
-    @_on_host
+    @_one_line_errors
     def restore(self, folder: str, base: str | None = None) -> tuple[int, dict[str, Any] | None]:
-        """As `CausalTransformer.restore`, with the step that it is at then."""
+        """See `CausalTransformer.restore`; also returns the step it is at then."""
         aux = self._started.restore(folder, base)
         return self._started.step, aux
 
-    @_on_host
+    @_one_line_errors
     def load(self, path: str, fresh_opt: bool, only_params: bool) -> None:
-        """As `CausalTransformer.load`."""
+        """See `CausalTransformer.load`."""
         self._started.load(path, fresh_opt=fresh_opt, only_params=only_params)
 
-    @_on_host
+    @_one_line_errors
     def close(self) -> None:
-        """As `CausalTransformer.close`; the process itself is ended by the driver."""
+        """See `CausalTransformer.close`; the driver ends the process itself."""
         if self.network is not None:
             self.network.close()

@@ -207,7 +207,7 @@ def test_a_tpu_is_made_taken_over_taken_away_made_again_and_deleted(whole, tmp_p
         seen += command_lines()
         pod.switch_on(2, devices=4)  # those of the next TPU
         pod.preempt()
-        wait_until(lambda: "all hosts start again" in run.log.read_text(), "the failure is seen")
+        wait_until(lambda: "restarting all hosts" in run.log.read_text(), "the failure is seen")
         goes_on(model)
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(60) == 0
@@ -249,7 +249,7 @@ def test_a_host_that_cannot_start_ray_is_heard_and_the_tpu_deleted(whole, tmp_pa
     assert f"[host 0 ({broken.address})] one of many lines" in lines
     assert lines[-1] == (
         f"error: host 0 ({broken.address}): 'install and start Ray' exited with status 3: "
-        "no space left on device; given up after 3 attempts to start the first hosts"
+        "no space left on device; giving up after 3 attempts to start the first hosts"
     )
     assert not pod.api.nodes
 

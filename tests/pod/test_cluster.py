@@ -158,7 +158,7 @@ def test_a_running_batch_is_that_of_one_process(cluster, alone):
     with pytest.raises(InputError, match="a batch of 3 rows, expected a multiple of the 2 repl"):
         cluster.batch(3)
     cluster.batch(2)
-    with pytest.raises(InputError, match="a newer batch has taken this one's place"):
+    with pytest.raises(InputError, match="a newer batch has replaced this one on the hosts"):
         here.decode(1)
 
 
@@ -267,7 +267,9 @@ def test_a_folder_on_a_disk_of_each_host_s_own_is_refused(cluster, monkeypatch, 
     actors = [cluster._actors[0], types.SimpleNamespace(sees=elsewhere)]
     monkeypatch.setattr(cluster, "_actors", actors)
     monkeypatch.setattr(cluster, "kill", lambda: None)
-    with pytest.raises(InputError, match="shared: host 1 has another disk there than host 0; give"):
+    with pytest.raises(
+        InputError, match="shared: host 1 has a different disk there than host 0; give"
+    ):
         cluster.restore(str(tmp_path / "shared"))
     assert list((tmp_path / "shared").iterdir()) == []
 

@@ -61,11 +61,11 @@ def test_hosts_are_made_anew_once_they_have_ended(cluster, made, capsys):
     made[2].error = HostError("host 0 died")
     assert cluster.eval(5) == (3, 5)
     assert capsys.readouterr().err.splitlines() == [
-        "all hosts start again",
+        "restarting all hosts",
         "host 1 died",
-        "all hosts start again",
+        "restarting all hosts",
         "host 0 died",
-        "all hosts start again",
+        "restarting all hosts",
     ]
     cluster.close()
     assert [each.ended for each in made] == [True] * 4

@@ -91,7 +91,7 @@ def test_a_head_that_dies_ends_whole_and_is_made_again(name, capfd):
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not members(session), "the rest of it ends", 10.0)
         wait_until(lambda: head.revive() or head.address != address, "a new head", 60.0)
-        assert f"Ray's head has died ({name} died); a new one starts" in capfd.readouterr().err
+        assert f"Ray's head has died ({name} died); starting a new one" in capfd.readouterr().err
         fill([], 1)
     assert not sessions_of(os.getpid())
 

@@ -65,13 +65,13 @@ def test_a_failed_host_is_tried_again_and_progress_begins_the_count_anew(attempt
     assert waits == [1, 2, 4, 1, 2]
     assert len(made) == 5
     said = capsys.readouterr().err
-    assert said.count("host 1 died\nall hosts start again in") == 5
+    assert said.count("host 1 died\nrestarting all hosts in") == 5
 
 
 def test_it_gives_up_without_progress(attempts):
     run, made, waits = attempts
     failed = HostError("host 1 died")
-    with pytest.raises(StoppedError, match=r"^host 1 died; given up after 4 failures") as caught:
+    with pytest.raises(StoppedError, match=r"^host 1 died; giving up after 4 failures") as caught:
         run([(5, failed), (4, failed), (5, failed), (-1, failed)], retries=3)
     assert not isinstance(caught.value, HostError)
     assert waits == [1, 2, 4]
@@ -117,7 +117,7 @@ def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypa
         restarts.begin_anew(str(tmp_path), yes=False)  # nobody is at pytest's standard input
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "n")
-    with pytest.raises(InputError, match="is as it was"):
+    with pytest.raises(InputError, match="nothing was deleted in"):
         restarts.begin_anew(str(tmp_path), yes=False)
     assert len(list(tmp_path.iterdir())) == 7
     monkeypatch.setattr("builtins.input", lambda question: "Yes ")

@@ -160,7 +160,7 @@ def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
     assert process.wait(SECONDS) == 0
     said = process.communicate()[1]
     assert "HostError: host " in said
-    assert "all hosts start again" in said.splitlines()
+    assert "restarting all hosts" in said.splitlines()
     wait_until(lambda: not members(head), "processes stay behind")
 
 
