@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mesh_transformer import old_names
+
 if TYPE_CHECKING:
     from mesh_transformer.config import Config
     from mesh_transformer.transformer_shard import CausalTransformer, load
@@ -23,3 +25,6 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"mesh_transformer.{_MODULES[name]}"), name)
+
+
+old_names.install()

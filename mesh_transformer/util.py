@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from mesh_transformer import old_names
 
 
 def cache_folder() -> Path:
@@ -80,3 +82,10 @@ def to_f32(tree: Tree) -> Tree:
 def to_bf16(tree: Tree) -> Tree:
     """Cast the floating-point leaves of a tree to bfloat16; leave integers unchanged."""
     return _cast(tree, jnp.dtype(jnp.bfloat16))
+
+
+if not TYPE_CHECKING:  # A type checker should know only the names that exist.
+
+    def __getattr__(name: str) -> Any:
+        """Return what a name of the original's stands for, or raise an error that says so."""
+        return old_names.find(__name__, name)

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "mesh_transformer"
 
 # The rooms of the package; each may import only those before it, in its comments and types too.
 ROOMS = (
+    "old_names",
     "util",
     "config",
     "mesh",
@@ -47,6 +48,7 @@ HOMES = {
     "orbax": {
         "mesh_transformer/checkpoint/native.py",
         "mesh_transformer/checkpoint/orbax_handlers.py",
+        "mesh_transformer/checkpoint/saved_step.py",
     },
     "rouge_score": {"scripts/score_summaries.py"},
     "wandb": {"mesh_transformer/training/wandb_upload.py"},
@@ -265,6 +267,9 @@ def import_work_errors(module: str, source: str) -> list[str]:
     for node in ast.parse(source).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if getattr(node.value.func, "attr", None) == "defvjp":
+                continue
+            # Old names can only be imported if their finder is there once the package is.
+            if (module, ast.unparse(node)) == ("__init__", "old_names.install()"):
                 continue
             errors.append(f"{module}:{node.lineno}: a call at import")
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
