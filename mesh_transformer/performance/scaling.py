@@ -1,7 +1,7 @@
-"""What a training step computes and exchanges as dp and mp grow, on paper: nothing is compiled.
+"""Analytic estimates ("on paper") of a training step's compute, memory and communication.
 
-Less exact than a plan, which counts in the compiled program, and so cheap that thousands of
-settings can be put in order.
+Nothing is compiled.  The estimates are less exact than a plan, which counts in the compiled
+program, but cheap enough to rank thousands of settings.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance.roofline import link_seconds, sent
 from mesh_transformer.util import InputError
 
-F32, BF16 = 4, 2
+F32, BF16 = 4, 2  # bytes per element
 GENERATIONS = ("v3", "v4", "v5e", "v5p", "v6e")
 MP_SIZES = (1, 2, 4, 8, 16, 32)
 DEVICES = (8, 32, 128, 512, 2048, 6144)
@@ -24,11 +24,12 @@ LARGEST_BATCH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """One step of one device, in seconds and in bytes sent.
+    """Estimate of one training step.  Seconds and bytes are per device.
 
     Attributes:
-      mp_seconds, dp_seconds: with the two links of a ring busy.
-      memory_bytes: what it has to hold at least.
+      mp_bytes, dp_bytes: sent over the links, by collectives over mp and over dp.
+      mp_seconds, dp_seconds: to send these with the two links of a ring busy.
+      memory_bytes: lower bound of the memory needed.
     """
 
     dp: int
@@ -46,20 +47,20 @@ class Paper:
 
     @property
     def seconds(self) -> float:
-        """Of the step, where nothing overlaps."""
+        """Seconds of the step if nothing overlaps."""
         return self.compute_seconds + self.memory_seconds + self.mp_seconds + self.dp_seconds
 
     @property
     def exchange(self) -> float:
-        """Seconds of the links over seconds of computing."""
+        """Link time over compute time."""
         return (self.mp_seconds + self.dp_seconds) / self.compute_seconds
 
 
 def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
-    """The config's step on so many devices; its `cores_per_replica` is mp."""
+    """Estimates a config's training step on `devices` devices; its `cores_per_replica` is mp."""
     mp, zero = config.cores_per_replica, config.zero or 0
     dp, accumulation = devices // mp, config.gradient_accumulation_steps
-    tokens = config.per_replica_batch * config.seq * accumulation  # of a replica
+    tokens = config.per_replica_batch * config.seq * accumulation  # per replica
     part = flops.n_params(config) // mp
     mp_bytes = _mp_bytes(config, tokens, mp)
     dp_bytes = _dp_bytes(part, dp, zero, accumulation)
@@ -78,13 +79,13 @@ def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
         mp_seconds=link_seconds(mp_bytes, hardware)[1],
         dp_bytes=dp_bytes,
         dp_seconds=link_seconds(dp_bytes, hardware)[1],
-        memory_bytes=_held(config, part, dp, attention),
+        memory_bytes=_peak_memory(config, part, dp, attention),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """What `flash_attention.chosen` reads of a device."""
+    """The attributes of a device that `attention_backend` reads."""
 
     platform: str
     device_kind: str
@@ -92,9 +93,10 @@ class _Device:
 
 
 def attention_on(config: Config, hardware: Hardware) -> str:
-    """How such devices compute attention, as `flash_attention.chosen` names it.
+    """Returns the attention backend of such devices, as `attention_backend` names it.
 
-    Where they cannot have what the config names, as some of a table of generations: XLA's.
+    "xla" if the backend that the config names is not available on them, so that a table of
+    several generations covers these devices too.
     """
     platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
     if hardware.kind == "cpu":
@@ -107,19 +109,28 @@ def attention_on(config: Config, hardware: Hardware) -> str:
 
 
 def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
-    """An all-reduce of the activations a layer each way; the embedding's and the head's."""
-    each = tokens * config.d_model * _width(config)
-    return (2 * config.layers + 2) * sent("all-reduce", each, mp)
+    """Returns the bytes that a device sends over mp for so many tokens.
+
+    Activations are all-reduced once per layer and direction, for the embedding, and for the head.
+    """
+    activations = tokens * config.d_model * _width(config)
+    return (2 * config.layers + 2) * sent("all-reduce", activations, mp)
 
 
 def _width(config: Config) -> int:
-    """Bytes of a number in the compute dtype."""
+    """Returns the bytes per element of the compute dtype."""
     return F32 if config.dtype == "float32" else BF16
 
 
 def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
-    """Gradients are summed in f32, once a step; with ZeRO 3 in every microbatch, with two gathers
-    of the weights (the backward pass needs them again)."""
+    """Returns the bytes that a device sends over dp in a step.
+
+    Gradients are summed in f32 once per step; with ZeRO 3 once per microbatch, with two
+    all-gathers of the weights, which the backward pass needs again.
+
+    Args:
+      part: parameters per device, before ZeRO splits them.
+    """
     if not zero:
         return sent("all-reduce", F32 * part, dp)
     scattered = sent("reduce-scatter", F32 * part // dp, dp)
@@ -128,11 +139,16 @@ def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
 
 
 def _traffic(config: Config, part: int, tokens: int, split: int, attention: str) -> int:
-    """Bytes of memory that a step reads and writes, by rule of thumb.
+    """Returns the bytes that a step reads from and writes to memory, by a rule of thumb.
 
-    The weights three times a microbatch, the gradients' sums read and written, parameters and
-    moments read and written once; of each token and layer some 24 arrays as wide as the model and
-    what is split over mp: 12 as wide as d_ff and, without a kernel, 8 of scores in f32.
+    Per microbatch: the weights three times, and the gradient sum read and written.  Per step:
+    parameters and moments read and written once.  Per token and layer: 24 arrays of width d_model
+    and, split over mp, 12 of width d_ff and, without an attention kernel, 8 of f32 scores.
+
+    Args:
+      part: parameters per device, before ZeRO splits them.
+      tokens: tokens per replica and step.
+      split: number of devices that ZeRO splits the optimizer state over.
     """
     microbatches = config.gradient_accumulation_steps * part * (3 * BF16 + 3 * F32)
     optimizer = 7 * F32 * part // split
@@ -143,18 +159,24 @@ def _traffic(config: Config, part: int, tokens: int, split: int, attention: str)
 
 
 def _scores(config: Config, attention: str) -> int:
-    """Bytes of one token's scores of all heads in a layer, f32; a kernel never writes them."""
+    """Returns the bytes of a token's f32 attention scores in a layer, for all heads.
+
+    0 for kernels, which never write them to memory.
+    """
     if attention not in ("xla", "blocks"):
         return 0
     return F32 * config.n_heads * flops.attended_pairs(config, attention) // config.seq
 
 
-def _held(config: Config, part: int, dp: int, attention: str) -> int:
-    """The larger of what the forward pass ends with and what the update begins with.
+def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
+    """Returns the larger of the memory at the end of the forward pass and before the update.
 
-    The one has the weights in the compute dtype and all that the backward pass needs, the other
-    the gradients in f32; both have the state.  Of several microbatches the gradients' sums are
-    there beside the forward pass as well.
+    Both include the state.  The forward pass ends with the weights in the compute dtype and
+    everything saved for the backward pass; the update begins with the gradients in f32.  With
+    several microbatches the gradient sums are also held during the forward pass.
+
+    Args:
+      part: parameters per device, before ZeRO splits them.
     """
     zero = config.zero or 0
     state = (F32 + 2 * (BF16 if config.bf16_optimizer else F32)) * part // (dp if zero else 1)
@@ -169,11 +191,12 @@ def _held(config: Config, part: int, dp: int, attention: str) -> int:
 
 
 def kept_of_a_layer(config: Config, attention: str) -> int:
-    """Bytes of each token that one device keeps of a layer for its backward pass (`remat`).
+    """Returns the bytes per token that a device saves for the backward pass of a layer.
 
-    Always its input, once more where that is gathered and no word is to be said twice; then what
-    the matrices gave: q, k, v and the feed-forward's; then attention's scores and what the heads
-    attended to.  A kernel keeps its three inputs, what it gave (twice) and a sum of each row.
+    `remat` "full" saves only the layer's input.  "dots" adds the outputs of its input matmuls:
+    q, k, v and the feed-forward's hidden activations.  "none" adds the attention scores and the
+    heads' outputs, or for a kernel its three inputs, its output twice and a sum per row; with
+    sharded activations also the gathered input, so that it is not gathered again.
     """
     mp, width = config.cores_per_replica, _width(config)
     kept = config.d_model // (mp if config.shard_activations else 1) * width
@@ -188,23 +211,23 @@ def kept_of_a_layer(config: Config, attention: str) -> int:
         kept += config.d_model * width
     if attention in ("xla", "blocks"):
         return kept + ((4 * heads + hidden) * width + _scores(config, attention)) // mp
-    # Of a fused matrix q, k and v cannot be dropped by themselves.
+    # The output of a fused matmul is saved as a whole, with q, k and v once more.
     own = (5 + 3 * fused) * heads + hidden
     return kept + (own * width + F32 * config.n_heads) // mp
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Where each setting of a config stops paying.
+    """Communication compared with compute, for growing mp and dp.
 
     Attributes:
-      generation, mp, sequences: of `steps`; so many sequences a step, whatever the devices.
-      mp_shares: seconds of mp's links over those of computing, on each generation for each of
-        `mp_sizes`.
-      break_even_tokens: of a replica, with which dp's links take as long as computing, on each
-        generation for each of `zeros`: a step's with ZeRO 0 and 1, a microbatch's with ZeRO 3.
-        They are those of many replicas; mp splits both, and does not matter.
-      steps: for each number of devices a step with each of `zeros`.
+      generation, mp, sequences: TPU generation, mp and sequences per step of `steps`, the same
+        for every number of devices.
+      mp_shares: link time of mp over compute time, per generation for each of `mp_sizes`.
+      break_even_tokens: tokens per replica at which dp's links take as long as computing, per
+        generation for each of `zeros`: per step with ZeRO 0 and 1, per microbatch with ZeRO 3.
+        They assume many replicas.  mp does not matter, as it divides both times.
+      steps: for each number of devices, one step per entry of `zeros`.
     """
 
     parameters: int
@@ -220,27 +243,32 @@ class Scaling:
     steps: list[list[Paper]]
 
     def table(self) -> str:
-        """Tables in Markdown: by mp, by tokens of a replica, and by devices."""
+        """Formats Markdown tables: by mp, by tokens per replica, and by number of devices."""
         head = f"{self.parameters / 1e9:.1f}B parameters, sequence {self.seq}, "
-        head += f"remat {self.remat}; seconds of the links over seconds of computing"
+        head += f"remat {self.remat}; link time over compute time"
         columns = ["devices", "dp", "batch x micro", "compute s", "mp links s"]
         columns += [f"ZeRO {zero}: dp links s, GB sent" for zero in self.zeros]
         return "\n\n".join(
             (
-                f"{head}, for mp alone:",
+                f"{head}, for mp only:",
                 _by_generation("mp", self.mp_sizes, self.mp_shares, ".2f"),
-                "Tokens of a replica with which dp's links take as long as computing (a step's "
-                "tokens with ZeRO 0 and 1, a microbatch's with ZeRO 3):",
+                "Tokens per replica at which dp's links take as long as computing (per step with "
+                "ZeRO 0 and 1, per microbatch with ZeRO 3):",
                 _by_generation("ZeRO", self.zeros, self.break_even_tokens, ",.0f"),
-                f"{self.generation}, mp {self.mp}, {self.sequences} sequences a step on however "
-                "many devices:",
+                f"{self.generation}, mp {self.mp}, {self.sequences} sequences per step on any "
+                "number of devices:",
                 _table(columns, [_step_cells(papers) for papers in self.steps]),
             )
         )
 
 
 def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
-    """Of a config whose `cores_per_replica` is mp, with so many sequences a step."""
+    """Compares communication with compute for a config with `sequences` sequences per step.
+
+    Args:
+      config: its `cores_per_replica` is mp.
+      generation: TPU generation of the table by devices.
+    """
     zeros = (0, 1, 3)
     steps = _by_devices(config, generation, sequences, zeros)
     return Scaling(
@@ -251,16 +279,17 @@ def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
         mp=config.cores_per_replica,
         sequences=sequences,
         mp_sizes=MP_SIZES,
-        mp_shares={each: [_mp_share(config, each, mp) for mp in MP_SIZES] for each in GENERATIONS},
+        mp_shares={name: [_mp_share(config, name, mp) for mp in MP_SIZES] for name in GENERATIONS},
         zeros=zeros,
         break_even_tokens={
-            each: [_break_even(config, each, zero) for zero in zeros] for each in GENERATIONS
+            name: [_break_even(config, name, zero) for zero in zeros] for name in GENERATIONS
         },
         steps=steps,
     )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Formats a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -268,46 +297,49 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _by_generation(
     name: str, sizes: Sequence[int], values: dict[str, list[float]], form: str
 ) -> str:
+    """Formats a table with one row per size and one column per TPU generation."""
     rows = [
-        [str(size), *(format(of_one[place], form) for of_one in values.values())]
-        for place, size in enumerate(sizes)
+        [str(size), *(format(column[index], form) for column in values.values())]
+        for index, size in enumerate(sizes)
     ]
     return _table([name, *values], rows)
 
 
 def _step_cells(papers: list[Paper]) -> list[str]:
-    """Of one number of devices."""
-    one = papers[0]
+    """Formats the table's row for one number of devices."""
+    first = papers[0]
     return [
-        str(one.dp * one.mp),
-        str(one.dp),
-        f"{one.per_replica_batch} x {one.accumulation}",
-        f"{one.compute_seconds:.2f}",
-        f"{one.mp_seconds:.2f}",
-        *(f"{each.dp_seconds:.2f}, {each.dp_bytes / 1e9:,.1f}" for each in papers),
+        str(first.dp * first.mp),
+        str(first.dp),
+        f"{first.per_replica_batch} x {first.accumulation}",
+        f"{first.compute_seconds:.2f}",
+        f"{first.mp_seconds:.2f}",
+        *(f"{paper.dp_seconds:.2f}, {paper.dp_bytes / 1e9:,.1f}" for paper in papers),
     ]
 
 
 def _mp_share(config: Config, generation: str, mp: int) -> float:
+    """Returns mp's link time over compute time."""
     hardware = accelerators.hardware(generation)
     seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
-    return seconds * hardware.peak * mp / _computing(config, hardware)
+    return seconds * hardware.peak * mp / _flops_per_token(config, hardware)
 
 
 def _break_even(config: Config, generation: str, zero: int) -> float:
+    """Returns the tokens per replica at which dp's links take as long as computing."""
     hardware = accelerators.hardware(generation)
     sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
     seconds = link_seconds(sent_bytes, hardware)[1]
-    return seconds * hardware.peak / _computing(config, hardware)
+    return seconds * hardware.peak / _flops_per_token(config, hardware)
 
 
-def _computing(config: Config, hardware: Hardware) -> int:
-    """FLOPs of a token."""
+def _flops_per_token(config: Config, hardware: Hardware) -> int:
+    """Returns the FLOPs that a training step executes per token."""
     return flops.hardware_flops_per_token(config, attention_on(config, hardware))
 
 
 def sequences_a_step(config: Config) -> int:
-    """Of all replicas, as the config stands."""
+    """Returns the number of sequences per step on all replicas of a config."""
     assert config.tpu_size is not None
     replicas = config.tpu_size // config.cores_per_replica
     return config.per_replica_batch * replicas * config.gradient_accumulation_steps
@@ -316,16 +348,17 @@ def sequences_a_step(config: Config) -> int:
 def _by_devices(
     config: Config, generation: str, sequences: int, zeros: Sequence[int]
 ) -> list[list[Paper]]:
+    """Estimates a step with each of `zeros` for each of `DEVICES` that divides the sequences."""
     hardware = accelerators.hardware(generation)
     steps = []
     for devices in DEVICES:
         dp = devices // config.cores_per_replica
-        own = sequences // max(dp, 1)  # of a replica
+        share = sequences // max(dp, 1)  # per replica
         if not dp or sequences % dp:
             continue
-        batch = max(size for size in range(1, LARGEST_BATCH + 1) if own % size == 0)
-        of_it = config.replace(
-            tpu_size=devices, per_replica_batch=batch, gradient_accumulation_steps=own // batch
+        batch = max(size for size in range(1, LARGEST_BATCH + 1) if share % size == 0)
+        changed = config.replace(
+            tpu_size=devices, per_replica_batch=batch, gradient_accumulation_steps=share // batch
         )
-        steps.append([on_paper(of_it.replace(zero=zero), hardware, devices) for zero in zeros])
+        steps.append([on_paper(changed.replace(zero=zero), hardware, devices) for zero in zeros])
     return steps

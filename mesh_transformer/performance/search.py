@@ -1,4 +1,4 @@
-"""Which setting of dp, mp, ZeRO, remat and batch fits a slice, and which of them is fastest."""
+"""Search for the settings of dp, mp, ZeRO, remat and batch that fit a slice, ranked by speed."""
 
 import dataclasses
 import itertools
@@ -15,26 +15,28 @@ from mesh_transformer.util import InputError
 
 BATCHES = (1, 2, 4, 8, 16)
 ZERO = (0, 1, 3)
-REMAT = ("full", "dots", "none")  # the one that keeps least first
+REMAT = ("full", "dots", "none")  # by growing memory
 MOST_MP = 32
-IN_FULL = 3  # of the fastest by a quick compilation, as many are compiled again as they would run
-# The keys in which candidates differ; all others stand as they are given.
+IN_FULL = 3  # number of the fastest settings to compile again in full, as they would run
+# Config keys in which candidates differ.
 VARIED = ("cores_per_replica", "per_replica_batch", "gradient_accumulation_steps", "zero", "remat")
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search came to.
+    """Result of a search.
 
     Attributes:
-      fits: whether any does.
-      plans: of what fits, the fastest first, by the estimate in which nothing overlaps; those that
-        were compiled in full before those that were not.
+      sequences: sequences per step, the same for all settings.
+      fits: whether any setting fits.
+      plans: settings that fit, those compiled in full first, then by speed if nothing overlaps.
       too_large: settings that were compiled and do not fit.
-      hopeless: how many were not compiled, as state and activations alone are too large.
-      larger: how many were not compiled, as they need more than one of `too_large`.
-      refused: how many could not be compiled.
-      left_out: how many were not compiled, as `limit` others looked faster on paper.
+      hopeless: number of settings not compiled because state and activations are too large on
+        paper.
+      larger: number of settings not compiled because they need at least as much memory as one of
+        `too_large`.
+      refused: number of settings that failed to compile.
+      left_out: number of settings not compiled because others looked faster on paper.
     """
 
     topology: str
@@ -48,45 +50,47 @@ class Found:
     left_out: int
 
     def table(self) -> str:
-        """The same for people."""
+        """Formats the result as readable text."""
         head = (
-            f"{self.topology}, {self.sequences} sequences a step: {len(self.plans)} fit, "
-            f"{len(self.too_large)} compiled and too large, {self.larger} larger than one of "
-            f"these, {self.hopeless} too large on paper, {self.refused} that cannot be compiled, "
-            f"{self.left_out} not compiled, as slower on paper"
+            f"{self.topology}, {self.sequences} sequences per step: {len(self.plans)} fit, "
+            f"{len(self.too_large)} compiled and too large, {self.larger} at least as large as "
+            f"one of these, {self.hopeless} too large on paper, {self.refused} failed to compile, "
+            f"{self.left_out} not compiled because slower on paper"
         )
         rows = [
-            "  dp   mp ZeRO remat activations batch x micro  GiB a device   tokens/s (estimate)"
-            "     MFU         compiled",
+            "  dp   mp ZeRO remat activations batch x micro  GiB per device  tokens/s (estimate)"
+            "    MFU         compiled",
             *map(_row, self.plans),
         ]
         if not self.plans:
-            rows = ["nothing that was compiled fits; raise --limit, or take a larger slice"]
+            rows = ["no compiled setting fits; raise --limit or choose a larger slice"]
         return "\n".join([head, *rows])
 
 
-def _row(one: Plan) -> str:
-    assert one.estimate is not None
-    most, least = one.estimate.tokens_per_second
+def _row(plan: Plan) -> str:
+    """Formats a plan as a row of `Found.table`."""
+    assert plan.estimate is not None
+    most, least = plan.estimate.tokens_per_second
+    best_mfu, worst_mfu = plan.estimate.mfu
     return (
-        f"{one.dp:4} {one.mp:4} {one.zero:4} {one.remat:5} "
-        f"{'sharded' if one.shard_activations else 'whole':11} {one.per_replica_batch:5} x "
-        f"{one.accumulation:<5}  {one.peak_bytes / GIB:5.2f} of {one.hbm_bytes / GIB:5.2f}  "
-        f"{least:9,.0f} to {most:9,.0f}  {one.estimate.mfu[1]:.0%} to {one.estimate.mfu[0]:.0%}  "
-        f"{'quickly' if one.fast else 'in full'}"
+        f"{plan.dp:4} {plan.mp:4} {plan.zero:4} {plan.remat:5} "
+        f"{'sharded' if plan.shard_activations else 'whole':11} {plan.per_replica_batch:5} x "
+        f"{plan.accumulation:<5}  {plan.peak_bytes / GIB:5.2f} of {plan.hbm_bytes / GIB:5.2f}  "
+        f"{least:9,.0f} to {most:9,.0f}  {worst_mfu:.0%} to {best_mfu:.0%}  "
+        f"{'quickly' if plan.fast else 'in full'}"
     )
 
 
 def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None) -> list[Config]:
-    """All sensible settings that train on as many sequences a step as the config does.
+    """Returns all sensible settings with the config's number of sequences per step.
 
     Args:
-      fixed: keys of the config that every setting has so.
+      fixed: config keys with the same value in every setting.
     """
     fixed = fixed or {}
     sequences = sequences_a_step(config)
     config = config.replace(**{key: value for key, value in fixed.items() if key not in VARIED})
-    found = []
+    result = []
     sizes = [mp for mp in range(1, min(MOST_MP, devices) + 1) if devices % mp == 0]
     batches = (fixed["per_replica_batch"],) if "per_replica_batch" in fixed else BATCHES
     for mp, batch, zero, remat in itertools.product(sizes, batches, ZERO, REMAT):
@@ -104,10 +108,10 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
         if any(changes[key] != fixed[key] for key in VARIED if key in fixed):
             continue
         try:
-            found.append(config.replace(**changes))
+            result.append(config.replace(**changes))
         except InputError:  # mp does not divide the heads, the vocabulary or the sequence
             continue
-    return found
+    return result
 
 
 def search(
@@ -118,28 +122,28 @@ def search(
     limit: int = 12,
     in_full: bool = True,
 ) -> Found:
-    """Compiles settings quickly, those that look fastest on paper first, until `limit` fit.
+    """Compiles settings quickly, the fastest on paper first, until `limit` of them fit.
 
     Args:
-      fixed: keys of the config that every setting has to have so.
-      in_full: compile the fastest of these again (`IN_FULL`), as they would be to run.
+      fixed: config keys with the same value in every setting.
+      in_full: whether to compile the fastest `IN_FULL` settings again in full, as they would run.
 
     Raises:
-      InputError: where no setting of the slice takes the config's sequences a step, or none can
-        be compiled.
+      InputError: if no setting of the slice has the config's number of sequences per step, or
+        none compiles.
     """
-    every = candidates(config, topology.devices, fixed)
-    if not every:
+    settings = candidates(config, topology.devices, fixed)
+    if not settings:
         raise InputError(
-            f"topology {topology.name}: no setting of its {topology.devices} devices takes the "
-            "sequences a step of the config; change its per_replica_batch or accumulation, or "
-            "give fewer flags"
+            f"topology {topology.name}: no setting of its {topology.devices} devices has the "
+            "config's number of sequences per step; change per_replica_batch or "
+            "gradient_accumulation_steps, or give fewer flags"
         )
     hardware = topology.hardware(config.dtype)
-    papers = [_with_room(each, hardware, topology, fixed or {}) for each in every]
+    papers = [_with_room(setting, hardware, topology, fixed or {}) for setting in settings]
     hopeful = [
-        each
-        for paper, each in sorted(papers, key=_paper_seconds)
+        setting
+        for paper, setting in sorted(papers, key=_paper_seconds)
         if paper.memory_bytes <= topology.hbm
     ]
     tried = _compile(hopeful, topology, limit)
@@ -150,9 +154,9 @@ def search(
         topology=topology.name,
         sequences=sequences_a_step(config),
         fits=bool(tried.fitting),
-        plans=[one for _, one in tried.fitting],
+        plans=[fitting_plan for _, fitting_plan in tried.fitting],
         too_large=tried.too_large,
-        hopeless=len(every) - len(hopeful),
+        hopeless=len(settings) - len(hopeful),
         larger=tried.larger,
         refused=len(tried.refused),
         left_out=len(hopeful) - tried.count,
@@ -162,11 +166,11 @@ def search(
 def _with_room(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
 ) -> tuple[Paper, Config]:
-    """The config on paper; with sharded activations where it is too large otherwise."""
+    """Returns a setting's estimate and the setting, with sharded activations if it needs them."""
     paper = on_paper(config, hardware, topology.devices)
-    shards = config.cores_per_replica
-    enough = paper.memory_bytes <= topology.hbm or shards == 1 or config.seq % shards
-    if enough or "shard_activations" in fixed:
+    mp = config.cores_per_replica
+    unchanged = paper.memory_bytes <= topology.hbm or mp == 1 or config.seq % mp
+    if unchanged or "shard_activations" in fixed:
         return paper, config
     config = config.replace(shard_activations=True)
     return on_paper(config, hardware, topology.devices), config
@@ -174,7 +178,7 @@ def _with_room(
 
 @dataclasses.dataclass
 class _Tried:
-    """What became of the settings that were to be compiled; see `Found`."""
+    """Outcomes of the settings tried so far; see `Found`."""
 
     fitting: list[tuple[Config, Plan]] = dataclasses.field(default_factory=list)
     too_large: list[Plan] = dataclasses.field(default_factory=list)
@@ -187,65 +191,68 @@ class _Tried:
 
 
 def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
-    """Quickly, until `limit` fit, or three times as many do not."""
+    """Compiles settings quickly until `limit` fit, or three times as many do not."""
     tried = _Tried()
     with tqdm(total=min(limit, len(hopeful)), unit="setting", dynamic_ncols=True) as bar:
-        for each in hopeful:
+        for config in hopeful:
             if len(tried.fitting) == limit or len(tried.too_large) == 3 * limit:
                 break
-            if any(_is_larger(each, other) for other in tried.too_large):
+            if any(_is_larger(config, other) for other in tried.too_large):
                 tried.larger += 1
                 continue
             bar.set_postfix_str(
-                f"mp {each.cores_per_replica} ZeRO {each.zero} {each.remat} batch "
-                f"{each.per_replica_batch}; {len(tried.too_large)} too large"
+                f"mp {config.cores_per_replica} ZeRO {config.zero} {config.remat} batch "
+                f"{config.per_replica_batch}; {len(tried.too_large)} too large"
             )
             try:
-                one = plan(each, topology, fast=True)
+                quick_plan = plan(config, topology, fast=True)
             except InputError as error:  # ZeRO finds no axis to split, or the compiler fails
                 tried.refused.append(error)
                 continue
-            if one.fits:
-                tried.fitting.append((each, one))
+            if quick_plan.fits:
+                tried.fitting.append((config, quick_plan))
             else:
-                tried.too_large.append(one)
-            bar.update(one.fits)
+                tried.too_large.append(quick_plan)
+            bar.update(quick_plan.fits)
     if tried.refused and not tried.fitting and not tried.too_large:
         raise tried.refused[0]
     return tried
 
 
 def _compile_best_in_full(tried: _Tried, topology: Slice) -> None:
-    """The first of what fits, in the order of a compilation as it would be to run."""
+    """Compiles the best fitting settings again in full, and ranks them by the new figures."""
     best, rest = tried.fitting[:IN_FULL], tried.fitting[IN_FULL:]
-    if not any(one.fast for _, one in best):  # but for TPUs every compilation is in full
+    if not any(quick_plan.fast for _, quick_plan in best):  # only TPUs have a quick compilation
         return
     in_full = []
     for config, _ in tqdm(best, desc="in full", unit="setting", dynamic_ncols=True):
         try:
-            one = plan(config, topology)
+            full_plan = plan(config, topology)
         except InputError as error:
             tried.refused.append(error)
             continue
-        if one.fits:
-            in_full.append((config, one))
+        if full_plan.fits:
+            in_full.append((config, full_plan))
         else:
-            tried.too_large.append(one)
+            tried.too_large.append(full_plan)
     tried.fitting = sorted(in_full, key=_speed, reverse=True) + rest
 
 
-def _is_larger(one: Config, other: Plan) -> bool:
-    """Whether it cannot fit where the other does not: the same with as many sequences or more."""
-    same = (
-        one.cores_per_replica == other.mp
-        and one.zero == other.zero
-        and one.shard_activations == other.shard_activations
+def _is_larger(config: Config, other: Plan) -> bool:
+    """Whether a setting cannot fit if `other` does not, as it needs at least as much memory.
+
+    Known only if both have the same mp, ZeRO stage and sharding of activations.
+    """
+    comparable = (
+        config.cores_per_replica == other.mp
+        and config.zero == other.zero
+        and config.shard_activations == other.shard_activations
     )
     return (
-        same
-        and REMAT.index(one.remat) >= REMAT.index(other.remat)
-        and one.per_replica_batch >= other.per_replica_batch
-        and (one.gradient_accumulation_steps > 1 or other.accumulation == 1)
+        comparable
+        and REMAT.index(config.remat) >= REMAT.index(other.remat)
+        and config.per_replica_batch >= other.per_replica_batch
+        and (config.gradient_accumulation_steps > 1 or other.accumulation == 1)
     )
 
 

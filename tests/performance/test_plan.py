@@ -196,7 +196,7 @@ def test_a_search_ranks_what_fits():
     assert {one.zero for one in found.plans} == {0}
     assert "2 fit" in found.table()
     json.dumps(dataclasses.asdict(found))
-    with pytest.raises(InputError, match="takes the sequences a step"):
+    with pytest.raises(InputError, match="has the config's number of sequences per step"):
         search.search(
             config.replace(per_replica_batch=1),
             slice_named("cpu-4"),

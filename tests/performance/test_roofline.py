@@ -500,6 +500,6 @@ def test_a_search_says_what_became_of_every_setting(monkeypatch):
     every = search.candidates(config, 8, {"zero": 0})
     assert tried + found.hopeless + found.left_out == len(every)
     assert found.refused > 0
-    assert f"{found.refused} that cannot be compiled" in found.table()
+    assert f"{found.refused} failed to compile" in found.table()
     with pytest.raises(InputError, match="no"):
         searched(monkeypatch, compile_one, {"cores_per_replica": 2})
