@@ -1,6 +1,6 @@
-"""Devices to plan for: TPU slices that nobody here owns, or what this machine has.
+"""Devices to plan for: TPU slices, which need not be present, or this machine's own devices.
 
-The slices are described by their compiler: `libtpu` alone, without a TPU.
+A TPU slice is described by its compiler, `libtpu`, which needs no TPU.
 """
 
 import math
@@ -20,9 +20,10 @@ from mesh_transformer.mesh.accelerators import GENERATIONS, SLICES, Hardware
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.util import InputError
 
-# Where `make libtpu` puts it: apart, as it warns on every machine without a TPU if JAX finds it.
+# Where `make libtpu` installs it: outside of site-packages, as JAX warns in every process if it
+# finds libtpu on a machine without a TPU.
 LIBRARY = Path(sys.prefix) / "libtpu/libtpu/libtpu.so"
-# libtpu reads them as it is loaded; without them it asks a cloud's server where it is.
+# Variables that libtpu reads when it is loaded; without them it queries a cloud metadata server.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v4-8",
@@ -34,7 +35,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice by its name in the cloud, such as v3-8 or v5e-256."""
+    """A TPU slice, by its name in Google Cloud, such as v3-8 or v5e-256."""
 
     name: str
     generation: str
@@ -42,23 +43,24 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """JAX devices of the slice."""
+        """Number of JAX devices."""
         return math.prod(self.grid) * SLICES[self.generation].devices
 
     @property
     def hbm(self) -> int:
-        """Bytes that a program may have on one device."""
+        """Bytes that a program may use on one device."""
         return SLICES[self.generation].hbm
 
     def hardware(self, dtype: str) -> Hardware:
-        """What one device can; the table's peak is that of bf16, whatever `dtype` is."""
+        """Returns one device's peak and bandwidths; the peak is for bf16, whatever `dtype` is."""
         return accelerators.hardware(self.generation, dtype)
 
     def mesh(self, dp: int, mp: int) -> Mesh:
-        """A (dp, mp) mesh of devices that programs can be compiled for, and do not run on."""
+        """Returns a (dp, mp) mesh of devices that programs can be compiled for, but not run on."""
         return Mesh(_device_grid(self._describe(), (dp, mp)), ("dp", "mp"))
 
     def _describe(self) -> list[Any]:
+        """Returns libtpu's devices of the slice."""
         from jax.experimental import topologies
 
         for name, value in ENVIRONMENT.items():
@@ -72,19 +74,19 @@ class Topology:
                 topology_name=f"{self.generation}:{grid}",
                 **SLICES[self.generation].options,
             ).devices
-        except Exception as error:  # what libtpu raises has no type of its own
+        except Exception as error:  # libtpu's errors have no type of their own
             if "libtpu" not in str(error) and "Unable to initialize" not in str(error):
                 raise InputError(
                     f"topology {self.name}: {' '.join(str(error).split())[:200]}"
                 ) from None
             raise InputError(
-                "the compiler for TPUs is missing; `make libtpu` installs it"
+                "the TPU compiler (libtpu) is missing; install it with `make libtpu`"
             ) from None
 
 
 @dataclass(frozen=True)
 class Present:
-    """Devices that this machine has: its GPUs, or its CPU in parts."""
+    """Devices of this machine: its GPUs, or its CPU divided into virtual devices."""
 
     name: str
     platform: str
@@ -92,33 +94,33 @@ class Present:
 
     @property
     def hbm(self) -> int:
-        """Bytes that a program may have on one device; of a CPU, its part of what there is."""
+        """Bytes that a program may use on one device; for a CPU, its share of the memory."""
         if self.platform == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.devices
-        told = self._list()[0].memory_stats()
-        if told is None or "bytes_limit" not in told:
+        stats = self._list()[0].memory_stats()
+        if stats is None or "bytes_limit" not in stats:
             kind = self._list()[0].device_kind
             raise InputError(
-                f"topology {self.name}: {kind} does not tell how much memory a program may have "
-                "(memory_stats); name a TPU"
+                f"topology {self.name}: {kind} does not report how much memory a program may use "
+                "(memory_stats); choose a TPU"
             )
-        return told["bytes_limit"]
+        return stats["bytes_limit"]
 
     def hardware(self, dtype: str) -> Hardware:
-        """What one device can."""
+        """Returns one device's peak and bandwidths; a CPU's are measured, in `dtype`."""
         if self.platform == "cpu":
             return accelerators.hardware("cpu", dtype).part(self.devices)
-        found = accelerators.hardware_of(self._list()[0])
-        if found is None:
+        hardware = accelerators.hardware_of(self._list()[0])
+        if hardware is None:
             kind = self._list()[0].device_kind
             raise InputError(
-                f"topology {self.name}: {kind} is not in the table of hardware; name a TPU, or add "
-                "it to flops.HARDWARE"
+                f"topology {self.name}: {kind} is not in the hardware table; choose a TPU, or add "
+                "the device to accelerators.HARDWARE"
             )
-        return found
+        return hardware
 
     def mesh(self, dp: int, mp: int) -> Mesh:
-        """A (dp, mp) mesh of them."""
+        """Returns a (dp, mp) mesh of the devices."""
         return Mesh(np.asarray(self._list()).reshape(dp, mp), ("dp", "mp"))
 
     def _list(self) -> list[Any]:
@@ -129,71 +131,75 @@ Slice = Topology | Present
 
 
 def present(name: str) -> Present | None:
-    """The devices of this machine that `cpu`, `cpu-8` or `gpu` name; None for another name.
+    """Returns the devices named by `cpu`, `cpu-<N>` or `gpu`; None for any other name.
 
     Raises:
-      InputError: where the machine has no such devices.
+      InputError: if the machine does not have these devices.
     """
-    found = re.fullmatch(r"cpu(?:-([1-9]\d*))?|gpu", name)
-    if found is None:
+    match = re.fullmatch(r"cpu(?:-([1-9]\d*))?|gpu", name)
+    if match is None:
         return None
     if name == "gpu":
         try:
             return Present(name, "gpu", len(jax.local_devices(backend="gpu")))
         except RuntimeError:
-            raise InputError("topology is 'gpu', but JAX finds none here; name a TPU") from None
-    wanted = int(found[1] or 1)
-    use_virtual_devices(wanted)
-    there = len(jax.local_devices(backend="cpu"))
-    if there < wanted:
-        raise InputError(f"topology is {name!r}, but JAX shows {there} CPU devices; name no more")
-    return Present(name, "cpu", wanted)
+            raise InputError("topology is 'gpu', but JAX finds no GPU; choose a TPU") from None
+    count = int(match[1] or 1)
+    use_virtual_devices(count)
+    available = len(jax.local_devices(backend="cpu"))
+    if available < count:
+        raise InputError(
+            f"topology is {name!r}, but JAX has {available} CPU devices; choose at most as many"
+        )
+    return Present(name, "cpu", count)
 
 
 def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:
-    """The devices as a grid whose rows are neighbours."""
+    """Arranges devices in a grid in which the devices of a row are neighbours."""
     from jax.experimental import mesh_utils
 
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def slice_named(name: str) -> Slice:
-    """The TPU slice of that name, or this machine's own devices."""
+    """Returns the TPU slice, or this machine's devices, of that name."""
     return present(name) or topology(name)
 
 
 def topology(name: str) -> Topology:
-    """The slice of that name; a grid of chips may be given itself, as in v5p:16x16x24.
+    """Returns the TPU slice of a name such as v3-8, or with a grid of chips, v5p:16x16x24.
 
     Raises:
-      InputError: for a name that no slice has.
+      InputError: if there is no slice of that name.
     """
-    given = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
-    if given and given[1] in SLICES:
-        return Topology(name, given[1], tuple(map(int, given[2].split("x"))))
-    found = re.fullmatch(r"(v5litepod|\w+)-(\d+)", name)
-    generation = {"v5litepod": "v5e"}.get(found[1], found[1]) if found else ""
-    if found is None or generation not in SLICES:
-        example = ", ".join(f"{each}-8" for each in SLICES)
-        raise InputError(f"topology is {name!r}, expected one such as {example} or v5p:16x16x24")
-    known = SLICES[generation]
+    explicit = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
+    if explicit and explicit[1] in SLICES:
+        return Topology(name, explicit[1], tuple(map(int, explicit[2].split("x"))))
+    match = re.fullmatch(r"(v5litepod|\w+)-(\d+)", name)
+    generation = {"v5litepod": "v5e"}.get(match[1], match[1]) if match else ""
+    if match is None or generation not in SLICES:
+        examples = ", ".join(f"{known}-8" for known in SLICES)
+        raise InputError(
+            f"topology is {name!r}, expected a name such as {examples} or v5p:16x16x24"
+        )
+    layout = SLICES[generation]
     units = GENERATIONS["v5litepod" if generation == "v5e" else generation].units
-    chips, rest = divmod(int(found[2]), units * known.devices)
-    grid = _grid(chips, known.dimensions)
+    chips, rest = divmod(int(match[2]), units * layout.devices)
+    grid = _grid(chips, layout.dimensions)
     if rest or grid is None:
         raise InputError(
-            f"topology is {name!r}: {generation} has slices of a power of two; for another grid "
-            f"of chips give it itself, such as {generation}:4x4{'x4' * (known.dimensions - 2)}"
+            f"topology is {name!r}, but {generation} slices have power-of-two sizes; for another "
+            f"size give the grid of chips, such as {generation}:4x4{'x4' * (layout.dimensions - 2)}"
         )
     return Topology(name, generation, grid)
 
 
 def _grid(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """The grid of the cloud's slice with so many chips, a power of two."""
+    """Returns the grid of the cloud's slice of `chips` chips; None if not a power of two."""
     doublings = chips.bit_length() - 1
     if chips < 1 or chips != 2**doublings:
         return None
     if dimensions == 3 and doublings == 2:
         return (2, 2, 1)
-    sizes = [2 ** ((doublings + place) // dimensions) for place in range(dimensions)]
+    sizes = [2 ** ((doublings + axis) // dimensions) for axis in range(dimensions)]
     return tuple(sizes)

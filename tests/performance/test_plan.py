@@ -83,7 +83,7 @@ def test_a_machine_without_a_gpu(monkeypatch):
         raise RuntimeError(f"no {backend}")
 
     monkeypatch.setattr(jax, "local_devices", none)
-    with pytest.raises(InputError, match="JAX finds none here"):
+    with pytest.raises(InputError, match="JAX finds no GPU"):
         slice_named("gpu")
 
 
@@ -97,9 +97,9 @@ class Gpu(SimpleNamespace):
 @pytest.mark.parametrize(
     ("kind", "told", "reason"),
     [
-        ("NVIDIA H200", None, "H200 does not tell how much memory a program may have"),
-        ("NVIDIA H200", {}, "H200 does not tell how much memory a program may have"),
-        ("NVIDIA X1", {"bytes_limit": 1}, "X1 is not in the table of hardware"),
+        ("NVIDIA H200", None, "H200 does not report how much memory a program may use"),
+        ("NVIDIA H200", {}, "H200 does not report how much memory a program may use"),
+        ("NVIDIA X1", {"bytes_limit": 1}, "X1 is not in the hardware table"),
     ],
 )
 def test_a_gpu_that_cannot_be_planned_for_is_refused_first(monkeypatch, kind, told, reason):
