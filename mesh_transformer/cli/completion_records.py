@@ -1,11 +1,14 @@
-"""Prompts and their completions to token records in which the completions alone bear loss.
+"""The create_completion_tfrecords script: TFRecords of prompts and completions.
 
-Each line of the input is a JSON object with the strings `prompt` and `completion`; whatever is to
-stand between the two belongs to one of them.  A record is one such pair, the end-of-text token and
-padding: the features `input_ids`, `labels` (the tokens after them) and `input_mask` (1 where a
-label is of the completion or ends it), as in Cerebras' records.  With `--pack` it is as many pairs
-as fit, and `segment_ids` tells them apart: each trains as it would alone, and none waits for the
-padding of the others.  Records keep the lines' order.
+Only the completions bear loss.  Each input line is a JSON object with the strings `prompt` and
+`completion`; a separator between the two must be part of one of them.  A record holds one such
+pair, the end-of-text token and padding, as the features `input_ids`, `labels` (the next tokens) and
+`input_mask` (1 where the label belongs to the completion or is the end-of-text token after it), as
+in Cerebras' records.
+
+With `--pack` a record holds as many pairs as fit, distinguished by `segment_ids`: each pair trains
+as it would in a record of its own, and less computation is wasted on padding.  Records keep the
+order of the lines.
 """
 
 import argparse
@@ -31,10 +34,12 @@ from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
 from mesh_transformer.util import InputError, run_script
 
 FILE_TYPES = (".jsonl", ".jsonl.zst")
-TOGETHER = 1000  # pairs in one call of the tokenizer, which spreads them over the cores
+TOGETHER = 1000  # pairs per call of the tokenizer, which distributes them over the cores
 
 
 class Pair(NamedTuple):
+    """A prompt and its completion, with their location for error messages."""
+
     where: str
     prompt: str
     completion: str
@@ -42,13 +47,18 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A pair's tokens, the end-of-text token last, and how many of them are its prompt."""
+    """A tokenised pair.
+
+    Attributes:
+      tokens: prompt, completion and the end-of-text token.
+      prompt: the number of tokens in the prompt.
+    """
 
     tokens: list[int]
     prompt: int
 
     def __len__(self) -> int:
-        """How many places of a record it takes: the end is foretold, but never read."""
+        """The number of positions in a record: the end-of-text token is a label, never an input."""
         return len(self.tokens) - 1
 
 
@@ -56,22 +66,39 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Make training records from prompts and completions."
     )
-    parser.add_argument("input_path", help="a file or a folder of .jsonl and .jsonl.zst files")
-    parser.add_argument("name", help="writes NAME_<number of records>.tfrecords and NAME.index")
-    parser.add_argument("--output-dir", default=".", help="default: the current folder")
-    parser.add_argument("--seq", type=int, default=2048, help="the config's seq (%(default)s)")
-    parser.add_argument("--tokenizer", help="a folder or a hub name; default: gpt2")
+    parser.add_argument("input_path", help="file, or folder of .jsonl and .jsonl.zst files")
     parser.add_argument(
-        "--pack", action="store_true", help="as many pairs in a record as fit; none sees another"
+        "name",
+        help="name of the record set, written as NAME_<number of records>.tfrecords and NAME.index",
     )
     parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out, and count, lines that cannot be used"
+        "--output-dir", default=".", help="folder of the record set (default: current folder)"
+    )
+    parser.add_argument(
+        "--seq",
+        type=int,
+        default=2048,
+        help="tokens per sequence, the config's seq (default %(default)s)",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
+    parser.add_argument(
+        "--pack",
+        action="store_true",
+        help="put as many pairs into a record as fit; they do not attend to each other",
+    )
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="skip and count unusable lines instead of stopping"
     )
     return parser.parse_args(arguments)
 
 
 def read_pairs(path: str, bad: Bad, progress: Callable[[int], object]) -> Iterator[Pair]:
-    """The pairs of a file; `progress` is told of its bytes as they are read."""
+    """Yield the pairs of a file.
+
+    Args:
+      bad: called for each unusable line.
+      progress: called with the number of bytes read since its last call.
+    """
     with opened(path, bad) as raw:
         before = 0
         for where, value in json_lines(raw, path, bad):
@@ -84,9 +111,9 @@ def read_pairs(path: str, bad: Bad, progress: Callable[[int], object]) -> Iterat
 
 
 def pair_of(value: Any, where: str) -> Pair:
-    """What one line says as a pair; BadInputError naming the line where it is none."""
-    found = value if isinstance(value, dict) else {}
-    texts = [found[key] for key in Pair._fields[1:] if isinstance(found.get(key), str)]
+    """Return the pair in a line's JSON value; raises BadInputError if it is not one."""
+    mapping = value if isinstance(value, dict) else {}
+    texts = [mapping[key] for key in Pair._fields[1:] if isinstance(mapping.get(key), str)]
     if len(texts) < 2 or not texts[1]:
         raise BadInputError(
             "no pair", f"{where}: expected strings prompt and completion, the latter not empty"
@@ -97,7 +124,10 @@ def pair_of(value: Any, where: str) -> Pair:
 def read_records(
     pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad, *, pack: bool
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The pairs as records: each in one of its own, or as many in each as follow and fit."""
+    """Yield the records of the pairs.
+
+    Each record holds one pair or, with `pack`, as many consecutive pairs as fit.
+    """
     texts: list[Text] = []
     for text in tokenized(pairs, tokenizer, seq, bad):
         if texts and not (pack and sum(map(len, texts)) + len(text) <= seq):
@@ -109,28 +139,28 @@ def read_records(
 
 
 def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad) -> Iterator[Text]:
-    """The pairs' tokens; those that are too long are `bad`."""
+    """Yield the tokenised pairs; those longer than `seq` go to `bad`."""
     pairs = iter(pairs)
     while batch := list(islice(pairs, TOGETHER)):
         prompts, completions = (
-            encode_batch(tokenizer, [pair[at] for pair in batch]) for at in (1, 2)
+            encode_batch(tokenizer, [pair[field] for pair in batch]) for field in (1, 2)
         )
         for pair, prompt, completion in zip(batch, prompts, completions, strict=True):
             text = Text([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
             if len(text) <= seq:
                 yield text
             else:
-                found = f"{len(prompt)} tokens of prompt and {len(completion)} of completion"
-                room = f"--seq {seq} has room for {seq} together"
-                bad(BadInputError("too long", f"{pair.where}: {found}, {room}"))
+                length = f"{len(prompt)} tokens of prompt and {len(completion)} of completion"
+                limit = f"--seq {seq} has room for {seq} in total"
+                bad(BadInputError("too long", f"{pair.where}: {length}, {limit}"))
 
 
 def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
-    """Texts as the model reads them one after the other, and padding."""
+    """Return the features of a record, [seq] each: the texts one after another, then padding."""
     columns = {
         "input_ids": [text.tokens[:-1] for text in texts],
         "labels": [text.tokens[1:] for text in texts],
-        "input_mask": [[at >= text.prompt for at in range(1, len(text) + 1)] for text in texts],
+        "input_mask": [[i >= text.prompt for i in range(1, len(text) + 1)] for text in texts],
     }
     if pack:  # the padding is segment 0
         columns["segment_ids"] = [[n] * len(text) for n, text in enumerate(texts, 1)]
@@ -155,11 +185,11 @@ def main(arguments: list[str] | None = None) -> None:
         rows = read_records(pairs, tokenizer, options.seq, bad, pack=options.pack)
         first = next(rows, None)
         if first is None:
-            left_out = f" (left out: {told(bad.counts)})" if bad.count else ""
-            raise InputError(f"{options.input_path}: found no pairs{left_out}")
+            skipped = f" (skipped: {told(bad.counts)})" if bad.count else ""
+            raise InputError(f"{options.input_path}: found no pairs{skipped}")
         written, index, count = write_set(options.output_dir, options.name, chain([first], rows))
-    left_out = f"; left out: {told(bad.counts)}" if bad.count else ""
-    print(f"{written}: {count} records of {options.seq} tokens; {index} lists it{left_out}")
+    skipped = f"; skipped: {told(bad.counts)}" if bad.count else ""
+    print(f"{written}: {count} records of {options.seq} tokens; listed in {index}{skipped}")
 
 
 if __name__ == "__main__":

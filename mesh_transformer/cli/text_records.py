@@ -1,11 +1,12 @@
-"""Text files and archives to token records, in the original's format.
+"""The create_finetune_tfrecords script: text files and archives to TFRecords of token sequences.
 
-Documents are tokenised once, in order of file, into a folder beside the result; shuffling and
-packing then move only their numbers, so a corpus may be larger than memory.  Stopped at any
-moment, the same command goes on, and the result is the same to the byte.  For one epoch the
-sequences, and with the same seed and file order their order, are the original's.  Original: the
-tokens left over after a shuffled epoch, and a last sequence that was exactly full, were lost; here
-they begin the next epoch.
+Documents are tokenised once, file by file, into a work folder beside the result.  Shuffling and
+packing then only move the numbers of documents, so a corpus may be larger than memory.  If a run is
+interrupted at any point, the same command resumes it, with a byte-identical result.
+
+The records have the original's format.  For one epoch they hold the original's sequences, in the
+same order if seed and file order are equal.  Original: the tokens left over after a shuffled epoch,
+and a last sequence that was exactly full, were lost; here they begin the next epoch.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from mesh_transformer.data.packing import Order, publish, sequences, write_parts
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.util import InputError, run_script
 
-# Options on which the result depends; the rest of it is in the files of text.
+# The options that the result depends on, besides the tokenizer and the text files.
 SETTINGS = (
     "seq",
     "normalize_with_ftfy",
@@ -43,27 +44,38 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the model's training records from text.")
     parser.add_argument(
         "input_path",
-        help="a file or a folder of .txt, .jsonl, .jsonl.zst, .xz and .tar.gz files",
+        help="text file, or folder of .txt, .jsonl, .jsonl.zst, .xz and .tar.gz files",
     )
     parser.add_argument(
-        "name", help="writes NAME_<number of sequences>.tfrecords, NAME.index, NAME.manifest.json"
+        "name",
+        help="name of the record set, written as NAME_<number of sequences>.tfrecords, NAME.index "
+        "and NAME.manifest.json",
     )
-    parser.add_argument("--output-dir", default=".", help="default: the current folder")
-    parser.add_argument("--seq", type=positive, default=2048, help="the config's seq (%(default)s)")
-    parser.add_argument("--tokenizer", help="a folder or a hub name; default: gpt2")
+    parser.add_argument(
+        "--output-dir", default=".", help="folder of the record set (default: current folder)"
+    )
+    parser.add_argument(
+        "--seq",
+        type=positive,
+        default=2048,
+        help="tokens per sequence, the config's seq (default %(default)s)",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
     parser.add_argument(
         "--skip-bad",
         action="store_true",
-        help="leave out, and count, documents and parts of files that cannot be used",
+        help="skip and count unusable documents and parts of files instead of stopping",
     )
     parser.add_argument(
-        "--new", action="store_true", help="drop what a stopped run of the same name has done"
+        "--new",
+        action="store_true",
+        help="start over instead of resuming an interrupted run of the same name",
     )
     parser.add_argument(
         "--sequences-per-file",
         type=positive,
         metavar="N",
-        help="write files of N, NAME_<file>_<N>.tfrecords (default: all in one)",
+        help="sequences per file, named NAME_<file>_<N>.tfrecords (default: all in one file)",
     )
     add_cleaning(parser)
     packing = parser.add_argument_group("order and packing")
@@ -71,11 +83,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--n-repack-epochs",
         type=positive,
         default=1,
-        help="write the text this many times, shuffled and packed anew each time",
+        help="number of epochs to write, each shuffled and packed anew (default %(default)s)",
     )
-    packing.add_argument("--seed", type=int, default=10, help="of the shuffles (%(default)s)")
+    packing.add_argument(
+        "--seed", type=int, default=10, help="shuffling seed (default %(default)s)"
+    )
     packing.add_argument("--preserve-data-order", action="store_true", help="do not shuffle")
-    parser.add_argument("--verbose", action="store_true", help="print the sequences left out")
+    parser.add_argument("--verbose", action="store_true", help="print skipped sequences")
     return parser.parse_args(arguments)
 
 
@@ -91,30 +105,37 @@ def add_cleaning(parser: argparse.ArgumentParser) -> None:
         "--min-unique-tokens",
         type=int,
         default=0,
-        help="leave out sequences with fewer different tokens, whose gradients can be large; "
-        "200 is a good value, 0 (the default) keeps all",
+        help="skip sequences with fewer distinct tokens, whose gradients can be large; 200 is a "
+        "good value (default 0: keep all)",
     )
 
 
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
     return number
 
 
 @contextlib.contextmanager
 def work_folder(folder: Path, new: bool) -> Iterator[None]:
-    """Makes the folder in which a set is made, and holds it against other runs.
+    """Create the folder in which a record set is built, and lock it against other runs.
 
-    It is removed at the end, and after an error before any progress was saved.
+    The folder is removed when the block completes, or if it raises InputError before any progress
+    was saved; otherwise it remains, so that a later run can resume.
+
+    Args:
+      new: whether to discard the progress of an earlier run.
+
+    Raises:
+      InputError: if another run holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f"{folder}: another run is at work there; wait for it") from error
+            raise InputError(f"{folder}: another run is using this folder; wait for it") from error
         if new or not (folder / PROGRESS).exists():
             for path in folder.iterdir():
                 if path.name != "lock":
@@ -125,15 +146,22 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
             if not (folder / PROGRESS).exists():
                 shutil.rmtree(folder)
             raise
-        # First, as without it whoever finds the rest begins anew.
+        # The progress first: if the clean-up is interrupted, the next run starts over.
         (folder / PROGRESS).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
 def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
-    """Makes the set in the folder `work` and publishes it as `base`; says what it is."""
+    """Build the record set in the folder `work` and publish it as `base`.
+
+    Returns:
+      A line that describes the result.
+
+    Raises:
+      InputError: for bad input, or if there is not enough text for a sequence.
+    """
     settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
-    of_tokenizer = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
+    tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
     generator = random.Random(options.seed)
     files = find_files(options.input_path, FILE_TYPES)
     if not options.preserve_data_order:
@@ -142,24 +170,24 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
         work,
         files,
         tokenizer,
-        settings | {"tokenizer": of_tokenizer["sha256"]},
+        settings | {"tokenizer": tokenizer_entry["sha256"]},
         cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize),
         options.skip_bad,
     )
     corpus = tokenizing.run()
     skipped = skipped_in(tokenizing.progress.sources)
-    found = sequences(corpus, order_of(options), tokenizer, generator)
-    first = next(found, None)
+    packed = sequences(corpus, order_of(options), tokenizer, generator)
+    first = next(packed, None)
     if first is None:
-        (work / PROGRESS).unlink()  # to go on would end here again
+        (work / PROGRESS).unlink()  # a resumed run would fail here again
         raise nothing_found(options, corpus, skipped)
-    parts = write_parts(work, chain([first], found), options.sequences_per_file)
+    parts = write_parts(work, chain([first], packed), options.sequences_per_file)
     manifest = {
         "tokens_per_sequence": options.seq + 1,
         "documents": len(corpus.sizes),
         "tokens": len(corpus.tokens),
         "skipped": skipped,
-        "tokenizer": of_tokenizer,
+        "tokenizer": tokenizer_entry,
         "options": settings,
         "sources": [manifested(source) for source in tokenizing.progress.sources],
     }
@@ -167,9 +195,9 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
     names = index.read_text(encoding="utf-8").split()
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
     count = sum(written for _, written in parts)
-    left_out = f"; left out: {told(skipped)}" if skipped else ""
-    made = f"{count} sequences of {options.seq + 1} tokens"
-    return f"{base.with_name(names[0])}{others}: {made}; {index} lists it{left_out}"
+    skipped_text = f"; skipped: {told(skipped)}" if skipped else ""
+    contents = f"{count} sequences of {options.seq + 1} tokens"
+    return f"{base.with_name(names[0])}{others}: {contents}; listed in {index}{skipped_text}"
 
 
 def order_of(options: argparse.Namespace) -> Order:
@@ -185,17 +213,21 @@ def order_of(options: argparse.Namespace) -> Order:
 def nothing_found(
     options: argparse.Namespace, corpus: Corpus, skipped: dict[str, int]
 ) -> InputError:
-    left_out = f" (left out: {told(skipped)})" if skipped else ""
+    """Return the error for text that makes no sequence."""
+    skipped_text = f" (skipped: {told(skipped)})" if skipped else ""
     if not len(corpus.sizes):
-        return InputError(f"{options.input_path}: all its files are empty{left_out}; expected text")
+        return InputError(
+            f"{options.input_path}: all its files are empty{skipped_text}; expected text"
+        )
     return InputError(
-        f"{options.input_path}: found {len(corpus.tokens)} tokens{left_out}, but no sequence of "
-        f"{options.seq + 1} with {max(options.min_unique_tokens, 1)} different ones; add text, or "
-        "lower --seq or --min-unique-tokens"
+        f"{options.input_path}: found {len(corpus.tokens)} tokens{skipped_text}, but no sequence "
+        f"of {options.seq + 1} with at least {max(options.min_unique_tokens, 1)} distinct tokens; "
+        "add text, or lower --seq or --min-unique-tokens"
     )
 
 
 def skipped_in(sources: list[Source]) -> dict[str, int]:
+    """Sum the counts of skipped items over all sources, by reason."""
     counts: collections.Counter[str] = collections.Counter()
     for source in sources:
         counts.update(source.skipped)
@@ -203,7 +235,7 @@ def skipped_in(sources: list[Source]) -> dict[str, int]:
 
 
 def manifested(source: Source) -> dict[str, Any]:
-    """What a copy of the file elsewhere has in common with it."""
+    """Return a source's manifest entry, without the modification time, which copying changes."""
     values = dataclasses.asdict(source)
     del values["changed"]
     return values
@@ -218,12 +250,12 @@ def main(arguments: list[str] | None = None) -> None:
     work = base.with_name(f"{base.name}.partial")
     try:
         with work_folder(work, options.new):
-            said = make(options, tokenizer, base, work)
+            summary = make(options, tokenizer, base, work)
     except OSError as error:
-        where = Path(error.filename or options.output_dir)
-        done = "written" if where.is_relative_to(options.output_dir) else "read"
-        raise InputError(f"{where}: cannot be {done}: {error.strerror or error}") from error
-    print(said)
+        path = Path(error.filename or options.output_dir)
+        action = "written" if path.is_relative_to(options.output_dir) else "read"
+        raise InputError(f"{path}: cannot be {action}: {error.strerror or error}") from error
+    print(summary)
 
 
 if __name__ == "__main__":

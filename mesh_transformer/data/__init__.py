@@ -1,1 +1,1 @@
-"""Text and records to batches: storage, tokenizers, TFRecords, packing and loading."""
+"""The data pipeline from text to batches: tokenizers, packing, TFRecords, loading and storage."""

@@ -1,7 +1,7 @@
-"""Tokenised documents on disk, made from text files by a run that may be stopped at any moment.
+"""Tokenised documents on disk, written by a run that can be interrupted and resumed at any point.
 
-Beside create_finetune_tfrecords.py, its user.  What is in memory does not grow with the text:
-some pieces under way, and 8 bytes a document once all are made.
+Used by create_finetune_tfrecords.py.  Memory does not grow with the amount of text: it holds a few
+batches of pieces and, once everything is tokenised, 8 bytes per document.
 """
 
 import dataclasses
@@ -22,16 +22,21 @@ from mesh_transformer.data.documents import Bad, Piece, read_pieces
 from mesh_transformer.data.tokenizer import encode_batch
 from mesh_transformer.util import InputError
 
-BATCH_CHARACTERS = 1 << 21  # 128 pieces of a long document, for as many cores
+BATCH_CHARACTERS = 1 << 21  # 128 pieces of a long document, enough to occupy 128 cores
 BATCH_PIECES = 1 << 14
-BATCHES_AHEAD = 2  # read while one is tokenised
+BATCHES_AHEAD = 2  # batches read while one is tokenised
 SAVE_EVERY = 16  # batches
 PROGRESS = "progress.json"
 ENDS = np.dtype(np.int64)
 
 
 class Corpus:
-    """Tokenised documents one after another: `tokens`, and the token after each document."""
+    """Concatenated tokenised documents.
+
+    Args:
+      tokens: the tokens of all documents, [number of tokens].
+      ends: the position after each document's last token, [number of documents].
+    """
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray):
         self.tokens = tokens
@@ -41,11 +46,16 @@ class Corpus:
 
 @dataclasses.dataclass
 class Source:
-    """A file of text, and what has been made of it.
+    """A text file, and what it contributed to the corpus.
 
     Attributes:
-      changed: when it was last written, in nanoseconds.
-      skipped: how many things were left out, by reason.
+      name: the file's name without its folder.
+      bytes: its size.
+      changed: its modification time in nanoseconds.
+      sha256: the hash of its content, set once the file has been read to its end.
+      documents: the number of its documents in the corpus.
+      tokens: the number of its tokens in the corpus.
+      skipped: the number of skipped items by reason.
     """
 
     name: str
@@ -67,16 +77,17 @@ class Source:
 
 @dataclasses.dataclass
 class Progress:
-    """How far the corpus on disk is good.
+    """How much of the corpus on disk is valid, as saved in progress.json.
 
     Attributes:
-      settings: all that its bytes depend on beside the files.
-      names: the files', in the order in which they are read.
-      sources: those that are through.
-      current: the one after them, of which `pieces` pieces are through.
-      tokens: in the corpus; there may be some more behind them, which do not count.
-      documents: those that are through, in the corpus.
-      last_end: the tokens of these documents.
+      settings: everything besides the files that the corpus depends on.
+      names: the names of all files, in reading order.
+      sources: the finished files.
+      current: the file after them, if it is partly done.
+      pieces: the number of finished pieces of the file in progress.
+      tokens: the number of valid tokens on disk; any tokens after them are discarded.
+      documents: the number of complete documents in the corpus.
+      last_end: the number of tokens in these documents.
     """
 
     settings: dict[str, Any]
@@ -100,29 +111,38 @@ class Progress:
     def load(cls, path: Path) -> "Progress":
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            sources = [Source(**each) for each in values.pop("sources")]
+            sources = [Source(**fields) for fields in values.pop("sources")]
             current = values.pop("current")
             return cls(**values, sources=sources, current=Source(**current) if current else None)
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}: not written by this script; begin with --new") from error
+            raise InputError(
+                f"{path}: not written by this script; start over with --new"
+            ) from error
 
     def checked(self, new: "Progress", files: list[str], folder: Path) -> "Progress":
-        """Itself, where it is of the run that `new` begins; else InputError."""
+        """Return this progress if the run described by `new` can resume from it.
+
+        If the file in progress was modified, it is read again from its start; the finished files
+        must be unchanged.
+
+        Raises:
+          InputError: if the settings, the files or a finished file differ; the message lists what.
+        """
         new_settings = json.loads(json.dumps(new.settings))
-        other = [key for key, value in new_settings.items() if self.settings.get(key) != value]
+        different = [key for key, value in new_settings.items() if self.settings.get(key) != value]
         if self.names != new.names:
-            other.append("files")
+            different.append("files")
         else:
             pairs = zip(self.sources, map(Source.of, files), strict=False)
-            other += [before.name for before, now in pairs if not before.is_same_file(now)]
-        if other:
+            different += [before.name for before, now in pairs if not before.is_same_file(now)]
+        if different:
             raise InputError(
-                f"{folder}: was begun with other {', '.join(other)}; restore them to go on, or "
-                "begin anew with --new"
+                f"{folder}: this run differs from the interrupted one in {', '.join(different)}; "
+                "restore them to resume, or start over with --new"
             )
         current = self.current
         if current and not current.is_same_file(Source.of(files[len(self.sources)])):
-            # As where what was bad in it has been mended: it alone is read again.
+            # For example, bad input in it was fixed: only this file is read again.
             self.current, self.pieces = None, 0
             self.tokens = self.last_end = sum(source.tokens for source in self.sources)
             self.documents = sum(source.documents for source in self.sources)
@@ -130,11 +150,11 @@ class Progress:
 
 
 class Batch(NamedTuple):
-    """Pieces under way.
+    """A batch of pieces to be tokenised together.
 
     Attributes:
-      items: each file's `Source` follows its pieces.
-      current: the file that the last of them is of.
+      items: pieces; each file's `Source` follows its last piece.
+      current: the file that the last item belongs to; None in the last batch of a run.
     """
 
     items: list[Piece | Source]
@@ -145,13 +165,15 @@ class Batch(NamedTuple):
 
 
 class Tokenizing:
-    """The making of a corpus in a folder, which must exist.
+    """A run that tokenises text files into a corpus, or resumes an interrupted one.
 
     Args:
-      files: in the order in which they are read.
-      settings: what a corpus must have been begun with to go on.
-      clean: is given each piece of text before it is tokenised.
-      skip_bad: leave out, and count, what cannot be used.
+      folder: where the corpus and its progress are kept; it must exist.
+      files: the paths of the text files, in reading order.
+      settings: everything besides the files that the corpus depends on; a run only resumes one
+        with equal settings.
+      clean: a function applied to each piece of text before tokenisation.
+      skip_bad: whether to skip and count unusable input instead of raising InputError.
     """
 
     def __init__(
@@ -171,11 +193,11 @@ class Tokenizing:
             self.progress = Progress.load(folder / PROGRESS).checked(self.progress, files, folder)
 
     def run(self) -> Corpus:
-        """Goes on from where it was, to the end."""
+        """Tokenise everything that is not done yet, and return the corpus."""
         progress = self.progress
         with (
-            self._kept("tokens", progress.tokens * self.dtype.itemsize) as tokens,
-            self._kept("ends", progress.documents * ENDS.itemsize) as ends,
+            self._open_valid("tokens", progress.tokens * self.dtype.itemsize) as tokens,
+            self._open_valid("ends", progress.documents * ENDS.itemsize) as ends,
             tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar,
         ):
             bar.total = sum(os.path.getsize(file) for file in self.files)
@@ -192,34 +214,34 @@ class Tokenizing:
             np.fromfile(self.folder / "ends", ENDS),
         )
 
-    def _kept(self, name: str, size: int) -> IO[bytes]:
-        """The file, cut to the size up to which it is good, to write behind that."""
+    def _open_valid(self, name: str, size: int) -> IO[bytes]:
+        """Truncate a file of the corpus to its valid `size` in bytes and open it for appending."""
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
-            raise InputError(f"{path}: shorter than {PROGRESS} says; begin anew with --new")
+            raise InputError(f"{path}: shorter than {PROGRESS} says; start over with --new")
         os.truncate(path, size)
         return open(path, "ab")
 
     def _encoded(self, bar: tqdm) -> Iterator[tuple[Batch, list[list[int]]]]:
-        """The batches with the tokens of their pieces: while one is tokenised, others are read."""
-        waiting: deque[tuple[Batch, Future]] = deque()
+        """Yield batches with their pieces' tokens; the next ones are read during tokenisation."""
+        pending: deque[tuple[Batch, Future]] = deque()
         with ThreadPoolExecutor(1) as pool:
             for batch in self._batches(bar):
                 encoded = pool.submit(encode_batch, self.tokenizer, batch.texts())
-                waiting.append((batch, encoded))
-                if len(waiting) > BATCHES_AHEAD:
-                    batch, encoded = waiting.popleft()
+                pending.append((batch, encoded))
+                if len(pending) > BATCHES_AHEAD:
+                    batch, encoded = pending.popleft()
                     yield batch, encoded.result()
-            for batch, encoded in waiting:
+            for batch, encoded in pending:
                 yield batch, encoded.result()
 
     def _batches(self, bar: tqdm) -> Iterator[Batch]:
-        """What is still to be read."""
-        through, pieces = len(self.progress.sources), self.progress.pieces
+        """Read the remaining pieces of all files, in batches."""
+        finished, pieces = len(self.progress.sources), self.progress.pieces
         bar.update(sum(source.bytes for source in self.progress.sources))
         items, characters = [], 0
-        for file in self.files[through:]:
+        for file in self.files[finished:]:
             source = Source.of(file)
             for item in self._items(file, source, pieces, bar):
                 items.append(item)
@@ -232,10 +254,10 @@ class Tokenizing:
             yield Batch(items, None)
 
     def _items(self, file: str, source: Source, pieces: int, bar: tqdm) -> Iterator[Piece | Source]:
-        """The file's pieces after so many, cleaned, and at its end what it was."""
+        """Yield the file's cleaned pieces after the first `pieces`, then its completed `source`."""
         bad = Bad(self.skip_bad)
-        found = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
-        for piece in islice(found, pieces, None):
+        all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
+        for piece in islice(all_pieces, pieces, None):
             yield piece._replace(text=self.clean(piece.text))
         source.skipped = dict(sorted(bad.counts.items()))
         with open(file, "rb") as raw:
@@ -245,18 +267,19 @@ class Tokenizing:
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
     ) -> None:
+        """Append a batch to the corpus files and record it in the progress."""
         progress, rows = self.progress, iter(encoded)
         for item in batch.items:
             if isinstance(item, Source):
-                item.tokens = progress.tokens - sum(each.tokens for each in progress.sources)
-                before = sum(each.documents for each in progress.sources)
+                item.tokens = progress.tokens - sum(source.tokens for source in progress.sources)
+                before = sum(source.documents for source in progress.sources)
                 item.documents = progress.documents - before
                 progress.sources.append(item)
                 progress.pieces = 0
                 continue
             row = next(rows)
             progress.pieces += 1
-            if item.is_bad:
+            if item.is_bad:  # drop the document's earlier pieces
                 progress.tokens = progress.last_end
                 tokens.truncate(progress.tokens * self.dtype.itemsize)
                 continue
@@ -271,7 +294,7 @@ class Tokenizing:
         progress.current = batch.current if progress.pieces else None
 
     def _save(self, *written: IO[bytes]) -> None:
-        """What is on disk is safe before it counts."""
+        """Sync the corpus files to disk before saving the progress that refers to them."""
         for file in written:
             file.flush()
             os.fsync(file.fileno())

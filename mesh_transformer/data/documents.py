@@ -1,4 +1,4 @@
-"""Documents from text files and archives, cleaned, in pieces that fit in memory."""
+"""Documents read from text files and archives, in pieces that fit in memory, and text clean-up."""
 
 import collections
 import contextlib
@@ -23,8 +23,9 @@ from mesh_transformer.util import InputError
 def wikitext_detokenize(text: str) -> str:
     """Undo WikiText's spacing of punctuation, by the original's rules in the original's order.
 
-    Original: one more rule, for years written `' 90s`, was in another language's notation: it
-    never matched such a year and damaged what it did match.  It is left out.
+    Original: one more rule, for years written as `' 90s`, used the regular expression syntax of
+    another language, so it never matched such a year and damaged the text it did match.  It is
+    omitted here.
     """
     text = text.replace("s '", "s'")
     for mark in "-,.":
@@ -43,7 +44,12 @@ def wikitext_detokenize(text: str) -> str:
 
 
 def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
-    """The chosen clean-ups as one function: ftfy's repair of garbled text, then WikiText's."""
+    """Return a function that applies the chosen clean-up steps to a text.
+
+    Args:
+      use_ftfy: whether to repair garbled text with ftfy; this is the first step.
+      use_wikitext: whether to undo WikiText's spacing of punctuation.
+    """
     steps: list[Callable[[str], str]] = []
     if use_ftfy:
         import ftfy
@@ -68,16 +74,16 @@ DAMAGE = (
     zlib.error,
     zstandard.ZstdError,
 )
-COMPRESSED_BYTES = 1 << 14  # read at once: a frame of nothing but zeros becomes 500 MB of them
-LONGEST_LINE = 1 << 27  # bytes; so much of a file without line ends is held, not all of it
-SHOWN = 20  # what was left out is told so many times, then only counted
+COMPRESSED_BYTES = 1 << 14  # per read: this much of a frame can decompress to 500 MB of zeros
+LONGEST_LINE = 1 << 27  # bytes; the most that is held in memory of a file without line ends
+SHOWN = 20  # skipped items that are printed per `Bad`; further ones are only counted
 
 
 class BadInputError(InputError):
-    """A document, a line or the rest of a file cannot be used; the others can.
+    """A document, a line or the rest of a file is unusable, but the rest of the input is not.
 
     Attributes:
-      reason: few words, under which such things are counted.
+      reason: a short category, by which skipped items are counted.
     """
 
     def __init__(self, reason: str, message: str):
@@ -86,7 +92,11 @@ class BadInputError(InputError):
 
 
 class Bad:
-    """What becomes of bad input: an error, or, where it is to be skipped, a count by reason."""
+    """Handler of bad input: raises InputError or, if `skip` is true, counts it by reason.
+
+    Attributes:
+      counts: the number of skipped items by reason.
+    """
 
     def __init__(self, skip: bool):
         self.skip = skip
@@ -94,9 +104,9 @@ class Bad:
 
     def __call__(self, error: BadInputError) -> None:
         if not self.skip:
-            raise InputError(f"{error}; mend it, or leave out what is bad with --skip-bad")
+            raise InputError(f"{error}; fix it, or skip bad input with --skip-bad")
         if self.count < SHOWN:
-            tqdm.write(f"left out: {error}")
+            tqdm.write(f"skipped: {error}")
         self.counts[error.reason] += 1
 
     @property
@@ -105,28 +115,39 @@ class Bad:
 
 
 def told(counts: dict[str, int]) -> str:
-    """Counts by reason in words, the most first."""
+    """Format counts by reason, the largest first: "3 not JSON, 1 no text"."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {reason}" for reason, count in ordered)
 
 
 def find_files(path: str, types: tuple[str, ...]) -> list[str]:
-    """The file itself, or a folder's files of the known types in order of name (not deeper)."""
+    """Return the file `path`, or the files directly in the folder `path`, sorted by name.
+
+    Args:
+      types: the accepted endings of file names.
+
+    Raises:
+      InputError: if the path does not exist, or no file has an accepted ending.
+    """
     if os.path.isfile(path):
         names = [path]
     elif os.path.isdir(path):
         names = sorted(str(entry) for entry in Path(path).iterdir() if entry.is_file())
     else:
         raise InputError(f"{path}: no such file or folder")
-    found = [name for name in names if name.endswith(types)]
-    if not found:
+    files = [name for name in names if name.endswith(types)]
+    if not files:
         raise InputError(f"{path}: no text found, expected files ending in {', '.join(types)}")
-    return found
+    return files
 
 
 @contextlib.contextmanager
 def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
-    """The file's bytes; where they prove damaged, the block ends there and `bad` is told."""
+    """Open a file for reading bytes; if its content proves damaged, end the block and call `bad`.
+
+    Raises:
+      InputError: if the file cannot be read.
+    """
     try:
         with open(path, "rb") as raw:
             yield raw
@@ -137,11 +158,14 @@ def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
 
 
 class ZstandardReader(io.RawIOBase):
-    """The contents of zstandard frames; unlike the package's own, it sees that the last is cut."""
+    """A stream of the decompressed contents of zstandard frames.
+
+    Unlike the zstandard package's reader, it raises ZstdError if the last frame is incomplete or missing.
+    """
 
     def __init__(self, raw: IO[bytes]):
         self._raw = raw
-        self._frame: Any = None  # the one begun, of which more must come
+        self._frame: Any = None  # the decompressor of an incomplete frame
         self._compressed, self._contents = b"", memoryview(b"")
         self._is_empty = True
 
@@ -153,7 +177,7 @@ class ZstandardReader(io.RawIOBase):
             self._compressed = self._compressed or self._raw.read(COMPRESSED_BYTES)
             if not self._compressed:
                 if self._frame is not None or self._is_empty:
-                    raise zstandard.ZstdError("it ends before its last frame does")
+                    raise zstandard.ZstdError("the last frame is incomplete or missing")
                 return 0
             self._is_empty = False
             self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
@@ -168,7 +192,10 @@ class ZstandardReader(io.RawIOBase):
 
 
 def json_lines(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, Any]]:
-    """What each line of a .jsonl or .jsonl.zst says, blank ones left out, and the line's name."""
+    """Yield (location, value) of each non-blank line of a .jsonl or .jsonl.zst file.
+
+    The location names file and line in messages.  Over-long and invalid lines go to `bad`.
+    """
     stream: IO[bytes] = raw
     if path.endswith(".zst"):
         stream = io.BufferedReader(ZstandardReader(raw), 1 << 17)
@@ -188,40 +215,41 @@ def json_lines(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, Any]]:
 
 
 def json_value(line: bytes, where: str) -> Any:
-    """What a line of JSON says; BadInputError naming it where it is none."""
+    """Parse a line of JSON; raises BadInputError with the location `where` if it is invalid."""
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise not_utf8(where, error.object[error.start : error.end]) from error
     except RecursionError as error:
         raise BadInputError("not JSON", f"{where} is not JSON (nested too deep)") from error
-    except ValueError as error:  # a number of too many digits is one, too
+    except ValueError as error:  # raised for numbers with too many digits, too
         message = f"{where} is not JSON ({str(error).partition(':')[0]}); is the file cut short?"
         raise BadInputError("not JSON", message) from error
 
 
-def not_utf8(where: str, found: bytes) -> BadInputError:
-    return BadInputError("not UTF-8", f"{where} holds the bytes {found!r}, expected UTF-8 text")
+def not_utf8(where: str, invalid: bytes) -> BadInputError:
+    return BadInputError("not UTF-8", f"{where} holds the bytes {invalid!r}, expected UTF-8 text")
 
 
 def whole_characters(text: str) -> str:
-    """The text with `?` for halves of surrogate pairs: JSON has them, no encoding does."""
+    """Replace unpaired surrogates with `?`: JSON can hold them, but UTF-8 cannot encode them."""
     return text.encode(errors="replace").decode()
 
 
 FILE_TYPES = (".jsonl.zst", ".txt", ".xz", ".tar.gz", ".jsonl")
-# Longer documents are cleaned and tokenised in pieces, so that no document need fit in memory;
-# the tokenizer is fastest at about this size.
+# Longer documents are cleaned and tokenised in pieces, so that they need not fit in memory; the
+# tokenizer is fastest at about this size.
 PIECE_CHARACTERS = 1 << 14
-LONGEST_RUN = 1 << 20  # characters without a place to cut
+LONGEST_RUN = 1 << 20  # characters; a longer run without a safe place to cut is cut anyway
 
 
 class Piece(NamedTuple):
     """Part of a document.
 
     Attributes:
-      is_end: whether the document ends with it.
-      is_bad: the document's earlier pieces are to be dropped, there will be no more of it.
+      is_end: whether this is the document's last piece.
+      is_bad: whether the document is unusable: its earlier pieces must be dropped, and no more
+        follow.
     """
 
     text: str
@@ -232,11 +260,15 @@ class Piece(NamedTuple):
 def read_pieces(
     path: str, separator: str, bad: Bad, progress: Callable[[int], object]
 ) -> Iterator[Piece]:
-    """The file's documents, piece by piece.
+    """Yield the documents of a file, piece by piece.
 
-    `separator` inside a text splits it into documents; empty ones are left out.  `progress` is
-    told the bytes read since it was last told.  Raises InputError naming a bad document or file,
-    unless `bad` skips it.
+    Args:
+      separator: the text that separates documents; empty documents are dropped.
+      bad: called for each unusable document or file.
+      progress: called with the number of bytes read since its last call.
+
+    Raises:
+      InputError: for a bad document or file, unless `bad` skips it.
     """
     reported, is_open = 0, False
     with opened(path, bad) as raw:
@@ -246,17 +278,17 @@ def read_pieces(
                 yield piece
                 progress(raw.tell() - reported)
                 reported = raw.tell()
-    if is_open:  # the file ended in the midst of it
+    if is_open:  # the file ended inside a document
         yield Piece("", is_bad=True)
     progress(os.path.getsize(path) - reported)
 
 
 def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterator[Piece]:
-    """The pieces of a text's documents, less those of documents that are not UTF-8."""
+    """Yield the pieces of a text's documents; documents that are not UTF-8 go to `bad`."""
     number, is_first, is_dropped = 1, True, False
     for text, is_end in pieces:
-        if not is_dropped and (found := undecoded(text)):
-            bad(not_utf8(f"{where}: document {number}", found))
+        if not is_dropped and (invalid := undecoded(text)):
+            bad(not_utf8(f"{where}: document {number}", invalid))
             is_dropped = True
             if not is_first:
                 yield Piece("", is_bad=True)
@@ -268,7 +300,10 @@ def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterat
 
 
 def undecoded(text: str) -> bytes:
-    """The first bytes that the text's decoder could not read (`surrogateescape`d), or none."""
+    """Return the first run of bytes that was not valid UTF-8, or b"" if there is none.
+
+    The text must have been decoded with `surrogateescape`.
+    """
     if text.isascii():
         return b""
     try:
@@ -279,11 +314,11 @@ def undecoded(text: str) -> bytes:
 
 
 def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
-    """Pieces of a text of any length, each with whether it ends its document.
+    """Split a text of any length into (piece, is_end); `is_end` marks a document's last piece.
 
     A long document is cut only before a newline (or, in a long line, a space) that follows a
-    visible character.  GPT-2's word pattern never crosses such a place, so the pieces' tokens are
-    exactly the document's; a run without such a place is cut at LONGEST_RUN all the same.
+    visible character.  No match of GPT-2's word pattern crosses such a place, so the pieces' tokens
+    are exactly the document's.  A run without such a place is nevertheless cut at LONGEST_RUN.
     """
     rest, started, searched = "", False, 0
     while block := text.read(PIECE_CHARACTERS):
@@ -295,7 +330,7 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
         if len(rest) > PIECE_CHARACTERS:
             cut = _last_safe_cut(rest, searched)
             if not cut and len(rest) > LONGEST_RUN:
-                cut = len(rest) - len(separator)  # of which the end may be the first part
+                cut = len(rest) - len(separator)  # the end may be part of a separator
             if cut:
                 yield rest[:cut], False
                 rest, started = rest[cut:], True
@@ -305,7 +340,10 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
 
 
 def _last_safe_cut(text: str, start: int) -> int:
-    """The last newline, or else space, from `start` on that follows a visible character, or 0."""
+    """Find the last newline, or else space, that follows a visible character.
+
+    Only positions from `start` on are searched.  Returns 0 if there is none.
+    """
     for mark in "\n ":
         cut = text.rfind(mark, start)
         while cut > 0 and text[cut - 1].isspace():
@@ -316,7 +354,10 @@ def _last_safe_cut(text: str, start: int) -> int:
 
 
 def _texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
-    """The texts of a file, itself, an archive's members, or a JSON line each, and their names."""
+    """Yield (location, text) of each text in a file.
+
+    These are the texts of its JSON lines, the members of an archive, or the whole file.
+    """
     if path.endswith((".jsonl", ".jsonl.zst")):
         yield from _json_texts(raw, path, bad)
     elif path.endswith(".tar.gz"):
@@ -330,11 +371,11 @@ def _texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
 def _decoded(stream: IO[bytes], where: str, newline: str | None) -> Iterator[tuple[str, TextIO]]:
     text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline=newline)
     yield where, text
-    text.detach()  # or it would close the stream, whose position is still asked for
+    text.detach()  # otherwise it would close the stream, whose position is still read
 
 
 def _xz_texts(raw: IO[bytes], where: str) -> Iterator[tuple[str, TextIO]]:
-    """Of a compressed tar (the form of OpenWebText) or else of one compressed text."""
+    """Yield the texts of a compressed tar (OpenWebText's form) or of a single compressed text."""
     with lzma.open(raw) as decompressed:
         stream = io.BufferedReader(decompressed, tarfile.BLOCKSIZE)  # type: ignore[arg-type]
         if stream.peek(tarfile.BLOCKSIZE)[257:262] == b"ustar":
@@ -344,7 +385,7 @@ def _xz_texts(raw: IO[bytes], where: str) -> Iterator[tuple[str, TextIO]]:
 
 
 def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, TextIO]]:
-    """Of each file in a tar; members that are .xz themselves are opened too."""
+    """Yield the texts of all files in a tar archive; .xz members are decompressed."""
     with tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in archive:
             contents = archive.extractfile(member) if member.isreg() else None
@@ -355,12 +396,17 @@ def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, T
                 yield from _xz_texts(contents, where)
             else:
                 yield from _decoded(contents, where, newline="")
-    while stream.read(tarfile.RECORDSIZE):  # to its end, where the decompressor checks its sums
+    while stream.read(
+        tarfile.RECORDSIZE
+    ):  # to the end, where the decompressor verifies its checksums
         pass
 
 
 def _json_texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
-    """Of JSON lines: each a string, or an object whose `text` is one (or a list of paragraphs)."""
+    """Yield the texts of JSON lines.
+
+    A line is a string, or an object whose `text` is a string or a list of paragraphs.
+    """
     for where, value in json_lines(raw, path, bad):
         text: Any = value.get("text") if isinstance(value, dict) else value
         if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):

@@ -1,4 +1,4 @@
-"""Indexes of TFRecords to batches, with a position exact to the record."""
+"""Data loader: batches from indexed TFRecords, with a resumable position exact to the record."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,30 +13,38 @@ from mesh_transformer.data.record_set import Position, RecordSet, Row, random
 from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4
-DRAWN_TOGETHER = 4096  # choices of a set
+DRAWN_TOGETHER = 4096  # choices of a set per random generator
 
 
 class TFRecordNewInputs:
-    """Batches of token records, endlessly or (`repeat=False`) once.
+    """Iterator over batches of token records, endless or (`repeat=False`) over one epoch.
 
-    A batch is what a network trains on: `obs` and `target`, uint32 [*batch_size, T], and, where a
-    set's records tell which tokens bear loss, `loss_mask` (uint8, 1 = bears loss), or which of
-    several texts each is of, `segment_ids` (int32).  Records come in the index's order, or shuffled
-    (see `RecordSet`); those left at a file's end begin the next batch with the next file's (and
-    epoch's), so any batch size gives the same sequence of records.  A background thread reads a
-    few batches ahead.  Raises InputError for whatever is wrong with the files, here or when a
-    record is reached.
+    A batch holds `obs` and `target`, uint32 [*batch_size, T].  If the records of any set say which
+    tokens bear loss, it also has `loss_mask` (uint8, 1 = bears loss); if they hold several texts
+    each, `segment_ids` (int32), the number of the text that a token belongs to.
+
+    Records come in the index's order, or shuffled (see `RecordSet`).  A batch continues into the
+    next file and epoch, so the sequence of records is the same for any batch size.  A background
+    thread reads a few batches ahead.
 
     Args:
-      index_path: an index; or indexes and their weights, which set each record is drawn from.
-        A set of a mixture that has been read begins again, whatever the others do.
+      index_path: the path of an index, or a mixture: a mapping from index paths to the weights by
+        which each record's set is drawn.  An exhausted set of a mixture restarts independently of
+        the others.
+      batch_size: the leading dimensions of a batch.
       sample_size: T.
-      partial: whether, where `repeat` is False, records too few for a batch make a shorter one, of
-        a batch size that is one number.
-      columns: which of the sequences along the last number of the batch size are wanted; records
-        of the others are read, but not looked at.
-      shuffle_buffer: 0 for the index's order, else the records that are shuffled together.
-      seed: what mixture and shuffle are drawn from.
+      n_vocab: the size of the vocabulary, which token ids are checked against.
+      repeat: whether a new epoch follows each one.
+      partial: whether, if `repeat` is False, the last records make a shorter batch when they do not
+        fill one; requires a `batch_size` that is a single number.
+      columns: which indices along the last dimension of `batch_size` to return; the other records
+        are read from disk but not parsed.
+      shuffle_buffer: the number of records that are shuffled together; 0 for the index's order.
+      seed: the seed of mixture and shuffle.
+      restore_state: a `state()` to resume from.
+
+    Raises:
+      InputError: for anything wrong with the files, at construction or when a record is reached.
     """
 
     def __init__(
@@ -55,15 +63,15 @@ class TFRecordNewInputs:
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         weights = {index_path: 1.0} if isinstance(index_path, str) else dict(index_path)
-        wanted = np.arange(int(np.prod(self._shape))).reshape(self._shape)
-        self._wanted = wanted if columns is None else wanted[..., list(columns)]
-        self._once = (index_path, batch_size, sample_size, n_vocab)
+        everything = np.arange(int(np.prod(self._shape))).reshape(self._shape)
+        self._selected = everything if columns is None else everything[..., list(columns)]
+        self._validation_arguments = (index_path, batch_size, sample_size, n_vocab)
         sets = [
             RecordSet(path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed)
             for path in weights
         ]
         if len(sets) == 1 and not partial:
-            sets[0].require(wanted.size)
+            sets[0].require(everything.size)
         self._mixture = Mixture(sets, list(weights.values()), seed)
         self._repeat, self._partial = repeat, partial
         self._place = self._mixture.beginning
@@ -78,46 +86,50 @@ class TFRecordNewInputs:
         return self.get_samples()
 
     def get_samples(self) -> Row:
-        """The next batch; StopIteration after the last one where `repeat` is False."""
+        """Return the next batch; raises StopIteration after the last one if not `repeat`."""
         if self._ahead is None:
             self._ahead = Prefetch(self._batches(), BATCHES_AHEAD)
         batch, self._place = next(self._ahead)
         return batch
 
     def _batches(self) -> Iterator[tuple[Row, "Place"]]:
-        """Full batches, each with the place after it."""
+        """Yield batches, each with the place after it."""
         records = self._mixture.records(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
         while chunk := list(islice(records, count)):
             if len(chunk) < count and not self._partial:
                 return
-            wanted = self._wanted if len(chunk) == count else np.arange(len(chunk))
-            rows = [chunk[at][0]() for at in wanted.flat]
+            selected = self._selected if len(chunk) == count else np.arange(len(chunk))
+            rows = [chunk[at][0]() for at in selected.flat]
             batch = {
-                key: np.stack([row[key] for row in rows]).reshape(*wanted.shape, -1)
+                key: np.stack([row[key] for row in rows]).reshape(*selected.shape, -1)
                 for key in rows[0]
             }
             yield batch, chunk[-1][1]
 
     def sample_once(self) -> "TFRecordNewInputs":
-        """A fresh iterator over one epoch of the same records in their order, for validation."""
-        index_path, batch_size, sample_size, n_vocab = self._once
+        """Return a new iterator over one epoch of the records, unshuffled, for validation."""
+        index_path, batch_size, sample_size, n_vocab = self._validation_arguments
         return TFRecordNewInputs(index_path, batch_size, sample_size, n_vocab=n_vocab, repeat=False)
 
     def state(self) -> dict[str, Any]:
-        """The place after the last batch handed out, as JSON-able numbers and strings.
+        """Return the position after the last returned batch as a JSON-serialisable dict.
 
-        It counts records, so a loader with another batch size continues at the same record.
+        It counts records, so a loader with another batch size resumes at the same record.
         """
         return self._mixture.state(self._place)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which `state` was taken; refuses another index's state."""
+        """Resume after the batch at which `state` was taken.
+
+        Raises:
+          InputError: if the state is of other indexes, another order or another mixture.
+        """
         self.close()
         self._place = self._mixture.checked_place(state)
 
     def close(self) -> None:
-        """End the reading thread; the next batch, if asked for, starts it again."""
+        """Stop the reading thread; requesting another batch starts it again."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead = None
@@ -126,7 +138,10 @@ class TFRecordNewInputs:
 def open_train_set(
     config: Config, batch_size: int, columns: Sequence[int] | None = None
 ) -> TFRecordNewInputs:
-    """What a config trains on, [A, batch_size, T] at a time; for `columns` see there."""
+    """Open a config's training set, in batches of [A, batch_size, T].
+
+    A is the config's `gradient_accumulation_steps`; `columns` is that of `TFRecordNewInputs`.
+    """
     assert config.train_set is not None
     return TFRecordNewInputs(
         config.train_set,
@@ -140,45 +155,52 @@ def open_train_set(
 
 
 class Place(NamedTuple):
-    """Where a mixture is: how many records were drawn, and the position in each of its sets."""
+    """A position in a mixture: the number of records drawn, and the position in each set."""
 
     drawn: int
     positions: tuple[Position, ...]
 
 
 class Mixture:
-    """Records drawn from several sets by weight; from one, simply its records."""
+    """Records drawn at random from several sets by weight, or simply the records of a single set.
+
+    Raises:
+      InputError: at construction, if a weight is negative or all are 0.
+    """
 
     def __init__(self, sets: Sequence[RecordSet], weights: Sequence[float], seed: int):
         self.sets, self.seed = sets, seed
-        self.extras = frozenset[str]().union(*(each.extras for each in sets))
+        self.extras = frozenset[str]().union(*(record_set.extras for record_set in sets))
         total = sum(weights)
-        if total <= 0 or min(weights) < 0:  # no set at all has a total of 0
+        if total <= 0 or min(weights) < 0:  # the total is 0 also if there are no sets
             raise InputError(
-                f"train_set: the weights are {list(weights)}, expected none below 0 and one above"
+                f"train_set: the weights are {list(weights)}, expected none below 0 and one above 0"
             )
         self.shares = np.cumsum(np.array(weights) / total)
-        self.shares[-1] = 1.0  # whatever the sum was rounded to
+        self.shares[-1] = 1.0  # despite the rounding of the sum
         self.beginning = Place(0, (Position(),) * len(sets))
 
     def records(self, place: Place, *, repeat: bool) -> Iterator[tuple[Callable[[], Row], Place]]:
-        """What gives the row of each record from a place on, and the place after it."""
+        """Yield (function returning the row, place after it) for each record from `place` on.
+
+        The record is only parsed when the function is called.
+        """
         drawn, positions = place.drawn, list(place.positions)
         sources = [
-            each.records(position, repeat=repeat)
-            for each, position in zip(self.sets, positions, strict=True)
+            record_set.records(position, repeat=repeat)
+            for record_set, position in zip(self.sets, positions, strict=True)
         ]
         for chosen in self._choices(drawn):
-            found = next(sources[chosen], None)
-            if found is None:
+            drawn_record = next(sources[chosen], None)
+            if drawn_record is None:
                 return
-            record, positions[chosen] = found
+            record, positions[chosen] = drawn_record
             drawn += 1
             row = functools.partial(self.sets[chosen].row, record, self.extras)
             yield row, Place(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
-        """Which set each record comes from, the one after `drawn` others first."""
+        """Yield the number of the set that each record comes from, after the first `drawn`."""
         while True:
             block, past = divmod(drawn, DRAWN_TOGETHER)
             numbers = random(self.seed, "sets", block).random(DRAWN_TOGETHER)
@@ -186,20 +208,24 @@ class Mixture:
             drawn += DRAWN_TOGETHER - past
 
     def state(self, place: Place) -> dict[str, Any]:
-        """A place as JSON-able numbers and strings; of one set it is that set's state."""
-        states = [each.state(at) for each, at in zip(self.sets, place.positions, strict=True)]
+        """Return a place as a JSON-serialisable dict; for a single set it is that set's state."""
+        states = [
+            record_set.state(position)
+            for record_set, position in zip(self.sets, place.positions, strict=True)
+        ]
         return states[0] if len(states) == 1 else {"drawn": place.drawn, "sets": states}
 
     def checked_place(self, state: dict[str, Any]) -> Place:
-        """The place in a saved state, if the state is of these sets."""
+        """Return the place in a saved state; raises InputError if it is not of these sets."""
         states = state.get("sets", [state])
         drawn = state.get("drawn", 0)
         if len(states) != len(self.sets) or not isinstance(drawn, int) or drawn < 0:
             raise InputError(
-                f"the data's position was saved in a mixture of {len(states)} sets, train_set now "
-                f"has {len(self.sets)}; restore its lines, or start anew in another model folder"
+                f"the data position was saved in a mixture of {len(states)} sets, but train_set "
+                f"now has {len(self.sets)}; restore train_set or start over in another model folder"
             )
-        found = (
-            each.checked_position(saved) for each, saved in zip(self.sets, states, strict=True)
+        positions = (
+            record_set.checked_position(saved)
+            for record_set, saved in zip(self.sets, states, strict=True)
         )
-        return Place(drawn, tuple(found))
+        return Place(drawn, tuple(positions))

@@ -1,7 +1,8 @@
-"""Tokenised documents to equal sequences, shuffled and packed anew for each epoch.
+"""Packing of tokenised documents into sequences of equal length, reshuffled for each epoch.
 
-Only numbers are moved: memory holds about 24 bytes per document and 8 per sequence.  A set of
-record files, with its index and manifest, is published complete or not at all.
+Only the numbers of documents and sequences are shuffled: memory holds about 24 bytes per document
+and 8 per sequence.  A set of record files, with its index and manifest, is published completely or
+not at all.
 """
 
 import hashlib
@@ -22,14 +23,14 @@ from mesh_transformer.data.tfrecords import write_records
 
 
 class Order(NamedTuple):
-    """What the sequences are, and in which order.
+    """Options that determine the sequences and their order.
 
     Attributes:
-      length: tokens of a sequence.
-      epochs: how often the text is packed.
-      is_shuffled: or else the documents stay in their order.
-      min_unique_tokens: sequences with fewer different ones are left out.
-      verbose: and then printed.
+      length: tokens per sequence.
+      epochs: how many times the text is packed.
+      is_shuffled: whether documents and sequences are shuffled in each epoch.
+      min_unique_tokens: sequences with fewer distinct tokens are skipped.
+      verbose: whether skipped sequences are printed.
     """
 
     length: int
@@ -40,11 +41,19 @@ class Order(NamedTuple):
 
 
 class Packing:
-    """`carry` and the documents in `order` as one run of tokens, cut into sequences."""
+    """The sequences of an epoch, cut from the concatenation of `carry` and the documents.
+
+    Sequences are read from the corpus on access; `len` is the number of complete ones.
+
+    Args:
+      order: the numbers of the documents, in the order in which they are concatenated.
+      carry: the tokens left over from the previous epoch.
+      length: tokens per sequence.
+    """
 
     def __init__(self, corpus: Corpus, order: np.ndarray, carry: np.ndarray, length: int):
         self.corpus, self.order, self.carry, self.length = corpus, order, carry, length
-        # Part 0 is the carry, part i is document order[i - 1].
+        # The end of each part: part 0 is the carry, part i is document order[i - 1].
         self.ends = len(carry) + np.cumsum(np.concatenate([[0], corpus.sizes[order]]))
 
     def __len__(self) -> int:
@@ -54,7 +63,7 @@ class Packing:
         return self._read(number * self.length, (number + 1) * self.length)
 
     def remainder(self) -> np.ndarray:
-        """The tokens after the last whole sequence."""
+        """Return the tokens after the last complete sequence."""
         return self._read(len(self) * self.length, int(self.ends[-1]))
 
     def _read(self, start: int, stop: int) -> np.ndarray:
@@ -73,9 +82,9 @@ class Packing:
 def sequences(
     corpus: Corpus, order: Order, tokenizer, generator: random.Random
 ) -> Iterator[tuple[Packing, int]]:
-    """The sequences of all epochs in the order to be written: a packing, and a number in it.
+    """Yield the sequences of all epochs in writing order, as (packing, number in the packing).
 
-    They are not read yet, so that those which are written already cost nothing.
+    Their tokens are not read here, so skipping sequences that are already written costs nothing.
     """
     documents = array("q", range(len(corpus.sizes)))
     carry = corpus.tokens[:0]
@@ -92,14 +101,14 @@ def sequences(
 
 
 def select(packing: Packing, order: Order, tokenizer) -> Iterator[int]:
-    """The numbers of the sequences that are varied enough."""
+    """Yield the numbers of the sequences with enough distinct tokens."""
     for number in range(len(packing)):
         if order.min_unique_tokens > 0:
-            found = len(np.unique(packing[number]))
-            if found < order.min_unique_tokens:
+            distinct = len(np.unique(packing[number]))
+            if distinct < order.min_unique_tokens:
                 if order.verbose:
                     text = tokenizer.decode(packing[number])
-                    tqdm.write(f"left out, {found} different tokens: {text!r}")
+                    tqdm.write(f"skipped, {distinct} distinct tokens: {text!r}")
                 continue
         yield number
 
@@ -107,13 +116,20 @@ def select(packing: Packing, order: Order, tokenizer) -> Iterator[int]:
 def write_parts(
     folder: Path, sequences: Iterator[tuple[Packing, int]], most: int | None
 ) -> list[tuple[Path, int]]:
-    """Files of at most so many sequences, and their numbers; those that are there are not made."""
-    found = []
+    """Write sequences to numbered record files in a folder; existing files are kept as they are.
+
+    Args:
+      most: the maximum number of sequences per file; None for a single file.
+
+    Returns:
+      The path and the number of sequences of each file.
+    """
+    parts = []
     with tqdm(desc="writing", unit=" sequences") as bar:
         for number in count():
             first = next(sequences, None)
             if first is None:
-                return found
+                return parts
             part = chain([first], islice(sequences, most - 1 if most else None))
             path = folder / f"{number:05d}.tfrecords"
             if path.exists():
@@ -121,8 +137,8 @@ def write_parts(
                 bar.update(written)
             else:
                 written = write_records(str(path), _read(part, bar))
-            found.append((path, written))
-    return found
+            parts.append((path, written))
+    return parts
 
 
 def _read(part: Iterator[tuple[Packing, int]], bar: tqdm) -> Iterator[Any]:
@@ -132,18 +148,24 @@ def _read(part: Iterator[tuple[Packing, int]], bar: tqdm) -> Iterator[Any]:
 
 
 def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any]) -> Path:
-    """Moves the files to their places, then lists them in the manifest and the index.
+    """Move the record files to their final names, then write the manifest and the index.
 
-    `base` is the set's path without an ending; returned is the index.
+    Args:
+      base: the set's path without an ending.
+      parts: the path and the number of sequences of each record file.
+      manifest: entries of the manifest; the files and the number of sequences are added.
+
+    Returns:
+      The path of the index.
     """
     files = []
     for number, (path, written) in enumerate(parts):
-        which = f"_{number:05d}" if len(parts) > 1 else ""
-        place = base.with_name(f"{base.name}{which}_{written}.tfrecords")
+        part = f"_{number:05d}" if len(parts) > 1 else ""
+        target = base.with_name(f"{base.name}{part}_{written}.tfrecords")
         with open(path, "rb") as raw:
             sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
         size = path.stat().st_size
-        files.append({"name": place.name, "sequences": written, "bytes": size, "sha256": sha256})
+        files.append({"name": target.name, "sequences": written, "bytes": size, "sha256": sha256})
     for (path, _), file in zip(parts, files, strict=True):
         os.replace(path, base.with_name(file["name"]))
     total = sum(written for _, written in parts)

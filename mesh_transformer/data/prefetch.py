@@ -1,4 +1,4 @@
-"""An iterator's items, made ahead of time by a background thread."""
+"""Prefetching: an iterator whose items are produced ahead of time by a background thread."""
 
 import queue
 import threading
@@ -11,17 +11,17 @@ SECONDS_TO_END = 5.0
 
 
 class Prefetch(Generic[Item]):
-    """The same items in the same order, up to `depth` of them made before they are asked for.
+    """Iterator over the items of `items`, with up to `depth` of them produced in advance.
 
-    An exception of the iterator is raised where its item would have come, and ever after.
-    Collecting the object, or `close`, ends the thread.
+    An exception of `items` is raised in place of the item that it prevented, and again on every
+    later call.  The thread ends when the object is closed or garbage-collected.
     """
 
     def __init__(self, items: Iterator[Item], depth: int):
         self._queue: queue.Queue[Item | _End] = queue.Queue(depth)
         self._end: _End | None = None
         stop = threading.Event()
-        # The thread must not hold this object, or the object could never be collected.
+        # The thread must not refer to this object, which could then never be garbage-collected.
         thread = threading.Thread(target=_fill, args=(self._queue, items, stop), daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end_thread, thread, self._queue, stop)
@@ -56,7 +56,11 @@ def _fill(ahead: queue.Queue, items: Iterator, stop: threading.Event) -> None:
 
 
 def _end_thread(thread: threading.Thread, ahead: queue.Queue, stop: threading.Event) -> None:
-    """Have the thread return: it may be waiting for room, or in a slow read that is left alone."""
+    """Stop the thread and wait for it, but at most SECONDS_TO_END seconds.
+
+    The thread may be blocked by a full queue, which is emptied here, or by a slow read, which is
+    not interrupted.
+    """
     stop.set()
     waited = 0.0
     while thread.is_alive() and waited < SECONDS_TO_END:

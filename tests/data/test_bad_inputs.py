@@ -129,7 +129,7 @@ def test_a_bad_line(run, name, kind, reason, line):
     assert status == 0
     # A line end inside a JSON string makes two bad lines of one.
     count = 2 if line.count(b"\n") else 1
-    assert said.endswith(f"; left out: {count} {reason}"), said
+    assert said.endswith(f"; skipped: {count} {reason}"), said
 
 
 TEXT = ("to be or not to be " * 40).encode()
@@ -156,7 +156,7 @@ def test_a_damaged_file(run, name, content):
     assert status == 2
     assert re.match(rf"error: .*{re.escape(name)}\b.*--skip-bad$", said), said
     status, said = run("text", name, content, "--skip-bad")
-    assert (status, "; left out: " in said) == (0, True), said
+    assert (status, "; skipped: " in said) == (0, True), said
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -203,7 +203,7 @@ def test_of_bad_text_its_document_is_left_out(run, tmp_path, monkeypatch, tokeni
         assert re.search(r"document 2 holds the bytes b'\\xff', expected UTF-8", said), said
         status, said = run("text", name, packed, "--skip-bad")
         assert status == 0
-        assert said.endswith("; left out: 2 not UTF-8")
+        assert said.endswith("; skipped: 2 not UTF-8")
         manifest = json.loads((tmp_path / "out" / "set.manifest.json").read_text())
         (source,) = (each for each in manifest["sources"] if each["name"] == name)
         good = [tokenizer.encode(documents[at].decode()) for at in (0, 3)]
@@ -215,7 +215,7 @@ def test_nothing_but_bad_text_is_an_error_that_counts_it(run, tmp_path):
     for kind in GOOD:
         run(kind, "bad.jsonl", b"{\n{\n", "--skip-bad")
         (tmp_path / "in" / "0_good.jsonl").unlink()
-        with pytest.raises(InputError, match=r"\(left out: 2 not JSON\)"):
+        with pytest.raises(InputError, match=r"\(skipped: 2 not JSON\)"):
             SCRIPTS[kind].main([str(tmp_path / "in"), "none", "--skip-bad"])
 
 

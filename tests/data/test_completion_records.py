@@ -77,7 +77,7 @@ BAD = [
     ("[1]", "line 2: expected strings prompt and completion"),
     (
         '{"prompt": "a b c d e f g h i j", "completion": " k l m"}',
-        "line 2: 10 tokens of prompt and 3 of completion, --seq 12 has room for 12 together",
+        "line 2: 10 tokens of prompt and 3 of completion, --seq 12 has room for 12 in total",
     ),
 ]
 
@@ -93,8 +93,8 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, capsys, line, mes
     assert not list(tmp_path.glob("out/*"))
     assert len(create(tmp_path, content, "--skip-bad")) == 2
     out = capsys.readouterr().out
-    assert re.search(rf"left out: .*{message}", out)
-    assert re.search(r"; left out: 1 (not JSON|no pair|too long)$", out.strip())
+    assert re.search(rf"skipped: .*{message}", out)
+    assert re.search(r"; skipped: 1 (not JSON|no pair|too long)$", out.strip())
 
 
 def test_bytes_that_are_no_text_are_left_out_too(tmp_path):

@@ -284,7 +284,9 @@ def test_a_token_outside_the_vocabulary_is_refused(index, files, tmp_path, token
 
 @pytest.mark.parametrize("repeat", [True, False])
 def test_fewer_records_than_one_batch_are_refused(index, repeat):
-    assert "found 13 records in all, one batch needs 14" in refusal(index, (2, 7), repeat=repeat)
+    assert "found 13 records in total, but one batch needs 14" in refusal(
+        index, (2, 7), repeat=repeat
+    )
 
 
 def test_the_state_of_another_index_is_refused(index):

@@ -132,5 +132,5 @@ def test_packed_records_among_others_are_refused(tmp_path):
     mixed = [records(pack=False)[0], records(pack=True)[0]]
     _, index, _ = write_set(str(tmp_path), "mixed", mixed)
     loader = TFRecordNewInputs(str(index), 1, SEQ, repeat=False)
-    with pytest.raises(InputError, match=r"record 1 .* has the feature segment_ids, the first"):
+    with pytest.raises(InputError, match=r"record 1 .* has the feature segment_ids, but the first"):
         list(loader)

@@ -208,8 +208,8 @@ def test_beside_masked_records_others_bear_loss_everywhere(tmp_path):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"input_mask": [0, 1, 2]}, "feature input_mask holds other numbers than 0 and 1"),
-        ({"labels": [1, 2]}, "holds 2 tokens, config key seq 3 needs 3; set seq to 2"),
+        ({"input_mask": [0, 1, 2]}, "feature input_mask has values other than 0 and 1"),
+        ({"labels": [1, 2]}, "holds 2 tokens, but config key seq 3 needs 3; set seq to 2"),
         ({"labels": [1, 2, 50]}, "holds token id 50, outside the vocabulary"),
         ({"input_mask": None}, "has no int64 feature input_mask, found ['input_ids', 'labels']"),
     ],
@@ -229,7 +229,7 @@ def test_bad_masked_records_are_refused(tmp_path, change, line):
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0]])
 def test_weights_that_choose_nothing_are_refused(tmp_path, weights):
     sets = {write_index(tmp_path, f"{n}"): weight for n, weight in enumerate(weights)}
-    with pytest.raises(InputError, match="expected none below 0 and one above"):
+    with pytest.raises(InputError, match="expected none below 0 and one above 0"):
         load(sets)
 
 
@@ -239,17 +239,17 @@ def test_weights_that_choose_nothing_are_refused(tmp_path, weights):
         (
             {},
             {"shuffle_buffer": 3},
-            "with shuffle_buffer 0, now it is shuffle_buffer 3, seed 0",
+            "with shuffle_buffer 0, but the data is now read with shuffle_buffer 3, seed 0",
         ),
         (
             {"shuffle_buffer": 3},
             {},
-            "with shuffle_buffer 3, seed 0, now it is shuffle_buffer 0",
+            "with shuffle_buffer 3, seed 0, but the data is now read with shuffle_buffer 0",
         ),
         (
             {"shuffle_buffer": 3, "seed": 1},
             {"shuffle_buffer": 3},
-            "3, seed 1, now it is shuffle_buffer 3",
+            "3, seed 1, but the data is now read with shuffle_buffer 3",
         ),
     ],
     ids=str,
@@ -264,7 +264,7 @@ def test_a_position_in_another_order_is_refused(tmp_path, before, after, line):
 def test_a_position_in_another_mixture_is_refused(tmp_path):
     a, b = write_index(tmp_path, "a"), write_index(tmp_path, "b", (2, 3))
     state = load({a: 1, b: 1}).state()
-    with pytest.raises(InputError, match="a mixture of 2 sets, train_set now has 1"):
+    with pytest.raises(InputError, match="a mixture of 2 sets, but train_set now has 1"):
         load(a, restore_state=state)
     with pytest.raises(InputError, match="lists other files than when the position was saved"):
         load({b: 1, a: 1}, restore_state=state)

@@ -134,7 +134,7 @@ def test_left_out_sequences_are_printed_when_asked(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("no no no no no no no no " + " ".join(WORDS) * 3)
     create(tmp_path, "--preserve-data-order", "--min-unique-tokens", 4, "--verbose", seq=5)
-    assert "left out, 2 different tokens: 'no no no no no no'" in capsys.readouterr().out
+    assert "skipped, 2 distinct tokens: 'no no no no no no'" in capsys.readouterr().out
 
 
 def tar_of(texts, mode, **options):
@@ -317,7 +317,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
 
 def test_too_little_variety_is_refused(tmp_path, documents):
     write_files(tmp_path / "in", documents)
-    with pytest.raises(InputError, match="with 18 different ones"):
+    with pytest.raises(InputError, match="with at least 18 distinct tokens"):
         create(tmp_path, "--min-unique-tokens", 18)
 
 

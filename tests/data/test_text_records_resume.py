@@ -196,7 +196,7 @@ def test_a_run_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch, source
         create(source, tmp_path / "out")
     changed = change(source)
     options = changed if isinstance(changed, list) else []
-    with pytest.raises(InputError, match=f"was begun with other {named};.*--new$"):
+    with pytest.raises(InputError, match=f"differs from the interrupted one in {named};.*--new$"):
         create(source, tmp_path / "out", *options)
     assert create(source, tmp_path / "out", *options, "--new") == create(
         source, tmp_path / "whole", *options
@@ -216,7 +216,7 @@ def test_progress_that_cannot_be_read_is_refused(tmp_path, monkeypatch, source, 
 def test_two_runs_do_not_make_the_same_set_at_once(tmp_path, source):
     with (
         script.work_folder(tmp_path / "out" / "set.partial", False),
-        pytest.raises(InputError, match="another run is at work there"),
+        pytest.raises(InputError, match="another run is using this folder"),
     ):
         create(source, tmp_path / "out")
 
