@@ -1,41 +1,42 @@
-"""What scripts/benchmark.py measured, for people: lines, or a table's row in docs/benchmarks.md."""
+"""Formats the results of scripts/benchmark.py as text, or as table rows of docs/benchmarks.md."""
 
 from collections.abc import Callable
 from typing import Any
 
 from mesh_transformer.mesh.accelerators import GIB
 
-Cell = tuple[str, Callable[[dict[str, Any]], str]]  # a column's title, and what stands in it
+# A column's title, and the function that formats its cells.
+Cell = tuple[str, Callable[[dict[str, Any]], str]]
 
 
-def lines(found: dict[str, Any]) -> str:
-    """A line for each column of the mode's table, and a profile's operations."""
-    if found["mode"] == "ablate":
-        where = [f"{title}: {text(found)}" for title, text in _WHERE]
-        return "\n".join([*where, header("ablate"), row(found)])
-    cells = [(title, text(found)) for title, text in _cells(found["mode"])]
-    told = [f"{title}: {text}" for title, text in cells]
-    profile = found.get("profile")
+def lines(result: dict[str, Any]) -> str:
+    """Formats a result as one line per column of its mode's table, plus profiled operations."""
+    if result["mode"] == "ablate":
+        where = [f"{title}: {text(result)}" for title, text in _WHERE]
+        return "\n".join([*where, header("ablate"), row(result)])
+    cells = [(title, text(result)) for title, text in _cells(result["mode"])]
+    output = [f"{title}: {text}" for title, text in cells]
+    profile = result.get("profile")
     if profile is not None:
-        told.append(f"the {len(profile)} operations that took longest, of all devices:")
-        told += [
-            f"  {each['share']:6.1%} {each['seconds'] * 1e3:10.2f} ms {each['runs']:7} x "
-            f"{each['name']}"
-            for each in profile
+        output.append(f"the {len(profile)} longest operations, all devices together:")
+        output += [
+            f"  {operation['share']:6.1%} {operation['seconds'] * 1e3:10.2f} ms "
+            f"{operation['runs']:7} x {operation['name']}"
+            for operation in profile
         ]
-    return "\n".join(told)
+    return "\n".join(output)
 
 
-def row(found: dict[str, Any]) -> str:
-    """A row of the mode's table in Markdown, or a row for each variant of an ablation."""
-    if found["mode"] == "ablate":
-        told = (_row(text(each) for _, text in _OF_VARIANT) for each in found["variants"])
-        return "\n".join(told)
-    return _row(text(found) for _, text in _cells(found["mode"]))
+def row(result: dict[str, Any]) -> str:
+    """Formats a result as a row of its mode's Markdown table; an ablation has a row per variant."""
+    if result["mode"] == "ablate":
+        rows = (_row(text(variant) for _, text in _OF_VARIANT) for variant in result["variants"])
+        return "\n".join(rows)
+    return _row(text(result) for _, text in _cells(result["mode"]))
 
 
 def header(mode: str) -> str:
-    """The two lines above those rows."""
+    """Returns the two header lines of a mode's Markdown table."""
     titles = [title for title, _ in _cells(mode)]
     return f"{_row(titles)}\n{_row('---' for _ in titles)}"
 
@@ -45,33 +46,38 @@ def _row(cells: Any) -> str:
 
 
 def _cells(mode: str) -> list[Cell]:
+    """Returns the columns of a mode's table."""
     if mode == "ablate":
         return _OF_VARIANT
-    return [*_WHERE, *_OF_MODE[mode], ("command", lambda found: f"`{found['command']}`")]
+    return [*_WHERE, *_OF_MODE[mode], ("command", lambda result: f"`{result['command']}`")]
 
 
-def _versions(found: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+def _versions(result: dict[str, Any]) -> str:
+    """Formats the versions of JAX and Python."""
+    return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
 
 
-def _shape(found: dict[str, Any]) -> str:
-    config = found["config"]
+def _shape(result: dict[str, Any]) -> str:
+    """Formats the size of the model and of its batch, and the settings that affect speed."""
+    config = result["config"]
     return (
-        f"{found['parameters'] / 1e9:.3g}B, {config['per_replica_batch']} x "
+        f"{result['parameters'] / 1e9:.3g}B, {config['per_replica_batch']} x "
         f"{config['gradient_accumulation_steps']} x {config['seq']}, {config['dtype']}, remat "
         f"{config['remat']}, {config['partitioning']}, ZeRO {config['zero']}"
     )
 
 
 def _share(value: float | None) -> str:
+    """Formats a fraction of the peak as a percentage."""
     return "peak unknown" if value is None else f"{value:.1%}"
 
 
-def _limits(found: dict[str, Any]) -> str:
-    limits = found["limits"]
+def _limits(result: dict[str, Any]) -> str:
+    """Formats the peak and bandwidth that speeds are compared with."""
+    limits = result["limits"]
     if limits is None:
         return "unknown; give --hardware"
-    peak = found.get("peak_flops") or limits["flops"]
+    peak = result.get("peak_flops") or limits["flops"]
     return (
         f"{peak / 1e12:,.3g} TFLOP/s, {limits['bandwidth'] / 1e9:,.4g} GB/s "
         f"({limits['hardware']}: {limits['source']})"
@@ -79,12 +85,12 @@ def _limits(found: dict[str, Any]) -> str:
 
 
 _WHERE: list[Cell] = [
-    ("date", lambda found: found["date"]),
-    ("hardware", lambda found: found["device"]),
+    ("date", lambda result: result["date"]),
+    ("hardware", lambda result: result["device"]),
     ("versions", _versions),
     ("model, batch x microbatches x sequence", _shape),
-    ("dp x mp", lambda found: f"{found['dp']} x {found['mp']}"),
-    ("peak used", _limits),
+    ("dp x mp", lambda result: f"{result['dp']} x {result['mp']}"),
+    ("hardware peak", _limits),
 ]
 _OF_MODE: dict[str, list[Cell]] = {
     "train": [
@@ -98,25 +104,25 @@ _OF_MODE: dict[str, list[Cell]] = {
         ("MFU", lambda f: _share(f["speed"]["mfu"])),
         ("HFU", lambda f: _share(f["speed"]["hfu"])),
         (
-            "peak memory of a device",
+            "peak memory per device",
             lambda f: f"{f['peak_bytes'] / GIB:.2f} GiB ({f['peak_bytes_source']})",
         ),
     ],
     "decode": [
         ("rows, prompt", lambda f: f"{f['rows']}, {f['prompt']}"),
         ("prefill (ms)", lambda f: f"{f['prefill_seconds'] * 1e3:.1f}"),
-        ("a token (ms)", lambda f: f"{f['token_seconds'] * 1e3:.2f}"),
+        ("per token (ms)", lambda f: f"{f['token_seconds'] * 1e3:.2f}"),
         ("tokens/s", lambda f: f"{f['tokens_per_second']:,.1f}"),
         (
-            "read for a token (weights + cache)",
+            "read per token (weights + cache)",
             lambda f: f"{f['weight_bytes'] / 1e6:,.1f} + {f['cache_bytes'] / 1e6:,.1f} MB",
         ),
-        ("share of the bandwidth's limit", lambda f: _share(f["share_of_limit"])),
+        ("share of bandwidth limit", lambda f: _share(f["share_of_limit"])),
     ],
     "checkpoint": [
         ("state", lambda f: f"{f['state_bytes'] / GIB:.2f} GiB"),
         (
-            "save, until training may go on (s)",
+            "save, training blocked (s)",
             lambda f: f"{f['save_seconds']:.2f}, {f['blocked_seconds']:.2f}",
         ),
         (
@@ -132,13 +138,13 @@ _OF_MODE: dict[str, list[Cell]] = {
     "loader": [
         ("records/s", lambda f: f"{f['records_per_second']:,.0f}"),
         ("tokens/s", lambda f: f"{f['tokens_per_second']:,.0f}"),
-        ("times tf.data", lambda f: f"{f['times_as_fast_as_tf_data']:.2f}"),
+        ("times as fast as tf.data", lambda f: f"{f['times_as_fast_as_tf_data']:.2f}"),
         (
-            "tokens/s of a step at the peak",
+            "training tokens/s at peak FLOP/s",
             lambda f: f"{f['most_tokens_per_second_of_a_step'] or float('nan'):,.0f}",
         ),
         (
-            "resume behind all records, near the first (ms)",
+            "resume after all records, near the first (ms)",
             lambda f: f"{f['resume_seconds'] * 1e3:.1f}, {f['resume_seconds_at_first'] * 1e3:.1f}",
         ),
     ],
@@ -147,14 +153,14 @@ _OF_VARIANT: list[Cell] = [
     ("train step", lambda v: v["name"]),
     ("ms", lambda v: f"{v['step_seconds'] * 1e3:.1f}"),
     (
-        "times the first (lowest to highest)",
+        "relative time (lowest to highest)",
         lambda v: f"{v['ratio']:.2f} ({min(v['ratios']):.2f} to {max(v['ratios']):.2f})",
     ),
     ("temporaries (MiB)", lambda v: f"{v['temporary_bytes'] / 2**20:.1f}"),
-    ("whole memory (MiB)", lambda v: f"{v['memory_bytes'] / 2**20:.1f}"),
+    ("total memory (MiB)", lambda v: f"{v['memory_bytes'] / 2**20:.1f}"),
     (
         "all-reduces, MB",
         lambda v: f"{v['all_reduces']}, {v['all_reduced_bytes'] / 1e6:.1f}",
     ),
-    ("compiled in (s)", lambda v: f"{v['compile_seconds']:.1f}"),
+    ("compile (s)", lambda v: f"{v['compile_seconds']:.1f}"),
 ]
