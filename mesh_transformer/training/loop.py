@@ -1,6 +1,7 @@
-"""The one training loop: resume, train, validate, save, log.
+"""The training loop: resume, train, validate, save and log.
 
-It knows a network by its methods only (`TrainableNetwork`): one process and a pod run the same.
+It uses a network only through the interface `TrainableNetwork`, so it is the same for one process
+and for a pod.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock,
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
-MOST_STEPS_BETWEEN_SAVES = 8  # while saving fails
+MOST_STEPS_BETWEEN_SAVES = 8  # between attempts to save, while saving fails
 
 
 NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
@@ -37,18 +38,21 @@ def train(
     tune_model_path: str | None = None,
     fresh_opt: bool = False,
 ) -> None:
-    """Trains until the global step is `max_steps` (default: the config's `total_steps`).
+    """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
-    Goes on from the newest checkpoint in `folder`; without one starts from the weights at
-    `tune_model_path`, or from fresh ones; where the base of adapters has moved since, that path
-    replaces the recorded one.  Saves every `ckpt_every` steps, at the end, before any error that
-    ends it, and on SIGTERM, Ctrl-C or SIGHUP (its terminal closes), after which it returns.  A save
-    that fails is reported and tried again while training goes on.  No other process may write to
-    `folder` meanwhile.
+    Training resumes from the newest checkpoint in `folder`.  Without one it starts from the weights
+    at `tune_model_path` (with `fresh_opt`, not from its Adam moments), or from fresh ones.  When a
+    run of adapters resumes, `tune_model_path` is where to find their base if it has moved.
+
+    Checkpoints are saved every `ckpt_every` steps, at the end, before any error but a StoppedError
+    ends training, and on SIGTERM, Ctrl-C or SIGHUP (the terminal closes), after which `train`
+    returns.  A failed save is reported and retried while training continues.  No other process may
+    write to `folder` meanwhile.
 
     Raises:
-      InputError: for input that cannot be used, and where the last save fails twice.
-      StoppedError: at a non-finite loss; nothing is saved after it.
+      InputError: if an input cannot be used, or if the last save fails twice.
+      StoppedError: if a loss or gradient norm is not finite; nothing is saved from that step on.
+      HostError: if a host fails; a StoppedError if that happens after a signal.
     """
     config, folder = network.config, local_path(folder)
     total = config.total_steps if max_steps is None else max_steps
@@ -65,13 +69,13 @@ def train(
                 _train(network, folder, total, tune_model_path, fresh_opt, received)
                 saved = True
         except HostError as error:
-            if saved:  # and a host failed in closing: nothing is lost
+            if saved:  # the host failed while closing: nothing is lost
                 return
             if not received:
                 raise
             raise StoppedError(
                 f"{signal.Signals(received[0]).name}: stopped, but not saved: {error}; start again "
-                "to go on from the newest checkpoint"
+                "to resume from the newest checkpoint"
             ) from None
 
 
@@ -83,19 +87,19 @@ def _train(
     fresh_opt: bool,
     received: list[int],
 ) -> None:
-    """Trains until step `total`, or until a signal is `received`; what is done is saved then."""
+    """Train until step `total` or until a signal is `received`, and save."""
     config = network.config
     val_sets = {} if config.val_batches == 0 else config.val_set
-    asked = harness.opened(config)
+    eval_tasks = harness.opened(config)
     with contextlib.closing(network.open_train_set()) as loader:
-        for path in val_sets.values():  # says now, not after hours, what is wrong with it
+        for path in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, path).close()
         network.claim(folder)
         aux = network.restore(folder, tune_model_path)
         if aux is None:
             start_weights(network, tune_model_path, fresh_opt)
             aux = {}
-        unscored = _unscored(folder, network, bool(val_sets or asked)) if aux else None
+        unscored = _unscored(folder, network, bool(val_sets or eval_tasks)) if aux else None
         if network.step >= total and unscored is None:
             print(f"{folder} is at step {network.step} of {total}: nothing left to train")
             return
@@ -107,13 +111,13 @@ def _train(
         logged = network.step - (unscored is not None)
         log = MetricsLog(folder, config, logged, aux.get("wandb"))
         with contextlib.closing(log):
-            run = _Run(network, folder, loader, val_sets, asked, log, noise, total, logged)
+            run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, total, logged)
             run.run(received, unscored)
 
 
-def _unscored(folder: str, network: TrainableNetwork, scores: bool) -> dict[str, Any] | None:
-    """The row of the step restored, where the scores that are due in it are missing."""
-    if not scores or network.step % network.config.val_every:
+def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:
+    """Return the restored step's row if scores are due at that step but missing from the row."""
+    if not has_scores or network.step % network.config.val_every:
         return None
     row = row_of(folder, network.step)
     missing = row is not None and not any(name.startswith(("val/", "eval/")) for name in row)
@@ -122,11 +126,11 @@ def _unscored(folder: str, network: TrainableNetwork, scores: bool) -> dict[str,
 
 @contextlib.contextmanager
 def closing(network: NetworkLike) -> Iterator[NetworkLike]:
-    """Closes a network in the end, which waits for its last save, unless the user will not wait."""
+    """Close a network at the end, waiting for its last save unless a second signal arrives."""
     wait = True
     try:
         yield network
-    except (KeyboardInterrupt, SystemExit):  # a second signal: the first one is `received`
+    except (KeyboardInterrupt, SystemExit):  # a second signal; the first is only recorded
         wait = False
         raise
     finally:
@@ -135,7 +139,7 @@ def closing(network: NetworkLike) -> Iterator[NetworkLike]:
 
 
 def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) -> None:
-    """Gives the network the weights at `path`, or fresh ones."""
+    """Load the weights at `path` into the network, or initialize fresh ones if it is None."""
     if path is None:
         network.init()
     else:
@@ -144,38 +148,39 @@ def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM, Ctrl-C and SIGHUP; after one, the first two do what they did before.
+    """Collect the numbers of received SIGTERM, Ctrl-C and SIGHUP in a list.
 
-    Ctrl-C then raises KeyboardInterrupt, so that whoever has made a TPU still deletes it.  It
-    may: a save that is under way leaves the checkpoint before it good.
+    After the first signal, SIGTERM and Ctrl-C have their previous handlers again.  A second Ctrl-C
+    raises KeyboardInterrupt, so that the code which created a TPU still deletes it.  This is safe:
+    an interrupted save leaves the previous checkpoint intact.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received  # Python takes signals on its main thread alone.
+        yield received  # Python handles signals only on its main thread.
         return
     stops: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
-    before: dict[int, Any] = {each: signal.getsignal(each) for each in (*stops, signal.SIGHUP)}
-    if before[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
-        del before[signal.SIGHUP]
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (*stops, signal.SIGHUP)}
+    if handlers[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
+        del handlers[signal.SIGHUP]
 
     def restore(numbers: Iterable[int]) -> None:
         for number in numbers:
-            signal.signal(number, before[number])
+            signal.signal(number, handlers[number])
 
     def receive(number: int, frame: object) -> None:
         received.append(number)
-        restore(stops)  # but a terminal that closes may send SIGHUP twice
+        restore(stops)  # not SIGHUP: a closing terminal may send it twice
 
-    for number in before:
+    for number in handlers:
         signal.signal(number, receive)
     try:
         yield received
     finally:
-        restore(before)
+        restore(handlers)
 
 
 class _Run:
-    """One call of `train`: what the loop shares."""
+    """One call of `train`, with the state that its steps share."""
 
     def __init__(
         self,
@@ -183,7 +188,7 @@ class _Run:
         folder: str,
         loader: TrainSet,
         val_sets: dict[str, str],
-        asked: harness.Harness | None,
+        eval_tasks: harness.Harness | None,
         log: MetricsLog,
         noise: NoiseScale,
         total: int,
@@ -194,24 +199,24 @@ class _Run:
         self.folder = folder
         self.loader = loader
         self.val_sets = val_sets
-        self.harness = asked
+        self.eval_tasks = eval_tasks
         self.log = log
         self.noise = noise
         self.total = total
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
-        self.saved = network.step  # the step of the newest checkpoint, or where we began
-        self.saving = False  # whether it may still be under way
-        self.save_pause = 0  # steps between tries to save, once one has failed
+        self.saved = network.step  # step of the newest checkpoint, or of the start of this run
+        self.saving = False  # whether the last save may still be in progress
+        self.save_pause = 0  # steps between attempts to save, after a failure
         self.save_again_at: int | None = None
         self.peak = network.peak_flops
         self.clock = StepClock()
         self.bar = tqdm(total=total, initial=logged, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
-        """Trains until the last step, or until a signal is `received`.
+        """Train until the last step or until a signal is `received`, and save.
 
         Args:
-          unscored: the row of the step restored, if a signal cut its scores short.
+          unscored: the restored step's row, if its scoring was interrupted.
         """
         with self.bar:
             try:
@@ -219,7 +224,7 @@ class _Run:
                     self._score(unscored, received)
                 while self.network.step < self.total and not received:
                     self._step(received)
-            except StoppedError:  # of a loss that is not finite, or of hosts that are gone
+            except StoppedError:  # a non-finite loss or lost hosts: do not save
                 raise
             except Exception as error:
                 self._save_before(error)
@@ -228,16 +233,16 @@ class _Run:
         if received:
             name, step = signal.Signals(received[0]).name, self.network.step
             where = f"and saved at step {step}" if step else "before the first step"
-            print(f"{name}: stopped {where}; start again to go on")
+            print(f"{name}: stopped {where}; start again to resume")
 
     def _step(self, received: list[int]) -> None:
-        """One update, and what is due after it."""
+        """Run one update, and the validation and save that are due after it."""
         network, config = self.network, self.config
         sample = self.loader.get_samples()
         metrics = network.train(sample)
         self.pending.append((network.step, metrics))
         self._log(self._rows(IN_FLIGHT))
-        if network.step % config.val_every == 0 and (self.val_sets or self.harness):
+        if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
             self._validate(received)
         if network.save_failed and (error := self._failure_of_save()) is not None:
             self._save_later(error)
@@ -245,42 +250,43 @@ class _Run:
             self._save()
 
     def _finish(self) -> None:
-        """Saves the last step; InputError where a second attempt fails too."""
+        """Save the last step; raise InputError if a second attempt fails too."""
         self._log(self._rows(0))
         if (error := self._failure_of_save()) is None and self.network.step != self.saved:
             error = self._failure_of(self._begin_save) or self._failure_of_save()
         if error is not None:
-            self._report(f"{error}; trying once more")
+            self._report(f"{error}; retrying once")
             self._begin_save()
             self.network.wait()
         self.log.upload()
 
     def _save_before(self, error: Exception) -> None:
-        """Saves what is done before an error ends the run: it resumes from there."""
+        """Save before an error ends the run, so that it can resume from this step."""
         try:
             self._finish()
-        except Exception as second:
-            self._report(f"not saved before the run ends: {second}")
+        except Exception as save_error:
+            self._report(f"not saved before the run ends: {save_error}")
 
     def _rows(self, left: int) -> Iterator[dict[str, float]]:
-        """The rows of all but the `left` newest steps; waits for their losses.
+        """Return the rows of all but the `left` newest steps, waiting for their metrics.
 
-        The rows before one that raises can still be logged: they are made one by one.
+        They are built lazily, so that the rows before one that raises can still be logged.
         """
         read = []
         while len(self.pending) > left:
-            step, found = self.pending.popleft()
-            values = {name: float(value) for name, value in found.items()}
+            step, metrics = self.pending.popleft()
+            values = {name: float(value) for name, value in metrics.items()}
             self.clock.look(self.pending, read=1)
             read.append((step, values, self.clock.take()))
         self.clock.look(self.pending)
-        return (self._row(*each) for each in read)
+        return (self._row(*measured) for measured in read)
 
     def _row(self, step: int, values: dict[str, float], seconds: float) -> dict[str, float]:
+        """Return a step's row; raise StoppedError if its loss or gradient norm is not finite."""
         if not math.isfinite(values["loss"] + values["grad_norm"]):
             raise StoppedError(
                 f"step {step}: loss is {values['loss']}, gradient norm {values['grad_norm']}; "
-                f"checkpoints in {self.folder} are from before it: lower lr or look at the data"
+                f"checkpoints in {self.folder} are from earlier steps; lower lr or check the data"
             )
         row: dict[str, float] = {"step": step}
         for name in ("loss", "last_loss", "grad_norm", "learning_rate"):
@@ -303,19 +309,20 @@ class _Run:
             self.bar.update()
 
     def _validate(self, received: list[int]) -> None:
-        """Logs all rows, the newest step's with how well the network does."""
+        """Score the network, and log all pending rows, the newest one with the scores."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
         self._score(next(rows), received)
 
     def _score(self, newest: dict[str, Any], received: list[int]) -> None:
-        """Adds to the newest step's row how well the network does, and logs it.
+        """Add scores of validation sets and lm-eval tasks to the newest step's row, and log it.
 
-        At a signal, or an error, it is logged without: the run that resumes scores the step again.
+        If a signal or an error interrupts the scoring, the row is logged without scores, and the
+        resumed run scores the step again.
         """
         scores: dict[str, float] = {}
-        told = []
+        summary = []
 
         def stopped() -> bool:
             return bool(received)
@@ -324,27 +331,27 @@ class _Run:
             for name, path in self.val_sets.items():
                 loss = validation.score(self.network, path, stopped=stopped).loss
                 scores[f"val/loss_{name}"] = loss
-                told.append(f"validation loss {name} {loss:.4f}")
-            if self.harness:
-                results = self.harness.results(self.network, stopped)
+                summary.append(f"validation loss {name} {loss:.4f}")
+            if self.eval_tasks:
+                results = self.eval_tasks.results(self.network, stopped)
                 if results is None:
                     raise validation.StoppedScoringError
-                found = harness.numbers(results)
-                scores |= {f"eval/{name}": value for name, value in found.items()}
-                told += [f"{name} {value:.4f}" for name, value in found.items()]
+                task_scores = harness.numbers(results)
+                scores |= {f"eval/{name}": value for name, value in task_scores.items()}
+                summary += [f"{name} {value:.4f}" for name, value in task_scores.items()]
             newest = newest | scores
         except validation.StoppedScoringError:
-            told = []
+            summary = []
         finally:
             self._log([newest])
-        if told:
-            self.bar.write(f"step {self.network.step}: {', '.join(told)}")
+        if summary:
+            self.bar.write(f"step {self.network.step}: {', '.join(summary)}")
         self.clock.restart()
 
     def _save(self) -> None:
-        """Begins to write a checkpoint of this step; one that fails is tried again later."""
-        self._log(self._rows(0))  # a non-finite loss shows before it can be saved
-        # First the last one: its failure must not keep this one from being tried.
+        """Start saving a checkpoint of this step; a failed save is retried later."""
+        self._log(self._rows(0))  # raises before a non-finite loss can be saved
+        # Wait for the previous save first: its failure must not prevent this one.
         error = self._failure_of_save()
         if error is not None:
             self._report(str(error))
@@ -355,7 +362,7 @@ class _Run:
                 self._save_later(error)
 
     def _begin_save(self) -> None:
-        """Begins to write a checkpoint, loader position and averages with it."""
+        """Start saving a checkpoint with the loader's position, noise averages and wandb id."""
         aux = {
             "loader": self.loader.state(),
             "noise": self.noise.state(),
@@ -367,7 +374,7 @@ class _Run:
         self.clock.restart()
 
     def _failure_of_save(self) -> InputError | None:
-        """Waits for the save under way, if there is one; why it failed, if it did."""
+        """Wait for a save in progress; return its error if it failed, else None."""
         if not self.saving:
             return None
         error = self._failure_of(self.network.wait)
@@ -379,18 +386,20 @@ class _Run:
         return error
 
     @staticmethod
-    def _failure_of(act: Callable[[], None]) -> InputError | None:
+    def _failure_of(action: Callable[[], None]) -> InputError | None:
         try:
-            act()
+            action()
         except InputError as error:
             return error
         return None
 
     def _save_later(self, error: InputError) -> None:
-        """After a save that failed, sets the next try: at the next step, then ever later."""
+        """Schedule a save after a failed one: at the next step, then after increasing pauses."""
         self.save_pause = min(2 * self.save_pause or 1, MOST_STEPS_BETWEEN_SAVES)
         self.save_again_at = self.network.step + self.save_pause
-        self._report(f"{error}; the run goes on, and saves again at step {self.save_again_at}")
+        self._report(
+            f"{error}; training continues, next attempt to save at step {self.save_again_at}"
+        )
 
     def _report(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)

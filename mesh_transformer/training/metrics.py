@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, wandb, step times and the gradient noise scale."""
+"""Metrics of a run: metrics.jsonl, wandb, step times and the gradient noise scale."""
 
 import json
 import math
@@ -21,28 +21,29 @@ from mesh_transformer.training.wandb_upload import WandbUpload
 from mesh_transformer.util import InputError
 
 NAME = "metrics.jsonl"
-CLOSE_SECONDS = 30.0  # for the last upload, while the run waits
-RETRY_SECONDS = (1.0, 60.0)  # between uploads that fail: at first, at most
+CLOSE_SECONDS = 30.0  # longest wait for the last upload
+RETRY_SECONDS = (1.0, 60.0)  # first and longest pause after a failed upload
 
 
 class MetricsLog:
-    """One JSON object per update in the model folder's metrics.jsonl, and the same to wandb.
+    """A log with one JSON object per update, in the model folder's metrics.jsonl and on wandb.
 
-    For a URI the file is kept under `runs/` here and uploaded in the background at every checkpoint
-    (`upload`).  Nothing that goes wrong after the start ends or delays the run: it is reported
-    once and tried again.  Rows that the disk has no room for are kept until it has.
+    If the model folder is a URI, the file is kept locally under `runs/` and uploaded in the
+    background at every checkpoint (`upload`).  After the log is opened, no failure ends or delays
+    the run: it is reported once, and the operation is retried.  Rows that do not fit on the disk
+    are kept in memory until they do.
     """
 
     def __init__(self, folder: str, config: Config, restored_step: int, wandb_id: str | None):
-        """Opens the log to continue after `restored_step`; later rows are cut.
+        """Open the log to continue after `restored_step`; rows of later steps are removed.
 
         Args:
-          wandb_id: the run to resume there, None for a new one.
+          wandb_id: the wandb run to resume; None for a new one.
 
         Raises:
-          InputError: where the file cannot be written, or what is there cannot be read.
+          InputError: if the file cannot be written, or an existing one cannot be read.
         """
-        self.path, remote = _places(folder)
+        self.path, remote = _paths(folder)
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             _replace(self.path, _rows_so_far(self.path, remote, restored_step))
@@ -61,17 +62,20 @@ class MetricsLog:
             self._wandb = WandbUpload(self.path, config, self.wandb_id, restored_step)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row; it is on the disk's side when this returns, if there is room."""
+        """Append a row, and hand it to the operating system unless the disk is full."""
         self._unwritten.append(json.dumps(row) + "\n")
         try:
             self._flush()
         except OSError as error:
             if not self._failing:
-                _say(f"{self.path}: {error.strerror}; training continues, its metrics are kept")
+                _print_error(
+                    f"{self.path}: {error.strerror}; "
+                    "training continues, its metrics are kept in memory"
+                )
             self._failing = True
 
     def _flush(self) -> None:
-        """Writes the rows kept; of a row that does not fit no part is left."""
+        """Write the pending rows; if they do not fit, no part of a row is left in the file."""
         content = "".join(self._unwritten).encode()
         try:
             done = 0
@@ -85,16 +89,16 @@ class MetricsLog:
         self._failing = False
 
     def upload(self) -> None:
-        """Has the file copied to a remote model folder; nothing to do for a local one."""
+        """Request an upload to the remote model folder; do nothing if the folder is local."""
         if self._uploads is not None:
             self._uploads.request()
 
     def close(self) -> None:
-        """Ends the file, the uploads and the wandb run; waits some seconds for them."""
+        """Close the file, the uploads and the wandb run, waiting a limited time for them."""
         try:
             self._flush()
         except OSError as error:
-            _say(f"{self.path}: {error.strerror}; {len(self._unwritten)} rows are lost")
+            _print_error(f"{self.path}: {error.strerror}; {len(self._unwritten)} rows are lost")
         os.close(self._file)
         if self._uploads is not None:
             self._uploads.close()
@@ -103,19 +107,19 @@ class MetricsLog:
 
 
 def row_of(folder: str, step: int) -> dict[str, Any] | None:
-    """What the metrics in a model folder say of a step, if they do.
+    """Return the row of a step from a model folder's metrics, or None if they have none.
 
     Raises:
-      InputError: where they cannot be read.
+      InputError: if the metrics cannot be read.
     """
-    path, remote = _places(folder)
+    path, remote = _paths(folder)
     rows = _rows_so_far(path, remote, step)
     last = json.loads(rows[-1]) if rows else {"step": None}
     return last if last["step"] == step else None
 
 
-def _places(folder: str) -> tuple[str, epath.Path | None]:
-    """The metrics' file here, and the one in a remote model folder."""
+def _paths(folder: str) -> tuple[str, epath.Path | None]:
+    """Return the local path of the metrics file, and the remote one if `folder` is a URI."""
     folder = local_path(folder)
     if not is_uri(folder):
         return os.path.join(folder, NAME), None
@@ -123,9 +127,10 @@ def _places(folder: str) -> tuple[str, epath.Path | None]:
 
 
 def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
-    """The rows up to step `last`, of the copy here or of the remote one: the one that has more.
+    """Return the rows up to step `last` from the local or the remote copy.
 
-    A copy here may be of a time before another machine went on with the run.
+    The copy that reaches the later step is used, the remote one if both reach the same.  The local
+    copy is outdated if another machine has continued the run since.
     """
     copies = []
     if os.path.exists(path):
@@ -139,13 +144,13 @@ def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
 
 
 def _kept(text: str, last: int) -> tuple[list[str], int]:
-    """A file's lines up to step `last`, less a torn one, and the greatest step in them."""
+    """Return the complete lines up to step `last`, and the greatest step among them."""
     kept, reached = [], 0
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            continue  # the process was killed while it wrote this
+            continue  # the process was killed while writing this line
         if row["step"] <= last:
             kept.append(line + "\n")
             reached = max(reached, row["step"])
@@ -153,106 +158,113 @@ def _kept(text: str, last: int) -> tuple[list[str], int]:
 
 
 def _replace(path: str, lines: Sequence[str]) -> None:
-    """Puts these lines into a file, whole or not at all."""
+    """Replace the content of a file atomically."""
     with open(path + ".tmp", "w", encoding="utf-8") as file:
         file.writelines(lines)
     os.replace(path + ".tmp", path)
 
 
 class _Uploads:
-    """Copies a file to its place in a bucket when asked, in a thread, until it succeeds."""
+    """Uploads of a file to a bucket on request, in a thread that retries until it succeeds."""
 
     def __init__(self, path: str, remote: epath.Path):
         self._path, self._remote = path, remote
         self._wake = threading.Condition()
-        self._wanted = self._closing = False
+        self._requested = self._closing = False
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
 
     def request(self) -> None:
         with self._wake:
-            self._wanted = True
+            self._requested = True
             self._wake.notify()
 
     def close(self) -> None:
-        """Copies what was asked for; gives up after some seconds."""
+        """Finish a requested upload; give up after `CLOSE_SECONDS`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            _say(f"{self._remote}: not uploaded; the metrics are in {self._path}")
+            _print_error(f"{self._remote}: not uploaded; the metrics are in {self._path}")
 
     def _run(self) -> None:
         pause, warned = RETRY_SECONDS[0], False
         while True:
             with self._wake:
-                while not (self._wanted or self._closing):
+                while not (self._requested or self._closing):
                     self._wake.wait()
-                if not self._wanted:
+                if not self._requested:
                     return
-                self._wanted = False
+                self._requested = False
             try:
                 self._remote.write_bytes(epath.Path(self._path).read_bytes())
                 pause = RETRY_SECONDS[0]
-            except Exception as error:  # each storage raises its own kinds
+            except Exception as error:  # every kind of storage raises its own exceptions
                 if not warned:
-                    _say(f"{self._remote}: cannot be written ({reason(error)}); trying again")
+                    _print_error(f"{self._remote}: cannot be written ({reason(error)}); retrying")
                 warned = True
                 with self._wake:
-                    self._wanted = True
+                    self._requested = True
                     self._wake.wait(pause)
                 pause = min(2 * pause, RETRY_SECONDS[1])
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
 class StepClock:
-    """How long each of the steps under way takes, by when it ends and not by when it is read.
+    """Times of steps in flight, measured when a step finishes, not when its metrics are read.
 
-    The time between two looks is shared out over the steps that were seen to end between them, so
-    that the seconds of all steps add up to the time from `restart` to the end of the last one.
+    The time between two calls of `look` is divided equally among the steps that finished in
+    between, so the seconds of all steps add up to the time from `restart` to the end of the last.
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque()  # of steps that have ended and are not taken
+        self._seconds: deque[float] = deque()  # of finished steps that were not taken yet
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew, where no step is under way."""
+        """Restart the clock; no step may be in flight."""
         self._last = time.perf_counter()
 
     def look(self, unread: Iterable[tuple[int, Mapping[str, Any]]], *, read: int = 0) -> int:
-        """Sees which steps have ended; how many of the `unread` ones, which it returns.
+        """Record which steps have finished; return how many of `unread` have.
 
-        Those are (step, measurements) in order, of which the `loss` has `is_ready`.  The `read`
-        steps before them have, and their seconds are still to be taken.
+        Args:
+          unread: steps whose metrics have not been read, as (step, metrics) in order; the metric
+            `loss` has a method `is_ready`.
+          read: number of steps before these whose metrics have been read, so that they have
+            finished, but whose seconds have not been taken.
         """
-        ended = sum(1 for _ in takewhile(lambda each: each[1]["loss"].is_ready(), unread))
-        new = read + ended - len(self._seconds)
+        finished = sum(1 for _ in takewhile(lambda step: step[1]["loss"].is_ready(), unread))
+        new = read + finished - len(self._seconds)
         if new > 0:
             now = time.perf_counter()
             self._seconds.extend([(now - self._last) / new] * new)
             self._last = now
-        return ended
+        return finished
 
     def take(self) -> float:
-        """The seconds of the oldest step that has ended."""
+        """Return the seconds of the oldest finished step that was not taken yet."""
         return self._seconds.popleft()
 
 
 class NoiseScale:
     """The gradient noise scale (McCandlish 2018, appendix A), averaged over steps.
 
-    From the squared norms of gradients of a small and a big batch come unbiased estimates of the
-    true gradient's squared norm and of the trace of its covariance; each is averaged before
+    The squared norms of gradients of a small and a big batch give unbiased estimates of the true
+    gradient's squared norm and of the trace of its covariance.  Each estimate is averaged before
     their ratio is taken, since a ratio of noisy numbers is biased.
+
+    Args:
+      alpha: weight of the newest step in the moving averages.
+      small: the small batch size, in sequences.
+      big: the big batch size, in sequences; if it equals `small`, there is no estimate.
     """
 
     def __init__(self, alpha: float, small: int, big: int):
-        """`small` and `big` are batch sizes in sequences; where equal, there is no estimate."""
         self.alpha = alpha
         self.small = small
         self.big = big
@@ -260,7 +272,7 @@ class NoiseScale:
         self.trace: float | None = None
 
     def update(self, small_square: float, big_square: float) -> dict[str, float]:
-        """Takes one step's mean squared norms; returns the metrics `noise/*`, or nothing."""
+        """Add one step's mean squared norms; return the `noise/*` metrics that can be estimated."""
         if self.big == self.small or not math.isfinite(small_square + big_square):
             return {}
         square = (self.big * big_square - self.small * small_square) / (self.big - self.small)
@@ -276,9 +288,9 @@ class NoiseScale:
         return new if old is None else (1 - self.alpha) * old + self.alpha * new
 
     def state(self) -> dict[str, float | None]:
-        """The averages, for a checkpoint."""
+        """Return the averages, for a checkpoint."""
         return {"square": self.square, "trace": self.trace}
 
     def restore(self, state: dict[str, float | None]) -> None:
-        """Goes on from `state`'s averages."""
+        """Restore the averages that `state` returned."""
         self.square, self.trace = state["square"], state["trace"]

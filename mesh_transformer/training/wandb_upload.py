@@ -1,8 +1,9 @@
-"""Sends a run's metrics.jsonl to wandb from a process of its own.
+"""Upload of a run's metrics.jsonl to wandb from a separate process.
 
-No failure of wandb reaches the run: `python -m mesh_transformer.training.wandb_upload` follows the
-file and ends when its standard input does, which even a SIGKILL of the run closes.  Where it fails
-it is started again, after longer and longer pauses, as long as the run lasts.
+The process is separate so that no failure of wandb affects the run.  It is started as `python -m
+mesh_transformer.training.wandb_upload`, follows the file, and ends when its standard input is
+closed, which happens even if the run is killed by SIGKILL.  If it fails it is restarted, after
+increasingly long pauses, for as long as the run lasts.
 """
 
 import contextlib
@@ -19,22 +20,22 @@ from tqdm import tqdm
 
 from mesh_transformer.config import Config
 
-CLOSE_SECONDS = 15.0  # for the last rows to be sent, while the run waits
-RETRY_SECONDS = (10.0, 600.0)  # between starts: at first, at most
-LOOK_SECONDS = 1.0  # between looks at the file
-HOPELESS = 3  # exit status: another try would fail too (no account, a wrong key)
+CLOSE_SECONDS = 15.0  # longest wait for the last rows to be sent
+RETRY_SECONDS = (10.0, 600.0)  # first and longest pause before a restart
+LOOK_SECONDS = 1.0  # between checks of the file for new rows
+HOPELESS = 3  # exit status if a restart would fail too (no account, a wrong key)
 
 
 class WandbUpload:
-    """The run on wandb of a metrics file, sent in the background.
+    """Background upload of a metrics file to a wandb run.
 
     Args:
       path: the metrics.jsonl to follow.
-      run_id: the run on wandb, which is resumed where there is one.
-      after: rows of later steps are sent.
+      run_id: the id of the wandb run, which is resumed if it exists.
+      after: only rows of later steps than this are sent.
 
     Attributes:
-      sent: the last step that wandb was given; it may not have kept it.
+      sent: the last step that was handed to wandb, which may not have stored it.
     """
 
     def __init__(self, path: str, config: Config, run_id: str, after: int):
@@ -54,22 +55,22 @@ class WandbUpload:
         self._thread.start()
 
     def _supervise(self) -> None:
-        """Starts the process, and again where it fails, until the run ends and once after that."""
+        """Run the process; restart it if it fails, during the run and once after its end."""
         pause = RETRY_SECONDS[0]
         while True:
             last = self._closing.is_set()
-            status, why = self._run()
+            status, reason = self._run()
             if status == 0:
                 return
-            self._warn(why or f"its process ended with status {status}")
+            self._warn(reason or f"the upload process exited with status {status}")
             if status == HOPELESS or last:
                 return
             self._closing.wait(pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     def _run(self) -> tuple[int, str]:
-        """The exit status of one process, and what it said of a failure."""
-        why = ""
+        """Run the process once; return its exit status and the reason for a failure."""
+        reason = ""
         try:
             self._process = process = subprocess.Popen(
                 [sys.executable, "-m", "mesh_transformer.training.wandb_upload"],
@@ -77,14 +78,14 @@ class WandbUpload:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,  # Ctrl-C is the run's
+                start_new_session=True,  # so that Ctrl-C does not reach it
             )
         except OSError as error:
             return 1, str(error.strerror)
         with process:
             assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(OSError):  # it has died already
+            with contextlib.suppress(OSError):  # it may have died already
                 process.stdin.write(json.dumps(self._task) + "\n")
                 process.stdin.flush()
             if self._closing.is_set():
@@ -92,19 +93,19 @@ class WandbUpload:
             for line in process.stdout:
                 kind, _, text = line.rstrip("\n").partition(" ")
                 if kind == "failed:":
-                    why = text
+                    reason = text
                 elif kind == "sent:":
                     self.sent = int(text)
                 elif kind == "url:":
-                    _say(f"wandb: {text}")
-        return process.returncode, why
+                    _print_error(f"wandb: {text}")
+        return process.returncode, reason
 
-    def _warn(self, why: str) -> None:
+    def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            _say(
-                f"wandb: {why}; the run goes on, and {self._task['path']} has its metrics "
-                "(WANDB_MODE=offline or disabled avoids this)"
+            _print_error(
+                f"wandb: {reason}; training continues, and its metrics are in "
+                f"{self._task['path']} (set WANDB_MODE=offline or disabled to avoid this)"
             )
 
     def _end_input(self) -> None:
@@ -113,28 +114,28 @@ class WandbUpload:
                 self._process.stdin.close()
 
     def close(self) -> None:
-        """Has the last rows sent; leaves the process to it where that takes long."""
+        """Let the process send the last rows, in the background after `CLOSE_SECONDS`."""
         self._closing.set()
         self._end_input()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            _say("wandb: the last metrics are still being sent, in the background")
+            _print_error("wandb: the last metrics are still being sent in the background")
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
 def main() -> None:
-    """Sends the rows of the task on standard input until that ends; then the rest, and exits."""
+    """Send rows for the task read from standard input, until it is closed and all are sent."""
     task = json.loads(sys.stdin.readline())
     out = os.dup(1)
-    os.dup2(2, 1)  # what wandb prints is nobody's
+    os.dup2(2, 1)  # only `report` may write to the run; stderr is discarded
     import wandb
     from wandb.errors import AuthenticationError, UsageError
 
-    def tell(line: str) -> None:
-        with contextlib.suppress(OSError):  # of a run that has ended, and left the rest to us
+    def report(line: str) -> None:
+        with contextlib.suppress(OSError):  # the run may have ended before the last rows are sent
             os.write(out, f"{line}\n".encode())
 
     try:
@@ -147,20 +148,20 @@ def main() -> None:
             settings=wandb.Settings(console="off"),
         )
         if run.url:
-            tell(f"url: {run.url}")
-        # A resumed run says how far it is; what is known there already would be refused.
+            report(f"url: {run.url}")
+        # wandb refuses rows of steps that a resumed run already has.
         for row in _rows(task["path"], max(task["after"], run.step - 1)):
             run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
-            tell(f"sent: {row['step']}")
+            report(f"sent: {row['step']}")
         run.finish()
     except BaseException as error:
-        tell(f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
-        # wandb's own clean-up may wait for a service that is gone.
+        report(f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
+        # A normal exit would run wandb's clean-up, which may wait for a service that is gone.
         os._exit(HOPELESS if isinstance(error, UsageError | AuthenticationError) else 1)
 
 
 def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
-    """The file's rows of steps past `after`, as they come; ends soon after standard input does."""
+    """Yield the file's rows of steps past `after` as they appear, until standard input closes."""
     with open(path, encoding="utf-8") as file:
         ending = False
         while True:
@@ -171,7 +172,7 @@ def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
 
 
 def _whole_rows(file: IO[str], after: int) -> Iterator[dict[str, Any]]:
-    """What has been added in whole lines; a part of one is read again next time."""
+    """Yield the rows added since the last call; an incomplete line is left for the next one."""
     while True:
         start = file.tell()
         line = file.readline()

@@ -173,7 +173,7 @@ def stop_in_turn(
             assert status == -signal.SIGKILL
         else:
             assert (status, said) == (0, [])
-            stopped = f"{number.name}: stopped and saved at step {steps[-1]}; start again to go on"
+            stopped = f"{number.name}: stopped and saved at step {steps[-1]}; start again to resume"
             assert out.splitlines()[-1] == stopped
     return happened
 

@@ -399,7 +399,10 @@ def test_a_save_that_fails_is_tried_again_with_the_next_step(counter, tmp_path, 
     again = 15 if how == "at once" else 16  # seen at step 15
     assert storage.tried == [7, 14, again, 21, 28, 30]
     assert sorted(network.saved) == [7, again, 21, 28, 30]
-    said = f"saving step 14 failed: disk full; the run goes on, and saves again at step {again}"
+    said = (
+        "saving step 14 failed: disk full; training continues, next attempt to save at step "
+        f"{again}"
+    )
     assert said in capsys.readouterr().err
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 31))
 
