@@ -1,4 +1,4 @@
-"""The flags that scripts share, and what they stand for."""
+"""Command-line flags shared by several scripts, and their conversion to library objects."""
 
 import argparse
 from typing import Any, TypedDict
@@ -12,7 +12,7 @@ TPU_KEYS = ("tpu_zone", "tpu_generation", "tpu_runtime_version")
 
 
 class RunOptions(TypedDict):
-    """What `training.train` and `runs.train` take by name."""
+    """Keyword arguments of `training.loop.train` and `pod.restarts.train`."""
 
     max_steps: int | None
     tune_model_path: str | None
@@ -20,45 +20,60 @@ class RunOptions(TypedDict):
 
 
 def positive(text: str) -> int:
-    """A flag's whole number of at least 1."""
+    """Parses a flag's positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
 def run_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of the flags that every training run has."""
+    """Returns a parser with the flags of every training run."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="JSON or YAML file")
+    parser.add_argument("--config", required=True, help="config file, JSON or YAML")
     parser.add_argument(
         "--mode",
         choices=("train", "eval"),
         default="train",
-        help="eval: score the config's val_set with the newest checkpoint, or --tune-model-path",
+        help="train, or eval: score the newest checkpoint, or --tune-model-path, on the config's "
+        "val_set and eval_harness_tasks (default train)",
     )
     parser.add_argument(
         "--tune-model-path",
-        help="what a new run starts from: model folder, step_N, or Hugging Face folder; with "
-        "lora_rank the base, and where it is now",
+        help="initial weights of a new run: model folder, step_N or Hugging Face folder; with "
+        "lora_rank, the base model, also for resuming after it has moved",
     )
     parser.add_argument(
-        "--fresh-opt", action="store_true", help="do not take the optimizer of --tune-model-path"
+        "--fresh-opt",
+        action="store_true",
+        help="start with a fresh optimizer, not with that of --tune-model-path",
     )
     parser.add_argument(
-        "--version", type=int, choices=(1, 2), help="1: gptj under shard_map; 2: geglu under jit"
+        "--version",
+        type=int,
+        choices=(1, 2),
+        help="1: gptj blocks under shard_map; 2: geglu blocks under jit (default: the config's)",
     )
-    parser.add_argument("--max-steps", type=int, help="train until the global step is this")
-    parser.add_argument("--model-dir", help="folder or URI in place of bucket and model_dir")
+    parser.add_argument(
+        "--max-steps", type=int, help="global step to stop at (default: the config's total_steps)"
+    )
+    parser.add_argument(
+        "--model-dir", help="model folder or URI (default: the config's bucket and model_dir)"
+    )
     return parser
 
 
 def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
-    """The config, the model folder and the options that `run_parser`'s flags stand for."""
+    """Returns the config, the model folder and the options given by `run_parser`'s flags.
+
+    Raises:
+      InputError: if flags contradict each other, or the config is invalid.
+    """
     if args.fresh_opt and args.tune_model_path is None:
-        raise InputError("--fresh-opt goes with --tune-model-path; give both or neither")
+        raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
     for name in ("max_steps", "fresh_opt", "new"):
         if args.mode == "eval" and getattr(args, name, None):
-            raise InputError(f"--{name.replace('_', '-')} is for training; --mode eval has no use")
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} is for training; remove it or --mode eval")
     config = Config.load(args.config, args.version)
     options = RunOptions(
         max_steps=args.max_steps, tune_model_path=args.tune_model_path, fresh_opt=args.fresh_opt
@@ -67,74 +82,91 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of the flags that say which trained model a script answers with."""
+    """Returns a parser with the flags that choose a trained model."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", help="JSON or YAML file (default: what --model-path tells)")
+    parser.add_argument(
+        "--config", help="config file, JSON or YAML (default: the one stored in --model-path)"
+    )
     parser.add_argument(
         "--model-path",
         help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
     )
     parser.add_argument(
-        "--version", type=int, choices=(1, 2), help="of the model, as in device_train.py"
+        "--version",
+        type=int,
+        choices=(1, 2),
+        help="1: gptj blocks under shard_map; 2: geglu blocks under jit; requires --config "
+        "(default: the config's)",
     )
     return parser
 
 
 def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
-    """Where the model is that `model_parser`'s flags name, and its config where that is given."""
+    """Returns the path of the model given by `model_parser`'s flags, and its config if given."""
     if args.config is None and (args.model_path is None or args.version is not None):
-        raise InputError("--config is missing: it goes with --version, or in place of --model-path")
+        raise InputError("give --config or --model-path (--version requires --config)")
     config = Config.load(args.config, args.version) if args.config else None
     return args.model_path or (config.model_folder() if config else ""), config
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the flags that say on which hosts a network runs, and when one of them counts as dead.
+    """Adds the flags that choose a network's hosts, and its timeouts.
 
-    Not `required`, it may also run in the script's own process.
+    Args:
+      required: whether hosts must be chosen; if not, the network can also run in the script's
+        own process.
     """
     hosts = parser.add_mutually_exclusive_group(required=required)
-    hosts.add_argument("--tpu", metavar="NAME", help="the TPU to make, and to delete at the end")
     hosts.add_argument(
-        "--local-hosts", type=int, metavar="N", help="N processes here stand in for hosts"
+        "--tpu", metavar="NAME", help="TPU to create, which is deleted when the script ends"
+    )
+    hosts.add_argument(
+        "--local-hosts", type=int, metavar="N", help="number of local processes to use as hosts"
     )
     parser.add_argument(
-        "--heartbeat", type=positive, default=10, help="seconds until silence is death (10)"
+        "--heartbeat",
+        type=positive,
+        default=10,
+        help="declare a host dead after this many silent seconds (default 10)",
     )
     parser.add_argument(
         "--patience",
         type=positive,
         default=3600,
-        help="seconds that one call to the hosts may take, compilation included (3600)",
+        help="maximum seconds per call to the hosts, compilation included (default 3600)",
     )
     add_tpu_arguments(parser)
 
 
 def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which TPU `--tpu` makes, and whom to be on its hosts."""
-    group = parser.add_argument_group("with --tpu", "which TPU to make; some are config keys too")
+    """Adds the flags that describe the TPU that `--tpu` creates, and the login to its hosts."""
+    group = parser.add_argument_group(
+        "with --tpu", "the TPU to create; a flag with a config key overrides the key"
+    )
     group.add_argument(
         "--tpu-zone",
         "--tpu-region",
         "--tpu_region",
         metavar="ZONE",
-        help="such as europe-west4-a (key tpu_zone)",
+        help="zone, such as europe-west4-a (config key tpu_zone)",
     )
     group.add_argument(
-        "--tpu-generation", help="v2, v3 (default), v4, v5e, v5p, v6e (key tpu_generation)"
+        "--tpu-generation",
+        help="v2, v3, v4, v5e, v5p or v6e (config key tpu_generation; default v3)",
     )
     group.add_argument(
         "--tpu-runtime-version",
         metavar="VERSION",
-        help="the hosts' image (default: the generation's; key tpu_runtime_version)",
+        help="image of the hosts (config key tpu_runtime_version; default: the generation's)",
     )
     group.add_argument(
         "--preemptible",
         action="store_true",
-        help="a cheaper TPU that may be taken away, and is made again (key tpu_tier names which)",
+        help="use a cheaper TPU that may be preempted, and is then created again (config key "
+        "tpu_tier chooses the tier)",
     )
     group.add_argument(
-        "--queued", action="store_true", help="wait in Google's queue for as long as a day"
+        "--queued", action="store_true", help="wait in Google's queue for up to a day"
     )
     group.add_argument(
         "--max-hours",
@@ -143,15 +175,19 @@ def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
         help="stop, save and delete the TPU after H hours; 15 minutes later its hosts delete it "
         "even if this driver is gone (default: no limit)",
     )
-    group.add_argument("--ssh-user", metavar="NAME", help="user on the hosts (default: yours)")
+    group.add_argument(
+        "--ssh-user", metavar="NAME", help="user name on the hosts (default: your local one)"
+    )
     group.add_argument(
         "--ssh-key", metavar="FILE", help=f"private key (default: {SshOptions.key_file})"
     )
-    group.add_argument("--ssh-port", type=int, metavar="PORT", help="the hosts' (default: 22)")
+    group.add_argument(
+        "--ssh-port", type=int, metavar="PORT", help="SSH port of the hosts (default 22)"
+    )
 
 
 def refuse_tpu_arguments(args: argparse.Namespace) -> None:
-    """Raises InputError where one of `add_tpu_arguments`' flags is given without `--tpu`."""
+    """Raises InputError if one of `add_tpu_arguments`' flags is given; for use without `--tpu`."""
     for name in (
         *TPU_KEYS,
         "preemptible",
@@ -163,14 +199,14 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
     ):
         if getattr(args, name):
             flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} goes with --tpu; give --tpu NAME too, or leave it out")
+            raise InputError(f"{flag} requires --tpu; give --tpu NAME, or remove {flag}")
 
 
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
-    """The TPU that `add_tpu_arguments`' flags and the config ask for, and how to log in there."""
+    """Returns the TPU described by `add_tpu_arguments`' flags and the config, and its login."""
     changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
-    given = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
-    ssh: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    ssh_flags = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
+    ssh: dict[str, Any] = {name: value for name, value in ssh_flags.items() if value is not None}
     spec = TpuSpec.of(
         config.replace(**changes),
         args.tpu,

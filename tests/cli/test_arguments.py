@@ -20,7 +20,7 @@ from tests.conftest import SMALL
 
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "x"])
 def test_positive_numbers_alone(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not a whole number of at lea"):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not a positive integer"):
         positive(text)
     assert positive("7") == 7
 
@@ -46,7 +46,7 @@ def test_a_run_s_flags(tmp_path):
     _, folder, options = run_arguments(run_parser(None).parse_args(words))
     assert folder == "there"
     assert options == {"max_steps": 7, "tune_model_path": "gpt-j", "fresh_opt": True}
-    with pytest.raises(InputError, match="--fresh-opt goes with --tune-model-path"):
+    with pytest.raises(InputError, match="--fresh-opt requires --tune-model-path"):
         run_arguments(run_parser(None).parse_args(["--config", str(path), "--fresh-opt"]))
 
 
@@ -101,7 +101,7 @@ def test_whom_to_be_on_the_hosts(monkeypatch):
         (
             [],
             {"tpu_zone": None},
-            "a TPU needs a zone to be made in; give --tpu-zone .*key tpu_zone",
+            "a TPU needs a zone; give --tpu-zone .*key tpu_zone",
         ),
         (["--tpu-zone", "europe-west4"], {}, "zone is 'europe-west4'; give a zone with its letter"),
         (["--tpu-generation", "v9"], {}, "tpu_generation is str 'v9', expected one of 'v2'"),
@@ -118,5 +118,5 @@ def test_what_cannot_be_asked_for(words, values, message):
 def test_a_tpu_s_flags_alone_are_refused():
     refuse_tpu_arguments(parsed())
     for words in (["--preemptible"], ["--queued"], ["--tpu-zone", "a"], ["--ssh-key", "a"]):
-        with pytest.raises(InputError, match=rf"^{words[0]} goes with --tpu; "):
+        with pytest.raises(InputError, match=rf"^{words[0]} requires --tpu; "):
             refuse_tpu_arguments(parsed(*words))

@@ -422,7 +422,7 @@ def test_a_token_outside_the_vocabulary(trained, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--fresh-opt"], "--fresh-opt goes with --tune-model-path; "),
+        (["--fresh-opt"], "--fresh-opt requires --tune-model-path; "),
         (["--max-steps", "0"], "--max-steps is 0, expected at least 1"),
         (["--model-dir", "{}/train.index"], "model folder {}/train.index cannot be written: "),
         (["--config", "{}/no_text.json"], r"config {}/no_text.json: not JSON at line 1, column 14"),

@@ -133,12 +133,12 @@ def test_what_keeps_it_from_beginning(tmp_path):
     assert "--local-hosts is 3, which does not divide the config's tpu_size 8" in refused(
         *base, "--local-hosts", "3"
     )
-    assert "a TPU needs a zone to be made in; give --tpu-zone" in refused(*base, "--tpu", "pod")
+    assert "a TPU needs a zone; give --tpu-zone" in refused(*base, "--tpu", "pod")
     # It is said before --new deletes, and before anything is made.
     tpu = ("--tpu", "pod", "--tpu-zone", "us-central2-b", "--ssh-key", str(tmp_path / "none"))
-    assert "none is missing; make it with `ssh-keygen" in refused(*base, *tpu, "--new", "--yes")
-    assert "--queued goes with --tpu" in refused(*base, "--local-hosts", "2", "--queued")
-    assert "--fresh-opt goes with --tune-model-path" in refused(
+    assert "none is missing; create it with `ssh-keygen" in refused(*base, *tpu, "--new", "--yes")
+    assert "--queued requires --tpu" in refused(*base, "--local-hosts", "2", "--queued")
+    assert "--fresh-opt requires --tune-model-path" in refused(
         *base, "--local-hosts", "2", "--fresh-opt"
     )
     assert "--new would delete metrics.jsonl in" in refused(*base, "--local-hosts", "2", "--new")

@@ -229,7 +229,7 @@ def test_connections_wait_for_the_server():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "--config is missing"),
+        ([], "give --config or --model-path (--version requires --config)"),
         (["--model-path", "{tmp}/absent"], "absent"),
         (["--model-path", "{model}", "--api-key-file", "{tmp}/keys"], "--api-key-file"),
         (["--model-path", "{model}", "--port", "{busy}"], "another --port"),
@@ -254,4 +254,4 @@ def test_limits_are_at_least_1(monkeypatch, capsys, flag):
     with pytest.raises(SystemExit) as exit_:
         device_serve.main()
     assert exit_.value.code == 2
-    assert f"argument {flag}: 0 is not a whole number of at least 1" in capsys.readouterr().err
+    assert f"argument {flag}: 0 is not a positive integer" in capsys.readouterr().err
