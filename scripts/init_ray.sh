@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Makes this machine a worker of a Ray cluster: installs what the package needs, then starts Ray.
+# Makes this machine a worker of a Ray cluster: installs the package and its requirements, then
+# starts Ray.
 #
 #   init_ray.sh --address HOST:PORT [--python 3.11] [--restart] [-- arguments of `ray start`]
 #
-# Ray's token comes by environment: RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH with a file that only
-# its owner can read; never as an argument, since every user of a machine sees those.
-# --restart ends what an earlier call started here.  --python is the driver's version, which has to
-# be the same here but for its last number.  The virtual environment is MESH_TRANSFORMER_VENV
-# (~/.mesh-transformer/venv).
+# Ray's token is passed in the environment: in RAY_AUTH_TOKEN, or in a file that only its owner can
+# read, named by RAY_AUTH_TOKEN_PATH.  It is never passed as an argument, since every user of a
+# machine can see those.
+#
+# --restart   first ends the Ray processes that an earlier call started here
+# --python    the driver's Python version, which must match here up to the minor number
+#
+# The virtual environment is MESH_TRANSFORMER_VENV (default ~/.mesh-transformer/venv).
 set -euo pipefail
 
 fail() {
@@ -23,7 +27,7 @@ while [ $# -gt 0 ]; do
         --python) python=$2; shift 2 ;;
         --restart) restart=yes; shift ;;
         --) shift; break ;;
-        *) fail "unknown argument $1; see the head of init_ray.sh" ;;
+        *) fail "unknown argument $1; see the top of init_ray.sh for usage" ;;
     esac
 done
 case "$address" in
@@ -39,7 +43,7 @@ if [ -z "${RAY_AUTH_TOKEN:-}" ]; then
         ?00) ;;
         *) fail "$token_file can be read by others; run: chmod 600 $token_file" ;;
     esac
-    # Ray's processes change their folder, so the path has to be whole.
+    # Ray's processes change their working directory, so the path must be absolute.
     RAY_AUTH_TOKEN_PATH=$(realpath "$token_file")
     export RAY_AUTH_TOKEN_PATH
 fi
@@ -47,7 +51,7 @@ fi
 package=$(cd "$(dirname "$0")/.." && pwd)
 venv=${MESH_TRANSFORMER_VENV:-$HOME/.mesh-transformer/venv}
 stamp=$venv/installed
-session=$(dirname "$venv")/ray_session # of processes: "BOOT_ID NUMBER"
+session=$(dirname "$venv")/ray_session # holds "BOOT_ID NUMBER" of the process session that runs Ray
 wanted="$python $(cat "$package"/requirements.txt "$package"/requirements-libtpu.txt \
     "$package/setup.py" | sha256sum)"
 
@@ -57,7 +61,7 @@ make_venv() {
     if command -v "python$python" > /dev/null && "python$python" -c 'import ensurepip'; then
         "python$python" -m venv "$venv"
     else
-        # A TPU's image has an older Python, and maybe no venv; uv brings the driver's version.
+        # A TPU's image has an older Python and may lack venv; uv installs the driver's version.
         PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
         python3 -m uv venv --quiet --seed --python "$python" "$venv"
     fi
@@ -66,7 +70,7 @@ make_venv() {
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     make_venv
     pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-    # Nothing but what the pins' hashes name: jax[tpu] is jax and libtpu.
+    # Installs only packages with pinned hashes; jax and libtpu together are jax[tpu].
     "${pip[@]}" --require-hashes -r "$package/requirements.txt"
     "${pip[@]}" --require-hashes --no-deps -r "$package/requirements-libtpu.txt"
     "${pip[@]}" --no-deps --no-build-isolation -e "$package"
@@ -74,9 +78,10 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     mv "$stamp.new" "$stamp"
 fi
 
-boot=$(cat /proc/sys/kernel/random/boot_id) # since another boot has the same numbers again
+boot=$(cat /proc/sys/kernel/random/boot_id) # session numbers repeat after a reboot
 
-# Ends what the last start left; `ray stop` would end others' Ray too, but no stopped worker.
+# Kills what the last start left running.  `ray stop` would also end other users' Ray, but would not
+# end stopped workers.
 end_session() {
     if [ -s "$session" ]; then
         read -r its_boot number < "$session"
@@ -86,17 +91,18 @@ end_session() {
 
 if [ -n "$restart" ]; then end_session; fi
 start=("$venv/bin/ray" start --address "$address" --resources '{"tpu": 1}' --disable-usage-stats)
-# Processes here are asked for by host; one per CPU, as Ray would start them, has nothing to do.
+# Processes are requested by host.  Without this, Ray would start one idle process per CPU.
 start+=(--num-cpus 0)
-# The address by which the driver knows this machine, which may have several.
+# This machine may have several addresses; use the one that the driver connected to.
 read -r _ _ here _ <<< "${SSH_CONNECTION:-}"
 if [ -n "$here" ]; then start+=(--node-ip-address "$here"); fi
-# File 9 is the lock that a driver's command holds while it works; what Ray leaves here does not.
-# Until it is closed the session can be found by it, and from then on by its number.
+# File descriptor 9 is the lock that a driver's command holds while it runs; what Ray leaves running
+# must not hold it.  A later start finds the session by the lock until the lock is closed, and from
+# then on by the session's number.
 begin='echo "$0 $$" > "$1"; exec "${@:2}" 9>&-'
 start=(setsid --wait bash -c "$begin" "$boot" "$session" "${start[@]}")
 if ! "${start[@]}" "$@"; then
-    # Ray gives its own processes 30 s, which a machine that has just booted may exceed once.
+    # Ray gives its processes 30 s to start, which a machine that has just booted may exceed once.
     end_session
     "${start[@]}" "$@"
 fi

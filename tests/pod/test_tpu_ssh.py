@@ -170,7 +170,7 @@ def test_first_key_is_held_on_to_where_none_was_published(host, key, hosts):
 
 
 def test_a_key_that_is_not_let_in(host, key):
-    with pytest.raises(InputError, match=r"user 'you' with key .* is not let in"):
+    with pytest.raises(InputError, match=r"user 'you' with key .* was rejected"):
         Hosts([host.address], options(host, key, user="you")).run("echo no", seconds=10)
 
 

@@ -126,7 +126,7 @@ def test_its_hosts_end_it_after_its_hours(api, make, queued):
         assert f"https://tpu.googleapis.com/v2/{end}'" in script
         tpu._ready_since -= 3 * 3600
         api.preempt()
-        with pytest.raises(StoppedError, match="--max-hours 2 are over, so that it is not made"):
+        with pytest.raises(StoppedError, match="--max-hours 2 have passed, so it is not created"):
             tpu.make_again()
     with make(name="other") as tpu:
         assert "startup-script" not in asked(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
@@ -145,7 +145,7 @@ def test_nothing_is_made_once_it_is_left(api, make):
     with make() as tpu:
         api.preempt()
     made = len(asked(api, tpu_v2.CreateNodeRequest))
-    with pytest.raises(StoppedError, match="is not made: this process is ending"):
+    with pytest.raises(StoppedError, match="is not created: this process is ending"):
         tpu.make_again()
     assert len(asked(api, tpu_v2.CreateNodeRequest)) == made
     assert not api.nodes
@@ -256,7 +256,7 @@ def test_a_queued_request_that_fails_says_why(api, make):
 def test_name_taken_leaves_the_other_alone(api, make):
     other = make()
     other.__enter__()
-    with pytest.raises(InputError, match=r"exists already.*tpu-vm delete pod --zone") as found:
+    with pytest.raises(InputError, match=r"already exists.*tpu-vm delete pod --zone") as found:
         make().__enter__()
     assert "\n" not in str(found.value)
     assert list(api.nodes) == [NAME]
@@ -271,7 +271,7 @@ def test_name_taken_between_look_and_request(api, make):
     tpu._api.node = lambda: None if not api.nodes else real(name=NAME)
     other.__enter__()
     tpu._api.node = lambda: None
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         tpu.__enter__()
     assert list(api.nodes) == [NAME]
     tpu._api.node = lambda: real(name=NAME)
@@ -317,11 +317,11 @@ def test_adopt_takes_nothing_that_an_earlier_run_here_did_not_make(
     elsewhere = make(adopt=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         elsewhere.__enter__()
     monkeypatch.setenv("HOME", str(tmp_path))
     api.nodes[NAME].labels.pop(OWNER)
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         make(adopt=True).__enter__()
     assert list(api.nodes) == [NAME]
 
@@ -435,7 +435,10 @@ def test_an_api_that_is_silent_for_long(api, make, monkeypatch, capsys):
     with pytest.raises(UnavailableError, match=r"no answer for 0\.3 s .*gone fishing"):
         tpu.check()
     tpu.__exit__(KeyError, None, None)
-    assert "'pod' may be alive: gcloud compute tpus tpu-vm delete pod" in capsys.readouterr().err
+    assert (
+        "'pod' may still exist; delete it with: gcloud compute tpus tpu-vm delete pod"
+        in capsys.readouterr().err
+    )
 
 
 def test_two_runs_here_do_not_share_a_tpu(api, make):
@@ -449,7 +452,7 @@ def test_two_runs_here_do_not_share_a_tpu(api, make):
 
 def test_a_home_that_cannot_be_written_is_said_before_anything_is_made(api, make, monkeypatch):
     monkeypatch.setenv("HOME", "/proc/none")
-    with pytest.raises(InputError, match=r"^/proc/none/.*\.lock cannot be written: .*give HOME"):
+    with pytest.raises(InputError, match=r"^/proc/none/.*\.lock cannot be written: .*set HOME"):
         make(adopt=True).__enter__()
     assert not api.asked
 
@@ -469,7 +472,7 @@ def test_delete_that_fails_prints_the_command(api, make, capsys):
 
 def test_delete_has_a_time_limit(api, make):
     api.gone_after = 10**9
-    with pytest.raises(StoppedError, match="is not deleted"), make(limits=stays(delete=0.2)):
+    with pytest.raises(StoppedError, match="was not deleted"), make(limits=stays(delete=0.2)):
         pass
 
 
@@ -477,7 +480,7 @@ def test_keep_leaves_it_alive_and_says_how_to_delete(api, make, capsys):
     with make(keep=True):
         capsys.readouterr()
     assert list(api.nodes) == [NAME]
-    assert "kept; delete it by: gcloud" in capsys.readouterr().err
+    assert "kept; delete it with: gcloud" in capsys.readouterr().err
 
 
 def test_error_in_the_block_deletes(api, make):
@@ -644,7 +647,9 @@ def test_a_second_signal_while_it_is_deleted_prints_the_command(api, tmp_path, n
         _, errors = process.communicate(timeout=30)
     assert process.returncode == status
     last = errors.replace("\r", "\n").strip().splitlines()[-1]
-    assert last.startswith("TPU 'pod' may be alive: gcloud compute tpus tpu-vm delete pod")
+    assert last.startswith(
+        "TPU 'pod' may still exist; delete it with: gcloud compute tpus tpu-vm delete pod"
+    )
     assert "Traceback" not in errors
 
 

@@ -1,1 +1,1 @@
-"""TPU VMs: creating, reaching, installing on and deleting them."""
+"""TPU VMs: creating them, connecting to their hosts, installing there, and deleting them."""

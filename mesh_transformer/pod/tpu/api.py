@@ -1,4 +1,4 @@
-"""The Cloud TPU API as TpuVm needs it: few calls, each with a time limit, errors in plain words."""
+"""The few Cloud TPU API requests that `TpuVm` makes, with time limits and one-line errors."""
 
 import contextlib
 import dataclasses
@@ -16,32 +16,35 @@ if TYPE_CHECKING:
     from google.api_core.exceptions import GoogleAPICallError
     from google.cloud import tpu_v2
 
-RPC_SECONDS = 30.0  # for one request; a host's life is waited for by polling
-RETRY_SECONDS = 120.0  # a reading request is sent again for so long
-# gcloud's own name for it, so that the delete commands printed here go to the same place.
+RPC_SECONDS = 30.0  # per request; `TpuVm` polls for whatever takes longer
+RETRY_SECONDS = 120.0  # for how long a read request is repeated
+# gcloud's own variable, so that the delete commands printed here go to the same endpoint.
 ENDPOINT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"
 
 
 class PreemptedError(StoppedError):
-    """The TPU was taken away: `TpuVm.make_again` makes a new one."""
+    """The TPU was taken away; `TpuVm.make_again` creates it again."""
 
 
 class CapacityError(StoppedError):
-    """The zone has no such TPU to give at present."""
+    """The zone has no capacity for this TPU at present."""
 
 
 class UnavailableError(HostError):
-    """The API gave no answer; it may have done what was asked."""
+    """The API gave no answer; it may have carried out the request."""
 
 
 class QuotaError(InputError):
-    """The project may not have so many TPUs, or not so soon after it had them."""
+    """The project's quota does not allow this TPU, or not so soon after the previous one."""
 
 
 def new_client() -> "tpu_v2.TpuClient":
-    """The real client, with this machine's default credentials.
+    """Return the real client, with this machine's default credentials.
 
-    The environment's ENDPOINT ("https://HOST:PORT/", TLS too) takes the place of Google's own.
+    The environment variable ENDPOINT ("https://HOST:PORT/", always TLS) replaces Google's endpoint.
+
+    Raises:
+      InputError: if the package or the credentials are missing, or ENDPOINT is invalid.
     """
     try:
         from google.api_core.client_options import ClientOptions
@@ -49,28 +52,28 @@ def new_client() -> "tpu_v2.TpuClient":
         from google.cloud import tpu_v2
     except ImportError as error:
         raise InputError(
-            f"package {error.name!r} is missing, which TPUs need; pip install google-cloud-tpu"
+            f"package {error.name!r} is missing, but TPUs require it; pip install google-cloud-tpu"
         ) from error
     endpoint = os.environ.get(ENDPOINT)
-    options = ClientOptions(api_endpoint=_host_of(endpoint)) if endpoint else None
+    options = ClientOptions(api_endpoint=_host_and_port(endpoint)) if endpoint else None
     try:
         return tpu_v2.TpuClient(client_options=options)
     except DefaultCredentialsError as error:
         raise InputError(
             "no Google Cloud credentials were found; run `gcloud auth application-default login`, "
-            "or start on a VM with a service account"
+            "or use a VM with a service account"
         ) from error
 
 
-def _host_of(endpoint: str) -> str:
-    found = urlsplit(endpoint)
-    if found.scheme != "https" or not found.netloc:
+def _host_and_port(endpoint: str) -> str:
+    parts = urlsplit(endpoint)
+    if parts.scheme != "https" or not parts.netloc:
         raise InputError(f"{ENDPOINT} is {endpoint!r}; give https://HOST:PORT/, or unset it")
-    return found.netloc
+    return parts.netloc
 
 
 def default_project() -> str:
-    """The project of this machine's credentials."""
+    """Return the project of this machine's credentials; raises InputError if there is none."""
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
 
@@ -84,15 +87,18 @@ def default_project() -> str:
 
 
 class TpuApi:
-    """Requests about one TPU, and its queued resource where `spec` asks for one.
+    """Requests about one TPU and, if `spec.queued`, about its queued resource.
 
-    Raises InputError where the request or its credentials are at fault, QuotaError where it may
-    be another time, UnavailableError where there was no answer, CapacityError or StoppedError
-    where none of these.
+    Raises:
+      InputError: if the request or the credentials are at fault.
+      QuotaError: if the quota is exhausted; the same request may succeed later.
+      CapacityError: if the zone has no capacity.
+      UnavailableError: if there was no answer.
+      StoppedError: for any other error.
     """
 
     def __init__(self, spec: TpuSpec, client: "tpu_v2.TpuClient | None", signals: Signals):
-        self._client: Any = _Undisturbed(client or new_client(), signals)
+        self._client: Any = _UninterruptedClient(client or new_client(), signals)
         project = spec.project or default_project()
         self.spec = dataclasses.replace(spec, project=project)
         self._parent = f"projects/{project}/locations/{spec.zone}"
@@ -100,46 +106,52 @@ class TpuApi:
         self._queued_name = f"{self._parent}/queuedResources/{spec.name}"
 
     def node(self) -> "tpu_v2.Node | None":
+        """Return the TPU's node, or None if it does not exist."""
         return self._read(self._client.get_node, self._node_name)
 
     def queued(self) -> "tpu_v2.QueuedResource | None":
+        """Return the TPU's queued resource; None if there is none, or not `spec.queued`."""
         if not self.spec.queued:
             return None
         return self._read(self._client.get_queued_resource, self._queued_name)
 
     def _read(self, method: Any, name: str) -> Any:
+        """Return the resource `name`, or None if it does not exist; retries for RETRY_SECONDS."""
         from google.api_core import exceptions, retry
 
-        again = retry.Retry(
-            predicate=retry.if_exception_type(*_silences(), exceptions.TooManyRequests),
+        repeated = retry.Retry(
+            predicate=retry.if_exception_type(*_no_answer_errors(), exceptions.TooManyRequests),
             maximum=10.0,
             timeout=RETRY_SECONDS,
         )
         try:
-            with self._explained():
-                # The client's own way to try again would take the pauses for requests, too.
+            with self._translated():
+                # No retries inside the client: signals would be deferred during its pauses, too.
                 request = functools.partial(method, retry=None, timeout=RPC_SECONDS)
-                return again(request)(request={"name": name})
+                return repeated(request)(request={"name": name})
         except _MissingError:
             return None
 
     def create(
         self, labels: Mapping[str, str], metadata: Mapping[str, str], queue_seconds: float
     ) -> str:
-        """Asks for the TPU: the name of an operation that ends when it is made, or in the queue."""
+        """Request the TPU and return the name of an operation.
+
+        The operation ends when the TPU has been created or, if queued, when it is in the queue.
+        """
         from google.cloud import tpu_v2
 
-        node = self._described(labels, metadata)
-        with self._explained(creating=True):
+        node = self._new_node(labels, metadata)
+        with self._translated(creating=True):
             if not self.spec.queued:
                 operation = self._client.create_node(
                     parent=self._parent, node_id=self.spec.name, node=node, timeout=RPC_SECONDS
                 )
                 return operation.operation.name
-            wanted = {"parent": self._parent, "node_id": self.spec.name, "node": node}
+            node_spec = {"parent": self._parent, "node_id": self.spec.name, "node": node}
             resource = tpu_v2.QueuedResource(
-                tpu={"node_spec": [wanted]},
-                # The request lapses by itself, even where this program was killed meanwhile.
+                tpu={"node_spec": [node_spec]},
+                # The request expires by itself, even if this program has been killed.
                 queueing_policy={"valid_until_duration": {"seconds": int(queue_seconds)}},
                 spot=tpu_v2.QueuedResource.Spot() if self.spec.tier == "spot" else None,
             )
@@ -151,11 +163,12 @@ class TpuApi:
             )
             return operation.operation.name
 
-    def _described(self, labels: Mapping[str, str], metadata: Mapping[str, str]) -> "tpu_v2.Node":
+    def _new_node(self, labels: Mapping[str, str], metadata: Mapping[str, str]) -> "tpu_v2.Node":
+        """Return the node to create."""
         from google.cloud import tpu_v2
 
         spec = self.spec
-        # In the queue the tier belongs to the request, and the API refuses it here as well.
+        # A queued request carries the tier itself; the API rejects a node that has it too.
         tier = None if spec.queued else spec.tier
         return tpu_v2.Node(
             accelerator_type=spec.accelerator_type,
@@ -171,45 +184,53 @@ class TpuApi:
         )
 
     def delete_node(self) -> None:
+        """Request deletion of the node; see `_delete`."""
         self._delete(lambda: self._client.delete_node(name=self._node_name, timeout=RPC_SECONDS))
 
     def delete_queued(self) -> None:
-        request = {"name": self._queued_name, "force": True}  # its node with it
+        """Request deletion of the queued resource; see `_delete`."""
+        request = {"name": self._queued_name, "force": True}  # deletes its node too
         self._delete(
             lambda: self._client.delete_queued_resource(request=request, timeout=RPC_SECONDS)
         )
 
     def _delete(self, request: Any) -> None:
-        """Sends a request to delete; where it may go through later, the caller sends it again."""
+        """Send a delete request.
+
+        Errors that may pass are ignored: the caller sends the request again.
+        """
         from google.api_core import exceptions
 
-        # The first two: another operation is in the way.
-        passing = (exceptions.FailedPrecondition, exceptions.Aborted, *_silences())
-        with contextlib.suppress(_MissingError, *passing), self._explained(passing):
+        # The first two mean that another operation is in progress.
+        transient = (exceptions.FailedPrecondition, exceptions.Aborted, *_no_answer_errors())
+        with contextlib.suppress(_MissingError, *transient), self._translated(transient):
             request()
 
     def operation_done(self, name: str) -> bool:
-        """Whether an operation has ended; raises what it ended with, if that is an error."""
+        """Return whether an operation has ended; raises the error that it ended with, if any."""
         operation = self._read(self._client.get_operation, name)
         if operation is not None and operation.HasField("error"):
-            raise self._failure(operation.error, "the TPU could not be made")
+            raise self._failure(operation.error, "the TPU could not be created")
         return operation is None or operation.done
 
     def queued_error(self, resource: "tpu_v2.QueuedResource") -> Exception:
-        """Why a queued resource failed."""
+        """Return the exception for a queued resource that failed."""
         return self._failure(
-            resource.state.failed_data.error, "the request could not be met in time"
+            resource.state.failed_data.error, "the request was not fulfilled in time"
         )
 
-    def _failure(self, status: Any, otherwise: str) -> Exception:
-        """What a request to make the TPU came to; `otherwise` is said where the API is silent."""
+    def _failure(self, status: Any, default: str) -> Exception:
+        """Return the exception for a failed request to create the TPU.
+
+        `default` is its message if the API gives none.
+        """
         from google.api_core import exceptions
 
-        error = exceptions.from_grpc_status(status.code, status.message or otherwise)
+        error = exceptions.from_grpc_status(status.code, status.message or default)
         return self.explain(error, creating=True)
 
     def host_keys(self, host: int) -> list[tuple[str, str]]:
-        """(type, base64) of the SSH host keys that a host has published, maybe none yet."""
+        """Return (type, base64) of the SSH host keys that a host has published, none at first."""
         from google.api_core import exceptions
 
         request = {
@@ -218,30 +239,31 @@ class TpuApi:
             "worker_ids": [str(host)],
         }
         try:
-            found = self._client.get_guest_attributes(request=request, timeout=RPC_SECONDS)
+            response = self._client.get_guest_attributes(request=request, timeout=RPC_SECONDS)
         except exceptions.GoogleAPICallError:
             return []
         return [
             (item.key, item.value)
-            for attributes in found.guest_attributes
+            for attributes in response.guest_attributes
             for item in attributes.query_value.items
         ]
 
     @contextlib.contextmanager
-    def _explained(
-        self, passing: tuple[type[Exception], ...] = (), *, creating: bool = False
+    def _translated(
+        self, transient: tuple[type[Exception], ...] = (), *, creating: bool = False
     ) -> Iterator[None]:
+        """Translate the API's exceptions into this package's, except for those in `transient`."""
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
 
         try:
             yield
-        except passing:
+        except transient:
             raise
         except exceptions.RetryError as error:
             raise UnavailableError(
                 f"the Cloud TPU API gave no answer for {RETRY_SECONDS:g} s "
-                f"({_line(error.cause)}); is it reachable?"
+                f"({_line(error.cause)}); check that it is reachable"
             ) from error
         except exceptions.NotFound as error:
             if not creating:
@@ -256,39 +278,48 @@ class TpuApi:
             ) from error
 
     def explain(self, error: "GoogleAPICallError", creating: bool = False) -> Exception:
-        """The API's error as one of ours: what was asked, what it said, what to do."""
+        """Return this package's exception for an API error.
+
+        Its message says what was requested, what the API answered, and what to do.
+        """
         from google.api_core import exceptions
 
-        spec, said = self.spec, _line(error.message)
-        asked = f"TPU {spec.name!r} ({spec.accelerator_type} in {spec.zone})"
+        spec, message = self.spec, _line(error.message)
+        subject = f"TPU {spec.name!r} ({spec.accelerator_type} in {spec.zone})"
         if isinstance(error, exceptions.AlreadyExists):
             return taken(spec)
-        if isinstance(error, exceptions.TooManyRequests):  # RESOURCE_EXHAUSTED says both
-            if "quota" in said.lower():
-                return QuotaError(f"{asked}: {said}; ask for more quota, or a smaller TPU")
-            return CapacityError(f"{asked}: {said}; try later, in another zone, or queue for it")
+        if isinstance(error, exceptions.TooManyRequests):  # RESOURCE_EXHAUSTED: quota or capacity
+            if "quota" in message.lower():
+                return QuotaError(f"{subject}: {message}; ask for more quota, or a smaller TPU")
+            return CapacityError(
+                f"{subject}: {message}; try later or in another zone, or queue for it"
+            )
         if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized):
             return InputError(
-                f"{asked}: {said}; check the zone, that the API tpu.googleapis.com is enabled and "
-                f"that the account has the role roles/tpu.admin in project {spec.project!r}"
+                f"{subject}: {message}; check the zone, that the API tpu.googleapis.com is enabled "
+                f"and that the account has the role roles/tpu.admin in project {spec.project!r}"
             )
         if creating and isinstance(error, exceptions.InvalidArgument | exceptions.NotFound):
-            return InputError(f"{asked}, {spec.runtime}: {said}; {self._on_offer()}")
-        silent = isinstance(error, _silences())
-        return UnavailableError(f"{asked}: {said}") if silent else StoppedError(f"{asked}: {said}")
+            return InputError(f"{subject}, {spec.runtime}: {message}; {self._available()}")
+        no_answer = isinstance(error, _no_answer_errors())
+        error_type = UnavailableError if no_answer else StoppedError
+        return error_type(f"{subject}: {message}")
 
-    def _on_offer(self) -> str:
-        """What the zone has, to choose from; also the sign that the zone exists."""
+    def _available(self) -> str:
+        """Return the advice for an invalid request: what the zone offers.
+
+        A zone without any TPUs may be a wrong name, so the advice is then to check it.
+        """
         from google.api_core import exceptions
 
         try:
             types = self._client.list_accelerator_types(parent=self._parent, timeout=RPC_SECONDS)
-            offered = sorted({each.type_ for each in types})
-            found = self._client.list_runtime_versions(parent=self._parent, timeout=RPC_SECONDS)
-            versions = {each.version for each in found}
+            offered = sorted({item.type_ for item in types})
+            runtimes = self._client.list_runtime_versions(parent=self._parent, timeout=RPC_SECONDS)
+            versions = {item.version for item in runtimes}
         except exceptions.GoogleAPICallError:
             offered, versions = [], set()
-        generation = [each for each in offered if each.startswith(f"{self.spec.generation}-")]
+        generation = [name for name in offered if name.startswith(f"{self.spec.generation}-")]
         if not offered:
             return "check the zone: it lists no TPUs"
         if self.spec.accelerator_type not in offered:
@@ -298,8 +329,8 @@ class TpuApi:
         return "check the accelerator type, the runtime version and the network"
 
 
-class _Undisturbed:
-    """A client whose requests no signal breaks off: it raises once the answer is there."""
+class _UninterruptedClient:
+    """A client whose requests no signal interrupts: it raises once the answer has arrived."""
 
     def __init__(self, client: "tpu_v2.TpuClient", signals: Signals):
         self._client, self._signals = client, signals
@@ -318,8 +349,8 @@ class _MissingError(Exception):
     """The resource does not exist."""
 
 
-def _silences() -> tuple[type[Exception], ...]:
-    """What the API's client raises where the service gave no proper answer."""
+def _no_answer_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that the client raises if the service gave no proper answer."""
     from google.api_core import exceptions
 
     return (
@@ -330,11 +361,12 @@ def _silences() -> tuple[type[Exception], ...]:
 
 
 def taken(spec: TpuSpec) -> InputError:
+    """Return the error for a name that is already in use."""
     return InputError(
-        f"TPU {spec.name!r} exists already in {spec.zone}; take another name, or delete it: "
+        f"TPU {spec.name!r} already exists in {spec.zone}; choose another name, or delete it: "
         f"{spec.delete_command()}"
     )
 
 
-def _line(words: object) -> str:
-    return " ".join(str(words).split()).rstrip(".")
+def _line(text: object) -> str:
+    return " ".join(str(text).split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""What the hosts of a TPU need to join the driver's Ray cluster: the package, the token, Ray."""
+"""Installation on the hosts of a TPU: the package, Ray's token, and a running Ray worker."""
 
 import gzip
 import io
@@ -12,13 +12,14 @@ from pathlib import Path
 from mesh_transformer.pod.tpu.ssh import Hosts
 from mesh_transformer.util import InputError
 
-FOLDER = ".mesh-transformer"  # in the home of the user on each host
+FOLDER = ".mesh-transformer"  # in the user's home on each host
 PACKAGE = f"{FOLDER}/package"
 TOKEN = f"{FOLDER}/ray_token"
 LOCK = f"{FOLDER}/lock"
-# A command goes on at its host when its driver is cut off or killed, as in a long installation.
-# The next one ends it, since nobody waits for it any more: with the whole group of processes that
-# its time limit would have ended.  It is known by the lock, which it has open as file 9.
+# A command keeps running on its host after its driver was disconnected or killed, for example
+# during a long installation.  Nothing waits for it any more, so the next command kills it, with the
+# whole process group that its time limit would have killed.  It is recognised by the lock file,
+# which it holds open as file descriptor 9.
 ALONE = f"""
 exec 9>> {LOCK}
 mine=$(ps -o pgid= -p $$)
@@ -30,13 +31,13 @@ for file in /proc/[0-9]*/fd/9; do
     fi
 done
 if ! flock --wait 30 9; then
-    echo "the command of an earlier start does not end; start this host anew" >&2
+    echo "a command of an earlier start does not end; restart this host" >&2
     exit 1
 fi
 """
 ROOT = Path(__file__).resolve().parents[3]
 
-# Named one by one, so that nothing else that lies about (a key, a .env) ever leaves this machine.
+# Listed one by one, so that no other file (a key, a .env) ever leaves this machine.
 NEEDED = (
     "setup.py",
     "pyproject.toml",
@@ -48,11 +49,11 @@ PACKAGE_SUFFIXES = {".py", ".json", ".html", ".css", ".js", ".svg"}
 
 
 def package_archive(root: Path = ROOT) -> bytes:
-    """A .tar.gz of what a host has to have; equal sources give equal bytes."""
+    """Return a .tar.gz of the files that a host needs; equal sources give equal bytes."""
     missing = [name for name in NEEDED if not (root / name).is_file()]
     if missing:
         raise InputError(
-            f"{root / missing[0]} is missing, which TPU hosts install from; run this from a "
+            f"{root / missing[0]} is missing, but TPU hosts install from it; run this from a "
             "checkout of mesh-transformer"
         )
     package = sorted((root / "mesh_transformer").rglob("*"))
@@ -72,19 +73,25 @@ def package_archive(root: Path = ROOT) -> bytes:
 
 
 def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
-    """Puts the package on each host, in place of an older copy; whole, or not at all."""
+    """Replace the package on each host, completely or not at all."""
     hosts.put(package_archive(root), f"{FOLDER}/package.tgz")
     steps = (
         f"set -e; cd {FOLDER}; rm -rf package.new package.old; mkdir package.new; "
         "tar -xzf package.tgz -C package.new; "
         "if [ -e package ]; then mv -T package package.old; fi; "
-        "mv -T package.new package; rm -rf package.old"  # the .tgz may be the next one's already
+        "mv -T package.new package; rm -rf package.old"  # the .tgz may be a later copy's
     )
     hosts.run(ALONE + steps, seconds=120, what="unpack the package")
 
 
 def ray_token() -> str:
-    """The driver's Ray token, looked for where Ray looks: two variables, then the usual file."""
+    """Return the driver's Ray token, from where Ray itself looks for it.
+
+    That is RAY_AUTH_TOKEN, the file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token.
+
+    Raises:
+      InputError: if there is no token, or if others can read its file.
+    """
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if token:
         return token
@@ -92,24 +99,30 @@ def ray_token() -> str:
     path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
     if not path.is_file():
         raise InputError(
-            f"Ray's token is not in RAY_AUTH_TOKEN and {path} does not exist; make it with "
+            f"Ray's token is not in RAY_AUTH_TOKEN and {path} does not exist; create it with "
             "`ray get-auth-token --generate > /dev/null`"
         )
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise InputError(f"Ray's token {path} can be read by others; run `chmod 600 {path}`")
     token = path.read_text("utf-8").strip()
     if not token:
-        raise InputError(f"Ray's token {path} is empty; write it anew with `ray get-auth-token`")
+        raise InputError(f"Ray's token {path} is empty; write it again with `ray get-auth-token`")
     return token
 
 
 def start_ray(
     hosts: Hosts, address: str, token: str, *, seconds: float = 1800.0, show: bool = False
 ) -> None:
-    """Copies the package, installs it and starts a Ray worker of `address` ("ip:port") everywhere.
+    """Copy the package to every host, install it and start a Ray worker there.
 
     The token goes into a file that only its owner can read, never into a command.  Hosts get the
-    driver's own Python version but for its last number, which pickles do not depend on.
+    driver's Python version up to the minor number; pickles do not depend on the patch number.
+
+    Args:
+      address: "ip:port" of the Ray head.
+      token: the head's token; see `ray_token`.
+      seconds: time limit of the installation.
+      show: print the hosts' output as it arrives.
     """
     copy_package(hosts)
     hosts.put_secret(token, TOKEN)

@@ -1,4 +1,4 @@
-"""Signals that would end the process, as exceptions, and kept away from code that these break."""
+"""Handlers that turn signals into exceptions, and defer them in code that these would break."""
 
 import contextlib
 import signal
@@ -10,19 +10,21 @@ from typing import Any
 
 
 class Signals:
-    """While taken, signals that would end the process raise: `with` blocks still end.
+    """Handlers of the signals that would end the process: they raise, so that `with` blocks exit.
 
-    SIGTERM and SIGHUP raise SystemExit where they would kill; Ctrl-C raises what it did before.
+    SIGTERM and SIGHUP raise SystemExit if they would kill the process; Ctrl-C raises what it did
+    before.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
-        self._busy = False
-        self._late: list[int] = []
+        self._blocked = False
+        self._deferred: list[int] = []
         self._hook: Any = None
         self._dropped: BaseException | None = None
 
     def take(self) -> None:
+        """Install the handlers; does nothing outside the main thread."""
         if not _on_main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -34,7 +36,7 @@ class Signals:
             self._hook, sys.unraisablehook = sys.unraisablehook, self._keep_dropped
 
     def give_back(self) -> None:
-        """As often as it is called."""
+        """Restore the previous handlers; further calls do nothing."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -43,11 +45,14 @@ class Signals:
         self.forget()
 
     def forget(self) -> None:
-        """What Python dropped until now needs to end nothing any more."""
+        """Discard an exception that Python has dropped: it need not end anything any more."""
         self._dropped = None
 
     def _keep_dropped(self, unraisable: Any) -> None:
-        """Python drops what is raised in a callback or a destructor, a signal's exception too."""
+        """Record a signal's exception that Python drops; used as `sys.unraisablehook`.
+
+        Python drops what is raised in a callback or a destructor, even if a signal raised it.
+        """
         if isinstance(unraisable.exc_value, (KeyboardInterrupt, SystemExit)):
             self._dropped = unraisable.exc_value
         else:
@@ -55,29 +60,29 @@ class Signals:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """What comes in here raises at the end of the block, and what was dropped at its start.
+        """Defer signals that arrive in the block to its end.
 
-        For gRPC's calls: after one that an exception has broken off, its next one may crash, or
-        hang until it times out.
+        An exception that Python dropped earlier is raised before the block.  This protects calls of
+        gRPC: once an exception has interrupted one, the next may crash, or hang until it times out.
         """
-        if not _on_main_thread() or self._busy:
+        if not _on_main_thread() or self._blocked:
             yield
             return
         dropped, self._dropped = self._dropped, None
         if dropped is not None:
             raise dropped
-        self._busy = True
+        self._blocked = True
         try:
             yield
         finally:
-            self._busy = False
-            late, self._late = self._late, []
-            for number in late:
+            self._blocked = False
+            deferred, self._deferred = self._deferred, []
+            for number in deferred:
                 self._act(number, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._busy:
-            self._late.append(number)
+        if self._blocked:
+            self._deferred.append(number)
         else:
             self._act(number, frame)
 
@@ -90,5 +95,5 @@ class Signals:
 
 
 def _on_main_thread() -> bool:
-    """Python takes signals there alone."""
+    """Return whether this is the main thread, the only one that handles signals in Python."""
     return threading.current_thread() is threading.main_thread()

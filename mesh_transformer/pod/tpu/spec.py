@@ -1,6 +1,6 @@
-"""Which TPU to make (name, place, kind, price) and whom to be on its hosts.
+"""Specification of a TPU to create (name, place, type, price) and of the login to its hosts.
 
-All of it is checked before anything that costs money is asked for.
+Everything is checked before anything that costs money is requested.
 """
 
 import dataclasses
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TpuSpec:
-    """A TPU to make, and how.
+    """A TPU to create.
 
-    `zone` is what the original called a region ("europe-west4-a").  `runtime_version` and
-    `project` are the generation's and the credentials' own when None.  A queued request waits in
-    line for capacity; it takes "spot" or "on_demand", since the API's queue has no preemptible
-    tier.  `external_ips` gives hosts their own way to the internet, without which the network
-    needs a NAT to install packages.  Some minutes after `max_hours` its hosts delete it themselves,
-    whatever has become of the driver (`deadline_script`).
+    Attributes:
+      zone: such as "europe-west4-a"; the original called it a region.
+      runtime_version: None for the default of the TPU's generation.
+      project: None for the project of the credentials.
+      queued: wait in Google's queue for capacity; requires the tier "spot" or "on_demand", since
+        the API's queue has no preemptible tier.
+      external_ips: give the hosts external addresses; without them the network needs a NAT for
+        the hosts to install packages.
+      max_hours: some minutes after this time the hosts delete the TPU themselves, even if the
+        driver no longer runs (`deadline_script`).
     """
 
     name: str
@@ -52,14 +56,17 @@ class TpuSpec:
         preemptible: bool = False,
         max_hours: float | None = None,
     ) -> Self:
-        """The config's TPU: `tpu_size` devices of `tpu_generation` in `tpu_zone`, and so on.
+        """Return the config's TPU: `tpu_size` devices of `tpu_generation` in `tpu_zone`.
 
-        `preemptible` asks for the tier that may be taken away: the generation's own, or spot in
-        the queue; a `tpu_tier` other than "on_demand" stays.
+        `preemptible` selects a tier that may be taken away: "spot" in the queue, otherwise that of
+        the generation.  A `tpu_tier` other than "on_demand" takes precedence.
+
+        Raises:
+          InputError: if the config has no `tpu_zone`, or if a value is invalid.
         """
         if config.tpu_zone is None:
             raise InputError(
-                "a TPU needs a zone to be made in; give --tpu-zone (such as europe-west4-a), or "
+                "a TPU needs a zone; give --tpu-zone (such as europe-west4-a), or "
                 "the config key tpu_zone"
             )
         assert config.tpu_size is not None
@@ -82,8 +89,8 @@ class TpuSpec:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
             raise InputError(
-                f"TPU name is {self.name!r}; take up to 63 lower-case letters, digits and hyphens, "
-                "a letter first and no hyphen last"
+                f"TPU name is {self.name!r}; give up to 63 lower-case letters, digits and hyphens, "
+                "with a letter first and no hyphen last"
             )
         if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", self.zone):
             raise InputError(
@@ -95,42 +102,44 @@ class TpuSpec:
                 f"--max-hours is {self.max_hours:g}, expected more than 0 and less than a year"
             )
         if self.tier not in get_args(Tier):
-            raise InputError(f"TPU tier is {self.tier!r}; take one of {', '.join(get_args(Tier))}")
+            raise InputError(f"TPU tier is {self.tier!r}; give one of {', '.join(get_args(Tier))}")
         if self.queued and self.tier == "preemptible":
             raise InputError(
-                "TPU tier is 'preemptible', which cannot be queued; take 'spot', or do not queue"
+                "TPU tier is 'preemptible', which cannot be queued; use 'spot', or do not queue"
             )
 
     def _check_accelerator(self) -> None:
-        found = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]*)", self.accelerator_type)
-        if found and found[1] in GENERATIONS:
-            if int(found[2]) % GENERATIONS[found[1]].units:
+        match = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]*)", self.accelerator_type)
+        if match and match[1] in GENERATIONS:
+            if int(match[2]) % GENERATIONS[match[1]].units:
                 raise InputError(
-                    f"accelerator type is {self.accelerator_type!r}; a {found[1]} type counts "
-                    "cores, two a chip: give an even number"
+                    f"accelerator type is {self.accelerator_type!r}; a {match[1]} type counts "
+                    "cores, two per chip; give an even number"
                 )
             return
-        if found and found[1] == "v5e":
-            advice = f"the API calls it 'v5litepod-{found[2]}'"
+        if match and match[1] == "v5e":
+            advice = f"the API calls it 'v5litepod-{match[2]}'"
         else:
             advice = f"give a generation of {', '.join(GENERATIONS)} and a size, such as 'v4-8'"
         raise InputError(f"accelerator type is {self.accelerator_type!r}; {advice}")
 
     @property
     def generation(self) -> str:
+        """The TPU generation, such as "v4"."""
         return self.accelerator_type.split("-")[0]
 
     @property
     def devices(self) -> int:
-        """JAX devices in the slice, over all its hosts."""
+        """Number of JAX devices in the slice, over all its hosts."""
         return int(self.accelerator_type.split("-")[1]) // GENERATIONS[self.generation].units
 
     @property
     def runtime(self) -> str:
+        """The runtime version to request."""
         return self.runtime_version or GENERATIONS[self.generation].runtime_version
 
     def delete_command(self) -> str:
-        """What a person types to delete it, whatever became of this program."""
+        """Return the command with which the user can delete the TPU, should this program fail."""
         kind = ["queued-resources"] if self.queued else ["tpu-vm"]
         place = ["--zone", self.zone, *(["--project", self.project] if self.project else [])]
         force = ["--force"] if self.queued else []
@@ -140,10 +149,11 @@ class TpuSpec:
 
 
 def deadline_script(spec: TpuSpec, seconds: float, folder: str = "/var/lib") -> str:
-    """A startup script for every host of a TPU: deletes the TPU so many seconds after it started.
+    """Return a startup script for a TPU's hosts that deletes the TPU after `seconds`.
 
-    A host has the TPU's own service account, which may need the role roles/tpu.admin for it; where
-    the API refuses, the host shuts down.  A host that starts again keeps its first deadline.
+    A host uses the TPU's own service account, which may need the role roles/tpu.admin; if the API
+    refuses, the host shuts down.  Time counts from the host's first start: a host that starts again
+    keeps its deadline.
     """
     kind, end = ("queuedResources", "?force=true") if spec.queued else ("nodes", "")
     url = (
@@ -159,7 +169,7 @@ token_url=http://metadata.google.internal/computeMetadata/v1/instance/service-ac
     for attempt in 1 2 3 4 5; do
         token=$(curl -sf -H 'Metadata-Flavor: Google' "$token_url" |
             sed -n 's/.*"access_token": *"\([^"]*\)".*/\1/p')
-        # The token comes by standard input: a machine's users see all arguments.
+        # The token is passed on standard input: a machine's users can see all arguments.
         curl -sf -X DELETE -H @- '{url}' <<< "Authorization: Bearer $token" && exit
         sleep 60
     done
@@ -170,7 +180,13 @@ token_url=http://metadata.google.internal/computeMetadata/v1/instance/service-ac
 
 @dataclasses.dataclass(frozen=True)
 class SshOptions:
-    """Whom to be on the hosts, and for how long to try; the key is the one gcloud makes."""
+    """How to log in to the hosts.
+
+    Attributes:
+      key_file: the private key; the default is the one that gcloud creates.
+      trust_first: accept the first key seen from a host that has published none (see `ssh`).
+      connect_seconds: for how long to retry the first connection to a host.
+    """
 
     user: str = dataclasses.field(default_factory=getpass.getuser)
     key_file: str = "~/.ssh/google_compute_engine"
@@ -180,34 +196,35 @@ class SshOptions:
 
     @property
     def key_path(self) -> Path:
+        """`key_file` with `~` expanded."""
         return Path(self.key_file).expanduser()
 
     def private_key(self) -> "PKey":
-        """The key; InputError where it is missing, has a passphrase, or is none."""
+        """Return the key; raises InputError if it is missing, invalid or has a passphrase."""
         try:
             from paramiko import PKey
             from paramiko.pkey import UnknownKeyType
         except ImportError as error:
             raise InputError(
-                f"package {error.name!r} is missing, which TPU hosts need; pip install fabric"
+                f"package {error.name!r} is missing, but TPU hosts require it; pip install fabric"
             ) from error
         path = self.key_path
         if not path.is_file():
             raise InputError(
-                f"SSH key {path} is missing; make it with `ssh-keygen -t ed25519 -N '' -f {path}`, "
-                "or name another"
+                f"SSH key {path} is missing; create it with `ssh-keygen -t ed25519 -N '' -f {path}`"
+                ", or give another one"
             )
         try:
             return PKey.from_path(path)
-        except TypeError as error:  # cryptography's word for "a passphrase is needed"
-            raise InputError(f"SSH key {path} has a passphrase; name a key without one") from error
+        except TypeError as error:  # what cryptography raises if a passphrase is needed
+            raise InputError(f"SSH key {path} has a passphrase; give a key without one") from error
         except (ValueError, OSError, UnknownKeyType) as error:
             raise InputError(
-                f"SSH key {path} cannot be read as a private key ({type(error).__name__}); name "
-                "another"
+                f"SSH key {path} cannot be read as a private key ({type(error).__name__}); give "
+                "another one"
             ) from error
 
     def public_key(self) -> str:
-        """What a host has to know, as authorized_keys has it."""
+        """Return the public key as a line of authorized_keys."""
         key = self.private_key()
         return f"{key.get_name()} {key.get_base64()}"

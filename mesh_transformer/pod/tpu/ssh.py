@@ -1,10 +1,10 @@
-"""Commands and files on all hosts of a TPU at once, through SSH.
+"""Commands and files on all hosts of a TPU at once, over SSH.
 
-Host keys: the ones that a TPU's hosts publish through the API (guest attributes) are the only
-ones accepted.  For a host that published none, the first key seen is held on to: its address
-belongs to a machine made a minute ago, which no earlier record could know.  `trust_first=False`
-refuses such a host instead.  The user's own known_hosts is neither read nor written, since
-addresses of TPUs are used again with other keys.
+Host keys: if a TPU's hosts have published keys through the API (guest attributes), only those are
+accepted.  For a host that has published none, the first key seen is accepted and pinned: its
+address belongs to a machine that was created a minute ago, so no earlier record could know its key.
+`trust_first=False` rejects such a host instead.  The user's own known_hosts is neither read nor
+written, since TPU addresses are reused with other keys.
 """
 
 import base64
@@ -30,24 +30,26 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 if TYPE_CHECKING:
     from fabric import Connection
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-SHOWN_LINES = 40  # of a failing command's output
+SHOWN_LINES = 40  # of a failing command's output, per stream
 KEEPALIVE_SECONDS = 15
-SILENCE_SECONDS = 60  # after which a host whose network is gone counts as lost
-PUT_SECONDS = 300.0  # for one file
-CONNECT_SECONDS = 30  # for one attempt's each stage: the network, sshd, the key
-RECONNECT_SECONDS = 60.0  # for a host that was there before, and may have been taken away
-KILLED = 137  # a shell's status where SIGKILL ended what it ran
-REMOTE_LIMIT = (124, KILLED)  # what `timeout` exits with, and others may too
-SAME_CLOCKS = 0.99  # of a host's seconds are as many here, while clocks are being set right
+SILENCE_SECONDS = 60  # after which a host without a network counts as lost
+PUT_SECONDS = 300.0  # per file
+CONNECT_SECONDS = 30  # per stage of an attempt: network, sshd, key
+RECONNECT_SECONDS = 60.0  # for a host that was connected before, and may have been taken away
+KILLED = 137  # a shell's exit status if SIGKILL ended its command
+REMOTE_LIMIT = (124, KILLED)  # exit statuses of `timeout`; other commands may have them too
+# Clocks may be slewed: a host's time limit can take only this fraction of its seconds here.
+SAME_CLOCKS = 0.99
 
 
 class Hosts:
-    """SSH connections to hosts, opened when first used; one thread each.
+    """SSH connections to hosts, opened on first use; all hosts are served in parallel threads.
 
-    `host_keys` are (type, base64) pairs by address.  Addresses are in the order of the hosts'
-    numbers in the TPU.
+    Args:
+      addresses: in the order of the hosts' numbers in the TPU.
+      host_keys: (type, base64) pairs by address.
     """
 
     def __init__(
@@ -66,25 +68,31 @@ class Hosts:
         self._stopping = threading.Event()
 
     def run(self, command: str, *, seconds: float, show: bool = False, what: str = "") -> list[str]:
-        """A bash command's output on each host; `show` prints it line by line as it comes.
+        """Run a bash command on all hosts and return its standard output per host.
 
-        The user reads `what` it does, or the command itself.  Raises StoppedError where it fails
-        or takes longer, after printing that host's last lines; HostError where a host cannot be
-        reached, or not any more.  The command is seen by others on the host: give secrets by
-        `put_secret`.
+        Args:
+          command: visible to other users of the host; pass secrets through `put_secret`.
+          seconds: time limit.
+          show: print output line by line as it arrives.
+          what: the command's purpose, for messages (default: the command itself).
+
+        Raises:
+          StoppedError: if the command fails or exceeds its time limit.  Without `show`, the last
+            lines of that host's output are printed first.
+          HostError: if a host cannot be reached, or no longer.
         """
         what = what or command
         run = functools.partial(self._run, command=command, seconds=seconds, show=show, what=what)
-        return self._each(run, what, seconds + SILENCE_SECONDS)
+        return self._on_all(run, what, seconds + SILENCE_SECONDS)
 
     def _run(self, host: int, command: str, seconds: float, show: bool, what: str) -> str:
         from invoke.exceptions import CommandTimedOut
 
-        # Apart, since they arrive in no order: much of one would drive out the other's last lines.
+        # Separate: they arrive in no order, and much of one would displace the other's last lines.
         streams = output, errors = [_Output(self._label(host), show) for _ in range(2)]
-        # The host ends it by itself; the limit here is for a host that does not answer.
+        # The host itself ends the command; the limit below is for a host that does not answer.
         limited = f"timeout --kill-after=10 {seconds:g} bash -c {shlex.quote(command)}"
-        connection = self._connected(host)
+        connection = self._connect(host)
         began = time.monotonic()
         try:
             result = connection.run(
@@ -98,8 +106,8 @@ class Hosts:
             )
         except CommandTimedOut as error:
             raise self._lost(host, what, f"gave no answer for {seconds:g} s") from error
-        except _lost_errors() as error:
-            raise self._lost(host, what, f"was cut off ({_kind(error)})") from error
+        except _connection_errors() as error:
+            raise self._lost(host, what, f"was cut off ({_described(error)})") from error
         for stream in streams:
             stream.end()
         if result.exited == 0:
@@ -109,7 +117,7 @@ class Hosts:
                 stream.print_last()
         late = time.monotonic() - began > SAME_CLOCKS * seconds
         too_long = f"took more than {seconds:g} s"
-        if result.exited < 0:  # of `timeout` too, which ends with what does not heed SIGTERM
+        if result.exited < 0:  # also if `timeout` used SIGKILL, which ends `timeout` itself
             cut = "was cut off or killed (the connection closed)"
             raise self._lost(host, what, too_long if late else cut)
         if late and result.exited in REMOTE_LIMIT:
@@ -130,21 +138,21 @@ class Hosts:
         return f"{host} ({self.addresses[host]})"
 
     def put(self, content: bytes, remote: str) -> None:
-        """Writes a file on each host; its name appears when it is whole."""
-        self._put_everywhere(content, remote, 0o644)
+        """Write a file on each host; its name appears when it is complete."""
+        self._put_on_all(content, remote, 0o644)
 
     def put_secret(self, text: str, remote: str) -> None:
-        """Writes a file that its owner alone can read, before it holds a byte as after."""
-        self._put_everywhere(text.encode(), remote, 0o600)
+        """Write a file on each host, with mode 0600 set before any content is written."""
+        self._put_on_all(text.encode(), remote, 0o600)
 
-    def _put_everywhere(self, content: bytes, remote: str, mode: int) -> None:
+    def _put_on_all(self, content: bytes, remote: str, mode: int) -> None:
         put = functools.partial(self._put, content=content, remote=remote, mode=mode)
-        self._each(put, f"copy {remote}", PUT_SECONDS)
+        self._on_all(put, f"copy {remote}", PUT_SECONDS)
 
     def _put(self, host: int, content: bytes, remote: str, mode: int) -> None:
         temporary = f"{remote}.{os.urandom(6).hex()}"
         try:
-            sftp = self._connected(host).sftp()
+            sftp = self._connect(host).sftp()
             with contextlib.suppress(OSError):  # it exists
                 sftp.mkdir(os.path.dirname(remote), 0o700)
             with sftp.open(temporary, "wx") as file:
@@ -152,13 +160,13 @@ class Hosts:
                 file.set_pipelined(True)
                 file.write(content)
             sftp.posix_rename(temporary, remote)
-        except _lost_errors() as error:
-            raise self._lost(host, f"copy {remote}", f"failed ({_kind(error)})") from error
+        except _connection_errors() as error:
+            raise self._lost(host, f"copy {remote}", f"failed ({_described(error)})") from error
 
-    def _each(self, function: Callable[[int], Found], what: str, seconds: float) -> list[Found]:
-        """`function` of each host's number, all at once; the first error ends them all.
+    def _on_all(self, function: Callable[[int], Result], what: str, seconds: float) -> list[Result]:
+        """Call `function` with each host's number, in parallel; the first error ends all calls.
 
-        They have `seconds`, and what it takes to connect.
+        The time limit is `seconds` plus the time limit of connecting.
         """
         count = len(self.addresses)
         self._stopping.clear()
@@ -178,17 +186,18 @@ class Hosts:
             return [future.result() for future in futures]
         except BaseException:
             self._stopping.set()
-            self.close()  # ends what the other threads wait for, on Ctrl-C too
+            self.close()  # unblocks the other threads, on Ctrl-C too
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             bar.close()
 
-    def _connected(self, host: int) -> "Connection":
+    def _connect(self, host: int) -> "Connection":
+        """Return the connection to a host, a new one if there is none or it has closed."""
         with self._lock:
-            found = self._connections.get(host)
-        if found is not None and found.is_connected:
-            return found
+            existing = self._connections.get(host)
+        if existing is not None and existing.is_connected:
+            return existing
         limit = self.options.connect_seconds
         connection = self._open(
             host, min(limit, RECONNECT_SECONDS) if host in self._seen else limit
@@ -199,7 +208,7 @@ class Hosts:
         return connection
 
     def _open(self, host: int, seconds: float) -> "Connection":
-        """Connects, again and again: a new host starts sshd and learns its keys in its own time."""
+        """Open a connection, with retries: a new host takes time to start sshd and get its keys."""
         from paramiko.ssh_exception import (
             AuthenticationException,
             BadHostKeyException,
@@ -213,36 +222,39 @@ class Hosts:
                 connection.open()
                 assert connection.transport is not None
                 connection.transport.set_keepalive(KEEPALIVE_SECONDS)
-                # Keepalives that nobody acknowledges would end it only after a quarter of an hour.
-                line: Any = connection.transport.sock
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
+                # Otherwise, unacknowledged keepalives end it only after a quarter of an hour.
+                sock: Any = connection.transport.sock
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
                 return connection
             except (BadHostKeyException, _UntrustedError) as error:
                 raise StoppedError(
-                    f"host {label}: its SSH key is not the one known for it, so that something "
-                    "else may be answering there; nothing was sent to it"
+                    f"host {label}: its SSH key is not the one known for it, so something else "
+                    "may be answering there; nothing was sent to it"
                 ) from error
-            except _lost_errors() as error:
+            except _connection_errors() as error:
                 connection.close()
                 if time.monotonic() < deadline:
                     if self._stopping.wait(min(2.0, options.connect_seconds / 10)):
-                        raise HostError(f"host {label}: not connected, as others failed") from None
+                        raise HostError(
+                            f"host {label}: not connected, since another host failed"
+                        ) from None
                     continue
                 if isinstance(error, AuthenticationException):
                     raise InputError(
-                        f"host {label}: user {options.user!r} with key {options.key_path} is not "
-                        "let in; is the key its own, and OS Login off for the project?"
+                        f"host {label}: user {options.user!r} with key {options.key_path} was "
+                        "rejected; check that the key belongs to this user, and that OS Login is "
+                        "off for the project"
                     ) from error
                 raise HostError(
                     f"host {label}: no SSH on port {options.port} for "
-                    f"{seconds:g} s ({_kind(error)}); is this machine in the "
-                    "TPU's network, and does a firewall rule allow it?"
+                    f"{seconds:g} s ({_described(error)}); check that this machine is in the TPU's "
+                    "network, and that a firewall rule allows it"
                 ) from error
 
     def _new_connection(self, host: int) -> "Connection":
         from fabric import Config, Connection
 
-        # Without a handler, paramiko's tracebacks of connections that are tried again are printed.
+        # Without a handler, paramiko prints a traceback for every connection that is retried.
         logging.getLogger("paramiko").addHandler(logging.NullHandler())
         address, options = self.addresses[host], self.options
         connection = Connection(
@@ -264,7 +276,7 @@ class Hosts:
         return connection
 
     def _trust(self, client: Any, address: str) -> None:
-        """Tells a client which host keys to accept: those known, or the first one seen."""
+        """Set which host keys a client accepts: the known ones, or else the first one seen."""
         from paramiko import MissingHostKeyPolicy, PKey
 
         hosts, known, may_pin = self, self._keys.get(address, []), self.options.trust_first
@@ -286,16 +298,16 @@ class Hosts:
         with self._lock:
             connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
-            with contextlib.suppress(*_lost_errors()):
+            with contextlib.suppress(*_connection_errors()):
                 connection.close()
 
 
 class _UntrustedError(Exception):
-    """A host showed a key although it has others, or none that was published."""
+    """A host presented a key that is not among its known keys, or that may not be pinned."""
 
 
-def _lost_errors() -> tuple[type[Exception], ...]:
-    """What a connection that cannot be made, or breaks, raises."""
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a connection that cannot be made, or that breaks."""
     from invoke.exceptions import ThreadException
     from paramiko.ssh_exception import NoValidConnectionsError, SSHException
 
@@ -303,7 +315,7 @@ def _lost_errors() -> tuple[type[Exception], ...]:
 
 
 class _Output:
-    """Where fabric writes one stream of a host; keeps the last lines, shows all if wanted."""
+    """The file to which fabric writes one output stream of a host; keeps its last lines."""
 
     def __init__(self, label: str, show: bool):
         self._label = label
@@ -319,7 +331,7 @@ class _Output:
                 self._print(line.rstrip())
 
     def flush(self) -> None:
-        """Lines are printed as they end."""
+        """Do nothing: lines are printed as they end."""
 
     def end(self) -> None:
         if self._rest:
@@ -334,7 +346,7 @@ class _Output:
 
     @property
     def last(self) -> str:
-        """The last line that says something."""
+        """The last line that is not blank."""
         return next((line for line in reversed(self._lines) if line.strip()), "")
 
 
@@ -343,6 +355,6 @@ def _short(command: str) -> str:
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 
-def _kind(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+def _described(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

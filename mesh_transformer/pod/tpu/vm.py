@@ -1,15 +1,15 @@
-"""A TPU for the length of a `with` block: made, waited for, made again, and deleted at its end.
+"""A TPU for the length of a `with` block: created, awaited, created again, and deleted at its end.
 
     with TpuVm(TpuSpec("pod", "europe-west4-a", "v3-32", tier="preemptible")) as tpu:
         tpu.start_ray("10.0.0.2:6379", ray_token())
         ...
-        tpu.check()        # PreemptedError when it was taken away
+        tpu.check()        # PreemptedError if it was taken away
         tpu.make_again()
 
-A TPU costs money until it is deleted.  So its delete command is printed as soon as it is asked
-for, which even a power cut comes after; it is deleted however the block ends (errors, Ctrl-C,
-SIGTERM, SIGHUP), and where that fails the command is printed once more.  What this program did
-not make (another's TPU of that name) is never deleted: each carries its maker's mark as a label.
+A TPU costs money until it is deleted.  Its delete command is therefore printed before the TPU is
+requested, so that even after a power cut the user has it.  The TPU is deleted however the block
+ends (errors, Ctrl-C, SIGTERM, SIGHUP); if that fails, the command is printed again.  A TPU of that
+name that this program did not create is never deleted: every TPU has its creator's mark as a label.
 """
 
 import contextlib
@@ -40,39 +40,40 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """While held, the process has taken `signals`, and is the only one that uses the TPU.
+    """Signal handlers and a lock that protect the use of a TPU, from `hold` to `release`.
 
-    `alone` keeps this user's other processes from holding a TPU of that name too.
+    The lock keeps this user's other processes from using a TPU of the same name; it is taken only
+    if `exclusive`.
     """
 
-    def __init__(self, spec: TpuSpec, signals: Signals, *, alone: bool):
-        self._spec, self._signals, self._alone = spec, signals, alone
+    def __init__(self, spec: TpuSpec, signals: Signals, *, exclusive: bool):
+        self._spec, self._signals, self._exclusive = spec, signals, exclusive
         self._lock: IO[str] | None = None
 
     def hold(self) -> None:
-        """Raises InputError where another process holds it."""
-        if self._alone:
-            self._lock = _locked(self._spec)
+        """Take `signals` and the lock; raises InputError if another process holds the lock."""
+        if self._exclusive:
+            self._lock = _locked_file(self._spec)
         self._signals.take()
 
     def release(self) -> None:
-        """Gives back what `hold` took, as often as it is called."""
+        """Give back what `hold` took; further calls do nothing."""
         self._signals.give_back()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
 
-def _locked(spec: TpuSpec) -> IO[str]:
-    """A file by the TPU's name, locked until it is closed; it tells who has locked it."""
+def _locked_file(spec: TpuSpec) -> IO[str]:
+    """Return a file for the TPU's name, locked until it is closed; it names the locking process."""
     path = _file_of(spec, "lock")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         file = path.open("a+")
     except OSError as error:
         raise InputError(
-            f"{path} cannot be written: {error.strerror}; give HOME a folder of yours, since it "
-            "holds what keeps two runs from using one TPU"
+            f"{path} cannot be written: {error.strerror}; set HOME to a folder of yours: it holds "
+            "the lock that keeps two runs from using one TPU"
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,8 +82,8 @@ def _locked(spec: TpuSpec) -> IO[str]:
         number = file.read().strip()
         file.close()
         raise InputError(
-            f"TPU {spec.name!r} is in use by process {number} of yours; take another name, or end "
-            "that first"
+            f"TPU {spec.name!r} is in use by process {number} of yours; choose another name, or "
+            "end that process first"
         ) from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
@@ -91,9 +92,9 @@ def _locked(spec: TpuSpec) -> IO[str]:
 
 
 def kept_mark(spec: TpuSpec) -> str:
-    """What this user of this machine marks TPUs of that name with, from run to run.
+    """Return the mark for TPUs of that name, the same in all runs of this user on this machine.
 
-    The caller holds a `Guard` alone.
+    The caller holds an exclusive `Guard`.
     """
     path = _file_of(spec, "owner")
     if not path.exists() or not path.read_text():
@@ -105,27 +106,35 @@ def _file_of(spec: TpuSpec, kind: str) -> Path:
     return Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
 
 
-OWNER = "mesh-transformer-owner"  # the label with its maker's mark
-DEADLINE_KEY = "startup-script"  # of its metadata, where it has a deadline
-# States of a TPU that will not become ready by itself; all others are waited for.
+OWNER = "mesh-transformer-owner"  # the label with its creator's mark
+DEADLINE_KEY = "startup-script"  # in its metadata, if it has a deadline
+# States in which a TPU does not become ready by itself; in all others it is waited for.
 GONE = {"PREEMPTED", "TERMINATED", "DELETING", "STOPPING", "STOPPED", "HIDING", "HIDDEN"}
 QUEUE_GONE = {"SUSPENDING", "SUSPENDED", "DELETING"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """For how many seconds to wait: in the queue, till ready, for capacity, till deleted.
+    """Time limits in seconds.
 
-    `capacity` is how long a TPU that the zone cannot give, or takes back at once, is asked for
-    anew; 0 takes the first no.  `settle` is how long a TPU is looked for whose request was cut
-    off before its answer.  `poll` is the longest time between two looks.  `deadline_grace` is how
-    long after `max_hours` the hosts leave the driver to save and delete.
+    Attributes:
+      queue: for a queued TPU to leave the queue.
+      ready: for a TPU to become ready.
+      capacity: for how long a TPU is requested again if the zone cannot provide it, or takes it
+        back before it is ready; 0 accepts the first refusal.
+      capacity_again: the same, for a TPU that is created again.
+      delete: for a TPU to be deleted.
+      host_keys: for hosts to publish their SSH keys.
+      settle: for a TPU to appear if its request was interrupted before the answer.
+      deadline_grace: for the driver to save and delete the TPU after `max_hours`, before the hosts
+        delete it.
+      poll: the longest time between two polls.
     """
 
     queue: float = 24 * 3600.0
     ready: float = 1800.0
     capacity: float = 0.0
-    capacity_again: float = 6 * 3600.0  # the same, when it is made again
+    capacity_again: float = 6 * 3600.0
     delete: float = 600.0
     host_keys: float = 60.0
     settle: float = 15.0
@@ -136,13 +145,20 @@ class Limits:
 class TpuVm:
     """One TPU and its hosts; see the module's example.
 
-    `adopt` takes over a TPU of that name and type which an earlier such run, of this user on this
-    machine, left alive (the driver was killed), where otherwise the name is taken; while one runs,
-    another cannot.  `keep` leaves it alive at the end.  `client` is a TpuClient in place
-    of the real one.
+    Args:
+      client: a TpuClient in place of the real one.
+      adopt: take over a TPU of that name and type that an earlier run with `adopt`, by this user
+        on this machine, left alive because its driver was killed.  Any other TPU of that name is
+        an InputError, as it is without `adopt`.  A second process with `adopt` is refused while
+        the first one runs.
+      keep: do not delete the TPU at the end.
 
-    Raises InputError (name, quota, type, zone, credentials), CapacityError, PreemptedError,
-    UnavailableError, and StoppedError where a time limit is over.
+    Raises:
+      InputError: for a bad name, quota, type or zone, or for missing credentials.
+      CapacityError: if the zone has no capacity for it.
+      PreemptedError: if it was taken away.
+      UnavailableError: if the API gives no answer.
+      StoppedError: if a time limit is exceeded.
     """
 
     def __init__(
@@ -156,21 +172,21 @@ class TpuVm:
         keep: bool = False,
     ):
         self._ssh = ssh or SshOptions()
-        # Says now, not when the TPU costs money, that it is missing.
+        # Read now, so that a missing key is reported before the TPU costs money.
         self._public_key = self._ssh.public_key()
         self._signals = Signals()
         self._api = TpuApi(spec, client, self._signals)
         self.spec = self._api.spec
         self.limits = limits or Limits()
         self._adopt, self._keep = adopt, keep
-        self._ready_since: float | None = None  # the first of those that it makes
-        self._asking = threading.RLock()  # held while one is asked for
-        self._left = False
+        self._ready_since: float | None = None  # when the first TPU became ready
+        self._requesting = threading.RLock()  # held while a TPU is requested
+        self._exited = False
         self._mark = secrets.token_hex(8)
-        self._may_exist = False  # a TPU of ours, made or asked for
-        self._answered = True  # False while a request to make it has no answer
+        self._may_exist = False  # a TPU of ours, created or requested
+        self._answered = True  # False while a request to create it has no answer
         self._hosts: Hosts | None = None
-        self._guard = Guard(self.spec, self._signals, alone=adopt)
+        self._guard = Guard(self.spec, self._signals, exclusive=adopt)
 
     def __enter__(self) -> Self:
         self._guard.hold()
@@ -187,34 +203,39 @@ class TpuVm:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if not self._leave() and kind is None:
             command = self.spec.delete_command()
-            raise StoppedError(f"TPU {self.spec.name!r} is not deleted; do it by: {command}")
+            raise StoppedError(f"TPU {self.spec.name!r} was not deleted; delete it with: {command}")
 
     def _leave(self) -> bool:
-        """Ends what `__enter__` began; whether nothing is left that costs money unbidden."""
+        """Undo `__enter__`.
+
+        Returns False if a TPU that the user did not ask to keep may still be billed.
+        """
         self._signals.forget()
-        with self._asking:  # another thread may be about to make it again
-            self._left = True
+        command = self.spec.delete_command()
+        with self._requesting:  # another thread may be about to create it again
+            self._exited = True
         try:
             if self._keep and self._may_exist:
-                _say(f"TPU {self.spec.name!r} is kept; delete it by: {self.spec.delete_command()}")
+                _say(f"TPU {self.spec.name!r} was kept; delete it with: {command}")
             else:
                 self.delete()
         except (InputError, StoppedError) as error:
             _say(f"error: {error}")
-            _say(f"TPU {self.spec.name!r} may be alive: {self.spec.delete_command()}")
+            _say(f"TPU {self.spec.name!r} may still exist; delete it with: {command}")
             return False
         except BaseException:
-            _say(f"TPU {self.spec.name!r} may be alive: {self.spec.delete_command()}")
+            _say(f"TPU {self.spec.name!r} may still exist; delete it with: {command}")
             raise
         finally:
             self._close_hosts()
             self._guard.release()
         return True
 
-    def _make(self, capacity_seconds: float, refusals: tuple[type[Exception], ...] = ()) -> None:
-        """Makes the TPU and waits till it is ready; again, while the zone has none to give.
+    def _make(self, capacity_seconds: float, retry_on: tuple[type[Exception], ...] = ()) -> None:
+        """Create the TPU and wait until it is ready.
 
-        `refusals` are further answers that may be others later.
+        Tries again for `capacity_seconds` if the zone has no capacity, if the TPU is taken away
+        before it is ready, or if one of the exceptions `retry_on` is raised.
         """
         deadline = time.monotonic() + capacity_seconds
         pause = self.limits.poll
@@ -223,16 +244,16 @@ class TpuVm:
                 operation = self._create()
                 self._wait_ready(operation)
                 return
-            except (CapacityError, PreemptedError, *refusals) as error:
+            except (CapacityError, PreemptedError, *retry_on) as error:
                 if time.monotonic() + pause > deadline:
                     raise
-                _say(f"{error}; asking again in {pause:g} s")
+                _say(f"{error}; retrying in {pause:g} s")
             self.delete()
             time.sleep(pause)
             pause = min(2 * pause, 300.0)
 
     def _create(self) -> str | None:
-        """Asks for the TPU: the operation's name, None where one of ours can be taken over."""
+        """Request the TPU and return the operation's name; None if one of ours is taken over."""
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
             self._take_over(node, queued)
@@ -240,7 +261,8 @@ class TpuVm:
                 return None
             self.delete()
         name, user = self.spec.name, self._ssh.user
-        _say(f"making TPU {name!r}; deleted at the end, else by: {self.spec.delete_command()}")
+        command = self.spec.delete_command()
+        _say(f"creating TPU {name!r}; deleted at the end, or manually with: {command}")
         metadata = {
             "ssh-keys": f"{user}:{self._public_key}",
             "enable-guest-attributes": "TRUE",  # where hosts publish their SSH keys
@@ -248,14 +270,14 @@ class TpuVm:
         if self.spec.max_hours is not None:
             seconds = max(self._seconds_left(), 0.0) + self.limits.deadline_grace
             metadata[DEADLINE_KEY] = deadline_script(self.spec, seconds)
-        with self._asking:
-            if self._left:
-                raise StoppedError(f"TPU {name!r} is not made: this process is ending")
+        with self._requesting:
+            if self._exited:
+                raise StoppedError(f"TPU {name!r} is not created: this process is ending")
             self._may_exist, self._answered = True, False
             try:
                 operation = self._api.create({OWNER: self._mark}, metadata, self.limits.queue)
             except (InputError, CapacityError):
-                self._may_exist = False  # these are answers: no
+                self._may_exist = False  # the API refused
                 raise
             self._answered = True
         return operation
@@ -263,32 +285,33 @@ class TpuVm:
     def _take_over(
         self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None"
     ) -> None:
+        """Take over an existing TPU; raises InputError if it is not ours, or of another type."""
         if queued is not None:
             node = node or queued.tpu.node_spec[0].node
         assert node is not None
-        wanted = self.spec.accelerator_type
+        expected = self.spec.accelerator_type
         if not self._adopt or node.labels.get(OWNER) != self._mark:
             raise taken(self.spec)
-        if node.accelerator_type != wanted:
+        if node.accelerator_type != expected:
             raise InputError(
-                f"TPU {self.spec.name!r} exists as {node.accelerator_type}, not {wanted}; take "
+                f"TPU {self.spec.name!r} exists as {node.accelerator_type}, not {expected}; choose "
                 f"another name, or delete it: {self.spec.delete_command()}"
             )
         self._may_exist = True
         _say(
-            f"taking over TPU {self.spec.name!r}; deleted at the end, else by: "
+            f"taking over TPU {self.spec.name!r}; deleted at the end, or manually with: "
             f"{self.spec.delete_command()}"
         )
-        ends = DEADLINE_KEY in node.metadata
-        if ends or self.spec.max_hours is not None:
+        has_deadline = DEADLINE_KEY in node.metadata
+        if has_deadline or self.spec.max_hours is not None:
             _say(
-                f"TPU {self.spec.name!r}: its hosts keep the --max-hours that it was made with "
-                f"({'some' if ends else 'none'})"
+                f"TPU {self.spec.name!r}: its hosts keep the --max-hours it was created with "
+                f"({'set' if has_deadline else 'not set'})"
             )
 
     @staticmethod
     def _is_coming(node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
-        """Whether what exists is ready, or becomes so."""
+        """Return whether an existing TPU is ready, or becomes ready by itself."""
         if queued is not None and queued.state.state.name in QUEUE_GONE | {"FAILED"}:
             return False
         return node is None or node.state.name not in GONE
@@ -296,16 +319,16 @@ class TpuVm:
     def _wait_ready(self, operation: str | None) -> None:
         if self.spec.queued:
             self._wait_queue()
-            operation = None  # it ended when the request was in the queue
+            operation = None  # ended when the request had entered the queue
         seconds = self.limits.ready
-        for bar in self._polls("till ready", seconds, "see its state in the console, or retry"):
+        for bar in self._polls("until ready", seconds, "see its state in the console, or retry"):
             if operation is not None and self._api.operation_done(operation):
                 operation = None
             state = self.state()
             bar.set_postfix_str(state)
             if state == "READY":
                 return
-            # Until the operation ends, a TPU that is not there yet is no surprise.
+            # Until the operation ends, the TPU may not exist yet.
             if state in GONE or (state == "MISSING" and operation is None):
                 raise self._taken_away(state)
 
@@ -314,7 +337,7 @@ class TpuVm:
 
     def _wait_queue(self) -> None:
         for bar in self._polls(
-            "in the queue", self.limits.queue, "wait longer, or take another zone or type"
+            "in the queue", self.limits.queue, "wait longer, or choose another zone or type"
         ):
             resource = self._api.queued()
             state = "MISSING" if resource is None else resource.state.state.name
@@ -327,22 +350,28 @@ class TpuVm:
                 raise self._taken_away(state)
 
     def _polls(self, what: str, seconds: float, advice: str) -> Iterator[tqdm]:
-        """Yields a progress bar at every poll, until the time is over: StoppedError."""
+        """Yield a progress bar at every poll; raises StoppedError once `seconds` have passed."""
         start = time.monotonic()
-        name = f"TPU {self.spec.name}"
         layout = "{desc} {elapsed}{postfix}"
-        told = _Told(sys.stderr)
-        with tqdm(desc=f"{name} {what}", bar_format=layout, leave=False, file=told) as bar:
+        stream = _TolerantStream(sys.stderr)
+        with tqdm(
+            desc=f"TPU {self.spec.name} {what}", bar_format=layout, leave=False, file=stream
+        ) as bar:
             while True:
                 yield bar
                 left = start + seconds - time.monotonic()
                 if left <= 0:
-                    raise StoppedError(f"{name!r}: more than {seconds:g} s {what}; {advice}")
+                    raise StoppedError(
+                        f"TPU {self.spec.name!r}: more than {seconds:g} s {what}; {advice}"
+                    )
                 waited = seconds - left
                 time.sleep(min(self.limits.poll, left, 1.0 + waited / 10))
 
     def state(self) -> str:
-        """The API's name of its state, "MISSING" where there is none, "UNHEALTHY" where so."""
+        """Return the API's name of the TPU's state.
+
+        "MISSING" if there is no TPU, "UNHEALTHY" if it is ready but not healthy.
+        """
         node = self._api.node()
         if node is None:
             return "MISSING"
@@ -350,46 +379,46 @@ class TpuVm:
         return "UNHEALTHY" if node.state.name == "READY" and not healthy else node.state.name
 
     def check(self) -> None:
-        """Raises PreemptedError where the TPU was taken away; waits where it is being repaired."""
+        """Raise PreemptedError if the TPU was taken away; waits while it is being repaired."""
         self._wait_ready(None)
 
     def make_again(self) -> None:
-        """Deletes what is left of it, and makes it anew; its addresses and keys are others then."""
+        """Delete what is left of the TPU and create it again; its addresses and keys change."""
         self._close_hosts()
         self.delete()
         if self._seconds_left() <= 0:
             raise StoppedError(
-                f"TPU {self.spec.name!r}: --max-hours {self.spec.max_hours:g} are over, so that it "
-                "is not made again; start again to resume"
+                f"TPU {self.spec.name!r}: --max-hours {self.spec.max_hours:g} have passed, so it "
+                "is not created again; start again to resume"
             )
-        # The quota of the one that was deleted is not free at once.
+        # The quota of the deleted TPU is not free at once.
         self._make(self.limits.capacity_again, (QuotaError,))
 
     def _seconds_left(self) -> float:
-        """Until `max_hours` after the first TPU was ready; infinite without."""
+        """Return the seconds until `max_hours` after the first TPU was ready, or infinity."""
         if self.spec.max_hours is None:
             return math.inf
-        gone = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
-        return 3600 * self.spec.max_hours - gone
+        elapsed = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+        return 3600 * self.spec.max_hours - elapsed
 
     def delete(self) -> None:
-        """Deletes the TPU, if it is ours, and waits until it is gone."""
+        """Delete the TPU if it is ours, and wait until it is gone."""
         if not self._may_exist:
             return
         settled = time.monotonic() + (0.0 if self._answered else self.limits.settle)
         command, outcome = self.spec.delete_command(), ""
-        for bar in self._polls("being deleted", self.limits.delete, f"do it by: {command}"):
+        for bar in self._polls("being deleted", self.limits.delete, f"delete it with: {command}"):
             node, queued = self._api.node(), self._api.queued()
             if node is None and queued is None:
                 if time.monotonic() < settled:
                     continue
                 if not self._answered:
-                    outcome = f"did not appear; should it: {command}"
+                    outcome = f"did not appear; if it does, delete it with: {command}"
                 break
             if not self._is_ours(node, queued):
-                outcome = "is another's; it is left alone"
+                outcome = "belongs to someone else; it was not deleted"
                 break
-            self._answered, settled = True, 0.0  # by its being there
+            self._answered, settled = True, 0.0  # its existence is the answer
             if queued is not None:
                 state = queued.state.state.name
                 if state != "DELETING":
@@ -405,53 +434,54 @@ class TpuVm:
             _say(f"TPU {self.spec.name!r} {outcome}")
 
     def _is_ours(self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
-        """A mark decides where there is one; without, an answer to our request to make it does."""
-        labelled = [node] if node is not None else []
+        """Return whether the TPU has our mark; if it has none, whether our request was answered."""
+        nodes = [node] if node is not None else []
         if queued is not None:
-            labelled += [wanted.node for wanted in queued.tpu.node_spec]
-        marks = {each.labels[OWNER] for each in labelled if OWNER in each.labels}
+            nodes += [spec.node for spec in queued.tpu.node_spec]
+        marks = {item.labels[OWNER] for item in nodes if OWNER in item.labels}
         return marks == {self._mark} if marks else self._answered
 
     def hosts(self) -> list[str]:
-        """The addresses of a ready TPU's hosts in its network, in the order of their numbers."""
+        """Return the internal addresses of a ready TPU's hosts, in the order of their numbers."""
         node = self._api.node()
         if node is None:
             raise self._taken_away("MISSING")
         return [endpoint.ip_address for endpoint in node.network_endpoints]
 
     def ssh(self) -> Hosts:
-        """Connections to the hosts, which hold to the SSH keys that the hosts have published."""
+        """Return connections to the hosts; the keys that a host published are required of it."""
         if self._hosts is None:
             addresses = self.hosts()
             self._hosts = Hosts(addresses, self._ssh, self._published_keys(addresses))
         return self._hosts
 
     def _published_keys(self, addresses: list[str]) -> dict[str, list[tuple[str, str]]]:
-        """Each host's keys, waited for a while since a new host publishes them as it starts."""
+        """Return each host's keys; waits a while, as a new host publishes them while it starts."""
         deadline = time.monotonic() + self.limits.host_keys
         keys = {}
         for host, address in enumerate(addresses):
-            while not (found := self._api.host_keys(host)) and time.monotonic() < deadline:
+            while not (published := self._api.host_keys(host)) and time.monotonic() < deadline:
                 time.sleep(min(self.limits.poll, 5.0))
-            if found:
-                keys[address] = found
+            if published:
+                keys[address] = published
         missing = [address for address in addresses if address not in keys]
         if missing:
             _say(
                 f"{len(missing)} of {len(addresses)} hosts published no SSH key "
-                f"({missing[0]}, ...): the first one seen is held on to"
+                f"({missing[0]}, ...): the first one seen is pinned"
             )
         return keys
 
     def run(self, command: str, *, seconds: float, show: bool = False) -> list[str]:
-        """A bash command's output on each host; see `Hosts.run`."""
+        """Run a bash command on all hosts and return its output per host; see `Hosts.run`."""
         return self.ssh().run(command, seconds=seconds, show=show)
 
     def copy_package(self) -> None:
+        """Replace the package on each host; see `install.copy_package`."""
         install.copy_package(self.ssh())
 
     def start_ray(self, address: str, token: str, *, seconds: float = 1800.0) -> None:
-        """Makes every host a worker of the Ray cluster at `address`; see `tpu_ray.start_ray`."""
+        """Make every host a worker of the Ray cluster at `address`; see `install.start_ray`."""
         install.start_ray(self.ssh(), address, token, seconds=seconds)
 
     def _close_hosts(self) -> None:
@@ -460,8 +490,8 @@ class TpuVm:
             self._hosts = None
 
 
-class _Told:
-    """A stream that may have lost its reader: a TPU is deleted all the same."""
+class _TolerantStream:
+    """A stream that ignores write errors: losing its reader must not keep a TPU alive."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -478,7 +508,7 @@ class _Told:
         return getattr(self._stream, name)
 
 
-def _say(words: str) -> None:
-    told = _Told(sys.stderr)
-    told.write(f"{words}\n")
-    told.flush()
+def _say(line: str) -> None:
+    stream = _TolerantStream(sys.stderr)
+    stream.write(f"{line}\n")
+    stream.flush()
