@@ -25,13 +25,14 @@ def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
 
-    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.serving.repl import Repl, Settings
 
     # First, as loading takes long.
-    tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
+    model = path if config else Source(path)
+    tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
     settings = Settings(
         temp=args.temperature,
         top_p=args.top_p,
@@ -42,7 +43,7 @@ def main() -> None:
         stop=args.stop,
     )
     use_compilation_cache()
-    with running_model(args, path, config, only_generate=True) as network:
+    with running_model(args, model, config, only_generate=True) as network:
         repl = Repl(network, tokenizer, settings)
         if args.prompt is None:
             repl.run()

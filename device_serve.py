@@ -42,7 +42,7 @@ def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
 
-    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.serving.app import create_app
@@ -55,9 +55,10 @@ def main() -> None:
     # First, as loading takes long.
     keys = Keys(args.api_key_file)
     socket = listen(args.host, args.port)
-    tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
+    model = path if config else Source(path)
+    tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
     use_compilation_cache()
-    with running_model(args, path, config, only_generate=True) as network:
+    with running_model(args, model, config, only_generate=True) as network:
         metrics = Metrics(args.rows)
         limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
         engine = Engine(network, metrics, rows=args.rows, **limits)

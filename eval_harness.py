@@ -27,10 +27,11 @@ def main() -> None:
     args = parse_args()
     path, config = model_arguments(args)
 
-    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.mesh.program import use_compilation_cache
 
-    own = config or config_of(path)
+    model = path if config else Source(path)
+    own = config or Source.of(model).config
     names = args.tasks.split(",") if args.tasks else own.eval_harness_tasks
     # First, as loading takes long.
     harness = Harness(
@@ -41,7 +42,7 @@ def main() -> None:
         limit=args.limit,
     )
     use_compilation_cache()
-    with running_model(args, path, config) as network:
+    with running_model(args, model, config) as network:
         results = harness.results(network)
     assert results is not None  # as nothing stops it
     if args.output:

@@ -4,7 +4,7 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
-from mesh_transformer.checkpoint import adapters, conversion, loading
+from mesh_transformer import old_names
+from mesh_transformer.checkpoint import adapters, loading
 from mesh_transformer.checkpoint.native import Checkpoints
-from mesh_transformer.checkpoint.native_state import saved_config
+from mesh_transformer.checkpoint.source import Source, check_vacant
 from mesh_transformer.checkpoint.state_tree import check_same_run
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
@@ -54,7 +55,7 @@ class CausalTransformer:
         devices: Sequence[Any] | None = None,
         init: bool = True,
     ):
-        self.config = Config.of(config)
+        self.config = _config_of(config)
         assert self.config.tpu_size is not None
         use_virtual_devices(self.config.tpu_size)
         self.mesh = make_mesh(self.config, devices)
@@ -68,6 +69,14 @@ class CausalTransformer:
         self._base: adapters.Base | None = None  # what adapters are trained on
         if init:
             self.init()
+
+    if not TYPE_CHECKING:  # A type checker should know only the attributes that exist.
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, naming the replacement of an attribute of the original's."""
+            if line := old_names.error_line(f"{__name__}.CausalTransformer.{name}"):
+                raise AttributeError(line)
+            return object.__getattribute__(self, name)  # raises the error that led here
 
     def init(self) -> None:
         """Fresh weights and optimizer from `config.seed`; the step becomes 0.
@@ -268,10 +277,11 @@ class CausalTransformer:
         checkpoints = self._writer(folder)
         newest = checkpoints.newest()
         if newest is None:
-            conversion.check_vacant(folder)
+            check_vacant(folder)
             return None
-        aux, where = checkpoints.aux(newest), f"{folder}/step_{newest}"
-        check_same_run(self.config, saved_config(aux, where), where)
+        step = checkpoints.saved(newest)
+        aux, where = step.aux, str(step)
+        check_same_run(self.config, step.config, where)
         wanted = loading.saved_part(steps.abstract_state(self.config, self.mesh), self.config)
         restored = checkpoints.restore(newest, wanted)
         if (recorded := adapters.saved_base(aux, where)) is not None:
@@ -281,7 +291,9 @@ class CausalTransformer:
         self.state, self.step = restored, newest
         return aux
 
-    def load(self, path: AnyPath, *, fresh_opt: bool = False, only_params: bool = False) -> None:
+    def load(
+        self, path: AnyPath | Source, *, fresh_opt: bool = False, only_params: bool = False
+    ) -> None:
         """Takes the weights of `path`, of any of the three formats; the step becomes 0.
 
         `path` is a model folder (its newest step), one of its step_N, or a Hugging Face folder.
@@ -293,7 +305,7 @@ class CausalTransformer:
           InputError: where it cannot be read, or is of another model than the config's.
         """
         optimizer = not fresh_opt and not only_params
-        found = loading.load(path, self.config, self.mesh, optimizer=optimizer)
+        found = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
         if "opt_state" not in found.state and not only_params:
             found.state["opt_state"] = self._fresh_moments(found.state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
@@ -356,8 +368,15 @@ class CausalTransformer:
         return tokens.astype(np.uint32)
 
 
+def _config_of(config: Config | dict[str, Any] | AnyPath) -> Config:
+    """Return `Config.of(config)`; InputError names what replaces old keys, which only dicts had."""
+    if isinstance(config, dict) and (line := old_names.keys_line(config)):
+        raise InputError(f"config: {line}")
+    return Config.of(config)
+
+
 def load(
-    path: AnyPath,
+    path: AnyPath | Source,
     config: Config | dict[str, Any] | AnyPath | None = None,
     *,
     optimizer: bool = False,
@@ -371,25 +390,25 @@ def load(
         device, which has all cores.  The original's checkpoints have none.
       optimizer: take Adam's moments too; otherwise training makes fresh ones.
     """
-    given = None if config is None else Config.of(config)
-    fitted = _fitted(path) if given is None else given
+    source = Source.of(path)
+    fitted = _fitted(source.config) if config is None else _config_of(config)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
     # Without this a config of one device would be copied to all of them.
     devices = None if jax.process_count() > 1 else jax.devices()[: fitted.tpu_size]
     network = CausalTransformer(fitted, devices=devices, init=False)
-    network.load(path, only_params=not optimizer)
+    network.load(source, only_params=not optimizer)
     return network
 
 
-def _fitted(path: AnyPath) -> Config:
-    """The config of `path` for the devices here: the largest mp that divides its own and theirs.
+def _fitted(saved: Config) -> Config:
+    """A saved config for the devices here: the largest mp that divides its own and theirs.
 
     How attention is computed was chosen for the devices that trained it.
 
     Virtual CPU devices would share the same cores, and talk to each other besides.
     """
-    saved = conversion.config_of(path).replace(attention="auto")
+    saved = saved.replace(attention="auto")
     assert saved.tpu_size is not None
     # Some to spare: their number cannot change once JAX runs, and another model may want more.
     use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
@@ -398,3 +417,10 @@ def _fitted(path: AnyPath) -> Config:
     on_cpu = jax.default_backend() == "cpu"
     shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
     return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)
+
+
+if not TYPE_CHECKING:  # A type checker should know only the names that exist.
+
+    def __getattr__(name: str) -> Any:
+        """Return what a name of the original's stands for, or raise an error that says so."""
+        return old_names.find(__name__, name)

@@ -135,14 +135,15 @@ def main() -> None:
     path, config = model_arguments(options)
     pairs = read(options)
 
-    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.mesh.program import use_compilation_cache
 
     scored(["a"], ["a"])  # what is missing is told before the model is loaded
-    tokenizer = Tokenizer.of(None, config or config_of(path), must_fit=True).loaded
+    model = path if config else Source(path)
+    tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
     use_compilation_cache()
-    with running_model(options, path, config, only_generate=True) as network:
+    with running_model(options, model, config, only_generate=True) as network:
         found = summaries(network, tokenizer, [pair.prompt for pair in pairs], options.length)
     results = scored([pair.completion for pair in pairs], found)
     if options.output:

@@ -8,17 +8,17 @@ checkpoints are the same model, by their logits on a fixed prompt.
 import functools
 import os
 import re
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mesh_transformer.checkpoint import hf, native_state, original, original_files
-from mesh_transformer.checkpoint.adapters import MOVED, Base, merged_leaves, saved_base
+from mesh_transformer.checkpoint import hf, native_state, original
+from mesh_transformer.checkpoint.adapters import MOVED, Base, merged_leaves
 from mesh_transformer.checkpoint.host_arrays import in_memory
-from mesh_transformer.checkpoint.native import find, find_aux
+from mesh_transformer.checkpoint.source import Format, Source, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
 from mesh_transformer.data.storage import AnyPath, check_free, is_uri, local_path, step_number
@@ -27,8 +27,6 @@ from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError, to_f32
 
-Format = Literal["original", "native", "hf"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # GPT-J's vocabulary is GPT-2's, filled up
 
 
@@ -41,84 +39,8 @@ class Written(NamedTuple):
     optimizer: bool
 
 
-def format_of(path: AnyPath) -> Format:
-    """What is at `path`, a model folder or one of its step_N; InputError where nothing is."""
-    path = local_path(path)
-    here = not is_uri(path) and os.path.isdir(path)
-    if here and _is_original(path):
-        return "original"
-    try:
-        find(path)
-    except InputError:
-        # Last, as any model folder may hold a config.json of its own.
-        if here and os.path.isfile(os.path.join(path, "config.json")):
-            return "hf"
-        raise
-    return "native"
-
-
-def _is_original(folder: str) -> bool:
-    """Whether shards are in it or in one of its steps, or its index tells of some."""
-    steps = [name for name in os.listdir(folder) if step_number(name) is not None]
-    folders = [folder, *(os.path.join(folder, step) for step in steps)]
-    if any(original_files.numbered(each, "shard") for each in folders):
-        return True
-    try:
-        return bool(original_files.read_index(folder))
-    except InputError:  # meta.json is a common name
-        return False
-
-
-def check_vacant(folder: AnyPath) -> None:
-    """InputError where a folder without native checkpoints holds one of another format."""
-    if kind := _other_format(folder, "native"):
-        raise InputError(
-            f"{folder}: holds a checkpoint in {kind} format, which a run does not go on from; give "
-            "it as --tune-model-path with another model folder, or convert it"
-        )
-
-
-def _other_format(folder: AnyPath, own: Format) -> Format | None:
-    """The format of what is in a folder, where that is not its `own`; None where it is vacant."""
-    try:
-        kind = format_of(folder)
-    except InputError:
-        return None
-    if kind == "hf":
-        names = os.listdir(local_path(folder))
-        if not any(name.endswith((".safetensors", ".bin")) for name in names):
-            return None  # A config.json alone may be anyone's.
-    return None if kind == own else kind
-
-
-def config_of(path: AnyPath) -> Config:
-    """The config that the checkpoint at `path` tells; InputError where it tells none.
-
-    JAX is not started: its virtual devices can still be set.
-    """
-    return _told(local_path(path), format_of(path))
-
-
-def _told(path: str, kind: Format) -> Config:
-    if kind == "native":
-        return Config.from_dict(
-            native_state.saved_config(find_aux(path), path), f"{path}: saved config"
-        )
-    if kind == "hf":
-        return hf.read_config(path)
-    raise _tells_none(path)
-
-
-def _tells_none(path: str) -> InputError:
-    return InputError(
-        f"{path}: a checkpoint of the original's does not tell its config; give the one that it "
-        "was trained with"
-    )
-
-
 def read(
-    path: AnyPath,
-    kind: Format,
+    source: Source,
     config: Config | None = None,
     *,
     dtype: DTypeLike | None = None,
@@ -126,59 +48,58 @@ def read(
     lazy: bool = False,
     base: AnyPath | None = None,
 ) -> tuple[Config, dict[str, Any]]:
-    """The checkpoint at `path` (a model folder, newest step, or one step_N) and its config.
-
-    Adapters are merged into the model that they were trained on, weights alone.
+    """A checkpoint and its config.  Adapters are merged into the model they were trained on.
 
     Args:
-      config: may be None where the checkpoint tells its own; else it must be of the same model.
+      config: may be None where the checkpoint stores its own; else it must be of the same model.
       dtype: parameters are cast to it as they are read; None: they keep their own.
-      optimizer: take Adam's moments where there are any.
-      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
-      base: where that model is, if no more where it was.
+      optimizer: take Adam's moments where there are any; never of adapters.
+      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) on demand.
+      base: where the adapters' model is, if it has moved.
 
     Raises:
       InputError: where it cannot be read, does not fit the config, or needs one.
     """
-    path = local_path(path)
-    if kind == "hf":
-        return hf.read(path, config=config, dtype=dtype, lazy=lazy)
-    recorded = saved_base(find_aux(path), path) if kind == "native" else None
-    if recorded is not None:
-        config, state = _merged(path, config, recorded, base, dtype)
+    if source.kind == "hf":
+        return hf.read(source.path, config=config, dtype=dtype, lazy=lazy)
+    if source.adapters is not None:
+        config, state = _merged(source, source.adapters, config, base, dtype)
         return config, state if lazy else in_memory(state)
     if base is not None:
-        raise InputError(f"--base goes with adapters, and {path} is a whole model; leave it out")
-    wanted: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": lazy}
-    if kind == "native":
-        return native_state.read(path, config=config, **wanted)
+        raise InputError(
+            f"--base goes with adapters, and {source.path} is a whole model; leave it out"
+        )
+    options: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": lazy}
+    if source.step is not None:
+        return native_state.read(source.step, config=config, **options)
     if config is None:
-        raise _tells_none(path)
-    return config, original.read(path, config, **wanted)
+        config = source.config  # which says that there is none
+    return config, original.read(source.path, config, **options)
 
 
 def _merged(
-    path: str,
-    config: Config | None,
+    source: Source,
     recorded: Base,
+    config: Config | None,
     moved: AnyPath | None,
     dtype: DTypeLike | None,
 ) -> tuple[Config, dict[str, Any]]:
-    """The adapters at `path`, merged lazily into the model that is now at `moved`."""
-    own, adapters = native_state.read(path, optimizer=False)
+    """A source's adapters, merged lazily into the model that is now at `moved`."""
+    assert source.step is not None
+    own, adapters = native_state.read(source.step, optimizer=False)
     config = (config or own).merged()
-    check_same_model(config, own.as_dict(), path)
+    check_same_model(config, own.as_dict(), source.path)
     place = recorded.path if moved is None else local_path(moved)
     try:
-        kind = format_of(place)
+        base = Source(place)
     except InputError:
         raise InputError(
-            f"{path}: the model that its adapters were trained on is not at {place} (no checkpoint "
-            f"is there); {MOVED}"
+            f"{source.path}: the model that its adapters were trained on is not at {place} (no "
+            f"checkpoint is there); {MOVED}"
         ) from None
-    _, state = read(place, kind, config, optimizer=False, lazy=True)
+    _, state = read(base, config, optimizer=False, lazy=True)
     params = merged_leaves(
-        state["params"], adapters["params"], own.lora_scale, recorded, path, dtype=dtype
+        state["params"], adapters["params"], own.lora_scale, recorded, source.path, dtype=dtype
     )
     return config, {"params": params, "step": adapters["step"]}
 
@@ -218,8 +139,8 @@ def convert(
     target = local_path(target)
     _check_target(target, target_kind)
     try:
-        path = step_of(source, source_kind, step)
-        config = (config or _told(path, source_kind)).merged()
+        opened = Source(step_of(source, source_kind, step), source_kind)
+        config = (config or opened.config).merged()
         if source_kind == "hf" and target_kind == "original":
             _check_rows(target, config, shards)
         # Now, as reading takes long: is it there, and is it this model's?
@@ -227,8 +148,8 @@ def convert(
             config = config.replace(tokenizer=tokenizer)
             Tokenizer.of(tokenizer, config, must_fit=True)
         optimizer = not slim and target_kind != "hf"
-        wanted: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": True, "base": base}
-        _, state = read(path, source_kind, config, **wanted)
+        options: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": True, "base": base}
+        _, state = read(opened, config, **options)
     except InputError:
         _check_kind(source, source_kind)
         raise
@@ -268,7 +189,7 @@ def _check_target(target: str, kind: Format) -> None:
         if re.fullmatch(r"step_\d+", name):
             raise InputError(f"{target}: write the step's number without zeros in front")
         return
-    if found := _other_format(folder, kind):
+    if found := other_format(folder, kind):
         raise InputError(
             f"{target}: {folder} holds a checkpoint in {found} format; choose another model folder"
         )
@@ -277,7 +198,7 @@ def _check_target(target: str, kind: Format) -> None:
 def _check_kind(path: AnyPath, kind: Format) -> None:
     """InputError where something is at `path`, but in another format than `kind`."""
     try:
-        found = format_of(path)
+        found = Source(path).kind
     except InputError:
         return
     if found != kind:
@@ -338,30 +259,26 @@ def compare(
     the target's dtype.  They are read one after the other; `base` is the source's, see
     `conversion.read`.
     """
-    both: list[tuple[str, Format, AnyPath | None]] = [
-        (local_path(source), source_kind, base),
-        (local_path(target), target_kind, None),
-    ]
+    one, other = Source(source, source_kind), Source(target, target_kind)
     # Hugging Face's vocabulary may be without the padding that the config has.
-    sizes = [hf.read_config(path).n_vocab for path, kind, _ in both if kind == "hf"]
+    sizes = [each.config.n_vocab for each in (one, other) if each.kind == "hf"]
     tokens = min([config.n_vocab, *sizes])
-    (before, _), (after, dtype) = (
-        _logits(path, kind, None if kind == "hf" else config, tokens, base)
-        for path, kind, base in both
-    )
+    before, _ = _logits(one, config, tokens, base)
+    after, dtype = _logits(other, config, tokens, None)
     spread = before.max() - np.median(before)  # the same, whatever is added to all
     return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
 
 
 def _logits(
-    path: str, kind: Format, config: Config | None, tokens: int, base: AnyPath | None
+    source: Source, config: Config, tokens: int, base: AnyPath | None
 ) -> tuple[np.ndarray, str]:
     """f32 logits [T, tokens] after each token of a fixed prompt, and the dtype of the weights.
 
     Of the first `tokens` of the vocabulary alone.  Computed in f32 whatever the weights' dtype, on
     one device; of the layers' weights one layer's are cast at a time.
     """
-    config, state = read(path, kind, config, optimizer=False, lazy=True, base=base)
+    own = None if source.kind == "hf" else config
+    config, state = read(source, own, optimizer=False, lazy=True, base=base)
     prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
     params = _on_device(state)["params"]
     dtype = params["embed"]["embedding"]["w"].dtype.name

@@ -9,15 +9,14 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.checkpoint import conversion, original_files
-from mesh_transformer.checkpoint.adapters import MOVED, Base, saved_base
-from mesh_transformer.checkpoint.conversion import Format
+from mesh_transformer.checkpoint import conversion
+from mesh_transformer.checkpoint.adapters import MOVED, Base
 from mesh_transformer.checkpoint.integrity import checksum
-from mesh_transformer.checkpoint.native import Checkpoints, find, find_aux
-from mesh_transformer.checkpoint.native_state import saved_config
+from mesh_transformer.checkpoint.saved_step import SavedStep
+from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.checkpoint.state_tree import check_same_model, leaves, placed
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import AnyPath, local_path
+from mesh_transformer.data.storage import AnyPath
 from mesh_transformer.mesh.declaration import joined, partition
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.model import gptj
@@ -58,35 +57,38 @@ def saved_part(state: steps.State, config: Config) -> steps.State:
     return state | {"params": partition(gptj.declarations(config), state["params"])[0]}
 
 
-def load(path: AnyPath, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
-    """The weights at `path`, of any format, and with `optimizer` Adam's moments if there are any.
+def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
+    """The weights of a source, and with `optimizer` Adam's moments if there are any.
 
-    A config with `lora_rank` takes adapters and what they were trained on; where `path` has no
-    adapters it is the base of fresh ones.  Without `lora_rank` adapters are merged.
+    A config with `lora_rank` takes adapters and what they were trained on; a source without
+    adapters becomes the base of fresh ones.  Without `lora_rank` adapters are merged.
 
     Raises:
       InputError: where it cannot be read, or is of another model than the config's.
     """
-    path = local_path(path)
-    kind = conversion.format_of(path)
-    wanted = steps.abstract_state(config, mesh)
-    del wanted["step"]
+    template = steps.abstract_state(config, mesh)
+    del template["step"]
     if not optimizer:
-        del wanted["opt_state"]
-    recorded = saved_base(find_aux(path), path) if kind == "native" else None
+        del template["opt_state"]
+    recorded = source.adapters
     if not config.lora_rank:
-        return Loaded(_read(path, kind, config, wanted, merge=recorded is not None), None)
+        return Loaded(_read(source, config, template), None)
     if recorded is None:
-        frozen, base = load_base(path, config, mesh, [path], None)
+        frozen, base = load_base(source.path, config, mesh, [source], None)
         fresh = compile_adapters(config, mesh)(jax.random.key(config.seed))
         return Loaded({"params": joined(frozen, fresh)}, base)
-    found = _read(path, kind, config, saved_part(wanted, config))
-    frozen, base = load_base(path, config, mesh, [recorded.path], recorded)
-    return Loaded(found | {"params": joined(frozen, found["params"])}, base)
+    assert source.step is not None
+    state = _read_native(source.step, config, saved_part(template, config))
+    frozen, base = load_base(source.path, config, mesh, [recorded.path], recorded)
+    return Loaded(state | {"params": joined(frozen, state["params"])}, base)
 
 
 def load_base(
-    where: str, config: Config, mesh: Mesh, places: Sequence[str], recorded: Base | None
+    where: str,
+    config: Config,
+    mesh: Mesh,
+    places: Sequence[AnyPath | Source],
+    recorded: Base | None,
 ) -> tuple[Any, Base]:
     """The frozen parameters, from the first of `places` that has them, and what they are.
 
@@ -97,24 +99,24 @@ def load_base(
     Raises:
       InputError: where none of the places has them.
     """
-    _, wanted = partition(gptj.declarations(config), steps.abstract_state(config, mesh)["params"])
+    _, template = partition(gptj.declarations(config), steps.abstract_state(config, mesh)["params"])
     refusals = []
     for place in places:
         try:
-            kind = conversion.format_of(place)
-            place = _resolved(place, kind)
+            source = Source.of(place)
+            name = source.place
         except InputError:
             refusals.append(f"{place} (no checkpoint is there)")
             continue
-        if kind == "native" and saved_base(find_aux(place), place) is not None:
-            refusals.append(f"{place} (adapters are there)")
+        if source.adapters is not None:
+            refusals.append(f"{name} (adapters are there)")
             continue
-        frozen = _read(place, kind, config.merged(), {"params": wanted})["params"]
-        base = Base(place, _checksums(frozen, config, mesh))
+        frozen = _read(source, config.merged(), {"params": template})["params"]
+        base = Base(name, _checksums(frozen, config, mesh))
         changed = recorded and recorded.difference(base)
         if not changed:
             return frozen, base
-        refusals.append(f"{place} (another in the leaf {changed})")
+        refusals.append(f"{name} (another in the leaf {changed})")
         del frozen  # before another is read
     raise InputError(
         f"{where}: the model that its adapters were trained on is not at {', '.join(refusals)}; "
@@ -122,43 +124,27 @@ def load_base(
     )
 
 
-def _resolved(path: str, kind: Format) -> str:
-    """The very step that a path means, which is another once its run has gone on."""
-    if kind == "hf":
-        return path
-    if kind == "original":
-        return original_files.step_folder(path)
-    folder, step = find(path)
-    return f"{folder}/step_{step}"
-
-
 def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Of the numbers that the run computes with, and of what bf16 makes of them."""
-    found = {}
+    """Checksums by dtype: of the frozen parameters as the run computes with them, and in bf16."""
+    sums_by_dtype = {}
     for dtype in sorted({config.dtype, "bfloat16"}):
-        sums = compile_checksums(mesh, dtype)(frozen)
-        found[dtype] = {"/".join(key): int(np.asarray(x)) for key, x in leaves(sums).items()}
-    return found
+        sums = leaves(compile_checksums(mesh, dtype)(frozen))
+        sums_by_dtype[dtype] = {"/".join(path): int(np.asarray(x)) for path, x in sums.items()}
+    return sums_by_dtype
 
 
-def _read(
-    path: str, kind: Format, config: Config, wanted: steps.State, *, merge: bool = False
-) -> steps.State:
-    """What of `wanted` is at `path`, in its layouts; adapters are to be merged where `merge`."""
-    if kind == "native" and not merge:
-        return _read_native(path, config, wanted)
-    dtype = wanted["params"]["embed"]["embedding"]["w"].dtype
+def _read(source: Source, config: Config, template: steps.State) -> steps.State:
+    """What a source has of the template, in its layouts; adapters are merged."""
+    if source.step is not None and source.adapters is None:
+        return _read_native(source.step, config, template)
+    dtype = template["params"]["embed"]["embedding"]["w"].dtype
     _, host = conversion.read(
-        path, kind, config, dtype=dtype, optimizer="opt_state" in wanted, lazy=True
+        source, config, dtype=dtype, optimizer="opt_state" in template, lazy=True
     )
-    return placed(host, {key: leaf for key, leaf in wanted.items() if key in host})
+    return placed(host, {key: leaf for key, leaf in template.items() if key in host})
 
 
-def _read_native(path: str, config: Config, wanted: steps.State) -> steps.State:
-    folder, number = find(path)
-    with Checkpoints(folder, read_only=True) as checkpoints:
-        where = f"{folder}/step_{number}"
-        check_same_model(config, saved_config(checkpoints.aux(number), where), where)
-        there = {key[0] for key in checkpoints.leaves(number)}
-        only = [key for key in wanted if key in there or key == "params"]
-        return checkpoints.restore(number, wanted, only=only)
+def _read_native(step: SavedStep, config: Config, template: steps.State) -> steps.State:
+    check_same_model(config, step.config, str(step))
+    saved = {path[0] for path in step.leaves}
+    return step.restore(template, only=[k for k in template if k in saved or k == "params"])

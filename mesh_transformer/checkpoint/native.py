@@ -10,13 +10,13 @@ may span many processes) to a folder at a time: a lock keeps others out.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
@@ -24,15 +24,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore
 from etils import epath
 
 from mesh_transformer.checkpoint import integrity
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf
 from mesh_transformer.checkpoint.integrity import (
-    Integrity,
-    host_checksum,
-    is_stacked,
     tree_checksums,
 )
 from mesh_transformer.checkpoint.joint_save import JointSave
@@ -40,17 +36,12 @@ from mesh_transformer.checkpoint.orbax_handlers import (
     SAVE_SECONDS,
     HostArrayHandler,
     StateHandler,
-    StateRestore,
     StateSave,
 )
+from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.state_tree import (
-    Path,
-    cast_groups,
-    check_match,
     check_names,
     leaves,
-    map_leaves,
-    nested,
 )
 from mesh_transformer.data.storage import (
     FolderLock,
@@ -74,7 +65,6 @@ _MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `delete_s
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
 _PRUNE_SECONDS = 30  # that others wait for old steps to be deleted
-_CAST_BYTES = 1 << 30  # of leaves, or one leaf, that are on the devices before they are cast
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +105,7 @@ class Checkpoints:
         self._pruning: threading.Thread | None = None
         self._joint = JointSave()
         self._sums: dict[str, list[int]] = {}  # of the leaves that are being saved, by their names
-        self._integrity: dict[int, Integrity | None] = {}  # of the steps that were read
+        self._saved = functools.cache(lambda step: SavedStep(self._path(step)))
         self._checkpointer = self._new_checkpointer()
         hush_failures(_is_news)
 
@@ -175,6 +165,7 @@ class Checkpoints:
             self._clear_uncommitted()
             self._joint.barrier("vacant", SAVE_SECONDS * 1000)
             self._saving = step
+            self._saved.cache_clear()
             self._sums.clear()
             if not self._host:  # else as they are written
                 sums = tree_checksums(leaves(state))
@@ -227,103 +218,23 @@ class Checkpoints:
                 self._lock.release()
                 self._lock = None
 
-    def aux(self, step: int | None = None) -> dict[str, Any]:
-        """What was saved beside the arrays of `step` (None: the newest)."""
+    def saved(self, step: int | None = None) -> SavedStep:
+        """A committed step (None: the newest); InputError where there is no such step."""
         self.wait()
-        step = self._existing(step)
-        return _aux(self._path(step), self._record(step))
-
-    def _record(self, step: int) -> Integrity | None:
-        if step not in self._integrity:
-            self._integrity[step] = _record(self._path(step))
-        return self._integrity[step]
-
-    def leaves(self, step: int) -> dict[Path, Any]:
-        """The saved leaves' paths and what has their shape and dtype; reads no array."""
-        try:
-            return leaves(ocp.PyTreeCheckpointHandler().metadata(self._path(step) / "state").tree)
-        except Exception as error:  # Orbax has no class of its own for damaged metadata.
-            raise self._unreadable(step, error) from error
-
-    def open_leaf(self, step: int, path: Path) -> LazyLeaf:
-        """One leaf, read when it is asked for: then too it raises InputError where it is damaged.
-
-        Each part is verified as it is read.  The leaf may outlive this object.
-        """
-        record = self._record(step)
-        folder, handlers = self._path(step) / "state", ocp.type_handlers
-        ocdbt = handlers.is_ocdbt_checkpoint(folder)
-        context = handlers.get_ts_context(use_ocdbt=ocdbt)
-        info = handlers.ParamInfo(name=".".join(path), parent_dir=folder, ts_context=context)
-        spec = handlers.get_json_tspec_read(info, use_ocdbt=ocdbt)
-
-        def attempt(act: Callable[[], Any]) -> Any:
-            with failures_as(lambda error: self._unreadable(step, error)):
-                return act().result()
-
-        def read(layer: int | None) -> np.ndarray:
-            values = attempt((stored if layer is None else stored[layer]).read)
-            if record is not None:
-                own = host_checksum(values, (layer or 0) * values.size)
-                integrity.check_sums(folder.parent, record, path, layer or 0, [own])
-            return values
-
-        stored = attempt(lambda: tensorstore.open(spec, open=True, context=context))
-        return LazyLeaf(
-            stored.shape,
-            stored.dtype.numpy_dtype,
-            read,
-            layers=is_stacked(path),
-        )
+        steps = self.steps()
+        if not steps:
+            raise nothing_in(self.folder)
+        if step is not None and step not in steps:
+            known = ", ".join(map(str, steps))
+            raise InputError(f"checkpoint folder {self.folder} has no step {step}; it has {known}")
+        return self._saved(steps[-1] if step is None else step)
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """The tree of `step` (None: the newest), every leaf read straight into its sharding.
-
-        `template`: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  Only its
-        top-level keys are read, or those of them in `only`; beneath these it must match what
-        was saved.  Floating leaves are cast to the template's dtype.  Raises InputError before
-        any array is read where there is no such step, a leaf is missing or left over, or a
-        shape or an integer dtype differs; and where a leaf is not what was saved.
-        """
-        self.wait()
-        step = self._existing(step)
-        template = template if only is None else {key: template[key] for key in only}
-        wanted, saved, record = leaves(template), self.leaves(step), self._record(step)
-        check_match(self._path(step), saved, wanted)
-        restored: dict[Path, Any] = {}
-        for group in cast_groups(saved, wanted, _CAST_BYTES):
-            # As they were saved, so that they can be verified; cast afterwards.
-            read = self._read(step, {path: saved[path].dtype for path in group}, wanted)
-            integrity.check_leaves(self._path(step), record, read)
-            for path in group:
-                leaf, dtype = read.pop(path), wanted[path].dtype
-                restored[path] = leaf if leaf.dtype == dtype else leaf.astype(dtype)
-        self._known = step
-        return map_leaves(lambda path, _: restored[path], template)
-
-    def _read(self, step: int, dtypes: dict[Path, Any], wanted: dict[Path, Any]) -> dict[Path, Any]:
-        """Leaves of a step in these dtypes, each in its sharding among those wanted."""
-        arguments = StateRestore(
-            item=nested({path: wanted[path] for path in dtypes}),
-            restore_args=nested(
-                {
-                    path: ocp.ArrayRestoreArgs(
-                        sharding=wanted[path].sharding,
-                        global_shape=wanted[path].shape,
-                        dtype=np.dtype(dtype),
-                    )
-                    for path, dtype in dtypes.items()
-                }
-            ),
-            partial_restore=True,
-        )
-        try:
-            found = self._checkpointer.restore(
-                self._path(step), args=ocp.args.Composite(state=arguments)
-            )
-        except Exception as error:  # Orbax has no class of its own for a damaged array.
-            raise self._unreadable(step, error) from error
-        return leaves(found["state"])
+        """The tree of `step` (None: the newest); see `SavedStep.restore`."""
+        saved = self.saved(step)
+        restored = saved.restore(template, only=only)
+        self._known = saved.number
+        return restored
 
     def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
         handlers, joint = ocp.type_handlers, self._joint
@@ -368,20 +279,8 @@ class Checkpoints:
         )
         integrity.write(step, self._sums)
 
-    def _unreadable(self, step: int, error: Exception) -> InputError:
-        return _unreadable(self._path(step), self._record(step), error)
-
     def _path(self, step: int) -> epath.Path:
         return self.folder / f"step_{step}"
-
-    def _existing(self, step: int | None) -> int:
-        steps = self.steps()
-        if not steps:
-            raise nothing_in(self.folder)
-        if step is not None and step not in steps:
-            found = ", ".join(map(str, steps))
-            raise InputError(f"checkpoint folder {self.folder} has no step {step}; it has {found}")
-        return steps[-1] if step is None else step
 
     def _commit(self, saved: int) -> None:
         """Wait for Orbax to commit, then have the steps deleted that are no longer kept."""
@@ -451,19 +350,19 @@ class Checkpoints:
         )
 
 
-def find(path: str) -> tuple[str, int]:
-    """(folder, step) of a model folder, its newest step, or of one `step_<N>` folder in it.
+def find(path: str) -> SavedStep:
+    """A model folder's newest step, or the step that `path` itself is.
 
     Raises InputError where the path is missing or holds no checkpoint.
     """
     folder = _absolute(path)
     with reported(f"checkpoint folder {folder}"):
-        if (step := step_number(folder.name)) is not None and _is_committed(folder):
-            return str(folder.parent), step
+        if _is_committed(folder):
+            return SavedStep(folder)
     steps = _committed_steps(folder)
     if not steps:
         raise nothing_in(folder)
-    return str(folder), steps[-1]
+    return SavedStep(folder / f"step_{steps[-1]}")
 
 
 def own_steps(folder: str) -> list[epath.Path]:
@@ -471,40 +370,6 @@ def own_steps(folder: str) -> list[epath.Path]:
     with reported(f"model folder {folder}"):
         found = entries(_absolute(folder))
         return [path for path in found if _is_committed(path) or _is_remains(path)]
-
-
-def find_aux(path: str) -> dict[str, Any]:
-    """The `aux` of what `find` finds; JAX is not started for it, as Orbax would."""
-    folder, step = find(path)
-    where = _absolute(folder) / f"step_{step}"
-    return _aux(where, _record(where))
-
-
-def _record(path: epath.Path) -> Integrity | None:
-    with failures_as(lambda error: _unreadable(path, None, error)):
-        return integrity.read(path)
-
-
-def _aux(path: epath.Path, record: Integrity | None) -> dict[str, Any]:
-    with failures_as(lambda error: _unreadable(path, record, error)):
-        content = (path / "aux" / "metadata").read_bytes()
-        integrity.check_file(path, record, "aux/metadata", content)
-        return json.loads(content)
-
-
-def _unreadable(path: epath.Path, record: Integrity | None, error: Exception) -> InputError:
-    """The one line for a step that cannot be read; an InputError as it is."""
-    if isinstance(error, InputError):
-        return error
-    if (name := integrity.damaged_file(path, record)) is not None:
-        return integrity.damaged(path, f"its file {name}")
-    # tensorstore names the file last, in quotes.
-    quoted = re.findall(rf'"{re.escape(str(path))}/([^"\\]*[^"\\/])"', str(error))
-    where = f" (its file {quoted[-1]})" if quoted else ""
-    return InputError(
-        f"checkpoint {path} cannot be read{where}: {reason(error)}; "
-        "restore another step or copy this one anew"
-    )
 
 
 def _absolute(path: str) -> epath.Path:

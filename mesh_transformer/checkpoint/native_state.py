@@ -11,12 +11,14 @@ from tqdm import tqdm
 from mesh_transformer.checkpoint.atomic_folder import whole_folder
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.native import Checkpoints, find
+from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.state_tree import (
     Path,
     check_match,
     check_same_model,
     expected,
     leaves,
+    nested,
 )
 from mesh_transformer.config import Config
 from mesh_transformer.model import gptj
@@ -24,7 +26,7 @@ from mesh_transformer.util import InputError
 
 
 def read(
-    path: str,
+    path: str | SavedStep,
     *,
     config: Config | None = None,
     dtype: DTypeLike | None = None,
@@ -47,35 +49,22 @@ def read(
     Raises:
       InputError: where there is no checkpoint, it is damaged, or it does not fit the config.
     """
-    folder, step = find(path)
-    where = f"{folder}/step_{step}"
-    with Checkpoints(folder, read_only=True) as checkpoints:
-        values = saved_config(checkpoints.aux(step), where)
-        if config is None:
-            config = Config.from_dict(values, f"{where}: saved config")
-        check_same_model(config, values, where)
-        saved = checkpoints.leaves(step)
-        full = optimizer and ("opt_state", "count") in saved
-        wanted = expected(gptj.trained(config), optimizer=full)
-        check_match(where, saved, wanted)
-        state: dict[str, Any] = {}
-        for key in wanted:
-            leaf = checkpoints.open_leaf(step, key)
-            if dtype is not None and key[0] == "params":
-                leaf = leaf.astype(np.dtype(dtype), f"checkpoint {where}: leaf {'/'.join(key)}")
-            _put(state, key, leaf if leaf.ndim else np.asarray(leaf))
+    step = path if isinstance(path, SavedStep) else find(path)
+    where = str(step)
+    if config is None:
+        config = Config.from_dict(step.config, f"{where}: saved config")
+    check_same_model(config, step.config, where)
+    full = optimizer and ("opt_state", "count") in step.leaves
+    wanted = expected(gptj.trained(config), optimizer=full)
+    check_match(where, step.leaves, wanted)
+    flat: dict[Path, Any] = {}
+    for key in wanted:
+        leaf = step.open_leaf(key)
+        if dtype is not None and key[0] == "params":
+            leaf = leaf.astype(np.dtype(dtype), f"checkpoint {where}: leaf {'/'.join(key)}")
+        flat[key] = leaf if leaf.ndim else np.asarray(leaf)
+    state = nested(flat)
     return config, state if lazy else in_memory(state)
-
-
-def saved_config(aux: Any, where: str) -> dict[str, Any]:
-    """The config's values in the `aux` of the step at `where`; InputError where it has none."""
-    values = aux.get("config") if isinstance(aux, dict) else None
-    if not isinstance(values, dict):
-        raise InputError(
-            f"{where}: its aux is {str(aux)[:80]}, expected a mapping whose `config` is one too; "
-            "restore another step or copy this one anew"
-        )
-    return values
 
 
 def write(folder: str, state: dict[str, Any], config: Config) -> None:
@@ -104,13 +93,6 @@ def _save(folder: str, state: dict[str, Any], config: Config) -> None:
         while checkpoints.is_saving(0.2):
             bar.update(min(_bytes_in(folder, step), total) - bar.n)
         bar.update(total - bar.n)
-
-
-def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
-    *outer, last = path
-    for key in outer:
-        tree = tree.setdefault(key, {})
-    tree[last] = value
 
 
 def _bytes_in(folder: str, step: int) -> int:

@@ -110,6 +110,7 @@ class StateSave(ocp.args.PyTreeSave):
     pass
 
 
+# Nothing is restored by it (see `SavedStep`), but Orbax does not know a handler without one.
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):

@@ -10,6 +10,7 @@ import sys
 
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.checkpoint.host_arrays import FLOATS
+from mesh_transformer.checkpoint.source import FORMATS
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError, run_script
 
@@ -18,7 +19,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    formats = "|".join(conversion.FORMATS)
+    formats = "|".join(FORMATS)
     parser.add_argument(
         "--from",
         dest="source",
@@ -62,8 +63,8 @@ def parse_args() -> argparse.Namespace:
     )
     args = parser.parse_args()
     for flag, (kind, _) in (("--from", args.source), ("--to", args.target)):
-        if kind not in conversion.FORMATS:
-            raise InputError(f"{flag} {kind}: expected one of {', '.join(conversion.FORMATS)}")
+        if kind not in FORMATS:
+            raise InputError(f"{flag} {kind}: expected one of {', '.join(FORMATS)}")
     for flag, given, kind in (
         ("--shards", args.shards is not None, "original"),
         ("--trim-vocab", args.trim_vocab, "hf"),

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from mesh_transformer.config import Config
 from mesh_transformer.pod.launch import build_model, local_machines, tpu_machines
 
 if TYPE_CHECKING:
+    from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.data.storage import AnyPath
     from mesh_transformer.pod.cluster import TPUCluster
     from mesh_transformer.pod.hosts import Host
     from mesh_transformer.pod.restarts import LastingCluster
@@ -28,7 +31,11 @@ def machines_of(
 
 @contextlib.contextmanager
 def running_model(
-    args: argparse.Namespace, path: str, config: Config | None, *, only_generate: bool = False
+    args: argparse.Namespace,
+    path: "AnyPath | Source",
+    config: Config | None,
+    *,
+    only_generate: bool = False,
 ) -> "Iterator[CausalTransformer | LastingCluster]":
     """A network with the weights at `path`, to answer with.
 
@@ -44,16 +51,16 @@ def running_model(
             alone.only_generate()
         yield alone
         return
-    from mesh_transformer.checkpoint.conversion import config_of
+    from mesh_transformer.checkpoint.source import Source
 
-    own = config or config_of(path)
+    own = config or Source.of(path).config
     with machines_of(args, own) as hosts:
         from mesh_transformer.pod.restarts import LastingCluster
 
         def make() -> "TPUCluster":
             cluster = build_model(own, hosts(), heartbeat=args.heartbeat, patience=args.patience)
             try:
-                cluster.load(path, only_params=True)
+                cluster.load(os.fspath(path), only_params=True)
                 if only_generate:
                     cluster.only_generate()
             except BaseException:

@@ -40,7 +40,7 @@ def test_nothing_is_left_where_its_filling_fails(tmp_path, error):
 
 def test_what_is_there_is_kept(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(InputError, match="model: is there already"):
+    with pytest.raises(InputError, match="model: already exists"):
         whole_folder(str(tmp_path / "model")).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(InputError, match="gs://bucket/model: is an address; give a local folder"):

@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint import conversion, hf, native_state, original
 from mesh_transformer.checkpoint.host_arrays import FLOATS, cast
+from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
@@ -62,8 +63,8 @@ def write(folder, kind, state, config):
         {"native": native_state, "original": original}[kind].write(folder, state, config)
 
 
-@pytest.mark.parametrize("source", conversion.FORMATS)
-@pytest.mark.parametrize("target", conversion.FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("target", FORMATS)
 def test_every_pair_of_formats_refuses_what_f16_cannot_hold(small, source, target, tmp_path):
     config = small(layers=1)
     state = weights(config)
@@ -77,7 +78,7 @@ def test_every_pair_of_formats_refuses_what_f16_cannot_hold(small, source, targe
     assert sorted(os.listdir(tmp_path)) == before
     state["params"]["layers"]["layer/q"]["w"][0, 3, 4] = np.inf
     write(end, source, state, config)
-    _, found = conversion.read(end, source, config, dtype=np.float16)
+    _, found = conversion.read(Source(end, source), config, dtype=np.float16)
     expected = state["params"]["layers"]["layer/q"]["w"].astype(np.float16)
     np.testing.assert_array_equal(found["params"]["layers"]["layer/q"]["w"], expected)
 

@@ -26,6 +26,7 @@ from mesh_transformer.checkpoint import (
 )
 from mesh_transformer.checkpoint import original as original_format
 from mesh_transformer.checkpoint.host_arrays import FLOATS, in_memory
+from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -83,7 +84,7 @@ def formats(start, config) -> dict[str, Path]:
     """The same weights, with moments but for Hugging Face's, in all three formats."""
     convert("original", start / "original", "native", start / "native", "--config", config[0])
     convert("native", start / "native", "hf", start / "hf")
-    return {kind: start / kind for kind in conversion.FORMATS}
+    return {kind: start / kind for kind in FORMATS}
 
 
 def convert(source: str, src: object, target: str, dst: object, *flags: object) -> None:
@@ -149,34 +150,34 @@ def folded(state: dict[str, Any]) -> dict[str, Any]:
     return {"params": params, "step": np.int32(0)}
 
 
-@pytest.mark.parametrize("source", conversion.FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
 def test_every_format_is_every_other_s_source(formats, config, tmp_path, source):
     """The same bits everywhere, and the optimizer's where both formats have one."""
-    _, start = conversion.read(str(formats["native"]), "native")
-    for target in conversion.FORMATS:
+    _, start = conversion.read(Source(str(formats["native"]), "native"))
+    for target in FORMATS:
         end = tmp_path / target
         convert(source, formats[source], target, end, "--config", config[0])
-        assert conversion.format_of(str(end)) == target
-        _, found = conversion.read(str(end), target, config[1])
+        assert Source(str(end)).kind == target
+        _, found = conversion.read(Source(str(end), target), config[1])
         assert_same_bits(found, folded(start) if "hf" in (source, target) else start)
         if target != "hf":
             step = 0 if source == "hf" else 10
-            assert conversion.format_of(str(end / f"step_{step}")) == target
+            assert Source(str(end / f"step_{step}")).kind == target
 
 
 def test_dtypes_slim_and_steps(formats, config, tmp_path):
     """Weights are cast as numpy casts them; moments stay as they are, or are left out."""
-    _, start = conversion.read(str(formats["native"]), "native")
+    _, start = conversion.read(Source(str(formats["native"]), "native"))
     for name, dtype in FLOATS.items():
         for source in ("original", "native"):
             end = tmp_path / f"{source}_{name}" / "step_10"
             flags = ("--dtype", name, "--step", 10, "--config", config[0])
             convert(source, formats[source], "native", end, *flags)
-            _, found = conversion.read(str(end), "native")
+            _, found = conversion.read(Source(str(end), "native"))
             cast = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), start["params"])
             assert_same_bits(found, start | {"params": cast})
     convert("native", formats["native"], "original", tmp_path / "without", "--slim")
-    _, found = conversion.read(str(tmp_path / "without"), "original", config[1])
+    _, found = conversion.read(Source(str(tmp_path / "without"), "original"), config[1])
     assert_same_bits(found, {key: start[key] for key in ("params", "step")})
 
 
@@ -186,13 +187,13 @@ def test_another_step_of_a_folder_joins_it(formats, config, tmp_path):
         folder = tmp_path / kind
         convert("hf", formats["hf"], kind, folder / "step_3", "--config", config[0])
         convert("native", formats["native"], kind, folder / "step_10")
-        _, newest = conversion.read(str(folder), kind, config[1])
-        _, first = conversion.read(str(folder / "step_3"), kind, config[1])
+        _, newest = conversion.read(Source(str(folder), kind), config[1])
+        _, first = conversion.read(Source(str(folder / "step_3"), kind), config[1])
         assert (int(first["step"]), int(newest["step"])) == (3, 10)
         convert(kind, folder, "hf", tmp_path / f"hf_{kind}", "--step", 3, "--config", config[0])
 
 
-@pytest.mark.parametrize("kind", conversion.FORMATS)
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("step", [False, True])
 def test_load_takes_every_format(formats, config, kind, step):
     """The same logits, with the moments where there are any; steps are folders of their own."""
@@ -218,7 +219,7 @@ def test_load_takes_every_format(formats, config, kind, step):
         assert ("opt_state" in network.state) == (name in MESHES)
     assert loaded["a dict"].mesh.size == 1
     if kind != "hf":
-        _, start = conversion.read(str(formats["native"]), "native")
+        _, start = conversion.read(Source(str(formats["native"]), "native"))
         state = loaded["2x4"].state
         assert state is not None
         assert_same_bits(state["opt_state"], start["opt_state"])
@@ -304,7 +305,7 @@ def test_weights_are_read_in_the_dtype_that_they_are_held_in(formats, config, mo
     monkeypatch.setattr(conversion, "read", record)
     held = "bfloat16" if early else "float32"
     given = config[1].replace(dtype="bfloat16", early_cast=early)
-    for kind in conversion.FORMATS:
+    for kind in FORMATS:
         state = mesh_transformer.load(formats[kind], given).state
         assert state is not None
         assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {held}
@@ -317,7 +318,7 @@ def test_one_replica_has_nothing_to_split_its_state_over(
 ):
     """A model without a config of the caller's is on one CPU device or its mp, so ZeRO is off."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    _, state = conversion.read(formats["native"], "native")
+    _, state = conversion.read(Source(formats["native"], "native"))
     pod = config[1].replace(partitioning="jit", zero=3)
     native_state.write(str(tmp_path / "model"), state, pod)
     network = mesh_transformer.load(tmp_path / "model")
@@ -326,7 +327,9 @@ def test_one_replica_has_nothing_to_split_its_state_over(
 
 
 def test_load_needs_a_config_where_none_is_told(formats):
-    with pytest.raises(InputError, match="original: a checkpoint of the original's does not tell"):
+    with pytest.raises(
+        InputError, match="original: checkpoints of the original do not store a config"
+    ):
         mesh_transformer.load(str(formats["original"]))
 
 
@@ -346,19 +349,17 @@ def test_bad_input_is_one_line_and_nothing_is_left(formats, config, tmp_path):
         ({"n_heads": 4}, (None, "its model has n_heads 8", "its model has n_heads 8")),
     ):
         given = with_values(**values)
-        for source, path, said in zip(
-            conversion.FORMATS, (original, native, hf), found, strict=True
-        ):
+        for source, path, said in zip(FORMATS, (original, native, hf), found, strict=True):
             if said is not None:  # nothing in the original's files tells the number of heads
                 refused(said, source, path, "native", end, *given)
-    refused("is there already", "native", native, "original", original)
-    refused("is there already", "native", native, "hf", hf)
-    refused("is there already", "original", original, "native", native / "step_10", *flags)
+    refused("already exists", "native", native, "original", original)
+    refused("already exists", "native", native, "hf", hf)
+    refused("already exists", "original", original, "native", native / "step_10", *flags)
     refused("does not exist", "native", tmp_path / "none", "hf", end)
     refused("no such folder", "original", tmp_path / "none", "hf", end, *flags)
     refused("none/config.json: cannot be read", "hf", tmp_path / "none", "native", end)
     refused("holds no finished checkpoint", "native", tmp_path / "empty", "hf", end)
-    refused("does not tell its config", "original", original, "native", end)
+    refused("do not store a config", "original", original, "native", end)
     refused("--from pickle: expected one of", "pickle", native, "native", end)
     refused("--to pickle: expected one of", "native", native, "pickle", end)
     refused("--shards goes with --to original", "native", native, "hf", end, "--shards", 4)
@@ -374,23 +375,23 @@ def test_a_home_folder_is_one_folder_everywhere(formats, config, tmp_path, monke
     """`~` means the same to every entry, and what is at such a DST is kept."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for kind in conversion.FORMATS:
+    for kind in FORMATS:
         (tmp_path / kind).symlink_to(formats[kind])
-        assert conversion.format_of(f"~/{kind}") == kind
+        assert Source(f"~/{kind}").kind == kind
         if kind != "original":
-            assert conversion.config_of(f"~/{kind}").layers == 2
+            assert Source(f"~/{kind}").config.layers == 2
     convert("native", "~/native", "hf", "~/new", "--step", 10, "--verify")
     assert (tmp_path / "new" / "config.json").is_file()
     (tmp_path / "mine").mkdir()
-    for kind in conversion.FORMATS:
-        with pytest.raises(InputError, match=f"{tmp_path}/mine: is there already"):
+    for kind in FORMATS:
+        with pytest.raises(InputError, match=f"{tmp_path}/mine: already exists"):
             convert("hf", "~/new", kind, "~/mine", "--config", config[0])
     assert not list((tmp_path / "mine").iterdir())
     assert not (tmp_path / "~").exists()
 
 
 def test_a_step_joins_no_folder_of_another_format(formats, config, tmp_path):
-    for there in conversion.FORMATS:
+    for there in FORMATS:
         folder = tmp_path / there
         shutil.copytree(formats[there], folder)
         for kind in {"original", "native"} - {there}:
@@ -407,7 +408,7 @@ def test_a_step_joins_no_folder_of_another_format(formats, config, tmp_path):
 def test_the_original_s_folders_are_known_by_shards_or_index(tmp_path):
     def is_original() -> bool:
         try:
-            return conversion.format_of(tmp_path) == "original"
+            return Source(tmp_path).kind == "original"
         except InputError:
             return False
 
@@ -432,7 +433,7 @@ def test_what_was_written_is_told(formats, config, tmp_path, capsys):
         convert(*arguments)  # type: ignore[arg-type]
         return capsys.readouterr().out.splitlines()
 
-    original, native, hf = (tmp_path / kind for kind in conversion.FORMATS)
+    original, native, hf = (tmp_path / kind for kind in FORMATS)
     source = formats["original"]
     assert said("original", source, "native", native, "--config", config[0]) == [
         f"wrote {native}/step_10: native format, weights in float32, with the optimizer"
@@ -441,8 +442,8 @@ def test_what_was_written_is_told(formats, config, tmp_path, capsys):
         f"wrote {original}/step_10: original format, weights in bfloat16"
     ]
     assert said("native", native, "hf", hf, "--dtype", "f16") == [
-        "tokenizer gpt2: left out, as its 50257 tokens are more than the model has; give the "
-        "model's own (--tokenizer)",
+        "tokenizer gpt2: not saved, as it has 50257 tokens, more than the model; give the "
+        "model's own with --tokenizer",
         f"wrote {hf}: hf format, weights in float16",
     ]
 
@@ -472,24 +473,27 @@ def test_a_tokenizer_can_be_named(formats, config, tmp_path, capsys):
     word_tokenizer(own, 96)
     convert("hf", own, "native", native)
     assert f"its tokenizer is {own}, which must stay there" in capsys.readouterr().out
-    assert conversion.config_of(native).tokenizer == str(own)
+    assert Source(native).config.tokenizer == str(own)
     shutil.move(own, tmp_path / "moved")
-    said = f"tokenizer {own}: not a folder; .* where the model's own has gone, name another: --tok"
+    said = (
+        f"tokenizer {own}: not a folder; .* if the model's own tokenizer is gone, "
+        "name another with --tok"
+    )
     refused(said, "native", native, "hf", tmp_path / "end")
     convert("native", native, "hf", tmp_path / "end", "--tokenizer", tmp_path / "moved")
     words = (tmp_path / "moved" / "tokenizer.json").read_bytes()
     assert (tmp_path / "end" / "tokenizer.json").read_bytes() == words
     convert("native", native, "native", again, "--tokenizer", tmp_path / "moved")
-    assert conversion.config_of(again).tokenizer == str(tmp_path / "moved")
+    assert Source(again).config.tokenizer == str(tmp_path / "moved")
     large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"
     refused(large, "native", native, "native", tmp_path / "no", "--tokenizer", "gpt2")
     flags = ("--tokenizer", "gpt2")
     refused("--tokenizer goes", "native", native, "original", tmp_path / "no", *flags)
 
 
-@pytest.mark.parametrize("given", conversion.FORMATS)
+@pytest.mark.parametrize("given", FORMATS)
 def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path, given):
-    for kind in conversion.FORMATS:
+    for kind in FORMATS:
         said = f"{kind}: is in {kind} format, not {given}; use --from {kind}$"
         for flags in ((), ("--config", config[0]), ("--step", 3)):
             if kind != given:
@@ -523,7 +527,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("source", conversion.FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize("how", ["torn", "missing"])
 def test_a_damaged_source_is_named(formats, config, tmp_path, source, how):
     path = tmp_path / "damaged"
@@ -560,7 +564,7 @@ def test_a_damaged_array_is_all_that_is_said(formats, tmp_path):
     assert found.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("target", conversion.FORMATS)
+@pytest.mark.parametrize("target", FORMATS)
 def test_a_full_disk_leaves_nothing(formats, config, small_disk, target):
     small = small_disk("128k")
     source = "hf" if target == "original" else "original"
@@ -585,9 +589,9 @@ def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
     # What the weights at DST are not is found: here every source reads as another model.
     read = conversion.read
 
-    def wrong(path: str, kind: conversion.Format, *args: Any, **kwargs: Any) -> Any:
-        found, state = read(path, kind, *args, **kwargs)
-        if path.endswith("/d"):
+    def wrong(source: Source, *args: Any, **kwargs: Any) -> Any:
+        found, state = read(source, *args, **kwargs)
+        if source.path.endswith("/d"):
             state = in_memory(state)
             state["params"]["layers"]["layer/q"]["w"][0] *= -1
         return found, state

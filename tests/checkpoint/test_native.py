@@ -26,7 +26,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.checkpoint import integrity, native, native_state
+from mesh_transformer.checkpoint import integrity, native, native_state, saved_step
 from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
@@ -114,7 +114,7 @@ def test_restores_the_same_bits_on_any_mesh(saved, shape):
     template = template_of(mesh_of(*shape))
     with Checkpoints(folder, read_only=True) as checkpoints:
         restored = checkpoints.restore(None, template)
-        assert checkpoints.aux(7) == AUX
+        assert checkpoints.saved(7).aux == AUX
     assert_same_bits(restored, state)
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
         assert leaf.sharding == wanted.sharding
@@ -186,7 +186,7 @@ def test_keeps_the_newest_and_the_multiples(tmp_path, keep_n, keep_every, kept):
         checkpoints.wait()
         assert checkpoints.steps() == kept
         assert checkpoints.newest() == 9
-        assert [checkpoints.aux(step)["step"] for step in kept] == kept
+        assert [checkpoints.saved(step).aux["step"] for step in kept] == kept
     assert sorted(os.listdir(tmp_path)) == sorted(f"step_{step}" for step in kept)
 
 
@@ -194,7 +194,7 @@ def test_a_committed_step_is_not_saved_again(tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, {"x": jnp.int32(1)}, {"try": 1})
         checkpoints.save(1, {"x": jnp.int32(2)}, {"try": 2})
-        assert checkpoints.aux(1) == {"try": 1}
+        assert checkpoints.saved(1).aux == {"try": 1}
         assert int(checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})["x"]) == 1
 
 
@@ -205,10 +205,10 @@ def test_another_run_s_step_is_not_taken_for_this_one_s(tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         with pytest.raises(InputError, match="step_1 is there already, not of this run; choose an"):
             checkpoints.save(1, state, {"try": 2})
-        assert checkpoints.aux(1) == {"try": 1}
+        assert checkpoints.saved(1).aux == {"try": 1}
         checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})
         checkpoints.save(1, state, {"try": 3})  # what was restored is what is there
-        assert checkpoints.aux(1) == {"try": 1}
+        assert checkpoints.saved(1).aux == {"try": 1}
 
 
 def test_what_was_just_saved_is_kept_even_behind_newer_steps(tmp_path):
@@ -276,7 +276,7 @@ def test_remains_are_invisible_and_the_next_writer_clears_them(tmp_path, saved):
     with Checkpoints(str(tmp_path), read_only=True) as reader:
         assert reader.steps() == [7]
     assert len(os.listdir(tmp_path)) == 6  # A reader deletes nothing.
-    assert find(str(tmp_path)) == (str(tmp_path), 7)
+    assert str(find(str(tmp_path))) == str(tmp_path / "step_7")
     with Checkpoints(str(tmp_path)) as writer:
         assert len(os.listdir(tmp_path)) == 6  # Nor a writer that has written nothing yet.
         writer.claim()
@@ -285,10 +285,11 @@ def test_remains_are_invisible_and_the_next_writer_clears_them(tmp_path, saved):
 
 def test_find_takes_a_folder_or_a_step(saved, tmp_path, monkeypatch):
     folder, _ = saved
-    assert find(folder) == (folder, 7)
-    assert find(f"{folder}/step_7/") == (folder, 7)
+    step = f"{folder}/step_7"
+    assert str(find(folder)) == str(find(f"{step}/")) == step
+    assert find(folder).number == 7
     monkeypatch.chdir(Path(folder).parent)
-    assert find(f"{Path(folder).name}/step_7") == (folder, 7)
+    assert str(find(f"{Path(folder).name}/step_7")) == step
     with pytest.raises(InputError, match=r"step_8 does not exist"):
         find(f"{folder}/step_8")
     with pytest.raises(InputError, match=r"holds no finished checkpoint"):
@@ -345,7 +346,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path, saved):
         Checkpoints(str(tmp_path)) as checkpoints,
         pytest.raises(InputError, match="holds no finished checkpoint"),
     ):
-        checkpoints.aux()
+        checkpoints.saved()
     with (
         Checkpoints(saved[0], read_only=True) as checkpoints,
         pytest.raises(InputError, match="has no step 3; it has 7"),
@@ -366,7 +367,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, saved, what):
         Checkpoints(str(tmp_path), read_only=True) as checkpoints,
         pytest.raises(InputError, match=r"step_7(: its file| cannot be read)") as caught,
     ):
-        checkpoints.restore(checkpoints.aux()["step"], template_of(mesh_of(2, 4)))
+        checkpoints.restore(checkpoints.saved().aux["step"], template_of(mesh_of(2, 4)))
     assert "\n" not in str(caught.value)
     assert f"its file {what}" in str(caught.value)
 
@@ -381,7 +382,7 @@ def error_of(folder, state):
     """The error that reading step 7 ends with, or None where it is what was saved."""
     with Checkpoints(str(folder), read_only=True) as checkpoints:
         try:
-            assert checkpoints.aux(7) == AUX
+            assert checkpoints.saved(7).aux == AUX
             assert_same_bits(checkpoints.restore(7, big_template(state)), state)
         except InputError as error:
             return str(error)
@@ -435,7 +436,7 @@ def test_a_leaf_is_verified_as_it_is_read_layer_by_layer(tmp_path):
         if (at := file.read_bytes().find(values[1].tobytes()[:64])) >= 0:
             flip(file, at, 3)
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
-        leaf = checkpoints.open_leaf(7, ("params", "layers", "w"))
+        leaf = checkpoints.saved(7).open_leaf(("params", "layers", "w"))
     for layer in (0, 2):
         np.testing.assert_array_equal(leaf[layer], values[layer])
     with pytest.raises(InputError, match=r"its leaf params/layers/w \(layer 1\) is damaged"):
@@ -447,7 +448,7 @@ def test_a_step_without_checksums_loads_with_one_warning(tmp_path, saved, caplog
     (tmp_path / "step_7" / integrity.NAME).unlink()
     for _ in range(2):
         with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
-            assert checkpoints.aux() == AUX
+            assert checkpoints.saved().aux == AUX
             checkpoints.restore(7, template_of(mesh_of(1, 1)))
     said = [record.getMessage() for record in caplog.records if "no checksums" in record.message]
     assert len(said) == 1
@@ -646,14 +647,14 @@ def test_a_leaf_is_read_alone(tmp_path, from_host):
     with Checkpoints(str(tmp_path), host=from_host) as checkpoints:
         checkpoints.save(1, host(state) if from_host else state, {})
         checkpoints.wait()
-        found = checkpoints.leaves(1)
+        found = checkpoints.saved(1).leaves
         assert set(found) == set(leaves(state))
         for path, leaf in leaves(state).items():
             assert (found[path].shape, found[path].dtype) == (leaf.shape, leaf.dtype)
-            lazy = checkpoints.open_leaf(1, path)
+            lazy = checkpoints.saved(1).open_leaf(path)
             assert (lazy.shape, lazy.dtype) == (leaf.shape, leaf.dtype)
             assert_same_bits(np.asarray(lazy), np.asarray(leaf))
-        lazy = checkpoints.open_leaf(1, ("params", "layers", "w"))
+        lazy = checkpoints.saved(1).open_leaf(("params", "layers", "w"))
     whole = np.asarray(state["params"]["layers"]["w"])
     for layer in (0, 2, -1):
         assert_same_bits(lazy[layer], whole[layer])
@@ -675,7 +676,7 @@ def test_a_damaged_host_array_is_named(tmp_path, what):
         path = (damaged.parent.name,)
         for read in (
             lambda: checkpoints.restore(7, template_of(mesh_of(2, 4))),
-            lambda: np.asarray(checkpoints.open_leaf(7, path)),
+            lambda: np.asarray(checkpoints.saved(7).open_leaf(path)),
         ):
             with pytest.raises(InputError, match="step_7 cannot be read") as caught:
                 read()
@@ -834,7 +835,7 @@ def test_kill_in_the_middle_of_a_save(tmp_path, seed):
         checkpoints.claim()  # The lock that the killed process left holds nobody up.
         assert all(name == f"step_{name[5:]}" for name in os.listdir(folder) if name != ".lock")
         for step in steps:
-            assert checkpoints.aux(step) == {"step": step}
+            assert checkpoints.saved(step).aux == {"step": step}
             assert_same_bits(checkpoints.restore(step, big_template()), big_state(step))
         checkpoints.save(9, big_state(9), {"step": 9})
         assert_same_bits(checkpoints.restore(9, big_template()), big_state(9))
@@ -1008,7 +1009,7 @@ def test_deleting_old_steps_holds_nobody_up_for_long(tmp_path, monkeypatch):
 
 def test_leaves_are_cast_a_few_at_a_time_the_largest_first(tmp_path, monkeypatch):
     """Lest what was saved in f32 and what is wanted in bf16 are on the devices together."""
-    monkeypatch.setattr(native, "_CAST_BYTES", 1000)
+    monkeypatch.setattr(saved_step, "_CAST_BYTES", 1000)
     sharding = NamedSharding(mesh_of(1, 8), P())
     rng = np.random.default_rng(0)
     sizes = {"a": 10, "b": 400, "c": 200, "d": 100, "e": 30}
@@ -1019,13 +1020,13 @@ def test_leaves_are_cast_a_few_at_a_time_the_largest_first(tmp_path, monkeypatch
     read = []
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, state, {})
-        whole = Checkpoints._read
+        whole = saved_step.SavedStep._read
         monkeypatch.setattr(
-            Checkpoints,
+            saved_step.SavedStep,
             "_read",
-            lambda self, step, dtypes, wanted: (
-                read.append([path[0] for path in dtypes]),
-                whole(self, step, dtypes, wanted),
+            lambda self, expected: (
+                read.append([path[0] for path in expected]),
+                whole(self, expected),
             )[1],
         )
         dtypes = dict.fromkeys("abcd", jnp.bfloat16) | {"e": jnp.float32}

@@ -463,7 +463,7 @@ def test_the_model_folder_is_an_index(small, tmp_path):
     assert sorted(os.listdir(folder)) == ["meta.json", "step_20", "step_5"]
     assert step_folder(str(folder)) == str(folder / "step_5")
     assert read(str(folder), config)["step"] == 5
-    with pytest.raises(InputError, match="step_5: is there already"):
+    with pytest.raises(InputError, match="step_5: already exists"):
         write(str(folder), state | {"step": np.int32(5)}, config)
     (folder / "meta.json").unlink()
     os.mkdir(folder / "step_100")  # an empty one is no checkpoint

@@ -205,7 +205,7 @@ def _disturb(run: Training, wanted: Interruption, before: int) -> Outcome:
         else:
             pids = json.loads((folder / PIDS).read_text())
             os.kill(pids[rank], getattr(signal, kind))
-    wait_until(lambda: "all hosts start again" in said(), f"failure {before + 1} is seen")
+    wait_until(lambda: "restarting all hosts" in said(), f"failure {before + 1} is seen")
     reached = last_step(folder)
     wait_until(lambda: last_step(folder) > reached, "the run goes on")
     run.find_heads()  # another than before, where that has died
@@ -287,10 +287,10 @@ def many_hosts(count: int, seed: int) -> None:
 def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
     """The arrays of a checkpoint, by path."""
     with Checkpoints(str(folder), read_only=True) as checkpoints:
-        assert checkpoints.aux(step)["saved after"] == step
+        assert checkpoints.saved(step).aux["saved after"] == step
         return [
-            ("/".join(path), np.asarray(checkpoints.open_leaf(step, path)))
-            for path in sorted(checkpoints.leaves(step))
+            ("/".join(path), np.asarray(checkpoints.saved(step).open_leaf(path)))
+            for path in sorted(checkpoints.saved(step).leaves)
         ]
 
 

@@ -13,8 +13,10 @@ from jax.extend.core import jaxprs_in_params
 
 from mesh_transformer.checkpoint import conversion, loading, native_state
 from mesh_transformer.checkpoint.integrity import host_checksum
-from mesh_transformer.checkpoint.native import Checkpoints, find_aux
+from mesh_transformer.checkpoint.native import Checkpoints, find
+from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.config import LORA_TARGETS, Config
+from mesh_transformer.generation import batch as running_batch
 from mesh_transformer.mesh.declaration import joined, partition
 from mesh_transformer.mesh.devices import make_mesh, named
 from mesh_transformer.mesh.parallel import Auto
@@ -27,16 +29,21 @@ from tests.conftest import SMALL, random_batch
 from tests.support.documents import ROOT
 from tests.support.small_run import SEQ, VOCAB, run_values
 
-COMPILED = ("adapters", "checksums", "eval", "logits", "opt_state", "score", "train", "weights")
+COMPILED = {
+    loading: ("adapters", "checksums"),
+    running_batch: ("score", "weights"),
+    step: ("eval", "logits", "opt_state", "train"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once() -> Iterator[None]:
     """Networks of one config share their programs: most of a test's time is compilation."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in COMPILED:
-            function = getattr(step, f"compile_{name}")
-            patch.setattr(step, function.__name__, functools.cache(function))
+        for module, names in COMPILED.items():
+            for name in names:
+                function = getattr(module, f"compile_{name}")
+                patch.setattr(module, function.__name__, functools.cache(function))
         yield
 
 
@@ -183,7 +190,7 @@ def test_adapters_are_saved_alone_and_go_on_as_if_never_stopped(runs, tmp_path):
     assert bytes_of(folder / "base") == before
 
     with Checkpoints(str(folder / "adapters"), read_only=True) as saved:
-        held = {path: leaf for path, leaf in saved.leaves(2).items() if path[0] != "step"}
+        held = {path: leaf for path, leaf in saved.saved(2).leaves.items() if path[0] != "step"}
     names = {path[-1] for path in held if path[0] == "params"}
     assert names == {f"{name}_lora_{factor}" for name in ("w", "o") for factor in "ab"}
     assert {path[:2] for path in held if path[0] == "opt_state"} == {
@@ -211,7 +218,7 @@ def test_a_merged_export_has_the_logits_of_the_adapters(runs, tmp_path):
     found = load(folder / "adapters", config)
     expected = logits(found)
     assert np.abs(expected - logits(load(folder / "base", config.merged()))).max() > 1e-3
-    for kind in conversion.FORMATS:
+    for kind in FORMATS:
         path = tmp_path / kind
         written = conversion.convert(folder / "adapters", "native", path, kind)
         assert written.config.lora_rank == 0
@@ -219,7 +226,7 @@ def test_a_merged_export_has_the_logits_of_the_adapters(runs, tmp_path):
         # f32: a weight and its adapter are rounded together in one, apart in the other.
         exported = logits(load(path, config.merged()))
         np.testing.assert_allclose(exported, expected, rtol=0, atol=1e-5)
-    assert "lora" not in find_aux(str(tmp_path / "native"))
+    assert "lora" not in find(str(tmp_path / "native")).aux
 
     merged = load(folder / "adapters", config.merged())  # rounded as above; logprobs are as large
     np.testing.assert_allclose(logits(merged), expected, rtol=0, atol=1e-5)
@@ -232,7 +239,7 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
     folder, config = runs
     adapters, moved, other = (tmp_path / name for name in ("adapters", "moved", "other"))
     shutil.copytree(folder / "adapters", adapters)
-    other_config, state = conversion.read(folder / "base", "native")
+    other_config, state = conversion.read(Source(folder / "base", "native"))
     state["params"]["proj"]["projection/head"]["b"][3] += 0.01
     native_state.write(str(other), state, other_config)
     base = folder / "base" / "step_1"
@@ -262,7 +269,7 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
         network.close()
     finally:
         shutil.move(moved, folder / "base")
-    assert find_aux(str(adapters))["lora"]["base"] == str(moved / "step_1")
+    assert find(str(adapters)).aux["lora"]["base"] == str(moved / "step_1")
 
 
 def test_what_does_not_go_together_is_refused(runs, tmp_path):

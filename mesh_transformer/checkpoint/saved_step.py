@@ -1,0 +1,185 @@
+"""A committed step of a native checkpoint, to read from: `<folder>/step_<N>/`."""
+
+import asyncio
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+
+from mesh_transformer.checkpoint import integrity
+from mesh_transformer.checkpoint.host_arrays import LazyLeaf
+from mesh_transformer.checkpoint.integrity import Integrity, host_checksum, is_stacked
+from mesh_transformer.checkpoint.state_tree import (
+    Path,
+    cast_groups,
+    check_match,
+    leaves,
+    map_leaves,
+)
+from mesh_transformer.data.storage import failures_as, reason, step_number
+from mesh_transformer.util import InputError
+
+_CAST_BYTES = 1 << 30  # of leaves, or one leaf, that are on the devices before they are cast
+
+
+class SavedStep:
+    """One committed step.  Each of its metadata files is read when it is needed, and only once.
+
+    Attributes:
+      path: the step's folder, a local path or a URI.
+      number: the N of step_N.
+    """
+
+    def __init__(self, path: epath.Path):
+        number = step_number(path.name)
+        assert number is not None
+        self.path, self.number = path, number
+
+    def __str__(self) -> str:
+        return os.fspath(self.path)
+
+    @functools.cached_property
+    def record(self) -> Integrity | None:
+        """The checksums saved with it; None where an earlier version saved it."""
+        with failures_as(lambda error: self._unreadable(error, None)):
+            return integrity.read(self.path)
+
+    @functools.cached_property
+    def aux(self) -> dict[str, Any]:
+        """The JSON saved beside the arrays; JAX is not started for it."""
+        with failures_as(self._damaged):
+            content = (self.path / "aux" / "metadata").read_bytes()
+            integrity.check_file(self.path, self.record, "aux/metadata", content)
+            return json.loads(content)
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The values of the config that it was saved with; InputError where it has none."""
+        values = self.aux.get("config") if isinstance(self.aux, dict) else None
+        if not isinstance(values, dict):
+            raise InputError(
+                f"{self}: its aux is {str(self.aux)[:80]}, expected a mapping with a mapping "
+                "`config`; restore another step or copy this one anew"
+            )
+        return values
+
+    @functools.cached_property
+    def leaves(self) -> dict[Path, Any]:
+        """The leaves' paths, and for each what has its shape and dtype; reads no array."""
+        try:
+            return leaves(ocp.PyTreeCheckpointHandler().metadata(self.path / "state").tree)
+        except Exception as error:  # Orbax has no class of its own for damaged metadata.
+            raise self._damaged(error) from error
+
+    def open_leaf(self, path: Path) -> LazyLeaf:
+        """One leaf, read on demand; damaged data raises InputError at that time too.
+
+        Each part is verified as it is read.
+        """
+        info = self._info(path)
+        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=self._context[0])
+
+        def attempt(act: Callable[[], Any]) -> Any:
+            with failures_as(self._damaged):
+                return act().result()
+
+        def read(layer: int | None) -> np.ndarray:
+            values = attempt((stored if layer is None else stored[layer]).read)
+            if self.record is not None:
+                checksum = host_checksum(values, (layer or 0) * values.size)
+                integrity.check_sums(self.path, self.record, path, layer or 0, [checksum])
+            return values
+
+        stored = attempt(lambda: tensorstore.open(spec, open=True, context=self._context[1]))
+        return LazyLeaf(stored.shape, stored.dtype.numpy_dtype, read, layers=is_stacked(path))
+
+    def restore(self, template: Any, *, only: Sequence[str] | None = None) -> Any:
+        """The saved tree, every leaf read straight into its sharding and verified.
+
+        Args:
+          template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  Below its
+            top-level keys it must match what was saved.  Floating leaves are cast to its dtypes.
+          only: the template's top-level keys to read (default: all).
+
+        Raises:
+          InputError: before any array is read, where a leaf is missing or left over, or a shape or
+            an integer dtype differs; and where a leaf is not what was saved.
+        """
+        template = template if only is None else {key: template[key] for key in only}
+        expected = leaves(template)
+        check_match(self.path, self.leaves, expected)
+        restored: dict[Path, Any] = {}
+        for group in cast_groups(self.leaves, expected, _CAST_BYTES):
+            # As they were saved, so that they can be verified; cast afterwards.
+            read = self._read({path: expected[path] for path in group})
+            integrity.check_leaves(self.path, self.record, read)
+            for path in group:
+                leaf, dtype = read.pop(path), expected[path].dtype
+                restored[path] = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+        return map_leaves(lambda path, _: restored[path], template)
+
+    def _read(self, expected: dict[Path, Any]) -> dict[Path, jax.Array]:
+        """Leaves in their saved dtypes, each in the sharding expected."""
+        arguments = [
+            ocp.ArrayRestoreArgs(
+                sharding=leaf.sharding,
+                global_shape=leaf.shape,
+                dtype=np.dtype(self.leaves[path].dtype),
+            )
+            for path, leaf in expected.items()
+        ]
+        infos = [self._info(path) for path in expected]
+        # Only typed PRNG keys need what Orbax has stored about arrays besides.
+        handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
+        try:
+            # In a thread, as a notebook's own thread already runs an event loop.
+            with ThreadPoolExecutor(1) as executor:
+                read = executor.submit(lambda: asyncio.run(handler.deserialize(infos, arguments)))
+                arrays = read.result()
+        except Exception as error:  # Orbax has no class of its own for a damaged array.
+            raise self._damaged(error) from error
+        return dict(zip(expected, arrays, strict=True))
+
+    def _info(self, path: Path) -> ocp.type_handlers.ParamInfo:
+        """Where Orbax finds a leaf."""
+        name, folder = ".".join(path), self.path / "state"
+        ocdbt, context = self._context
+        return ocp.type_handlers.ParamInfo(
+            name=name,
+            path=folder / name,
+            parent_dir=folder,
+            is_ocdbt_checkpoint=ocdbt,
+            ts_context=context,
+        )
+
+    @functools.cached_property
+    def _context(self) -> tuple[bool, tensorstore.Context]:
+        """Whether the arrays are in OCDBT, and tensorstore's settings for reading them."""
+        ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(self.path / "state")
+        return ocdbt, ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
+
+    def _damaged(self, error: Exception) -> InputError:
+        """The one line for what cannot be read; an InputError as it is."""
+        return error if isinstance(error, InputError) else self._unreadable(error, self.record)
+
+    def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:
+        if isinstance(error, InputError):
+            return error
+        if (name := integrity.damaged_file(self.path, record)) is not None:
+            return integrity.damaged(self.path, f"its file {name}")
+        # tensorstore names the file last, in quotes.
+        quoted = re.findall(rf'"{re.escape(str(self))}/([^"\\]*[^"\\/])"', str(error))
+        where = f" (its file {quoted[-1]})" if quoted else ""
+        return InputError(
+            f"checkpoint {self} cannot be read{where}: {reason(error)}; "
+            "restore another step or copy this one anew"
+        )

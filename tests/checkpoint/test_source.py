@@ -1,0 +1,78 @@
+"""What a path to a checkpoint means is found once per load."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mesh_transformer
+from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+
+_counters: list[Callable[[str], None]] = []
+
+
+def _count(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open":
+        for counter in _counters:
+            counter(str(arguments[0]))
+
+
+sys.addaudithook(_count)  # which cannot be removed: without a counter it does nothing
+
+
+@pytest.fixture
+def opened(monkeypatch) -> Counter[str]:
+    """How often each file below a model folder was opened by Python."""
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(sys.modules[__name__], "_counters", [lambda path: counts.update([path])])
+    return counts
+
+
+def metadata_of(step: Path) -> list[str]:
+    """A step's metadata files: all but the arrays, and what only marks that it is whole."""
+    files = (path for path in step.rglob("*") if path.is_file())
+    left_out = ("commit_success.txt", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt")
+    return [str(p) for p in files if p.name not in left_out and p.parent.name != "d"]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_native_load_reads_each_metadata_file_once(small, tmp_path, opened, adapters):
+    folders = [tmp_path / "base", *([tmp_path / "adapters"] if adapters else [])]
+    for folder in folders:
+        lora = {"lora_rank": 2} if folder.name == "adapters" else {}
+        network = CausalTransformer(small(tpu_size=1, cores_per_replica=1, **lora), init=not lora)
+        if lora:
+            network.load(folders[0])
+        network.save(str(folder))
+        network.close()
+    config = small(tpu_size=1, cores_per_replica=1, lora_rank=2) if adapters else None
+    opened.clear()
+    mesh_transformer.load(folders[-1], config)
+    for folder in folders:
+        counts = {path: opened[path] for path in metadata_of(folder / "step_0")}
+        assert max(counts.values()) == 1, counts
+        # aux, checksums and the tree of the state; Orbax's metadata of each array are not needed.
+        assert sum(counts.values()) == 3, counts
+        assert opened[str(folder / "meta.json")] <= 1
+
+
+def test_a_newer_step_does_not_change_a_source(small, tmp_path):
+    network = CausalTransformer(small(tpu_size=1, cores_per_replica=1))
+    network.save(str(tmp_path))
+    network.wait()
+    source = Source(tmp_path)
+    network.step = 1
+    network.save(str(tmp_path))
+    network.close()
+    assert source.place == str(tmp_path / "step_0")
+    assert Source(tmp_path).place == str(tmp_path / "step_1")
+    assert Source.of(source) is source
+
+
+def test_nothing_there_is_one_line(tmp_path):
+    with pytest.raises(InputError, match=rf"{tmp_path}/no does not exist; expected a model folder"):
+        Source(tmp_path / "no")
