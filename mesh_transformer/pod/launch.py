@@ -1,4 +1,4 @@
-"""From a Config to a running `TPUCluster`: on this machine's processes, or on a TPU's hosts."""
+"""From a Config to a running `TPUCluster`, on local processes or on the hosts of a TPU."""
 
 import contextlib
 import os
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from mesh_transformer.pod.hosts import Host
 
 FIRST_TRIES = 3  # attempts to start the hosts before any has joined
-BATCHES_IN_STORE = 8  # those under way, and as much again for what validation and sampling send
+BATCHES_IN_STORE = 8  # batches in flight, and as many again for validation and sampling
 
 
 def build_model(config: Config, hosts: "list[Host]", **options: Any) -> "TPUCluster":
-    """The config's network over `hosts`, without weights yet; `options` are `TPUCluster`'s."""
+    """Return a `TPUCluster` of the config over `hosts`, without weights yet.
+
+    `options` are passed to `TPUCluster`.
+    """
     from mesh_transformer.pod.cluster import TPUCluster
 
     return TPUCluster(config, hosts, **options)
@@ -34,12 +37,13 @@ def build_model(config: Config, hosts: "list[Host]", **options: Any) -> "TPUClus
 def local_machines(
     config: Config, count: int
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """What gives `count` processes of this machine, that stand in for hosts, at each attempt.
+    """Return a context manager that provides `count` processes of this machine in place of hosts.
 
-    They and Ray end with the `with` block, or with this process.
+    It yields a function that returns the hosts, to be called for each attempt.  The processes and
+    Ray end with the `with` block, or with this process.
 
     Raises:
-      InputError: at once, where the devices do not divide by `count`.
+      InputError: immediately, if `count` does not divide the number of devices.
     """
     assert config.tpu_size is not None
     if count < 1 or config.tpu_size % count:
@@ -65,13 +69,15 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
 def tpu_machines(
     config: Config, spec: TpuSpec, ssh: SshOptions | None = None
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """What gives the hosts of a TPU at each attempt, which is made again where it was taken away.
+    """Return a context manager that provides the hosts of a TPU.
 
-    The TPU is made at the beginning of the `with` block, and deleted at its end.
+    The TPU is created when the `with` block begins, and deleted when it ends.  The context manager
+    yields a function that returns the hosts, to be called for each attempt; it creates the TPU
+    again if it has been taken away.
 
     Raises:
-      InputError: at once, where the TPU is not of the config's size, or a key is missing that
-        making it or logging in takes.
+      InputError: immediately, if the TPU does not have the config's size, or if the SSH key or the
+        Google Cloud credentials are missing.
     """
     if spec.devices != config.tpu_size:
         raise InputError(
@@ -83,9 +89,9 @@ def tpu_machines(
 
 @contextlib.contextmanager
 def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
-    with RayHead(_object_store(config)) as head, tpu, _stopped_after(tpu.spec.max_hours):
-        known: list[str] = []  # the hosts that this TPU has had here
-        # Once hosts have joined, failures are taken to be temporary.
+    with RayHead(_object_store(config)) as head, tpu, _stop_after(tpu.spec.max_hours):
+        known: list[str] = []  # addresses of this TPU's hosts that have joined
+        # Once hosts have joined, every failure counts as temporary.
         tries_left = FIRST_TRIES
 
         def hosts() -> "list[Host]":
@@ -95,30 +101,30 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
                 known.clear()
                 tpu.make_again()
             try:
-                found = _joined(tpu, head.address, known)
+                joined = _join(tpu, head.address, known)
             except StoppedError as error:
                 tries_left -= 1
                 if tries_left > 0 or _is_gone(tpu):
                     raise HostError(str(error)) from error
                 raise StoppedError(
-                    f"{error}; given up after {FIRST_TRIES} attempts to start the first hosts"
+                    f"{error}; giving up after {FIRST_TRIES} attempts to start the first hosts"
                 ) from None
             tries_left = sys.maxsize
-            known[:] = [host.address for host in found]
-            return found
+            known[:] = [host.address for host in joined]
+            return joined
 
         yield hosts
 
 
 @contextlib.contextmanager
-def _stopped_after(hours: float | None) -> Iterator[None]:
-    """Sends this process SIGTERM when the hours are over: a run saves, and its TPU is deleted."""
+def _stop_after(hours: float | None) -> Iterator[None]:
+    """Send this process SIGTERM after `hours`, so that the run saves and its TPU is deleted."""
     if hours is None:
         yield
         return
 
     def stop() -> None:
-        print(f"--max-hours {hours:g} are over", file=sys.stderr, flush=True)
+        print(f"--max-hours {hours:g} have passed; stopping", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     timer = threading.Timer(3600 * hours, stop)
@@ -138,8 +144,11 @@ def _is_gone(tpu: TpuVm) -> bool:
     return False
 
 
-def _joined(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
-    """The TPU's hosts in the Ray cluster at `head`; those that have left it are started anew."""
+def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
+    """Return the TPU's hosts once all are in the Ray cluster at `head`.
+
+    Starts Ray on the hosts unless all `known` addresses are still in the cluster.
+    """
     from mesh_transformer.pod.hosts import joined_hosts
 
     if known:
@@ -150,7 +159,7 @@ def _joined(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
 
 
 def _object_store(config: Config) -> int:
-    """Bytes for the batches on their way from the driver."""
+    """Return the bytes that the driver's batches need in Ray's object store."""
     assert config.tpu_size is not None
     sequences = config.per_replica_batch * config.tpu_size // config.cores_per_replica
     tokens = sequences * config.gradient_accumulation_steps * config.seq

@@ -130,7 +130,7 @@ def test_hosts_that_never_joined_end_the_run(machines, attempt):
     for _ in range(2):
         with pytest.raises(HostError):
             attempt()
-    with pytest.raises(StoppedError, match="no SSH on port 22; given up after 3 at") as caught:
+    with pytest.raises(StoppedError, match="no SSH on port 22; giving up after 3 at") as caught:
         attempt()
     assert not isinstance(caught.value, HostError)
 
