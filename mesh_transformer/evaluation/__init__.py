@@ -1,1 +1,1 @@
-"""Losses on record sets, and lm-eval tasks."""
+"""Losses on record sets, and scores on lm-eval tasks."""

@@ -1,4 +1,4 @@
-"""The questions of lm-eval that a config or a script asks for, opened before what takes long."""
+"""lm-eval tasks of a config or script, loaded and checked before anything slow starts."""
 
 import functools
 import json
@@ -15,20 +15,20 @@ from mesh_transformer.util import InputError
 if TYPE_CHECKING:
     from mesh_transformer.network import Network
 
-# What the original's configs name, as lm-eval calls them now.
+# The tasks in the original's configs, by the names that lm-eval has now.
 DEFAULT_TASKS = ("lambada", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
 
 
 class Harness:
-    """Tasks with their questions, known to be such as the config's model can be asked.
+    """Loaded lm-eval tasks, whose questions were checked to fit the config's model.
 
     Args:
-      names: lm-eval's, those of tasks in the folder `include_path`, or YAML files.
-      num_fewshot: examples ahead of each question; None: what each task says.
-      limit: questions of each task, or below 1 the share of them; None: all.
+      names: lm-eval tasks, tasks in the folder `include_path`, or YAML files.
+      num_fewshot: number of examples before each question; None: each task's default.
+      limit: number of questions per task, or below 1 the fraction of them; None: all.
 
     Raises:
-      InputError: where lm-eval is not installed, or a task cannot be had or asked.
+      InputError: if lm-eval is not installed, or a task cannot be loaded or does not fit the model.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Harness:
         limit: float | None = None,
     ):
         if limit is not None and not limit > 0:
-            raise InputError(f"the limit of questions is {limit}, expected above 0")
+            raise InputError(f"the limit on questions per task is {limit}, expected above 0")
         try:
             from mesh_transformer.evaluation import tasks
         except ImportError as error:
             raise InputError(
-                f"lm-eval's tasks ({', '.join(names)}): {error.name or error} is missing; "
+                f"lm-eval tasks ({', '.join(names)}): {error.name or error} is missing; "
                 "pip install 'lm-eval>=0.4.13', or set eval_harness_tasks to []"
             ) from None
-        self._evaluation = tasks
+        self._module = tasks
         self._tasks = tasks.tasks_of(names, include_path)
         self._tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
         self._options: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit}
@@ -58,38 +58,38 @@ class Harness:
     def results(
         self, network: "Network", stopped: Callable[[], bool] = lambda: False
     ) -> dict[str, Any] | None:
-        """What a network answers: see `evaluation.evaluate`."""
-        return self._evaluation.evaluate(
+        """Evaluate a network on the tasks; see `tasks.evaluate`."""
+        return self._module.evaluate(
             network, self._tokenizer, self._tasks, stopped=stopped, **self._options
         )
 
     def table(self, results: dict[str, Any]) -> str:
-        """Results for people, with their standard errors."""
-        return self._evaluation.table(results)
+        """Format results with their standard errors as a table."""
+        return self._module.table(results)
 
 
 @functools.cache
 def opened(config: Config) -> Harness | None:
-    """The config's `eval_harness_tasks`, once for each config; None where it has none."""
+    """Return the config's `eval_harness_tasks`, loaded once per config; None if it has none."""
     if not config.eval_harness_tasks:
         return None
     return Harness(config, config.eval_harness_tasks, limit=config.eval_harness_limit)
 
 
 def numbers(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of results as `<task>/<metric>`, with `,<filter>` where a task has filters."""
-    found: dict[str, float] = {}
-    for task, told in results["results"].items():
-        for name, value in told.items():
+    """Flatten results to `<task>/<metric>`, followed by `,<filter>` if the task has filters."""
+    values: dict[str, float] = {}
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
             metric, comma, source = name.partition(",")
-            # Others are the task's title, and standard errors that are not known.
+            # Other entries are the task's title, and standard errors that are not known.
             if comma and isinstance(value, int | float) and math.isfinite(value):
-                found[f"{task}/{metric if source == 'none' else name}"] = float(value)
-    return found
+                values[f"{task}/{metric if source == 'none' else name}"] = float(value)
+    return values
 
 
 def write(path: str, results: dict[str, Any]) -> None:
-    """Writes results as JSON; the file is there whole or not at all."""
+    """Write results to a JSON file, atomically."""
     temporary = Path(f"{path}.tmp")
     try:
         temporary.write_text(json.dumps(_finite(results), indent=2, default=str) + "\n")
@@ -99,9 +99,9 @@ def write(path: str, results: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that JSON has not as null."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

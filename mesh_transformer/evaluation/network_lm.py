@@ -1,4 +1,4 @@
-"""A network as lm-eval's tasks ask it: what is said is tokenized, batched, scored and continued."""
+"""lm-eval's model interface to a network: tokenization, batching, scoring and generation."""
 
 import dataclasses
 from collections import deque
@@ -16,25 +16,25 @@ from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.util import HostError, InputError, bucket
 
-SMALLEST = 16  # texts are padded to this width times a power of two: few compilations
-MOST_TOKENS = 256  # of a generated answer, where a task does not say
-STEPS = 16  # tokens that answers grow by between looks for their ends
-IN_FLIGHT = 2  # batches dispatched before what is told of the oldest is read
+SMALLEST = 16  # texts are padded to this times a power of two, to limit compilations
+MOST_TOKENS = 256  # per generated answer, if a task does not set max_gen_toks
+STEPS = 16  # tokens generated between checks for stop sequences
+IN_FLIGHT = 2  # batches dispatched before the scores of the oldest are read
 
 Encoded = tuple[Any, list[int], list[int]]  # lm-eval's (texts, context, continuation)
 
 
 class StoppedAskingError(Exception):
-    """Whoever asked for scores has no use for them any more."""
+    """The caller has asked to stop the evaluation."""
 
 
 class NetworkLM(TemplateLM):
-    """lm-eval's model over a network.
+    """lm-eval's model interface, implemented by a network.
 
-    Each token's loss is computed where the model is; the losses alone come back.
+    The network returns losses and hits per token, not logits.
 
     Args:
-      stopped: looked at between batches; where it says so, StoppedAskingError is raised.
+      stopped: called between batches; if it returns True, StoppedAskingError is raised.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class NetworkLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The logprob of each whole text in nats, read in windows of the model's length."""
+        """Return the logprob of each whole text in nats, scored in windows of the model's `seq`."""
         windows: list[Encoded] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
@@ -81,94 +81,99 @@ class NetworkLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation its logprob in nats, and whether it is what argmax would say."""
-        texts = [_checked(context, said, self.max_length) for _, context, said in requests]
-        found: dict[int, tuple[float, bool]] = {}
+        """Return each continuation's logprob in nats, and whether it is the greedy one."""
+        texts = [
+            _joined(context, continuation, self.max_length) for _, context, continuation in requests
+        ]
+        results: dict[int, tuple[float, bool]] = {}
         pending: deque[tuple[Sequence[int], dict[str, Any]]] = deque()
 
         def read(group: Sequence[int], scored: dict[str, Any]) -> None:
             loss_BT, correct_BT = (np.asarray(scored[key]) for key in ("all_loss", "correct"))
             for row, index in enumerate(group):
                 end = len(texts[index]) - 1
-                said = slice(end - len(requests[index][2]), end)
-                logprob = -float(loss_BT[row, said].sum(dtype=np.float64))
-                found[index] = logprob, bool(correct_BT[row, said].all())
+                span = slice(end - len(requests[index][2]), end)
+                logprob = -float(loss_BT[row, span].sum(dtype=np.float64))
+                results[index] = logprob, bool(correct_BT[row, span].all())
             bar.update(len(group))
 
         with _bar("scoring", len(texts), disable_tqdm) as bar:
-            # As many tokens at once whatever their width: more of shorter texts.
+            # All batches have about the same number of tokens, and so more rows of shorter texts.
             for width, rows, group in _groups(
                 map(len, texts), self.network.batch_size, self.max_length, self.max_length
             ):
-                self._look()
+                self._check_stopped()
                 tokens = np.zeros((rows, width + 1), np.uint32)
+                # Attention is causal, so the padding after a text does not affect it.
                 for row, index in zip(tokens, group, strict=False):
-                    row[: len(texts[index])] = texts[index]  # what follows a text it does not see
+                    row[: len(texts[index])] = texts[index]
                 scored = self.network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
                 pending.append((group, scored))
                 if len(pending) > IN_FLIGHT:
                     read(*pending.popleft())
-            for each in pending:
-                read(*each)
-        return [found[index] for index in range(len(texts))]
+            for group, scored in pending:
+                read(group, scored)
+        return [results[index] for index in range(len(texts))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Each context's continuation, up to the first of its task's stop sequences."""
-        asked = [_Generation(request.args[1]) for request in requests]
+        """Return each context's continuation, up to the first stop sequence of its task."""
+        generations = [_Generation(request.args[1]) for request in requests]
         end = self.tokenizer.decode([self.eot_token_id])
         prompts = [
-            self._prompt(request.args[0], wanted.length)
-            for request, wanted in zip(requests, asked, strict=True)
+            self._prompt(request.args[0], generation.length)
+            for request, generation in zip(requests, generations, strict=True)
         ]
         answers: dict[int, str] = {}
-        with _bar("generating", len(asked), disable_tqdm) as bar:
+        with _bar("generating", len(generations), disable_tqdm) as bar:
             for _, _, group in _groups(map(len, prompts), self.network.batch_size, self.max_length):
-                chosen = [prompts[index] for index in group], [asked[index] for index in group]
-                # Each has a seed of its own: some tasks ask for several answers to one prompt.
-                given = (*chosen, group, end)
+                chosen = [generations[index] for index in group]
+                # The seeds differ, since some tasks ask for several answers to one prompt.
+                arguments = [prompts[index] for index in group], chosen, group, end
                 try:
-                    texts = self._continued(*given)
-                except HostError:  # a lasting cluster has new hosts; of another the next call fails
-                    texts = self._continued(*given)
+                    texts = self._continued(*arguments)
+                except HostError:  # a LastingCluster restarts its hosts; others fail again
+                    texts = self._continued(*arguments)
                 answers |= zip(group, texts, strict=True)
                 bar.update(len(group))
-        return [answers[index] for index in range(len(asked))]
+        return [answers[index] for index in range(len(generations))]
 
     def _prompt(self, context: str, length: int) -> np.ndarray:
-        """A context's last tokens that leave room for an answer, and one token at least."""
+        """Return the last tokens of a context that leave room for an answer; at least one token."""
         room = self.max_length - length
         if room < 1:
             raise InputError(
-                f"answers of {length} tokens are asked for, but the model's seq is "
-                f"{self.max_length}; set max_gen_toks lower in the task's generation_kwargs"
+                f"answers of {length} tokens leave no room for a prompt in the model's seq "
+                f"{self.max_length}; lower max_gen_toks in the task's generation_kwargs"
             )
         return np.array(self.tok_encode(context)[-room:] or [self.prefix_token_id])
 
-    def _look(self) -> None:
+    def _check_stopped(self) -> None:
         if self.stopped():
             raise StoppedAskingError
 
     def _continued(
         self,
         prompts: Sequence[np.ndarray],
-        asked: Sequence["_Generation"],
+        generations: Sequence["_Generation"],
         seeds: Sequence[int],
         end: str,
     ) -> list[str]:
-        """The answers to one batch of prompts, which ends when all of them have."""
+        """Generate a batch of answers until all are complete; `end` is the end-of-text token."""
         batch = self.network.batch(self.network.batch_size)
-        lengths = np.array([each.length for each in asked])
-        options = [each.options(seed) for each, seed in zip(asked, seeds, strict=True)]
+        lengths = np.array([generation.length for generation in generations])
+        options = [
+            generation.options(seed) for generation, seed in zip(generations, seeds, strict=True)
+        ]
         settings = SamplingOptions.stacked(options)
-        # All rows at once: those of a mesh's replicas are filled alike.
+        # Insert all rows at once, which fills the replicas of a mesh equally.
         first = batch.insert(range(len(prompts)), prompts, lengths, settings)
         tokens = [[int(token)] for token in first.token]
         while True:
-            self._look()
+            self._check_stopped()
             texts = [self.tokenizer.decode(row) for row in tokens]
             cut = [
-                each.cut(text, end, len(row) >= each.length)
-                for each, text, row in zip(asked, texts, tokens, strict=True)
+                generation.cut(text, end, len(row) >= generation.length)
+                for generation, text, row in zip(generations, texts, tokens, strict=True)
             ]
             if None not in cut:
                 return [text for text in cut if text is not None]
@@ -179,17 +184,17 @@ class NetworkLM(TemplateLM):
 
 
 class Rehearsal(NetworkLM):
-    """Takes questions as a model of this config will be asked them, and answers none."""
+    """A dry run: checks requests for a model of this config, and returns placeholder answers."""
 
     def __init__(self, config: Config, tokenizer: Any):
-        nobody: Any = SimpleNamespace(config=config)
-        super().__init__(nobody, tokenizer)
+        network: Any = SimpleNamespace(config=config)
+        super().__init__(network, tokenizer)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        for _, context, said in requests:
-            _checked(context, said, self.max_length)
+        for _, context, continuation in requests:
+            _joined(context, continuation, self.max_length)
         return [(0.0, False)] * len(requests)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -199,13 +204,13 @@ class Rehearsal(NetworkLM):
 
 
 class _Generation:
-    """How a task wants its answers, from its `generation_kwargs`; greedy unless it samples."""
+    """Generation settings from a task's `generation_kwargs`; greedy unless the task samples."""
 
     def __init__(self, options: dict[str, Any]):
         known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
         if unknown := set(options) - known:
             raise InputError(
-                f"generation_kwargs: {min(unknown)} is not known here; use "
+                f"generation_kwargs: {min(unknown)} is not supported; use "
                 f"{', '.join(sorted(known))}"
             )
         until = options.get("until") or []
@@ -215,44 +220,46 @@ class _Generation:
         sampled = options.get("do_sample", temperature > 0)
         temp = (temperature or 1.0) if sampled else 0.0
         top_p, top_k = float(options.get("top_p", 1)), int(options.get("top_k", 0))
-        self._drawn = SamplingOptions(top_p, top_k, temp)
+        self._sampling = SamplingOptions(top_p, top_k, temp)
 
     def options(self, seed: int) -> SamplingOptions:
-        """How the answer with that seed is drawn."""
-        return dataclasses.replace(self._drawn, seed=seed)
+        """Return the sampling settings of an answer with this seed."""
+        return dataclasses.replace(self._sampling, seed=seed)
 
     def cut(self, text: str, end: str, complete: bool) -> str | None:
-        """The answer, if `text` holds all of it."""
-        places = [at for stop in (*self.until, end) if stop and (at := text.find(stop)) >= 0]
-        if places:
-            return text[: min(places)]
+        """Return `text` up to its first stop sequence, all of it if `complete`, else None."""
+        ends = [at for stop in (*self.until, end) if stop and (at := text.find(stop)) >= 0]
+        if ends:
+            return text[: min(ends)]
         return text if complete else None
 
 
-def _checked(context: list[int], said: list[int], longest: int) -> list[int]:
-    """A text that ends in what is scored: of a long context the end, and one token at least."""
-    if not 0 < len(said) <= longest:
+def _joined(context: list[int], continuation: list[int], longest: int) -> list[int]:
+    """Return a continuation after as much of its context's end as fits, at least one token."""
+    if not 0 < len(continuation) <= longest:
         raise InputError(
-            f"a continuation has {len(said)} tokens, expected 1 to the model's seq {longest}"
+            f"a continuation has {len(continuation)} tokens, expected 1 to the model's seq "
+            f"{longest}"
         )
-    return (context + said)[-(longest + 1) :]
+    return (context + continuation)[-(longest + 1) :]
 
 
-def _bar(what: str, total: int, disable: bool) -> Any:
-    return tqdm(total=total, desc=what, unit="text", leave=False, disable=disable)
+def _bar(description: str, total: int, disable: bool) -> Any:
+    return tqdm(total=total, desc=description, unit="text", leave=False, disable=disable)
 
 
 def _groups(
-    lengths: Iterable[int], rows: int, longest: int, filled: int | None = None
+    lengths: Iterable[int], rows: int, longest: int, row_width: int | None = None
 ) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Batches of texts, the longest first: the width to pad them to, and that many rows.
+    """Yield batches of texts, the longest first, as (padded width, rows, indexes of texts).
 
-    There are `rows` rows, or, of `filled` positions each, as many as have room in these.
+    A batch has `rows` rows.  With `row_width` it has more if its texts are shorter: as many rows
+    as fit side by side in `rows` rows of that width.
     """
-    known = list(lengths)
-    order = sorted(range(len(known)), key=lambda index: -known[index])
+    sizes = list(lengths)
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     while order:
-        width = bucket(known[order[0]] - 1, SMALLEST, longest)
-        many = rows * max(1, (filled or 0) // width)
-        yield width, many, order[:many]
-        order = order[many:]
+        width = bucket(sizes[order[0]] - 1, SMALLEST, longest)
+        count = rows * max(1, (row_width or 0) // width)
+        yield width, count, order[:count]
+        order = order[count:]

@@ -1,4 +1,4 @@
-"""lm-eval's tasks: loaded, rehearsed without a model, and asked of a network; their results."""
+"""lm-eval tasks: loading, rehearsal without a model, evaluation of a network, and results."""
 
 import contextlib
 import functools
@@ -16,43 +16,43 @@ from mesh_transformer.evaluation.network_lm import NetworkLM, Rehearsal, Stopped
 from mesh_transformer.network import Network
 from mesh_transformer.util import InputError
 
-BOOTSTRAPS = 1000  # draws behind the standard error of a metric that is no mean
-SEEDS = {"random": 0, "numpy": 1234, "fewshot": 1234}  # lm-eval's own
+BOOTSTRAPS = 1000  # resamples for the standard error of a metric that is not a mean
+SEEDS = {"random": 0, "numpy": 1234, "fewshot": 1234}  # lm-eval's defaults
 
 
 class Tasks(NamedTuple):
-    """Tasks with all of their questions, as lm-eval's `TaskManager.load` gives them."""
+    """Tasks with all of their questions, as returned by lm-eval's `TaskManager.load`."""
 
     loaded: Any
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """Those that ask questions themselves; groups are of these."""
+        """The individual tasks by name; groups consist of these."""
         return self.loaded["tasks"]
 
 
 def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
-    """The tasks of these names: lm-eval's, those in the folder `include_path`, or YAML files.
+    """Load tasks by name or pattern: lm-eval's, those in the folder `include_path`, or YAML files.
 
     Raises:
-      InputError: for a name that there is not, and where questions cannot be had.
+      InputError: if a task does not exist, or its questions cannot be loaded.
     """
     if include_path is not None and not os.path.isdir(include_path):
-        raise InputError(f"--include-path {include_path}: no such folder; give one with tasks")
-    # Those shipped with lm-eval are thousands, which take seconds to be read.
-    own = _matched(_manager(include_path, shipped=False), names)
+        raise InputError(f"--include-path {include_path}: no such folder; give a folder of tasks")
+    # Try without the tasks that lm-eval ships: there are thousands, which take seconds to read.
+    own = _match(_manager(include_path, shipped=False), names)
     if all(own.values()):
-        with contextlib.suppress(InputError):  # they may be groups of lm-eval's
-            return _loaded(_manager(include_path, shipped=False), own)
+        with contextlib.suppress(InputError):  # they may be groups of tasks that lm-eval ships
+            return _load(_manager(include_path, shipped=False), own)
     manager = _manager(include_path, shipped=True)
-    matched = _matched(manager, names)
-    for name, found in matched.items():
-        if not found:
+    matched = _match(manager, names)
+    for name, matches in matched.items():
+        if not matches:
             raise InputError(
-                f"lm-eval has no task {name!r}; `lm-eval ls tasks` lists them, and "
+                f"lm-eval has no task {name!r}; `lm-eval ls tasks` lists its tasks, and "
                 "--include-path adds a folder of your own"
             )
-    return _loaded(manager, matched)
+    return _load(manager, matched)
 
 
 @functools.cache
@@ -60,27 +60,27 @@ def _manager(include_path: str | None, shipped: bool) -> TaskManager:
     return TaskManager(include_path=include_path, include_defaults=shipped)
 
 
-def _matched(manager: TaskManager, names: Sequence[str]) -> dict[str, list[str]]:
-    """What each name, which may be a pattern, stands for."""
+def _match(manager: TaskManager, names: Sequence[str]) -> dict[str, list[str]]:
+    """Map each name, which may be a pattern, to the names of tasks that it matches."""
     return {name: [name] if os.path.isfile(name) else manager.match_tasks([name]) for name in names}
 
 
-def _loaded(manager: TaskManager, matched: dict[str, list[str]]) -> Tasks:
-    names = [name for found in matched.values() for name in found]
+def _load(manager: TaskManager, matched: dict[str, list[str]]) -> Tasks:
+    names = [name for matches in matched.values() for name in matches]
     try:
         with _seeded():
             return Tasks(manager.load(names))
-    except Exception as error:  # what tasks and their readers raise is theirs to choose
+    except Exception as error:  # tasks and data set readers may raise anything
         lines = str(error).strip().splitlines() or [""]
         raise InputError(
             f"lm-eval cannot load the tasks {', '.join(names)}: {type(error).__name__}: "
-            f"{lines[0]}; leave out what cannot be had"
+            f"{lines[0]}; leave out the tasks that cannot be loaded"
         ) from error
 
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """For tasks that shuffle by the process's own random numbers, which nobody else misses."""
+    """Seed the global generators, which some tasks shuffle with, and restore them at the end."""
     before = random.getstate(), np.random.get_state()
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])
@@ -99,16 +99,16 @@ def rehearse(
     num_fewshot: int | None = None,
     limit: float | None = None,
 ) -> None:
-    """Goes through all questions without a model, as `evaluate` will.
+    """Check all questions without a model, in the same way as `evaluate` will ask them.
 
     Raises:
-      InputError: naming the task that asks for what cannot be done.
+      InputError: naming the task, if one has a question that the model cannot answer.
     """
     model = Rehearsal(config, tokenizer)
     for name, task in tasks.by_name.items():
-        alone = Tasks({"tasks": {name: task}, "groups": {}, "group_map": {}})
+        single = Tasks({"tasks": {name: task}, "groups": {}, "group_map": {}})
         try:
-            _asked(model, alone, num_fewshot=num_fewshot, limit=limit, draws=0)
+            _ask(model, single, num_fewshot=num_fewshot, limit=limit, bootstraps=0)
         except ValueError as error:
             raise InputError(f"lm-eval's task {name}: {error}") from None
 
@@ -122,37 +122,37 @@ def evaluate(
     limit: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """lm-eval's results of these tasks, with their standard errors.
+    """Return lm-eval's results on these tasks, with their standard errors.
 
     Args:
-      num_fewshot: examples ahead of each question; None: what each task says.
-      limit: questions of each task, or below 1 the share of them; None: all.
-      stopped: looked at between batches; None is returned soon after it says so.
+      num_fewshot: number of examples before each question; None: each task's default.
+      limit: number of questions per task, or below 1 the fraction of them; None: all.
+      stopped: called between batches; if it returns True, the evaluation ends and returns None.
 
     Raises:
-      InputError: where a task asks for what cannot be done.
+      InputError: if a task has a question that the model cannot answer.
     """
     model = NetworkLM(network, tokenizer, stopped)
     try:
-        results = _asked(model, tasks, num_fewshot=num_fewshot, limit=limit, draws=BOOTSTRAPS)
+        results = _ask(model, tasks, num_fewshot=num_fewshot, limit=limit, bootstraps=BOOTSTRAPS)
     except StoppedAskingError:
         return None
     kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples")
     return {key: results[key] for key in (*kept, "higher_is_better") if key in results}
 
 
-def _asked(
-    model: NetworkLM, tasks: Tasks, *, num_fewshot: int | None, limit: Any, draws: int
+def _ask(
+    model: NetworkLM, tasks: Tasks, *, num_fewshot: int | None, limit: Any, bootstraps: int
 ) -> Any:
-    """As lm-eval's `simple_evaluate`, of tasks that are loaded, and without its pool of processes.
+    """Same as lm-eval's `simple_evaluate`, for loaded tasks and without its process pool.
 
-    That is made by fork, which JAX's threads do not outlive.
+    The pool is forked, which is unsafe because JAX's threads do not survive a fork.
     """
     for task in tasks.by_name.values():
-        said = task.get_config("num_fewshot")
-        if num_fewshot is not None and said != 0:  # a task that says 0 has no examples to give
+        configured = task.get_config("num_fewshot")
+        if num_fewshot is not None and configured != 0:  # a task with 0 has no examples
             task.set_config(key="num_fewshot", value=num_fewshot)
-        elif said is None:
+        elif configured is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEEDS["fewshot"])
     before = os.environ.get("DISABLE_MULTIPROC")
@@ -160,7 +160,7 @@ def _asked(
     try:
         with _seeded():
             return evaluator.evaluate(
-                model, tasks.loaded, limit=limit, bootstrap_iters=draws, log_samples=False
+                model, tasks.loaded, limit=limit, bootstrap_iters=bootstraps, log_samples=False
             )
     finally:
         if before is None:
@@ -170,5 +170,5 @@ def _asked(
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as a table."""
+    """Format results as a table."""
     return utils.make_table(results)

@@ -1,4 +1,4 @@
-"""Validation: how well a network foretells sets of records, during training or by itself."""
+"""Validation: scores of a network on record sets, during training or on their own."""
 
 import contextlib
 import dataclasses
@@ -17,22 +17,22 @@ from mesh_transformer.evaluation import harness
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.util import InputError
 
-IN_FLIGHT = 2  # batches dispatched before what is told of the oldest is read
+IN_FLIGHT = 2  # batches dispatched before the losses of the oldest are read
 
 
 class StoppedScoringError(Exception):
-    """Whoever asked for scores has no use for them any more."""
+    """The caller has asked to stop the scoring."""
 
 
 @dataclasses.dataclass
 class Scores:
-    """What a network says of the tokens of a set that bear loss.
+    """Sums over the tokens of a set that bear loss.
 
     Attributes:
-      nats: the sum of their losses.
-      tokens: their number.
-      correct: how many of them were the likeliest.
-      bytes: of the text that they are; 0 where nobody counts.
+      nats: sum of the losses, in nats.
+      tokens: number of tokens.
+      correct: number of tokens that were the network's most likely ones.
+      bytes: number of bytes of text that the tokens stand for; 0 if not counted.
     """
 
     nats: float = 0.0
@@ -42,22 +42,22 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """Nats a token; NaN where no token bears loss."""
+        """Mean loss in nats per token; NaN if no token bears loss."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     def add(
-        self, sample: dict[str, np.ndarray], told: dict[str, Any], bytes_of: np.ndarray | None
+        self, sample: dict[str, np.ndarray], losses: dict[str, Any], bytes_of: np.ndarray | None
     ) -> None:
-        """Counts a batch, and what `TrainableNetwork.eval` tells of it, in."""
+        """Add a batch, with the losses and hits that `TrainableNetwork.eval` returned for it."""
         bearing = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
-        self.nats += float(np.asarray(told["all_loss"], np.float64)[bearing].sum())
+        self.nats += float(np.asarray(losses["all_loss"], np.float64)[bearing].sum())
         self.tokens += int(bearing.sum())
-        self.correct += int(np.asarray(told["correct"])[bearing].sum())
+        self.correct += int(np.asarray(losses["correct"])[bearing].sum())
         if bytes_of is not None:
             self.bytes += int(bytes_of[sample["target"][bearing]].sum())
 
     def row(self, name: str) -> str:
-        """A line of the table under `HEADING`."""
+        """Format the scores as a line of the table with the header `HEADING`."""
         likely = f"{math.exp(min(self.loss, 700)):12.4f} {self.correct / max(self.tokens, 1):9.2%}"
         bits = f"{self.nats / math.log(2) / self.bytes:14.4f}" if self.bytes else f"{'-':>14}"
         return f"{name:20} {self.tokens:12,} {self.loss:9.4f} {likely} {bits}"
@@ -69,7 +69,7 @@ HEADING = (
 
 
 def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
-    """A validation set's batches, once, in its index's order."""
+    """Open a validation set for one epoch in its index's order; the last batch may be smaller."""
     config = network.config
     return TFRecordNewInputs(
         path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
@@ -77,7 +77,7 @@ def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
 
 
 def _filled(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-    """A batch of `size` rows, whose shape is compiled already; those added bear no loss."""
+    """Pad a batch to `size` rows, the compiled shape; the added rows bear no loss."""
     missing = size - len(sample["obs"])
     if not missing:
         return sample
@@ -95,51 +95,55 @@ def score(
     show: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Scores:
-    """Scores of the first `val_batches` batches of a set.
+    """Score the first `val_batches` batches of a set.
 
     Args:
-      bytes_of: how many bytes of text each token id is.
-      show: a progress bar.
-      stopped: looked at between batches.
+      bytes_of: number of bytes of text that each token id stands for, [n_vocab].
+      show: whether to show a progress bar.
+      stopped: called between batches.
 
     Raises:
-      StoppedScoringError: where `stopped` says so.
+      StoppedScoringError: if `stopped` returns True.
     """
-    found, most = Scores(), network.config.val_batches
+    scores, most = Scores(), network.config.val_batches
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
     with contextlib.closing(open_set(network, path)) as batches:
-        for each in tqdm(islice(batches, most), path, unit="batch", disable=not show):
+        for batch in tqdm(islice(batches, most), path, unit="batch", disable=not show):
             if stopped():
                 raise StoppedScoringError
-            sample = _filled(each, network.batch_size)
-            told = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
-            pending.append((sample, told))
+            sample = _filled(batch, network.batch_size)
+            losses = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
+            pending.append((sample, losses))
             if len(pending) > IN_FLIGHT:
-                found.add(*pending.popleft(), bytes_of)
-    for each in pending:
-        found.add(*each, bytes_of)
-    return found
+                scores.add(*pending.popleft(), bytes_of)
+    for sample, losses in pending:
+        scores.add(sample, losses, bytes_of)
+    return scores
 
 
 def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
-    """Loads the weights at `path`; prints what it says of every `val_set`, and lm-eval's tasks."""
+    """Load the weights at `path`, and print scores of every `val_set` and of lm-eval tasks.
+
+    Returns:
+      The scores of the validation sets, by name.
+    """
     config = network.config
     sets = config.val_set if config.val_batches else {}
-    asked = harness.opened(config)
-    if not sets and asked is None:
+    eval_tasks = harness.opened(config)
+    if not sets and eval_tasks is None:
         raise InputError(
-            "config: --mode eval needs the key val_set, and val_batches above 0, or "
-            "eval_harness_tasks"
+            "config: --mode eval needs the key val_set with val_batches above 0, or the key "
+            "eval_harness_tasks; add one"
         )
     for index in sets.values():
         open_set(network, index).close()
     network.load(path, fresh_opt=True)
-    found = {}
+    scores_by_set = {}
     if sets:
         bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
         for name, index in sets.items():
-            found[name] = score(network, index, bytes_of=bytes_of, show=True)
-        print("\n".join([HEADING, *(scores.row(name) for name, scores in found.items())]))
-    if asked and (results := asked.results(network)):
-        print(asked.table(results))
-    return found
+            scores_by_set[name] = score(network, index, bytes_of=bytes_of, show=True)
+        print("\n".join([HEADING, *(scores.row(name) for name, scores in scores_by_set.items())]))
+    if eval_tasks and (results := eval_tasks.results(network)):
+        print(eval_tasks.table(results))
+    return scores_by_set

@@ -146,9 +146,9 @@ def test_answers_end_where_their_task_says(model, monkeypatch):
 
 
 def test_what_cannot_be_asked(model):
-    with pytest.raises(InputError, match="num_beams is not known"):
+    with pytest.raises(InputError, match="num_beams is not supported"):
         model.generate_until([asked("x", {"num_beams": 4})])
-    with pytest.raises(InputError, match=f"answers of {SEQ} tokens .*max_gen_toks lower"):
+    with pytest.raises(InputError, match=f"answers of {SEQ} tokens .* lower max_gen_toks"):
         model.generate_until([asked("x", {"max_gen_toks": SEQ})])
     with pytest.raises(InputError, match=f"expected 1 to the model's seq {SEQ}"):
         model.loglikelihood([asked("x", " king" * 40)], disable_tqdm=True)
@@ -251,10 +251,12 @@ def test_a_task_that_cannot_be_asked_is_told_before_a_model_is_there(model, task
         Harness(config, ["no_such_task"])
     with pytest.raises(InputError, match="--include-path nowhere: no such f"):
         Harness(config, tasks, include_path="nowhere")
-    with pytest.raises(InputError, match="the limit of questions is 0, expected above 0"):
+    with pytest.raises(InputError, match="the limit on questions per task is 0, expected above 0"):
         Harness(config, tasks, limit=0)
     monkeypatch.chdir("..")
-    with pytest.raises(InputError, match=r"tasks made_choice: FileNotFoundError: .*leave out what"):
+    with pytest.raises(
+        InputError, match=r"tasks made_choice: FileNotFoundError: .*leave out the tasks"
+    ):
         Harness(config, ["made_choice"], include_path="eval_tasks")
     real = builtins.__import__
 
