@@ -1,6 +1,6 @@
-"""Loads a checkpoint of the original's, whatever its number of shards, onto any number of devices.
+"""Loads a checkpoint of any number of shards onto any number of devices, and samples from it.
 
-The original's example: GPT-J-6B's 8 shards on one device, and samples from them.
+By default, as in the original's example of the same name: GPT-J-6B's 8 shards on one device.
 """
 
 import argparse
@@ -19,15 +19,25 @@ PROMPT = (
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default="configs/6B_roto_256.json", help="JSON or YAML file")
     parser.add_argument(
-        "--model-path", default="step_383500", help="model folder or step_N, of any format"
+        "--config",
+        default="configs/6B_roto_256.json",
+        help="config file, JSON or YAML (default %(default)s)",
     )
-    parser.add_argument("--devices", type=int, default=1, help="to load onto (1)")
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--length", type=int, default=128, help="tokens to generate (128)")
-    parser.add_argument("--samples", type=int, default=1, help="answers to the prompt (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first answer (0)")
+    parser.add_argument(
+        "--model-path",
+        default="step_383500",
+        help="model folder or step_N, in any format (default %(default)s)",
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="number of devices to load onto (default 1)"
+    )
+    parser.add_argument(
+        "--prompt", default=PROMPT, help="text to continue (default: the original's, on unicorns)"
+    )
+    parser.add_argument("--length", type=int, default=128, help="tokens to generate (default 128)")
+    parser.add_argument("--samples", type=int, default=1, help="answers to generate (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first answer (default 0)")
     return parser.parse_args()
 
 
@@ -37,7 +47,7 @@ def main() -> None:
         if getattr(args, flag) < 1:
             raise InputError(f"--{flag} is {getattr(args, flag)}, expected at least 1")
     config = Config.load(args.config)
-    # In bf16, as one device may not hold more; the original's example does so too.
+    # bf16 parameters, because one device may not have room for f32; so does the original's example.
     early_cast = config.dtype == "bfloat16"
     devices = args.devices
     config = config.replace(cores_per_replica=devices, tpu_size=devices, early_cast=early_cast)
@@ -54,9 +64,9 @@ def main() -> None:
     tokens = np.tile(np.array(prompt), (args.samples, 1))
     options = {"top_p": 0.9, "temp": 0.75, "seed": args.seed + np.arange(args.samples)}
     began = time.perf_counter()
-    found = network.generate(tokens, np.full(args.samples, len(prompt)), args.length, options)
-    print(f"{found.size} tokens in {time.perf_counter() - began:.1f} s, compilation included")
-    for answer in found:
+    answers = network.generate(tokens, np.full(args.samples, len(prompt)), args.length, options)
+    print(f"{answers.size} tokens in {time.perf_counter() - began:.1f} s, compilation included")
+    for answer in answers:
         print(f"\n{args.prompt}{tokenizer.decode(answer)}")
 
 

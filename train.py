@@ -1,4 +1,4 @@
-"""Trains a model over many hosts, or scores it; goes on when one fails, and where it stopped."""
+"""Trains or scores a model over many hosts; recovers from failed hosts, resumes stopped runs."""
 
 import argparse
 
@@ -13,8 +13,10 @@ from mesh_transformer.util import run_script
 def parse_args() -> argparse.Namespace:
     parser = run_parser(__doc__)
     add_host_arguments(parser, required=True)
-    parser.add_argument("--new", action="store_true", help="delete the run in the model folder")
-    parser.add_argument("--yes", action="store_true", help="do not ask before --new deletes")
+    parser.add_argument(
+        "--new", action="store_true", help="delete the existing run in the model folder first"
+    )
+    parser.add_argument("--yes", action="store_true", help="delete with --new without asking")
     return parser.parse_args()
 
 
@@ -24,7 +26,7 @@ def main() -> None:
     if args.mode == "train":
         config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
         restarts.check_records(config)
-    harness.opened(config)  # before a TPU is made, if its tasks cannot be had
+    harness.opened(config)  # fails before a TPU is created if the tasks are not available
     machines = machines_of(args, config)
     if args.new:
         restarts.begin_anew(folder, yes=args.yes)

@@ -1,7 +1,6 @@
-"""Tells whether a config's training fits a TPU slice that you need not have.
+"""Predicts whether a config's training or generation fits a TPU slice, without a TPU.
 
-Compiles the real train step for it with libtpu (`make libtpu`).  Exit status 0 where it fits, 1
-where it does not.
+Compiles the real step with libtpu (`make libtpu`).  The exit status is 0 if it fits, 1 if not.
 """
 
 import argparse
@@ -18,42 +17,79 @@ from mesh_transformer.util import InputError, run_script
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--topology", required=True, help="v3-8, v4-256, v5e-256, v5p:16x16x24 ...")
-    parser.add_argument("--dp", type=int, help="replicas (default: the devices over mp)")
-    parser.add_argument("--mp", type=int, help="devices of one (default: cores_per_replica)")
-    parser.add_argument("--zero", type=int, choices=(0, 1, 3), help="default: the config's")
-    parser.add_argument("--batch", type=int, help="sequences a replica (default: the config's)")
-    parser.add_argument("--accumulate", type=int, help="microbatches (default: the config's)")
-    parser.add_argument("--remat", choices=("full", "dots", "none"), help="default: the config's")
+    parser.add_argument("--config", required=True, help="config file, JSON or YAML")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        help="TPU slice, such as v3-8, v4-256, v5e-256 or v5p:16x16x24, or this machine's cpu, "
+        "cpu-8 or gpu",
+    )
+    parser.add_argument("--dp", type=int, help="replicas (default: all devices over mp)")
+    parser.add_argument(
+        "--mp", type=int, help="devices per replica (default: the config's cores_per_replica)"
+    )
+    parser.add_argument(
+        "--zero", type=int, choices=(0, 1, 3), help="ZeRO stage (default: the config's)"
+    )
+    parser.add_argument(
+        "--batch", type=int, help="sequences per replica and microbatch (default: the config's)"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, help="microbatches per step (default: the config's)"
+    )
+    parser.add_argument(
+        "--remat", choices=("full", "dots", "none"), help="remat policy (default: the config's)"
+    )
     parser.add_argument(
         "--shard-activations",
         action=argparse.BooleanOptionalAction,
-        help="between layers each device keeps a part (default: the config's)",
+        help="shard the activations between layers over mp (default: the config's)",
     )
-    parser.add_argument("--loss-chunk", type=int, help="default: the config's")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--decode", action="store_true", help="plan generation, not training")
-    what.add_argument("--scaling", action="store_true", help="links and computing, on paper")
-    what.add_argument("--search", action="store_true", help="find the settings that fit, ranked")
-    parser.add_argument("--limit", type=positive, default=12, help="of --search: settings to find")
-    parser.add_argument("--fast", action="store_true", help="compile quickly, for rougher figures")
+    parser.add_argument(
+        "--loss-chunk", type=int, help="positions per chunk of the loss (default: the config's)"
+    )
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--decode", action="store_true", help="plan generation, not training")
+    modes.add_argument(
+        "--scaling",
+        action="store_true",
+        help="estimate communication against compute as dp and mp grow, without compiling",
+    )
+    modes.add_argument("--search", action="store_true", help="find and rank settings that fit")
+    parser.add_argument(
+        "--limit", type=positive, default=12, help="settings to find with --search (default 12)"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="compile quickly, for less exact figures"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 
 def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> int:
-    """mp, of which either or both of dp and mp may be given; InputError where they do not fit."""
+    """Returns mp, given dp, mp, both, or neither.
+
+    Args:
+      default: mp if neither is given, or the number of devices if that is smaller.
+
+    Raises:
+      InputError: if dp and mp do not use all of the devices.
+    """
     if mp is None:
         mp = min(default, devices) if dp is None else devices // max(dp, 1)
     if mp < 1 or devices % mp or dp not in (None, devices // mp):
-        asked = f"--dp {dp or 'any'} x --mp {mp}"
-        raise InputError(f"{asked} is not a mesh of the slice's {devices} devices; change either")
+        raise InputError(
+            f"--dp {dp or 'any'} x --mp {mp} is not a mesh of the slice's {devices} devices; "
+            "change --dp or --mp"
+        )
     return mp
 
 
 def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
-    """The config's keys that flags replace; --dp and --mp where either was given."""
+    """Returns the config keys that flags replace, with their values.
+
+    With --search, cores_per_replica is among them only if --dp or --mp is given.
+    """
     changes: dict[str, Any] = {
         "zero": args.zero,
         "per_replica_batch": args.batch,
@@ -82,21 +118,21 @@ def main() -> None:
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
     if args.scaling:
         generation = topology(args.topology).generation
-        # A smaller replica is no reason for more sequences a step.
-        whole = {key: value for key, value in changes.items() if key != "cores_per_replica"}
-        sequences = scaling.sequences_a_step(config.replace(**whole))
-        scales = scaling.scaling_of(config.replace(**changes), generation, sequences)
-        print(json.dumps(dataclasses.asdict(scales)) if args.json else scales.table())
+        # --mp must not change the number of sequences per step.
+        others = {key: value for key, value in changes.items() if key != "cores_per_replica"}
+        sequences = scaling.sequences_a_step(config.replace(**others))
+        estimates = scaling.scaling_of(config.replace(**changes), generation, sequences)
+        print(json.dumps(dataclasses.asdict(estimates)) if args.json else estimates.table())
         return
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)
     if args.search:
-        found = search(config, slice_, fixed=changes, limit=args.limit, in_full=not args.fast)
+        result = search(config, slice_, fixed=changes, limit=args.limit, in_full=not args.fast)
     else:
-        make = decode_plan if args.decode else plan
+        make_plan = decode_plan if args.decode else plan
         changed = config.replace(**changes, tpu_size=slice_.devices)
-        found = make(changed, slice_, fast=args.fast)
-    print(json.dumps(dataclasses.asdict(found)) if args.json else found.table())
-    sys.exit(not found.fits)
+        result = make_plan(changed, slice_, fast=args.fast)
+    print(json.dumps(dataclasses.asdict(result)) if args.json else result.table())
+    sys.exit(not result.fits)
 
 
 if __name__ == "__main__":
