@@ -88,10 +88,10 @@ Norm = Literal[
 
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
 
-MOST_LAYERS = 4096  # with many more, code that names each layer takes minutes and all memory
+MOST_LAYERS = 4096  # naming every layer of many more would take minutes and all memory
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 
-# The matrices of a block that can have adapters; by default the first LORA_DEFAULTS of them do.
+# The matrices of each block that can have adapters; by default the first LORA_DEFAULTS[block] do.
 LORA_TARGETS = {
     "gptj": ("q", "v", "k", "o", "fc", "out"),
     "geglu": ("fused_in", "fused_out"),
@@ -167,7 +167,7 @@ class Config:
 
     # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
     lora_rank: int = 0  # 0: train the whole model
-    lora_alpha: float | None = None  # None: lora_rank; scales adapters by alpha / rank
+    lora_alpha: float | None = None  # None: lora_rank; adapters are scaled by alpha / rank
     lora_targets: list[str] | None = field(default=None, hash=False)  # None: by block
 
     # Run.
@@ -255,7 +255,7 @@ class Config:
         return self.lora_rank > 0 and target in self.lora_targets
 
     def merged(self) -> "Config":
-        """Return the config of the base model, which is also that of the merged model."""
+        """Return the config without adapters: that of the base model and of the merged model."""
         return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
 
     def replace(self, **changes: Any) -> "Config":

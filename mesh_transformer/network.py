@@ -60,7 +60,7 @@ class Network(Protocol):
 
 
 class TrainSet(Protocol):
-    """A stream of training batches, read here or on the hosts; see `TFRecordNewInputs`."""
+    """A stream of training batches, read by the driver or by the hosts; see `TFRecordNewInputs`."""
 
     def get_samples(self) -> dict[str, np.ndarray]: ...
     def state(self) -> dict[str, Any]: ...
