@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from mesh_transformer.mesh.placement import gathered, places, share
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.runner import Measured
+from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -63,60 +64,6 @@ class Number:
         The hosts report this only when an earlier step is read.
         """
         return self._reading.ended or self._reading.values is not None
-
-
-# Stands for a batch that the hosts have read themselves; the driver has none of it.
-READ_ON_HOSTS: dict[str, np.ndarray] = {}
-
-
-class ClusterTrainSet:
-    """`TFRecordNewInputs` on every host, each for the rows of its own replicas.
-
-    Batches and states are the same, record for record, as those of a single reading process, so a
-    run may resume with another number of hosts, or with the driver reading.  All hosts must have
-    access to the files.
-
-    Raises:
-      InputError: as `TFRecordNewInputs`, if any host finds something wrong.
-      HostError: if a host fails, or is at a different record than the others.
-    """
-
-    def __init__(self, cluster: "TPUCluster"):
-        self._cluster = cluster
-        self._state: dict[str, Any] = {}
-        self._open(None)
-
-    def _open(self, state: dict[str, Any] | None) -> None:
-        train_set = self._cluster.config.train_set
-        assert train_set is not None
-        if isinstance(train_set, Mapping):
-            resolved: Any = {local_path(path): weight for path, weight in train_set.items()}
-        else:
-            resolved = local_path(train_set)
-        self._call("open_train_set", resolved, state)
-
-    def get_samples(self) -> dict[str, np.ndarray]:
-        """Have the hosts read the next batch; return `READ_ON_HOSTS`, for `TPUCluster.train`."""
-        self._call("read")
-        return READ_ON_HOSTS
-
-    def state(self) -> dict[str, Any]:
-        """See `TFRecordNewInputs.state`."""
-        return self._state
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See `TFRecordNewInputs.restore`."""
-        self._open(state)
-
-    def close(self) -> None:
-        """Do nothing: a host closes its reader when it opens another one, or when it ends."""
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        """Call `method` on all hosts and keep the state they return, which must be the same."""
-        states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
-        if any(state != states[0] for state in states):
-            raise self._cluster.failed("the hosts are at different records of train_set")
-        self._state = states[0]
 
 
 SECONDS_TO_START = 60.0  # for a host's process, from its start to its first answer
@@ -174,7 +121,7 @@ class TPUCluster:
     def _start(self) -> list[dict[str, Any]]:
         """Connect the hosts' processes and create the mesh.
 
-        The port is a new one each time, since a process of an earlier mesh may still be calling.
+        The port is new each time, since a process of an earlier mesh may still call the old one.
         """
         pids = self._submit("pid")
         if ray.wait(pids, num_returns=len(pids), timeout=SECONDS_TO_START)[1]:
@@ -356,7 +303,7 @@ class TPUCluster:
             self.kill()
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows, with copies of the first up to a multiple of the replicas."""
+        """Return the rows, padded to a multiple of the replicas with copies of the first row."""
         missing = -len(rows) % self.dp
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 

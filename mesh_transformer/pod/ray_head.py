@@ -37,7 +37,7 @@ DRIVER_ENVIRONMENT = {
     # Ray ends the driver itself, without a message, once it has lost the head for this long.  A
     # minute would be shorter than two long heartbeats.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
-    # No pages of Ray's own logs if a disk is full or a process dies: each failure is one line.
+    # Suppress Ray's own pages of logs for a full disk or a dead process: one line reports each.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }

@@ -110,7 +110,7 @@ class TpuApi:
         return self._read(self._client.get_node, self._node_name)
 
     def queued(self) -> "tpu_v2.QueuedResource | None":
-        """Return the TPU's queued resource; None if there is none, or not `spec.queued`."""
+        """Return the queued resource; None if it does not exist, or if not `spec.queued`."""
         if not self.spec.queued:
             return None
         return self._read(self._client.get_queued_resource, self._queued_name)

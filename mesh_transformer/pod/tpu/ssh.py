@@ -79,7 +79,7 @@ class Hosts:
         Raises:
           StoppedError: if the command fails or exceeds its time limit.  Without `show`, the last
             lines of that host's output are printed first.
-          HostError: if a host cannot be reached, or no longer.
+          HostError: if a host cannot be reached, or the connection to it is lost.
         """
         what = what or command
         run = functools.partial(self._run, command=command, seconds=seconds, show=show, what=what)
