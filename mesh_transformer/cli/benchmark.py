@@ -1,6 +1,6 @@
-"""Measures a config on the devices here: its train step, or decoding, checkpoints, the loader.
+"""Measures a config's train step, decoding, checkpoints or record loader on this machine.
 
-Without an accelerator --dp x --mp virtual CPU devices stand in for some.
+Without an accelerator, it uses --dp x --mp virtual CPU devices.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from mesh_transformer.config import Config
 from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
 from mesh_transformer.util import InputError, run_script
 
-# Variables that change what is measured: told with the command.
+# Environment variables that affect the measurements; they are reported with the command.
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# transformer_shmap's two, which it trains on 32 microbatches of one sequence a replica.
+# Keys of transformer_shmap's two models, trained there on 32 microbatches of one sequence per
+# replica.
 SHMAP = {
     "d_model": 4096,
     "n_heads": 16,
@@ -35,9 +36,9 @@ SHMAP = {
     "pe_rotary_dims": 64,
     "gradient_accumulation_steps": 32,
 }
-MODELS: dict[str, Any] = {  # a file of configs/, or the keys
+MODELS: dict[str, Any] = {  # a file in configs/, or config keys
     "tiny": "tiny.json",
-    "13M": {  # four chunks of the loss, as GPT-J has
+    "13M": {  # with four chunks of the loss, as in GPT-J
         "layers": 6,
         "d_model": 256,
         "n_heads": 8,
@@ -64,66 +65,113 @@ MODELS: dict[str, Any] = {  # a file of configs/, or the keys
     "20B": "20B.json",
     "40B": "40B.json",
 }
-# What is measured on hardware that is named alone; on any other, GPT-J.
+# Default model for --hardware; GPT-J for any other hardware.
 MODEL_OF = {"cpu": "tiny", "v2": "2.8B", "v3": "6.9B"}
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--config", help="JSON or YAML file")
-    which.add_argument("--model", help=f"{', '.join(MODELS)} (default: by --hardware)")
-    parser.add_argument("--dp", type=positive, default=1, help="replicas (1)")
-    parser.add_argument("--mp", type=positive, default=1, help="devices of each (1)")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--config", help="config file, JSON or YAML")
+    model.add_argument("--model", help=f"preset: {', '.join(MODELS)} (default: by --hardware)")
+    parser.add_argument("--dp", type=positive, default=1, help="replicas (default 1)")
+    parser.add_argument("--mp", type=positive, default=1, help="devices per replica (default 1)")
     parser.add_argument(
         "--hardware",
         "--version",
-        help="v2, v3, v4, v5e, v5p, v6e, h100, h200, a100, cpu: whose peak counts (default: the "
-        "devices' own; a CPU's is measured)",
+        help="hardware whose peak and bandwidth to compare with: v2, v3, v4, v5e, v5p, v6e, h100, "
+        "h200, a100 or cpu (default: that of the devices; a CPU is measured)",
     )
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--decode", action="store_true", help="tokens of --batch rows a replica")
-    modes.add_argument("--checkpoint", action="store_true", help="save and restore the state")
-    modes.add_argument("--loader", action="store_true", help="records read by one core")
     modes.add_argument(
-        "--ablate", action="store_true", help="the train step with one optimisation off at a time"
+        "--decode", action="store_true", help="measure generation with --batch rows per replica"
     )
-    keys = parser.add_argument_group("in place of the config's keys")
-    keys.add_argument("--batch", type=positive, help="sequences a replica")
-    keys.add_argument("--seq", type=positive)
-    keys.add_argument("--accumulate", type=positive, help="microbatches")
-    keys.add_argument("--zero", type=int, choices=(0, 1, 3))
-    keys.add_argument("--remat", choices=("full", "dots", "none"))
-    keys.add_argument("--partitioning", choices=("shard_map", "jit"))
-    keys.add_argument("--dtype", choices=("bfloat16", "float32"))
+    modes.add_argument(
+        "--checkpoint", action="store_true", help="measure saving and restoring the state"
+    )
+    modes.add_argument(
+        "--loader", action="store_true", help="measure reading of records on one core"
+    )
+    modes.add_argument(
+        "--ablate",
+        action="store_true",
+        help="measure the train step with one optimisation off at a time",
+    )
+    keys = parser.add_argument_group("config keys to override")
+    keys.add_argument("--batch", type=positive, help="sequences per replica and microbatch")
+    keys.add_argument("--seq", type=positive, help="sequence length in tokens")
+    keys.add_argument("--accumulate", type=positive, help="microbatches per step")
+    keys.add_argument("--zero", type=int, choices=(0, 1, 3), help="ZeRO stage")
+    keys.add_argument("--remat", choices=("full", "dots", "none"), help="remat policy")
     keys.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other, as JSON"
+        "--partitioning", choices=("shard_map", "jit"), help="partitioning of the model over mp"
     )
-    size = parser.add_argument_group("how much is measured")
-    size.add_argument("--steps", type=positive, default=10, help="timed, the median counts (10)")
-    size.add_argument("--warmup", type=int, default=2, help="steps between the first and them (2)")
-    size.add_argument("--prompt", type=positive, help="tokens, with --decode (128)")
-    size.add_argument("--tokens", type=positive, help="timed, with --decode (128)")
-    size.add_argument("--rounds", type=positive, default=5, help="of the other modes (5)")
-    size.add_argument("--records", type=positive, default=100_000, help="--loader (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="to write in (default: a temporary one)")
-    parser.add_argument("--profile", metavar="DIR", help="write a trace there, tell its top ten")
+    keys.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute dtype")
+    keys.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other config key, with its value as JSON (repeatable)",
+    )
+    size = parser.add_argument_group("size of the measurement")
+    size.add_argument(
+        "--steps", type=positive, default=10, help="timed steps; their median counts (default 10)"
+    )
+    size.add_argument(
+        "--warmup",
+        type=int,
+        default=2,
+        help="untimed steps between the first and the timed ones (default 2)",
+    )
+    size.add_argument(
+        "--prompt",
+        type=positive,
+        help="prompt tokens per row with --decode (default 128, at most a quarter of the window)",
+    )
+    size.add_argument(
+        "--tokens",
+        type=positive,
+        help="timed tokens per row with --decode (default 128, at most a quarter of the window)",
+    )
+    size.add_argument(
+        "--rounds",
+        type=positive,
+        default=5,
+        help="repetitions with --checkpoint, --loader or --ablate (default 5)",
+    )
+    size.add_argument(
+        "--records",
+        type=positive,
+        default=100_000,
+        help="records to write and read with --loader (default %(default)s)",
+    )
     parser.add_argument(
-        "--every-host", action="store_true", help="this runs on every host of a slice"
+        "--folder", type=Path, help="folder for temporary files (default: the system's)"
+    )
+    parser.add_argument(
+        "--profile", metavar="DIR", help="folder for a profiler trace; prints its ten longest ops"
+    )
+    parser.add_argument(
+        "--every-host",
+        action="store_true",
+        help="set up jax.distributed, when this command runs on every host of a slice",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print a row for docs/benchmarks.md")
+    form.add_argument(
+        "--markdown", action="store_true", help="print table rows for docs/benchmarks.md"
+    )
     return parser.parse_args(arguments)
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """The preset that is measured where no config is given."""
+    """Returns the name of the preset to measure if no config is given."""
     return args.model or MODEL_OF.get(args.hardware, "gpt-j-6b" if args.hardware else "tiny")
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """The config that the flags stand for, on their mesh."""
+    """Returns the config or preset, with the flags' changes and their mesh size."""
     name = model_name(args)
     if args.config is not None:
         config = Config.load(args.config)
@@ -149,7 +197,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """A key and its value: JSON's, or where it is none the text itself."""
+    """Parses KEY=VALUE; a value that is not JSON remains text."""
     key, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"--set is {text!r}, expected KEY=VALUE")
@@ -159,25 +207,28 @@ def key_value(text: str) -> tuple[str, Any]:
 
 
 def mode_of(args: argparse.Namespace) -> str:
-    """What is measured."""
+    """Returns the name of what the flags measure; "train" by default."""
     modes = [mode for mode in ("decode", "checkpoint", "loader", "ablate") if getattr(args, mode)]
     return (modes or ["train"])[0]
 
 
 @contextlib.contextmanager
-def work_folder(given: Path | None) -> Iterator[Path]:
-    """A new folder, inside the given one, that is gone afterwards."""
-    if given is not None and not given.is_dir():
-        raise InputError(f"--folder is {given}, which is no folder; make it first")
-    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=given) as folder:
+def work_folder(parent: Path | None) -> Iterator[Path]:
+    """Yields a new folder inside `parent`, or the system's, and deletes it afterwards."""
+    if parent is not None and not parent.is_dir():
+        raise InputError(f"--folder {parent} is not a folder; create it first")
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent) as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """This process has no more meanwhile, nor do the threads that it begins, ever."""
+    """Restricts this process to one core.
+
+    Threads started inside the context stay on that core even afterwards.
+    """
     if not hasattr(os, "sched_setaffinity"):
-        raise InputError("--loader keeps to one core, which this system has no call for")
+        raise InputError("--loader runs on one core, which this system cannot set; use Linux")
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -187,14 +238,14 @@ def one_core() -> Iterator[None]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags ask for, as the JSON object."""
+    """Measures what the flags ask for; returns the JSON object."""
     config, mode = config_of(args), mode_of(args)
     if args.warmup < 0:
         raise InputError(f"--warmup is {args.warmup}, expected at least 0")
     if args.profile is not None and mode != "train":
-        raise InputError(f"--profile is of train steps; leave it or --{mode} out")
+        raise InputError(f"--profile records train steps; remove it or --{mode}")
     if args.every_host and mode in ("checkpoint", "loader"):
-        raise InputError(f"--{mode} is of one host; leave --every-host out")
+        raise InputError(f"--{mode} measures a single host; remove --every-host")
 
     import jax
 
@@ -206,52 +257,53 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         try:
             jax.distributed.initialize()
         except (RuntimeError, ValueError) as error:
-            why = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"--every-host: this is no host of a slice that JAX knows ({why})"
+                f"--every-host: JAX does not find the hosts of a slice ({reason}); remove the flag "
+                "if there is only one host"
             ) from None
-    wanted = args.dp * args.mp
-    use_virtual_devices(wanted)
+    count = args.dp * args.mp
+    use_virtual_devices(count)
     devices = jax.devices()
-    if len(devices) < wanted or (args.every_host and len(devices) != wanted):
+    if len(devices) < count or (args.every_host and len(devices) != count):
         raise InputError(
-            f"--dp {args.dp} x --mp {args.mp} are {wanted} devices, but there are {len(devices)} "
-            f"({devices[0].device_kind}); change either"
+            f"--dp {args.dp} x --mp {args.mp} are {count} devices, but there are {len(devices)} "
+            f"({devices[0].device_kind}); change --dp or --mp"
         )
-    mesh = make_mesh(config, devices[:wanted])
+    mesh = make_mesh(config, devices[:count])
     limits = benchmark.limits(args.hardware, mesh, config.dtype)
     peak = None if limits is None else limits.flops
     if args.decode:
         bandwidth = None if limits is None else limits.bandwidth
-        some = min(128, max(config.window // 4, 1))
-        found: Any = benchmark.measure_decoding(
-            config, mesh, bandwidth, prompt=args.prompt or some, tokens=args.tokens or some
+        default = min(128, max(config.window // 4, 1))
+        result: Any = benchmark.measure_decoding(
+            config, mesh, bandwidth, prompt=args.prompt or default, tokens=args.tokens or default
         )
     elif args.checkpoint:
         with work_folder(args.folder) as folder:
-            found = checkpoint_timing.measure(config, mesh, folder, args.rounds)
+            result = checkpoint_timing.measure(config, mesh, folder, args.rounds)
     elif args.loader:
         with work_folder(args.folder) as folder, one_core():
-            found = loader_timing.measure(folder, args.records, config.seq, args.rounds)
+            result = loader_timing.measure(folder, args.records, config.seq, args.rounds)
         most = peak and peak / flops.palm_flops_per_token(config)
-        found |= {"most_tokens_per_second_of_a_step": most}
+        result |= {"most_tokens_per_second_of_a_step": most}
     elif args.ablate:
-        found = ablation.measure(config, mesh, args.rounds)
+        result = ablation.measure(config, mesh, args.rounds)
     else:
-        found = benchmark.measure_training(
+        result = benchmark.measure_training(
             config, mesh, limits, count=args.steps, warmup=args.warmup, profile=args.profile
         )
-    measured = found if isinstance(found, dict) else dataclasses.asdict(found)
-    told = limits and dataclasses.asdict(limits)
-    return about(args, config, devices[0]) | {"limits": told, **measured}
+    figures = result if isinstance(result, dict) else dataclasses.asdict(result)
+    limits_dict = limits and dataclasses.asdict(limits)
+    return about(args, config, devices[0]) | {"limits": limits_dict, **figures}
 
 
 def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
-    """What was measured, where and when."""
+    """Returns what was measured, where, when, and with which command."""
     from mesh_transformer.model import flops
 
-    given = [word for word in sys.argv[1:] if word not in ("--json", "--markdown")]
-    around = [
+    words = [word for word in sys.argv[1:] if word not in ("--json", "--markdown")]
+    variables = [
         f"{name}={shlex.quote(os.environ[name])}" for name in ENVIRONMENT if name in os.environ
     ]
     keys = (
@@ -262,7 +314,7 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
     return {
         "mode": mode_of(args),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join([*around, shlex.join(["scripts/benchmark.py", *given])]),
+        "command": " ".join([*variables, shlex.join(["scripts/benchmark.py", *words])]),
         "versions": versions | {"python": platform.python_version()},
         "platform": device.platform,
         "device": processor() if device.platform == "cpu" else device.device_kind,
@@ -276,9 +328,9 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
 
 
 def processor() -> str:
-    """The CPU's name and how many cores this process may use."""
-    limited = hasattr(os, "sched_getaffinity")  # not everywhere
-    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
+    """Returns the CPU's name and the number of cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -288,14 +340,16 @@ def processor() -> str:
 
 def main() -> None:
     args = parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU; JAX takes 0.75
-    found = measure(args)
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"
+    )  # for GPUs; JAX's default is 0.75
+    result = measure(args)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     elif args.markdown:
-        print(report.row(found))
+        print(report.row(result))
     else:
-        print(report.lines(found))
+        print(report.lines(result))
 
 
 if __name__ == "__main__":

@@ -270,9 +270,9 @@ def test_one_device_has_nobody_to_sum_with():
         ("--dp 3 --mp 8", "--dp 3 x --mp 8 are 24 devices, but there are 8"),
         ("--warmup -1", "--warmup is -1"),
         ("--decode --prompt 60", "exceed the window of 64"),
-        ("--decode --profile x", "--profile is of train steps; leave it or --decode out"),
-        ("--loader --every-host", "--loader is of one host"),
-        ("--checkpoint --folder nowhere", "--folder is nowhere, which is no folder"),
+        ("--decode --profile x", "--profile records train steps; remove it or --decode"),
+        ("--loader --every-host", "--loader measures a single host"),
+        ("--checkpoint --folder nowhere", "--folder nowhere is not a folder"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(monkeypatch, capsys, words, told):
