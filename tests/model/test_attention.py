@@ -69,7 +69,7 @@ def test_every_attention_trains_as_the_plain_one_does(plain, attention, partitio
 )
 def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kernels):
     """Forward, once more for the backward pass with remat, and the gradients' two."""
-    monkeypatch.setattr(attention_module, "attention_backend", lambda *_: "splash")
+    monkeypatch.setattr(step, "attention_backend", lambda *_: "splash")
     config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
     mesh = mesh_of(2, 2)
     train: Any = step.compile_train(config, mesh)

@@ -234,7 +234,7 @@ def test_memory_traffic_of_what_is_scattered_in_place(line, moved):
 
 def test_runs_are_as_many_as_asked_for_or_take_so_long(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(accelerators, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     runs: list[None] = []
     assert accelerators._run_seconds(lambda: runs.append(None), 3) == [1] * 3
     assert len(runs) == 4  # the first is left out

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.pod.cluster import READ_ON_HOSTS, ClusterTrainSet
+from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import SMALL
 

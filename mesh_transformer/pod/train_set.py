@@ -1,0 +1,64 @@
+"""`ClusterTrainSet`: the records that a mesh trains on, read by its hosts."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mesh_transformer.data.storage import local_path
+
+if TYPE_CHECKING:
+    from mesh_transformer.pod.cluster import TPUCluster
+
+# Stands for a batch that the hosts have read themselves; the driver has none of it.
+READ_ON_HOSTS: dict[str, np.ndarray] = {}
+
+
+class ClusterTrainSet:
+    """`TFRecordNewInputs` on every host, each for the rows of its own replicas.
+
+    Batches and states are the same, record for record, as those of a single reading process, so a
+    run may resume with another number of hosts, or with the driver reading.  All hosts must have
+    access to the files.
+
+    Raises:
+      InputError: as `TFRecordNewInputs`, if any host finds something wrong.
+      HostError: if a host fails, or is at a different record than the others.
+    """
+
+    def __init__(self, cluster: "TPUCluster"):
+        self._cluster = cluster
+        self._state: dict[str, Any] = {}
+        self._open(None)
+
+    def _open(self, state: dict[str, Any] | None) -> None:
+        train_set = self._cluster.config.train_set
+        assert train_set is not None
+        if isinstance(train_set, Mapping):
+            resolved: Any = {local_path(path): weight for path, weight in train_set.items()}
+        else:
+            resolved = local_path(train_set)
+        self._call("open_train_set", resolved, state)
+
+    def get_samples(self) -> dict[str, np.ndarray]:
+        """Have the hosts read the next batch; return `READ_ON_HOSTS`, for `TPUCluster.train`."""
+        self._call("read")
+        return READ_ON_HOSTS
+
+    def state(self) -> dict[str, Any]:
+        """See `TFRecordNewInputs.state`."""
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `TFRecordNewInputs.restore`."""
+        self._open(state)
+
+    def close(self) -> None:
+        """Do nothing: a host closes its reader when it opens another one, or when it ends."""
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Call `method` on all hosts and keep the state they return, which must be the same."""
+        states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
+        if any(state != states[0] for state in states):
+            raise self._cluster.failed("the hosts are at different records of train_set")
+        self._state = states[0]
