@@ -1,4 +1,4 @@
-"""Trains or scores a model on this machine's devices; resumes stopped runs."""
+"""Train or score a model on this machine's devices; resumes stopped runs."""
 
 from mesh_transformer.cli.arguments import run_arguments, run_parser
 from mesh_transformer.evaluation import validation

@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any number of shards onto any number of devices, and samples from it.
+"""Load a checkpoint of any number of shards onto any number of devices, and sample from it.
 
 By default, as in the original's example of the same name: GPT-J-6B's 8 shards on one device.
 """

@@ -1,4 +1,4 @@
-"""Trains or scores a model over many hosts; recovers from failed hosts, resumes stopped runs."""
+"""Train or score a model over many hosts; recovers from failed hosts, resumes stopped runs."""
 
 import argparse
 

@@ -20,14 +20,14 @@ class RunOptions(TypedDict):
 
 
 def positive(text: str) -> int:
-    """Parses a flag's positive integer."""
+    """Parse a flag's positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
 def run_parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the flags of every training run."""
+    """Return a parser with the flags of every training run."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="config file, JSON or YAML")
     parser.add_argument(
@@ -63,7 +63,7 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
-    """Returns the config, the model folder and the options given by `run_parser`'s flags.
+    """Return the config, the model folder and the options given by `run_parser`'s flags.
 
     Raises:
       InputError: if flags contradict each other, or the config is invalid.
@@ -82,7 +82,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the flags that choose a trained model."""
+    """Return a parser with the flags that choose a trained model."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--config", help="config file, JSON or YAML (default: the one stored in --model-path)"
@@ -102,7 +102,7 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
-    """Returns the path of the model given by `model_parser`'s flags, and its config if given."""
+    """Return the path of the model given by `model_parser`'s flags, and its config if given."""
     if args.config is None and (args.model_path is None or args.version is not None):
         raise InputError("give --config or --model-path (--version requires --config)")
     config = Config.load(args.config, args.version) if args.config else None
@@ -110,7 +110,7 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds the flags that choose a network's hosts, and its timeouts.
+    """Add the flags that choose a network's hosts, and its timeouts.
 
     Args:
       required: whether hosts must be chosen; if not, the network can also run in the script's
@@ -139,7 +139,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that describe the TPU that `--tpu` creates, and the login to its hosts."""
+    """Add the flags that describe the TPU that `--tpu` creates, and the login to its hosts."""
     group = parser.add_argument_group(
         "with --tpu", "the TPU to create; a flag with a config key overrides the key"
     )
@@ -187,7 +187,7 @@ def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_tpu_arguments(args: argparse.Namespace) -> None:
-    """Raises InputError if one of `add_tpu_arguments`' flags is given; for use without `--tpu`."""
+    """Raise InputError if one of `add_tpu_arguments`' flags is given; for use without `--tpu`."""
     for name in (
         *TPU_KEYS,
         "preemptible",
@@ -203,7 +203,7 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
 
 
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
-    """Returns the TPU described by `add_tpu_arguments`' flags and the config, and its login."""
+    """Return the TPU described by `add_tpu_arguments`' flags and the config, and its login."""
     changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
     ssh_flags = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
     ssh: dict[str, Any] = {name: value for name, value in ssh_flags.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Measures a config's train step, decoding, checkpoints or record loader on this machine.
+"""Measure a config's train step, decoding, checkpoints or record loader on this machine.
 
 Without an accelerator, it uses --dp x --mp virtual CPU devices.
 """
@@ -166,12 +166,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """Returns the name of the preset to measure if no config is given."""
+    """Return the name of the preset to measure if no config is given."""
     return args.model or MODEL_OF.get(args.hardware, "gpt-j-6b" if args.hardware else "tiny")
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Returns the config or preset, with the flags' changes and their mesh size."""
+    """Return the config or preset, with the flags' changes and their mesh size."""
     name = model_name(args)
     if args.config is not None:
         config = Config.load(args.config)
@@ -197,7 +197,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """Parses KEY=VALUE; a value that is not JSON remains text."""
+    """Parse KEY=VALUE; a value that is not JSON remains text."""
     key, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"--set is {text!r}, expected KEY=VALUE")
@@ -207,14 +207,14 @@ def key_value(text: str) -> tuple[str, Any]:
 
 
 def mode_of(args: argparse.Namespace) -> str:
-    """Returns the name of what the flags measure; "train" by default."""
+    """Return the name of what the flags measure; "train" by default."""
     modes = [mode for mode in ("decode", "checkpoint", "loader", "ablate") if getattr(args, mode)]
     return (modes or ["train"])[0]
 
 
 @contextlib.contextmanager
 def work_folder(parent: Path | None) -> Iterator[Path]:
-    """Yields a new folder inside `parent`, or the system's, and deletes it afterwards."""
+    """Yield a new folder inside `parent`, or the system's, and delete it afterwards."""
     if parent is not None and not parent.is_dir():
         raise InputError(f"--folder {parent} is not a folder; create it first")
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent) as folder:
@@ -223,7 +223,7 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Restricts this process to one core.
+    """Restrict this process to one core.
 
     Threads started inside the context stay on that core even afterwards.
     """
@@ -238,7 +238,7 @@ def one_core() -> Iterator[None]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures what the flags ask for; returns the JSON object."""
+    """Measure what the flags ask for; return the JSON object."""
     config, mode = config_of(args), mode_of(args)
     if args.warmup < 0:
         raise InputError(f"--warmup is {args.warmup}, expected at least 0")
@@ -299,7 +299,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
-    """Returns what was measured, where, when, and with which command."""
+    """Return what was measured, where, when, and with which command."""
     from mesh_transformer.model import flops
 
     words = [word for word in sys.argv[1:] if word not in ("--json", "--markdown")]
@@ -328,7 +328,7 @@ def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, An
 
 
 def processor() -> str:
-    """Returns the CPU's name and the number of cores that this process may use."""
+    """Return the CPU's name and the number of cores that this process may use."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
     with contextlib.suppress(OSError):

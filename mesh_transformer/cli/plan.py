@@ -1,4 +1,4 @@
-"""Predicts whether a config's training or generation fits a TPU slice, without a TPU.
+"""Predict whether a config's training or generation fits a TPU slice, without a TPU.
 
 Compiles the real step with libtpu (`make libtpu`).  The exit status is 0 if it fits, 1 if not.
 """
@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> int:
-    """Returns mp, given dp, mp, both, or neither.
+    """Return mp, given dp, mp, both, or neither.
 
     Args:
       default: mp if neither is given, or the number of devices if that is smaller.
@@ -86,7 +86,7 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
 
 
 def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
-    """Returns the config keys that flags replace, with their values.
+    """Return the config keys that flags replace, with their values.
 
     With --search, cores_per_replica is among them only if --dp or --mp is given.
     """

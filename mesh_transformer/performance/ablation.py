@@ -58,7 +58,7 @@ class Variant:
 
 
 def variants(config: Config, mesh: Mesh) -> list[Variant]:
-    """Returns the library's own step, one variant per optimisation off, and one with all off."""
+    """Return the library's own step, one variant per optimisation off, and one with all off."""
     whole_loss = {"loss_chunk": config.seq}
     # Under jit the compiler places the all-reduces, a single device has none, and with sharded
     # activations `fan_out` is an all-gather.
@@ -84,7 +84,7 @@ class OwnSums(Manual):
 
 @contextlib.contextmanager
 def switched(variant: Variant) -> Iterator[None]:
-    """Patches the library for those options of a variant that have no config key.
+    """Patch the library for those options of a variant that have no config key.
 
     The train step must be traced inside the context.
     """
@@ -132,7 +132,7 @@ class Compiled:
 def compile_variant(
     variant: Variant, config: Config, mesh: Mesh, state: Any, batch: Any
 ) -> Compiled:
-    """Compiles a variant's step and runs it `COMPARED_STEPS` times from `state`.
+    """Compile a variant's step and run it `COMPARED_STEPS` times from `state`.
 
     The state is donated unless the variant says otherwise.
     """
@@ -162,7 +162,7 @@ def compile_variant(
 
 
 def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
-    """Times all variants in turn on one state, each round beginning with another variant.
+    """Time all variants in turn on one state, each round beginning with another variant.
 
     Returns:
       The figures of all variants, as JSON-serialisable values.
@@ -202,7 +202,7 @@ def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
 
 
 def check_losses(programs: list[Compiled], tolerance: float) -> None:
-    """Raises StoppedError if a variant's losses differ from those of the first one."""
+    """Raise StoppedError if a variant's losses differ from those of the first one."""
     for compiled in programs[1:]:
         if not np.allclose(compiled.losses, programs[0].losses, rtol=tolerance, atol=0):
             raise StoppedError(
@@ -212,7 +212,7 @@ def check_losses(programs: list[Compiled], tolerance: float) -> None:
 
 
 def _summary(compiled: Compiled, seconds: list[float], library: list[float]) -> dict[str, Any]:
-    """Returns a variant's figures; ratios are to the library's step of the same round."""
+    """Return a variant's figures; ratios are to the library's step of the same round."""
     ratios = [own / baseline for own, baseline in zip(seconds, library, strict=True)]
     return {
         "name": compiled.variant.name,

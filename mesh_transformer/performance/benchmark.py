@@ -49,7 +49,7 @@ class Limits:
 
 
 def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
-    """Returns the limits of a mesh's devices, or of as many devices of the named hardware.
+    """Return the limits of a mesh's devices, or of as many devices of the named hardware.
 
     None for a device that is not in the hardware table.  CPU devices are virtual: all of them
     together are one machine, whose limits are measured.
@@ -90,7 +90,7 @@ class Speed:
 def speed(
     config: Config, tokens: int, seconds: float, peak: float | None, attention: str = "xla"
 ) -> Speed:
-    """Computes throughput and utilisation from a step's time.
+    """Compute throughput and utilisation from a step's time.
 
     Args:
       tokens, seconds: of the step.
@@ -125,7 +125,7 @@ class Training:
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns random `obs` and `target` [A, B, T] for one step, with this process's rows.
+    """Return random `obs` and `target` [A, B, T] for one step, with this process's rows.
 
     Processes that share a replica get the same tokens.
     """
@@ -137,7 +137,7 @@ def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.nda
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Calls a function; returns the seconds until its result is ready, and the result."""
+    """Call a function; return the seconds until its result is ready, and the result."""
     began = time.perf_counter()
     result = jax.block_until_ready(function())
     return time.perf_counter() - began, result
@@ -154,7 +154,7 @@ class _Run:
     loss: float = float("nan")
 
     def step(self) -> None:
-        """Runs one step, alternating between the batches."""
+        """Run one step, alternating between the batches."""
         batch = self.batches[len(self.seconds) % len(self.batches)]
         elapsed, (self.state, metrics) = timed(lambda: self.compiled(self.state, batch))
         self.seconds.append(elapsed)
@@ -162,7 +162,7 @@ class _Run:
 
 
 def _compiled_run(config: Config, mesh: Mesh) -> tuple[_Run, float]:
-    """Returns a new run on random tokens, and the seconds that its step took to compile."""
+    """Return a new run on random tokens, and the seconds that its step took to compile."""
     rows = Rows(mesh)
     samples = (random_sample(config, rows, seed) for seed in range(2))
     batches = [rows.place(sample, P(None, "dp")) for sample in samples]
@@ -182,7 +182,7 @@ def measure_training(
     warmup: int,
     profile: str | None = None,
 ) -> Training:
-    """Runs the real train step, with its state donated, on random tokens.
+    """Run the real train step, with its state donated, on random tokens.
 
     Args:
       limit: limits of the devices, if known.  A CPU's speed varies with the machine's other load,
@@ -231,7 +231,7 @@ def measure_training(
 
 
 def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
-    """Returns the peak bytes of one device, and the source of the figure.
+    """Return the peak bytes of one device, and the source of the figure.
 
     The source is the compiler where the device, such as a CPU, keeps no count.
     """
@@ -270,7 +270,7 @@ class Decoding:
 def measure_decoding(
     config: Config, mesh: Mesh, bandwidth: float | None, *, prompt: int, tokens: int
 ) -> Decoding:
-    """Prefills `per_replica_batch` prompts per replica, then decodes greedily.
+    """Prefill `per_replica_batch` prompts per replica, then decode greedily.
 
     Args:
       bandwidth: memory bandwidth of all devices together in bytes/s, if known.
@@ -331,7 +331,7 @@ def measure_decoding(
 
 
 def _fresh_params(config: Config, mesh: Mesh) -> Any:
-    """Returns random parameters on the mesh, without optimizer state."""
+    """Return random parameters on the mesh, without optimizer state."""
 
     def params(key: jax.Array) -> Any:
         return steps.init_state(config, key)["params"]
@@ -341,7 +341,7 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
 
 
 def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
-    """Returns the bytes that one device reads per token: of weights, and of its rows' caches.
+    """Return the bytes that one device reads per token: of weights, and of its rows' caches.
 
     Args:
       positions: average number of filled cache positions per row.

@@ -46,7 +46,7 @@ class Checkpointing:
 
 
 def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
-    """Alternates saving and restoring a state with writing and reading a plain file.
+    """Alternate saving and restoring a state with writing and reading a plain file.
 
     Everything written is flushed to disk and dropped from the page cache before it is read back.
     Adam's moments get the parameters' random values, because zeros would take almost no space.
@@ -96,7 +96,7 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
 
 
 def _flush(folder: Path) -> float:
-    """Flushes all files under a folder to disk; returns the seconds that took."""
+    """Flush all files under a folder to disk; return the seconds that took."""
     began = time.perf_counter()
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
@@ -105,14 +105,14 @@ def _flush(folder: Path) -> float:
 
 
 def _drop_cache(path: Path) -> None:
-    """Drops flushed files from the page cache, so that the next read comes from disk."""
+    """Drop flushed files from the page cache, so that the next read comes from disk."""
     for file_path in filter(Path.is_file, [path, *path.rglob("*")]):
         with file_path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write(path: Path, size: int) -> None:
-    """Writes a file of `size` random bytes and flushes it to disk."""
+    """Write a file of `size` random bytes and flush it to disk."""
     chunk = os.urandom(min(size, WRITTEN_AT_ONCE))
     with path.open("wb", buffering=0) as file:
         for offset in range(0, size, len(chunk)):
@@ -121,7 +121,7 @@ def _write(path: Path, size: int) -> None:
 
 
 def _read(path: Path) -> None:
-    """Reads a whole file."""
+    """Read a whole file."""
     buffer = bytearray(WRITTEN_AT_ONCE)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):

@@ -34,14 +34,14 @@ class Operation:
 
 
 def record(folder: str) -> Any:
-    """Returns a context in which JAX's profiler writes a trace of the devices to a folder."""
+    """Return a context in which JAX's profiler writes a trace of the devices to a folder."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # an event per Python call would slow the program down
     return jax.profiler.trace(folder, profiler_options=options)
 
 
 def operations(folder: str) -> list[Operation]:
-    """Returns the operations of the newest trace under a folder, longest first.
+    """Return the operations of the newest trace under a folder, longest first.
 
     Raises:
       InputError: if there is no trace.
@@ -66,7 +66,7 @@ Event = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
 def _lines(trace: Any) -> Iterator[list[Event]]:
-    """Yields the operation events of each line that has any.
+    """Yield the operation events of each line that has any.
 
     A TPU's plane has the line "XLA Ops" and other lines that cover the same time; a GPU's plane
     has one line per stream; a CPU's has one per thread, on which operations are the events with
@@ -84,7 +84,7 @@ def _lines(trace: Any) -> Iterator[list[Event]]:
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Yields each event's name and its nanoseconds without the events inside it.
+    """Yield each event's name and its nanoseconds without the events inside it.
 
     The body of a loop, for example, lies inside the loop's own event.
     """

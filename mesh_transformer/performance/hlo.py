@@ -53,12 +53,12 @@ class Collective:
 
 
 def width(dtype: str) -> int:
-    """Returns the bytes per element of a dtype, given its HLO name."""
+    """Return the bytes per element of a dtype, given its HLO name."""
     return _BYTES.get(dtype) or max(int(dtype[1:]) // 8, 1)
 
 
 def groups_of(text: str) -> Groups:
-    """Parses `replica_groups` in any of its three notations; empty if there are none."""
+    """Parse `replica_groups` in any of its three notations; empty if there are none."""
     listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
     if listed:
         rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
@@ -81,7 +81,7 @@ def groups_of(text: str) -> Groups:
 
 
 def _collectives_of(line: str) -> list[Collective]:
-    """Returns the arrays that a line of HLO exchanges."""
+    """Return the arrays that a line of HLO exchanges."""
     match = _COLLECTIVE.search(line)
     if match is None:
         return []
@@ -121,7 +121,7 @@ class Loop:
     loops: list["Loop"]
 
     def runs(self) -> Iterator[tuple[Collective, int]]:
-        """Yields every collective, nested ones included, and how often one iteration runs it.
+        """Yield every collective, nested ones included, and how often one iteration runs it.
 
         A nested loop whose number of iterations is unknown counts as one iteration.
         """
@@ -132,17 +132,17 @@ class Loop:
                 yield collective, times * (loop.trips or 1)
 
     def all(self) -> list["Loop"]:
-        """Returns this loop and all loops nested in it."""
+        """Return this loop and all loops nested in it."""
         return [self, *(inner for loop in self.loops for inner in loop.all())]
 
 
 def parse(text: str) -> Loop:
-    """Parses a compiled program's HLO text, as a loop that runs once."""
+    """Parse a compiled program's HLO text, as a loop that runs once."""
     return _loop(computations(text), "ENTRY", 1)
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """Returns the lines of each computation by its name; the entry computation is "ENTRY"."""
+    """Return the lines of each computation by its name; the entry computation is "ENTRY"."""
     result: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -155,7 +155,7 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> Loop:
-    """Parses a computation as a loop's body, with the computations that it calls inlined."""
+    """Parse a computation as a loop's body, with the computations that it calls inlined."""
     loop = Loop(trips, [], [])
     for line in computations[name]:
         body = re.search(r" while\(.*body=%([^\s,]+)", line)
@@ -172,7 +172,7 @@ def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> L
 
 
 def _join_pieces(collectives: list[Collective]) -> list[Collective]:
-    """Keeps one object per array for those collectives that run in pieces."""
+    """Keep one object per array for those collectives that run in pieces."""
     chains: set[str] = set()
     joined = []
     for collective in collectives:
@@ -183,7 +183,7 @@ def _join_pieces(collectives: list[Collective]) -> list[Collective]:
 
 
 def trip_count(computations: dict[str, list[str]], line: str) -> int | None:
-    """Returns the number of iterations of the loop on a line of HLO; None if unknown.
+    """Return the number of iterations of the loop on a line of HLO; None if unknown.
 
     Taken from the line itself, or else from the only constant in the loop's condition.
     """
@@ -223,7 +223,7 @@ _OTHER_MEMORY = re.compile(r"S\([1-9]")  # a layout's memory space; device memor
 
 
 def planned_memory(compiled: Any) -> int:
-    """Returns the bytes that a program needs on one device, according to the compiler.
+    """Return the bytes that a program needs on one device, according to the compiler.
 
     The sum of arguments, outputs and temporaries; outputs that alias arguments count once.
     """
@@ -266,7 +266,7 @@ class Operation:
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Returns the bytes of a type's arrays in device memory, and of all its arrays."""
+    """Return the bytes of a type's arrays in device memory, and of all its arrays."""
     in_device_memory = total = 0
     for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
         size = width(dtype) * math.prod(int(n) for n in shape.split(",") if n)
@@ -276,7 +276,7 @@ def _sizes(text: str) -> tuple[int, int]:
 
 
 def _operation(line: str) -> Operation | None:
-    """Parses a line; None if it is no operation."""
+    """Parse a line; None if it is no operation."""
     match = _LINE.match(line)
     if match is None:
         return None
@@ -290,7 +290,7 @@ def _operation(line: str) -> Operation | None:
 
 
 def _original(operations: dict[str, Operation], operation: Operation) -> Operation:
-    """Follows bitcasts, reshapes and copies back to the operation that made the array."""
+    """Follow bitcasts, reshapes and copies back to the operation that made the array."""
     while operation.kind in RENAMES and operation.operands[0] in operations:
         operation = operations[operation.operands[0]]
     return operation
@@ -309,16 +309,16 @@ class Program:
         }
 
     def moved(self) -> int:
-        """Returns the bytes that one run reads from and writes to a device's memory."""
+        """Return the bytes that one run reads from and writes to a device's memory."""
         return self._moved_in("ENTRY") + self._moved_in_pieces()
 
     def _moved_in_pieces(self) -> int:
-        """Returns the bytes moved by collectives that run in pieces."""
+        """Return the bytes moved by collectives that run in pieces."""
         runs = parse(self._text).runs()
         return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
 
     def moved_in_a_loop(self) -> int:
-        """Returns the bytes moved by one iteration of the loop that moves the most."""
+        """Return the bytes moved by one iteration of the loop that moves the most."""
         bodies = [
             self._moved_in(body[1])
             for operation in self._operations["ENTRY"].values()
@@ -327,7 +327,7 @@ class Program:
         return max(bodies, default=0) + self._moved_in_pieces()
 
     def _moved_in(self, name: str) -> int:
-        """Returns the bytes moved by a computation, without collectives that run in pieces."""
+        """Return the bytes moved by a computation, without collectives that run in pieces."""
         total = 0
         for operation in self._operations[name].values():
             body = (
@@ -343,7 +343,7 @@ class Program:
         return total
 
     def _moved_by(self, name: str, operation: Operation) -> int:
-        """Returns the bytes moved by one operation of the computation `name`."""
+        """Return the bytes moved by one operation of the computation `name`."""
         siblings = self._operations[name]
         operands = [siblings[operand] for operand in operation.operands if operand in siblings]
         if operation.kind in SLICES:
@@ -364,21 +364,21 @@ class Program:
 
     @staticmethod
     def _moved_by_start(operation: Operation, operands: list[Operation]) -> int:
-        """Returns the bytes moved by a copy-start or a slice-start."""
+        """Return the bytes moved by a copy-start or a slice-start."""
         sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
         source = operands[0]
         moved = sizes[1] - source.whole  # the result is a tuple of target and source
         return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
 
     def _bytes_read(self, name: str, index: int) -> int:
-        """Returns the bytes that a fused computation reads of its parameter number `index`."""
+        """Return the bytes that a fused computation reads of its parameter number `index`."""
         fused = self._operations[name].values()
         marker = f" parameter({index})"
         parameter = next(operation for operation in fused if marker in operation.line)
         return self._bytes_used(name, parameter)
 
     def _bytes_used(self, name: str, value: Operation) -> int:
-        """Returns the bytes of `value` that the operations of a fused computation read."""
+        """Return the bytes of `value` that the operations of a fused computation read."""
         total = 0
         for user in self._operations[name].values():
             if value.name not in user.operands or user.is_piece:
@@ -397,7 +397,7 @@ class Program:
         return min(total, value.whole)
 
     def _bytes_written(self, name: str) -> int:
-        """Returns the bytes that a fused computation writes.
+        """Return the bytes that a fused computation writes.
 
         Of an array updated in place, only the update counts.
         """
@@ -414,7 +414,7 @@ class Program:
         return next(line for line in combiner if line.root).kind != "parameter"
 
     def _bytes_of_result(self, fused: dict[str, Operation], result: Operation) -> int:
-        """Returns the bytes written for one result of a fused computation."""
+        """Return the bytes written for one result of a fused computation."""
         result = _original(fused, result)
         if result.is_piece:
             return 0

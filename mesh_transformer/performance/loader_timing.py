@@ -29,7 +29,7 @@ SHUFFLED = 1000  # shuffle_buffer of the second resume comparison; the first one
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
-    """Writes `records` records in `FILES` files, and an index of them; returns its path.
+    """Write `records` records in `FILES` files, and an index of them; return its path.
 
     TFRecord files can be concatenated as bytes, so each file repeats the distinct records.
 
@@ -51,7 +51,7 @@ def write_index(folder: Path, records: int, seq: int) -> str:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Returns the seconds that a call takes."""
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -60,7 +60,7 @@ def seconds(call: Callable[[], object]) -> float:
 def by_turns(
     rounds: int, label: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[float, float, float]:
-    """Times two calls alternately.
+    """Time two calls alternately.
 
     Returns:
       The median seconds of both, and the median ratio of the first's seconds to the second's.
@@ -73,7 +73,7 @@ def by_turns(
 
 
 def bare(paths: list[str], batches: int, seq: int) -> None:
-    """Reads `batches` batches with a plain tf.data pipeline."""
+    """Read `batches` batches with a plain tf.data pipeline."""
     tf = tensorflow()
     features = {"text": tf.io.FixedLenFeature((seq + 1,), tf.int64)}
     records = tf.data.TFRecordDataset(paths)
@@ -83,7 +83,7 @@ def bare(paths: list[str], batches: int, seq: int) -> None:
 
 
 def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str, Any]:
-    """Returns the loader's position after `records` records."""
+    """Return the loader's position after `records` records."""
     with closing(TFRecordNewInputs(index, 1000, seq, **options)) as loader:
         for _ in tqdm(range(records // 1000), "reading", unit="k records", leave=False):
             loader.get_samples()
@@ -95,13 +95,13 @@ def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str,
 
 
 def resume(index: str, seq: int, state: dict[str, Any], **options: Any) -> None:
-    """Opens the set at a position and reads one batch."""
+    """Open the set at a position and read one batch."""
     with closing(TFRecordNewInputs(index, BATCH, seq, restore_state=state, **options)) as loader:
         loader.get_samples()
 
 
 def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]:
-    """Measures the loader on a new set in `folder`.
+    """Measure the loader on a new set in `folder`.
 
     Returns:
       Reading rates, their ratio to tf.data's, and the seconds until a resumed loader's first

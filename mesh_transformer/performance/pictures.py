@@ -9,7 +9,7 @@ from mesh_transformer.util import InputError
 
 
 def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str, Any]:
-    """Reads the JSON object that a script printed.
+    """Read the JSON object that a script printed.
 
     Args:
       keys: required keys and their values; None accepts any value.
@@ -32,7 +32,7 @@ def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str
 
 
 def pyplot() -> Any:
-    """Returns matplotlib's pyplot, set up for files only and for reproducible SVGs.
+    """Return matplotlib's pyplot, set up for files only and for reproducible SVGs.
 
     Text in an SVG remains text.
     """
@@ -47,7 +47,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, picture: str) -> None:
-    """Writes a figure as PNG or SVG, depending on the file name's suffix.
+    """Write a figure as PNG or SVG, depending on the file name's suffix.
 
     Raises:
       InputError: for any other suffix.

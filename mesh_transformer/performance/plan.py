@@ -105,7 +105,7 @@ class Plan:
         )
 
     def table(self) -> str:
-        """Formats the plan as readable text."""
+        """Format the plan as readable text."""
         lines = [
             f"{self.topology}: {self.devices} devices, {self.setting}",
             f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP per "
@@ -121,7 +121,7 @@ class Plan:
 
 
 def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
-    """Formats memory per device in one line: state, peak, limit, and by how much it fits or not.
+    """Format memory per device in one line: state, peak, limit, and by how much it fits or not.
 
     Sizes are in bytes.
     """
@@ -136,7 +136,7 @@ def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
 
 
 def mesh_of(config: Config, topology: Slice) -> Mesh:
-    """Returns the slice's devices as replicas of `cores_per_replica` devices.
+    """Return the slice's devices as replicas of `cores_per_replica` devices.
 
     Raises:
       InputError: if `cores_per_replica` does not divide the slice.
@@ -151,7 +151,7 @@ def mesh_of(config: Config, topology: Slice) -> Mesh:
 
 
 def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
-    """Compiles a config's training step for a slice, and reports memory, collectives and speed.
+    """Compile a config's training step for a slice; report memory, collectives and speed.
 
     Args:
       config: its `cores_per_replica` is mp; dp follows from the number of devices.
@@ -202,7 +202,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
 def _traffic_and_speed(
     text: str, config: Config, mesh: Mesh, hardware: Hardware, tokens: int
 ) -> tuple[Traffic, Estimate]:
-    """Returns the collectives of a step's HLO, and the speed estimated from it."""
+    """Return the collectives of a step's HLO, and the speed estimated from it."""
     traffic = traffic_of(text, config, mesh)
     return traffic, estimate(
         config,
@@ -216,7 +216,7 @@ def _traffic_and_speed(
 
 
 def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
-    """Compiles a jitted function for abstract arguments, on the devices of their shardings.
+    """Compile a jitted function for abstract arguments, on the devices of their shardings.
 
     Raises:
       InputError: if compilation fails for another reason than the program's size.
@@ -240,13 +240,13 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
 
 
 def _platform(args: Any) -> str:
-    """Returns the platform of the devices that abstract arrays are placed on."""
+    """Return the platform of the devices that abstract arrays are placed on."""
     leaves = (leaf for leaf in jax.tree.leaves(args) if leaf.sharding is not None)
     return next(iter(next(leaves).sharding.device_set)).platform
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and shardings of one training step's tokens, [A, B, T]."""
+    """Return the shapes and shardings of one training step's tokens, [A, B, T]."""
     rows = config.per_replica_batch * mesh.shape["dp"]
     shape = (config.gradient_accumulation_steps, rows, config.seq)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
@@ -254,7 +254,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """Returns the bytes that one device holds of abstract arrays."""
+    """Return the bytes that one device holds of abstract arrays."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -304,7 +304,7 @@ class DecodePlan:
     compile_seconds: float
 
     def table(self) -> str:
-        """Formats the plan as readable text."""
+        """Format the plan as readable text."""
         most, likely = self.tokens_per_second
         kind = "8-bit weights" if self.int8_weights else "weights"
         lines = [
@@ -325,7 +325,7 @@ class DecodePlan:
 
 
 def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> DecodePlan:
-    """Compiles a generation step for `per_replica_batch` rows per replica of `seq` positions.
+    """Compile a generation step for `per_replica_batch` rows per replica of `seq` positions.
 
     Raises:
       InputError: if mp does not divide the devices, libtpu is missing, or compilation fails for
@@ -373,13 +373,13 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
 
 
 def _abstract_weights(config: Config, mesh: Mesh) -> decode.Weights:
-    """Returns the shapes and shardings of generation's weights."""
+    """Return the shapes and shardings of generation's weights."""
     params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(decode.weights_of, config=config), params)
     return abstract(shapes, named(mesh, decode.weight_specs(config)))
 
 
 def _abstract_rows(config: Config, mesh: Mesh, rows: int) -> decode.DecodeState:
-    """Returns the shapes and shardings of a batch of `rows` rows with `seq` positions each."""
+    """Return the shapes and shardings of a batch of `rows` rows with `seq` positions each."""
     shapes = jax.eval_shape(lambda: decode.empty(config, rows, config.seq))
     return abstract(shapes, named(mesh, batch.decode_specs(config)))

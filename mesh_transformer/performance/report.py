@@ -1,4 +1,4 @@
-"""Formats the results of scripts/benchmark.py as text, or as table rows of docs/benchmarks.md."""
+"""Text and Markdown tables for the results of scripts/benchmark.py; see docs/benchmarks.md."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ Cell = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def lines(result: dict[str, Any]) -> str:
-    """Formats a result as one line per column of its mode's table, plus profiled operations."""
+    """Format a result as one line per column of its mode's table, plus profiled operations."""
     if result["mode"] == "ablate":
         where = [f"{title}: {text(result)}" for title, text in _WHERE]
         return "\n".join([*where, header("ablate"), row(result)])
@@ -28,7 +28,7 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def row(result: dict[str, Any]) -> str:
-    """Formats a result as a row of its mode's Markdown table; an ablation has a row per variant."""
+    """Format a result as a row of its mode's Markdown table; an ablation has a row per variant."""
     if result["mode"] == "ablate":
         rows = (_row(text(variant) for _, text in _OF_VARIANT) for variant in result["variants"])
         return "\n".join(rows)
@@ -36,7 +36,7 @@ def row(result: dict[str, Any]) -> str:
 
 
 def header(mode: str) -> str:
-    """Returns the two header lines of a mode's Markdown table."""
+    """Return the two header lines of a mode's Markdown table."""
     titles = [title for title, _ in _cells(mode)]
     return f"{_row(titles)}\n{_row('---' for _ in titles)}"
 
@@ -46,19 +46,19 @@ def _row(cells: Any) -> str:
 
 
 def _cells(mode: str) -> list[Cell]:
-    """Returns the columns of a mode's table."""
+    """Return the columns of a mode's table."""
     if mode == "ablate":
         return _OF_VARIANT
     return [*_WHERE, *_OF_MODE[mode], ("command", lambda result: f"`{result['command']}`")]
 
 
 def _versions(result: dict[str, Any]) -> str:
-    """Formats the versions of JAX and Python."""
+    """Format the versions of JAX and Python."""
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
 
 
 def _shape(result: dict[str, Any]) -> str:
-    """Formats the size of the model and of its batch, and the settings that affect speed."""
+    """Format the size of the model and of its batch, and the settings that affect speed."""
     config = result["config"]
     return (
         f"{result['parameters'] / 1e9:.3g}B, {config['per_replica_batch']} x "
@@ -68,12 +68,12 @@ def _shape(result: dict[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    """Formats a fraction of the peak as a percentage."""
+    """Format a fraction of the peak as a percentage."""
     return "peak unknown" if value is None else f"{value:.1%}"
 
 
 def _limits(result: dict[str, Any]) -> str:
-    """Formats the peak and bandwidth that speeds are compared with."""
+    """Format the peak and bandwidth that speeds are compared with."""
     limits = result["limits"]
     if limits is None:
         return "unknown; give --hardware"

@@ -48,7 +48,7 @@ class Estimate:
     formula: str = FORMULA
 
     def lines(self) -> list[str]:
-        """Formats the estimate as lines of readable text."""
+        """Format the estimate as lines of readable text."""
         least, most = self.step_seconds
         return [
             f"estimate on {self.hardware}, peak {self.peak_flops / 1e12:,.4g} TFLOP/s per device "
@@ -64,7 +64,7 @@ class Estimate:
 
 
 def sent(kind: str, size: int, devices: int) -> int:
-    """Returns the bytes that each device sends for a collective over a ring.
+    """Return the bytes that each device sends for a collective over a ring.
 
     An all-reduce counts as a reduce-scatter and an all-gather.
 
@@ -81,7 +81,7 @@ def sent(kind: str, size: int, devices: int) -> int:
 
 
 def link_seconds(sent_bytes: float, hardware: Hardware) -> tuple[float, float]:
-    """Returns the seconds to send bytes with all links of a device busy, and with a ring's two."""
+    """Return the seconds to send bytes with all links of a device busy, and with a ring's two."""
     best = sent_bytes / hardware.interconnect
     return best, best * hardware.links / min(2, hardware.links)
 
@@ -96,7 +96,7 @@ def estimate(
     link_bytes: int,
     attention: str = "xla",
 ) -> Estimate:
-    """Bounds the time of a training step.
+    """Bound the time of a training step.
 
     Args:
       tokens: tokens per step of all devices together.
@@ -166,7 +166,7 @@ class Traffic:
     exchanges: list[Exchange]
 
     def lines(self) -> list[str]:
-        """Formats the collectives as lines of readable text."""
+        """Format the collectives as lines of readable text."""
         return [
             f"activation all-reduces per layer: {self.layer_forward} forward, "
             f"{self.layer_backward} backward",
@@ -179,7 +179,7 @@ class Traffic:
 
 
 def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
-    """Returns the collectives of a compiled training step, given its HLO text.
+    """Return the collectives of a compiled training step, given its HLO text.
 
     A combined collective counts once per array.
     """
@@ -200,7 +200,7 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
 
 
 def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
-    """Returns the collectives of one generation step, given its HLO text.
+    """Return the collectives of one generation step, given its HLO text.
 
     The program has no loop over layers, so activation all-reduces are counted in all of it.
     """
@@ -219,7 +219,7 @@ def _is_all_reduce_of(collective: hlo.Collective, size: int) -> bool:
 
 
 def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:
-    """Sums the bytes of collectives by their kind."""
+    """Sum the bytes of collectives by their kind."""
     sums: collections.Counter[str] = collections.Counter()
     for exchange in exchanges:
         sums[exchange.kind] += exchange.bytes
@@ -233,7 +233,7 @@ def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
 
 
 def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
-    """Sums a program's collectives by place, kind, axis and dtype."""
+    """Sum a program's collectives by place, kind, axis and dtype."""
     sums: dict[tuple[str, str, str, str], list[int]] = {}
 
     def walk(loop: hlo.Loop, times: int, outer: str) -> None:
@@ -260,7 +260,7 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
 
 
 def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
-    """Returns the place of a loop's collectives, given the place of the code around it."""
+    """Return the place of a loop's collectives, given the place of the code around it."""
     if outer == "layer" or _is_over_layers(loop, config):
         return "layer"
     if any(_is_over_layers(inner, config) for inner in loop.all()):
@@ -269,7 +269,7 @@ def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
 
 
 def _axis_of(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
-    """Returns the mesh axes that a collective runs over, and the number of devices per group."""
+    """Return the mesh axes that a collective runs over, and the number of devices per group."""
     mp = mesh.shape["mp"]
     group = sorted(min(groups, key=min)) if groups else range(mesh.size)
     if len({device // mp for device in group}) == 1:

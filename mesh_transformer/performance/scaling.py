@@ -57,7 +57,7 @@ class Paper:
 
 
 def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
-    """Estimates a config's training step on `devices` devices; its `cores_per_replica` is mp."""
+    """Estimate a config's training step on `devices` devices; its `cores_per_replica` is mp."""
     mp, zero = config.cores_per_replica, config.zero or 0
     dp, accumulation = devices // mp, config.gradient_accumulation_steps
     tokens = config.per_replica_batch * config.seq * accumulation  # per replica
@@ -93,7 +93,7 @@ class _Device:
 
 
 def attention_on(config: Config, hardware: Hardware) -> str:
-    """Returns the attention backend of such devices, as `attention_backend` names it.
+    """Return the attention backend of such devices, as `attention_backend` names it.
 
     "xla" if the backend that the config names is not available on them, so that a table of
     several generations covers these devices too.
@@ -109,7 +109,7 @@ def attention_on(config: Config, hardware: Hardware) -> str:
 
 
 def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
-    """Returns the bytes that a device sends over mp for so many tokens.
+    """Return the bytes that a device sends over mp for so many tokens.
 
     Activations are all-reduced once per layer and direction, for the embedding, and for the head.
     """
@@ -118,12 +118,12 @@ def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
 
 
 def _width(config: Config) -> int:
-    """Returns the bytes per element of the compute dtype."""
+    """Return the bytes per element of the compute dtype."""
     return F32 if config.dtype == "float32" else BF16
 
 
 def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
-    """Returns the bytes that a device sends over dp in a step.
+    """Return the bytes that a device sends over dp in a step.
 
     Gradients are summed in f32 once per step; with ZeRO 3 once per microbatch, with two
     all-gathers of the weights, which the backward pass needs again.
@@ -139,7 +139,7 @@ def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
 
 
 def _traffic(config: Config, part: int, tokens: int, split: int, attention: str) -> int:
-    """Returns the bytes that a step reads from and writes to memory, by a rule of thumb.
+    """Return the bytes that a step reads from and writes to memory, by a rule of thumb.
 
     Per microbatch: the weights three times, and the gradient sum read and written.  Per step:
     parameters and moments read and written once.  Per token and layer: 24 arrays of width d_model
@@ -159,7 +159,7 @@ def _traffic(config: Config, part: int, tokens: int, split: int, attention: str)
 
 
 def _scores(config: Config, attention: str) -> int:
-    """Returns the bytes of a token's f32 attention scores in a layer, for all heads.
+    """Return the bytes of a token's f32 attention scores in a layer, for all heads.
 
     0 for kernels, which never write them to memory.
     """
@@ -169,7 +169,7 @@ def _scores(config: Config, attention: str) -> int:
 
 
 def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
-    """Returns the larger of the memory at the end of the forward pass and before the update.
+    """Return the larger of the memory at the end of the forward pass and before the update.
 
     Both include the state.  The forward pass ends with the weights in the compute dtype and
     everything saved for the backward pass; the update begins with the gradients in f32.  With
@@ -191,7 +191,7 @@ def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
 
 
 def kept_of_a_layer(config: Config, attention: str) -> int:
-    """Returns the bytes per token that a device saves for the backward pass of a layer.
+    """Return the bytes per token that a device saves for the backward pass of a layer.
 
     `remat` "full" saves only the layer's input.  "dots" adds the outputs of its input matmuls:
     q, k, v and the feed-forward's hidden activations.  "none" adds the attention scores and the
@@ -243,7 +243,7 @@ class Scaling:
     steps: list[list[Paper]]
 
     def table(self) -> str:
-        """Formats Markdown tables: by mp, by tokens per replica, and by number of devices."""
+        """Format Markdown tables: by mp, by tokens per replica, and by number of devices."""
         head = f"{self.parameters / 1e9:.1f}B parameters, sequence {self.seq}, "
         head += f"remat {self.remat}; link time over compute time"
         columns = ["devices", "dp", "batch x micro", "compute s", "mp links s"]
@@ -263,7 +263,7 @@ class Scaling:
 
 
 def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
-    """Compares communication with compute for a config with `sequences` sequences per step.
+    """Compare communication with compute for a config with `sequences` sequences per step.
 
     Args:
       config: its `cores_per_replica` is mp.
@@ -289,7 +289,7 @@ def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a Markdown table."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -297,7 +297,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _by_generation(
     name: str, sizes: Sequence[int], values: dict[str, list[float]], form: str
 ) -> str:
-    """Formats a table with one row per size and one column per TPU generation."""
+    """Format a table with one row per size and one column per TPU generation."""
     rows = [
         [str(size), *(format(column[index], form) for column in values.values())]
         for index, size in enumerate(sizes)
@@ -306,7 +306,7 @@ def _by_generation(
 
 
 def _step_cells(papers: list[Paper]) -> list[str]:
-    """Formats the table's row for one number of devices."""
+    """Format the table's row for one number of devices."""
     first = papers[0]
     return [
         str(first.dp * first.mp),
@@ -319,14 +319,14 @@ def _step_cells(papers: list[Paper]) -> list[str]:
 
 
 def _mp_share(config: Config, generation: str, mp: int) -> float:
-    """Returns mp's link time over compute time."""
+    """Return mp's link time over compute time."""
     hardware = accelerators.hardware(generation)
     seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
     return seconds * hardware.peak * mp / _flops_per_token(config, hardware)
 
 
 def _break_even(config: Config, generation: str, zero: int) -> float:
-    """Returns the tokens per replica at which dp's links take as long as computing."""
+    """Return the tokens per replica at which dp's links take as long as computing."""
     hardware = accelerators.hardware(generation)
     sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
     seconds = link_seconds(sent_bytes, hardware)[1]
@@ -334,12 +334,12 @@ def _break_even(config: Config, generation: str, zero: int) -> float:
 
 
 def _flops_per_token(config: Config, hardware: Hardware) -> int:
-    """Returns the FLOPs that a training step executes per token."""
+    """Return the FLOPs that a training step executes per token."""
     return flops.hardware_flops_per_token(config, attention_on(config, hardware))
 
 
 def sequences_a_step(config: Config) -> int:
-    """Returns the number of sequences per step on all replicas of a config."""
+    """Return the number of sequences per step on all replicas of a config."""
     assert config.tpu_size is not None
     replicas = config.tpu_size // config.cores_per_replica
     return config.per_replica_batch * replicas * config.gradient_accumulation_steps
@@ -348,7 +348,7 @@ def sequences_a_step(config: Config) -> int:
 def _by_devices(
     config: Config, generation: str, sequences: int, zeros: Sequence[int]
 ) -> list[list[Paper]]:
-    """Estimates a step with each of `zeros` for each of `DEVICES` that divides the sequences."""
+    """Estimate a step with each of `zeros` for each of `DEVICES` that divides the sequences."""
     hardware = accelerators.hardware(generation)
     steps = []
     for devices in DEVICES:

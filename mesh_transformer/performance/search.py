@@ -50,7 +50,7 @@ class Found:
     left_out: int
 
     def table(self) -> str:
-        """Formats the result as readable text."""
+        """Format the result as readable text."""
         head = (
             f"{self.topology}, {self.sequences} sequences per step: {len(self.plans)} fit, "
             f"{len(self.too_large)} compiled and too large, {self.larger} at least as large as "
@@ -68,7 +68,7 @@ class Found:
 
 
 def _row(plan: Plan) -> str:
-    """Formats a plan as a row of `Found.table`."""
+    """Format a plan as a row of `Found.table`."""
     assert plan.estimate is not None
     most, least = plan.estimate.tokens_per_second
     best_mfu, worst_mfu = plan.estimate.mfu
@@ -82,7 +82,7 @@ def _row(plan: Plan) -> str:
 
 
 def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None) -> list[Config]:
-    """Returns all sensible settings with the config's number of sequences per step.
+    """Return all sensible settings with the config's number of sequences per step.
 
     Args:
       fixed: config keys with the same value in every setting.
@@ -122,7 +122,7 @@ def search(
     limit: int = 12,
     in_full: bool = True,
 ) -> Found:
-    """Compiles settings quickly, the fastest on paper first, until `limit` of them fit.
+    """Compile settings quickly, the fastest on paper first, until `limit` of them fit.
 
     Args:
       fixed: config keys with the same value in every setting.
@@ -166,7 +166,7 @@ def search(
 def _with_room(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
 ) -> tuple[Paper, Config]:
-    """Returns a setting's estimate and the setting, with sharded activations if it needs them."""
+    """Return a setting's estimate and the setting, with sharded activations if it needs them."""
     paper = on_paper(config, hardware, topology.devices)
     mp = config.cores_per_replica
     unchanged = paper.memory_bytes <= topology.hbm or mp == 1 or config.seq % mp
@@ -191,7 +191,7 @@ class _Tried:
 
 
 def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
-    """Compiles settings quickly until `limit` fit, or three times as many do not."""
+    """Compile settings quickly until `limit` fit, or three times as many do not."""
     tried = _Tried()
     with tqdm(total=min(limit, len(hopeful)), unit="setting", dynamic_ncols=True) as bar:
         for config in hopeful:
@@ -220,7 +220,7 @@ def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
 
 
 def _compile_best_in_full(tried: _Tried, topology: Slice) -> None:
-    """Compiles the best fitting settings again in full, and ranks them by the new figures."""
+    """Compile the best fitting settings again in full, and rank them by the new figures."""
     best, rest = tried.fitting[:IN_FULL], tried.fitting[IN_FULL:]
     if not any(quick_plan.fast for _, quick_plan in best):  # only TPUs have a quick compilation
         return

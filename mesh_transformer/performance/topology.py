@@ -52,15 +52,15 @@ class Topology:
         return SLICES[self.generation].hbm
 
     def hardware(self, dtype: str) -> Hardware:
-        """Returns one device's peak and bandwidths; the peak is for bf16, whatever `dtype` is."""
+        """Return one device's peak and bandwidths; the peak is for bf16, whatever `dtype` is."""
         return accelerators.hardware(self.generation, dtype)
 
     def mesh(self, dp: int, mp: int) -> Mesh:
-        """Returns a (dp, mp) mesh of devices that programs can be compiled for, but not run on."""
+        """Return a (dp, mp) mesh of devices that programs can be compiled for, but not run on."""
         return Mesh(_device_grid(self._describe(), (dp, mp)), ("dp", "mp"))
 
     def _describe(self) -> list[Any]:
-        """Returns libtpu's devices of the slice."""
+        """Return libtpu's devices of the slice."""
         from jax.experimental import topologies
 
         for name, value in ENVIRONMENT.items():
@@ -107,7 +107,7 @@ class Present:
         return stats["bytes_limit"]
 
     def hardware(self, dtype: str) -> Hardware:
-        """Returns one device's peak and bandwidths; a CPU's are measured, in `dtype`."""
+        """Return one device's peak and bandwidths; a CPU's are measured, in `dtype`."""
         if self.platform == "cpu":
             return accelerators.hardware("cpu", dtype).part(self.devices)
         hardware = accelerators.hardware_of(self._list()[0])
@@ -120,7 +120,7 @@ class Present:
         return hardware
 
     def mesh(self, dp: int, mp: int) -> Mesh:
-        """Returns a (dp, mp) mesh of the devices."""
+        """Return a (dp, mp) mesh of the devices."""
         return Mesh(np.asarray(self._list()).reshape(dp, mp), ("dp", "mp"))
 
     def _list(self) -> list[Any]:
@@ -131,7 +131,7 @@ Slice = Topology | Present
 
 
 def present(name: str) -> Present | None:
-    """Returns the devices named by `cpu`, `cpu-<N>` or `gpu`; None for any other name.
+    """Return the devices named by `cpu`, `cpu-<N>` or `gpu`; None for any other name.
 
     Raises:
       InputError: if the machine does not have these devices.
@@ -155,19 +155,19 @@ def present(name: str) -> Present | None:
 
 
 def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:
-    """Arranges devices in a grid in which the devices of a row are neighbours."""
+    """Arrange devices in a grid in which the devices of a row are neighbours."""
     from jax.experimental import mesh_utils
 
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def slice_named(name: str) -> Slice:
-    """Returns the TPU slice, or this machine's devices, of that name."""
+    """Return the TPU slice, or this machine's devices, of that name."""
     return present(name) or topology(name)
 
 
 def topology(name: str) -> Topology:
-    """Returns the TPU slice of a name such as v3-8, or with a grid of chips, v5p:16x16x24.
+    """Return the TPU slice of a name such as v3-8, or with a grid of chips, v5p:16x16x24.
 
     Raises:
       InputError: if there is no slice of that name.
@@ -195,7 +195,7 @@ def topology(name: str) -> Topology:
 
 
 def _grid(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """Returns the grid of the cloud's slice of `chips` chips; None if not a power of two."""
+    """Return the grid of the cloud's slice of `chips` chips; None if not a power of two."""
     doublings = chips.bit_length() - 1
     if chips < 1 or chips != 2**doublings:
         return None
