@@ -1,4 +1,4 @@
-"""Measures training, checkpoints and record reading on this machine; see docs/benchmarks.md."""
+"""Benchmark training, checkpoints and record reading on this machine; see docs/benchmarks.md."""
 
 from mesh_transformer.cli.benchmark import main
 from mesh_transformer.util import run_script

@@ -1,4 +1,4 @@
-"""Converts a checkpoint of any format to any other; see `--help`."""
+"""Convert a checkpoint between any two formats; see `--help`."""
 
 from mesh_transformer.cli.convert import main
 from mesh_transformer.util import run_script

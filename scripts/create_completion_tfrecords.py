@@ -1,4 +1,4 @@
-"""Makes TFRecords of prompts and their completions; see `--help`."""
+"""Create TFRecords from prompts and their completions; see `--help`."""
 
 from mesh_transformer.cli.completion_records import main
 from mesh_transformer.util import run_script

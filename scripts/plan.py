@@ -1,4 +1,4 @@
-"""Predicts whether training or generation fits a TPU, without one; see docs/plan.md."""
+"""Predict whether training or generation fits a TPU, without having one; see docs/plan.md."""
 
 from mesh_transformer.cli.plan import main
 from mesh_transformer.util import run_script

@@ -1,4 +1,4 @@
-"""Draws a run's losses from its metrics.jsonl."""
+"""Plot the training and validation losses of a run from its metrics.jsonl."""
 
 import argparse
 import json
@@ -10,12 +10,17 @@ from mesh_transformer.util import InputError, run_script
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("metrics", help="a model folder's metrics.jsonl")
-    parser.add_argument("picture", help="the PNG or SVG to write")
+    parser.add_argument("metrics", help="metrics.jsonl of a model folder")
+    parser.add_argument("picture", help="PNG or SVG file to write")
     return parser.parse_args()
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
+    """Read the rows of a metrics.jsonl.
+
+    Raises:
+      InputError: if the file cannot be read, is not JSON lines or has no rows.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
@@ -24,7 +29,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     except json.JSONDecodeError as error:
         raise InputError(f"{path}: not a metrics.jsonl ({error})") from None
     if not rows:
-        raise InputError(f"{path}: holds no rows yet; train first")
+        raise InputError(f"{path}: has no rows yet; train first")
     return rows
 
 
@@ -34,7 +39,7 @@ def draw(rows: list[dict[str, Any]], picture: str) -> None:
     for key in sorted({key for row in rows for key in row if key.startswith("val/loss_")}):
         points = [(row["step"], row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), marker="o", label=f"validation: {key[9:]}")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     pictures.save(figure, picture)

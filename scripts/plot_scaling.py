@@ -1,4 +1,4 @@
-"""Draws what `scripts/plan.py --scaling --json` printed: where links cost as much as computing."""
+"""Plot the output of `scripts/plan.py --scaling --json`: link time relative to compute time."""
 
 import argparse
 import dataclasses
@@ -11,35 +11,36 @@ from mesh_transformer.util import run_script
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scaling", help="the JSON file")
-    parser.add_argument("picture", help="the SVG or PNG to write")
+    parser.add_argument("scaling", help="JSON output of the plan")
+    parser.add_argument("picture", help="SVG or PNG file to write")
     return parser.parse_args()
 
 
-def draw(found: dict[str, Any], picture: str) -> None:
-    """Links' seconds over computing's: of mp on each generation, of dp as devices are added."""
+def draw(scaling: dict[str, Any], picture: str) -> None:
+    """Draw link time over compute time: by mp on each generation, and by the number of devices."""
     figure, (by_mp, by_devices) = pictures.pyplot().subplots(
         1, 2, figsize=(9, 3.6), sharey=True, layout="constrained"
     )
-    sizes = found["mp_sizes"][1:]  # the first is 1, and has no links
-    for generation, shares in found["mp_shares"].items():
+    sizes = scaling["mp_sizes"][1:]  # the first is 1, and has no links
+    for generation, shares in scaling["mp_shares"].items():
         by_mp.plot(sizes, shares[1:], marker="o", label=generation)
-    by_mp.set(title="mp alone", xlabel="mp", ylabel="seconds of links over those of computing")
-    in_twos(by_mp, sizes)
-    steps = [papers for papers in found["steps"] if papers[0]["dp"] > 1]
+    by_mp.set(title="mp only", xlabel="mp", ylabel="link time / compute time")
+    use_log2_ticks(by_mp, sizes)
+    steps = [papers for papers in scaling["steps"] if papers[0]["dp"] > 1]
     devices = [papers[0]["dp"] * papers[0]["mp"] for papers in steps]
-    for place, zero in enumerate(found["zeros"]):
+    for index, zero in enumerate(scaling["zeros"]):
         shares = [
-            papers[place]["dp_seconds"] / papers[place]["compute_seconds"] for papers in steps
+            papers[index]["dp_seconds"] / papers[index]["compute_seconds"] for papers in steps
         ]
         by_devices.plot(devices, shares, marker="o", label=f"dp, ZeRO {zero}")
-    if found["mp"] > 1:
+    if scaling["mp"] > 1:
         shares = [papers[0]["mp_seconds"] / papers[0]["compute_seconds"] for papers in steps]
-        by_devices.plot(devices, shares, linestyle="--", color="gray", label=f"mp {found['mp']}")
+        by_devices.plot(devices, shares, linestyle="--", color="gray", label=f"mp {scaling['mp']}")
     by_devices.set(
-        title=f"{found['generation']}, {found['sequences']} sequences a step", xlabel="devices"
+        title=f"{scaling['generation']}, {scaling['sequences']} sequences per step",
+        xlabel="devices",
     )
-    in_twos(by_devices, devices)
+    use_log2_ticks(by_devices, devices)
     for axes in (by_mp, by_devices):
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_yscale("log")
@@ -48,15 +49,15 @@ def draw(found: dict[str, Any], picture: str) -> None:
     pictures.save(figure, picture)
 
 
-def in_twos(axes: Any, ticks: list[int]) -> None:
-    """The horizontal axis, with these numbers on it."""
+def use_log2_ticks(axes: Any, ticks: list[int]) -> None:
+    """Make the horizontal axis logarithmic in powers of two, with these ticks."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(each) for each in ticks])
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
 
 
 def main() -> None:
     args = parse_args()
-    keys: dict[str, Any] = dict.fromkeys(each.name for each in dataclasses.fields(Scaling))
+    keys: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Scaling))
     printed_by = "plan.py --scaling --json"
     draw(pictures.read_object(args.scaling, keys=keys, printed_by=printed_by), args.picture)
 

@@ -1,8 +1,8 @@
-"""From nothing to a trained, resharded, sampled GPT-J in minutes, each step a command of its own.
+"""Quickstart: train, reshard and sample a tiny GPT-J in minutes, with one command per step.
 
-Real text -> TFRecords -> training on a 2x4 mesh over two hosts (processes of this machine) -> the
-same run continued by one process on a 1x8 mesh -> a loss curve -> a sample.  All of it goes to
-build/quickstart.
+Fetches real text, creates TFRecords, trains on a 2x4 mesh over two hosts (processes on this
+machine), resumes the run in one process on a 1x8 mesh, plots the loss and samples from the model.
+All output goes to build/quickstart.
 """
 
 import json
@@ -21,7 +21,7 @@ RESHARD_AT, END = 120, 160
 
 
 def call(*words: object) -> None:
-    """Prints a command and runs it with this Python; ends with its status where it fails."""
+    """Print a command and run it with this Python; if it fails, exit with its status."""
     command = [str(word) for word in words]
     print(f"\n$ python {shlex.join(command)}", flush=True)
     status = subprocess.run([sys.executable, *command], check=False).returncode
@@ -30,7 +30,7 @@ def call(*words: object) -> None:
 
 
 def write_config(name: str, **changes: object) -> Path:
-    """configs/tiny.json with changes, as a file of its own."""
+    """Write a copy of configs/tiny.json with some values changed, and return its path."""
     path = FOLDER / f"{name}.json"
     tiny = json.loads(Path("configs/tiny.json").read_text(encoding="utf-8"))
     path.write_text(json.dumps(tiny | changes, indent=2), encoding="utf-8")
@@ -53,7 +53,7 @@ def main() -> int:
         "ckpt_every": 40,
     }
     model = FOLDER / "model"
-    # dp 2 x mp 4, then dp 1 x mp 8 with twice the batch a replica: the same 16 sequences a step.
+    # dp 2 x mp 4, then dp 1 x mp 8 with twice the batch per replica: 16 sequences per step in both.
     first = write_config("tiny_2x4", **data)
     second = write_config("tiny_1x8", **data, cores_per_replica=8, per_replica_batch=16)
     until = ("--model-dir", model, "--max-steps")
@@ -70,9 +70,9 @@ def main() -> int:
     before, after = (
         sum(row["train/loss"] for row in part) / len(part) for part in (rows[:10], rows[-10:])
     )
-    print(f"\nThe loss fell from {before:.2f} to {after:.2f} over {len(rows)} steps: see {curve}.")
+    print(f"\nThe loss fell from {before:.2f} to {after:.2f} over {len(rows)} steps; see {curve}.")
     if after > before - 2:
-        print("That is less than the 2 nats it should be.", file=sys.stderr)
+        print("The loss should have fallen by at least 2 nats.", file=sys.stderr)
         return 1
     return 0
 

@@ -64,9 +64,9 @@ class Text:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Make training records from prompts and completions."
+        description="Create training records from prompts and completions."
     )
-    parser.add_argument("input_path", help="file, or folder of .jsonl and .jsonl.zst files")
+    parser.add_argument("input_path", help="a .jsonl or .jsonl.zst file, or a folder of such files")
     parser.add_argument(
         "name",
         help="name of the record set, written as NAME_<number of records>.tfrecords and NAME.index",

@@ -41,10 +41,10 @@ SETTINGS = (
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make the model's training records from text.")
+    parser = argparse.ArgumentParser(description="Create training records from text files.")
     parser.add_argument(
         "input_path",
-        help="text file, or folder of .txt, .jsonl, .jsonl.zst, .xz and .tar.gz files",
+        help="a .txt, .jsonl, .jsonl.zst, .xz or .tar.gz file, or a folder of such files",
     )
     parser.add_argument(
         "name",

@@ -160,7 +160,8 @@ def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
 class ZstandardReader(io.RawIOBase):
     """A stream of the decompressed contents of zstandard frames.
 
-    Unlike the zstandard package's reader, it raises ZstdError if the last frame is incomplete or missing.
+    Unlike the zstandard package's reader, it raises ZstdError if the last frame is incomplete, or
+    if there is none.
     """
 
     def __init__(self, raw: IO[bytes]):

@@ -1,8 +1,8 @@
-"""Measures conversion: peak memory and seconds of original -> native -> hf -> original.
+"""Measure the peak memory and time of converting original -> native -> hf -> original.
 
-Makes a random model of 1.5B parameters (6 GB in f32; five times that of disk is needed), converts
-it by scripts/convert_checkpoint.py, each way in a process of its own, and compares with the bound
-on memory, the weights and 2 GiB, and with the time that copying the result to disk takes.
+Creates a random model of 1.5B parameters (6 GB in f32; the disk needs five times that) and runs
+scripts/convert_checkpoint.py for each conversion, in a process of its own.  Compares its memory
+with the bound, the size of the weights plus 2 GiB, and its time with copying the result to disk.
 """
 
 import argparse
@@ -30,23 +30,30 @@ LEGS = (("original", "native"), ("native", "hf"), ("hf", "again"))
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("folder", type=Path, help="to work in; made and removed again")
-    parser.add_argument("--layers", type=int, default=26)
-    parser.add_argument("--d-model", type=int, default=2048)
+    parser.add_argument("folder", type=Path, help="work folder, created and removed")
+    parser.add_argument("--layers", type=int, default=26, help="layers of the model (default 26)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="how often to time each leg; the fastest counts (3)"
+        "--d-model", type=int, default=2048, help="width of the model (default 2048)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="timed runs per conversion, of which the fastest counts (default 3)",
     )
     return parser.parse_args()
 
 
 def write_model(folder: Path, config: Config) -> int:
-    """A weights-only checkpoint of 8 shards; returns its size in bytes."""
+    """Write a random weights-only checkpoint of 8 shards; returns its size in bytes."""
     rng = np.random.default_rng(0)
-    some = 0.02 * rng.standard_normal(1 << 22, np.float32)
+    values = 0.02 * rng.standard_normal(1 << 22, np.float32)
 
     def weights(declaration: Declaration) -> np.ndarray:
         size = int(np.prod(declaration.shape))
-        return np.resize(np.roll(some, rng.integers(len(some))), size).reshape(declaration.shape)
+        return np.resize(np.roll(values, rng.integers(len(values))), size).reshape(
+            declaration.shape
+        )
 
     params = map_declared(weights, gptj.declarations(config))
     state = {"params": params, "step": np.zeros((), np.int32)}
@@ -55,18 +62,18 @@ def write_model(folder: Path, config: Config) -> int:
 
 
 def run(*command: object) -> tuple[float, float]:
-    """Seconds and peak resident GiB of a Python process."""
-    os.sync()  # What others wrote before is not this one's to wait for.
+    """Run a Python process; returns its seconds and its peak resident memory in GiB."""
+    os.sync()  # so that the process does not wait for earlier writes
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *map(str, command)])
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise InputError(f"{command[0]} failed: see above")
+        raise InputError(f"{command[0]} failed; see its error above")
     return time.perf_counter() - began, usage.ru_maxrss * 1024 / GIB
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds to copy a folder and flush it to the disk."""
+    """Copy a folder and flush the copy to disk, then delete it; returns the seconds of the copy."""
     os.sync()
     began = time.perf_counter()
     shutil.copytree(source, target)
@@ -82,7 +89,7 @@ def copy(source: Path, target: Path) -> float:
 def main() -> None:
     args = parse_args()
     if args.folder.exists():
-        raise InputError(f"{args.folder}: is there already; choose another name")
+        raise InputError(f"{args.folder}: already exists; choose another name")
     args.folder.mkdir(parents=True)
     try:
         measure(args)
@@ -91,14 +98,14 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Prints a line for each leg."""
+    """Measure all conversions and print one line for each."""
     sizes = {"layers": args.layers, "d_model": args.d_model, "n_heads": 16, "n_vocab": 50400}
     config = Config.from_dict(sizes)
     config_path = args.folder / "config.json"
     config_path.write_text(str(sizes).replace("'", '"'))
-    # In a process of its own: what a child is charged with begins with its parent's peak.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
-        size = other.submit(write_model, args.folder / "original", config).result()
+    # In a separate process, as the peak memory of a child starts at its parent's peak.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        size = pool.submit(write_model, args.folder / "original", config).result()
     bound = size / GIB + 2
     print(f"{size / 4e9:.2f}B parameters in f32: {size / GIB:.2f} GiB, bound {bound:.2f} GiB")
     for source, target in LEGS:
@@ -106,14 +113,14 @@ def measure(args: argparse.Namespace) -> None:
         options = ["--config", config_path] if "original" in kinds else []
         options += ["--shards", 8] if kinds[1] == "original" else []
         pair = ("--from", kinds[0], args.folder / source, "--to", kinds[1], args.folder / target)
-        timed = []
+        runs = []
         for _ in range(args.rounds):
             shutil.rmtree(args.folder / target, ignore_errors=True)
             seconds, peak = run(CONVERTER, *pair, *options)
-            timed.append((seconds, copy(args.folder / target, args.folder / "copy"), peak))
-        # The fastest: what else the machine does, and memory that it must get first, only add.
-        seconds, copied = (min(each[i] for each in timed) for i in (0, 1))
-        peak = max(peak for *_, peak in timed)
+            runs.append((seconds, copy(args.folder / target, args.folder / "copy"), peak))
+        # The fastest run counts: other load and first-time memory allocation only add time.
+        seconds, copied = (min(measured[i] for measured in runs) for i in (0, 1))
+        peak = max(peak for *_, peak in runs)
         print(
             f"{source} -> {target}: {seconds:.1f} s, copy and fsync {copied:.1f} s, "
             f"ratio {seconds / copied:.2f}; peak {peak:.2f} GiB, {bound - peak:.2f} below the bound"

@@ -1,9 +1,11 @@
-"""Measures generation against torch transformers' `generate` on this machine, process by process.
+"""Compare the speed of generation with torch transformers' `generate` on this machine.
 
-Both run a GPT-J of 12 x 768 with random weights, greedily, in alternating processes, each pair's
-ratio beside the others'.  What one pass reads is compared with the memory's bandwidth.  With
---dtype bfloat16 this library does what it does of itself on CPUs, which is to keep float32; with
-int8 its weights have 8 bits, and torch, which has no such thing, is measured in bfloat16.
+Both decode greedily with a GPT-J of 12 layers and width 768 with random weights, in alternating
+processes.  Prints the median ratio of the pairs and its range, and the throughput as a fraction of
+what the memory bandwidth allows, given the bytes that each token must read.
+
+With --dtype bfloat16 this library keeps float32, its default on CPUs.  With int8 its weights have 8
+bits, and torch is measured in bfloat16, as it has no equivalent.
 """
 
 import argparse
@@ -24,18 +26,29 @@ ENGINES = ("ours", "torch")
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows (1 8)")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens (128)")
-    parser.add_argument("--new", type=int, default=64, help="tokens (64)")
-    parser.add_argument("--pairs", type=int, default=3, help="of processes, alternating (3)")
-    parser.add_argument("--runs", type=int, default=5, help="in each process; the best counts (5)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"))
-    parser.add_argument("--one", choices=ENGINES, help="measure this one here; print JSON")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8], help="batch sizes (default 1 8)"
+    )
+    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt (default 128)")
+    parser.add_argument("--new", type=int, default=64, help="generated tokens (default 64)")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of processes (default 3)")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="runs per process, of which the best counts (default 5)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "int8"),
+        help="type of the weights (default float32)",
+    )
+    parser.add_argument(
+        "--one", choices=ENGINES, help="engine to measure in this process, printing JSON"
+    )
     return parser.parse_args()
 
 
 def ours(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
-    """A call that generates once."""
+    """Return a function that generates once with this library."""
     from mesh_transformer.transformer_shard import CausalTransformer
 
     network = CausalTransformer(
@@ -56,7 +69,7 @@ def ours(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
 
 
 def theirs(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
-    """As `ours`, with torch."""
+    """Return a function that generates once with torch transformers."""
     import torch
     from transformers import GPTJConfig, GPTJForCausalLM
 
@@ -89,24 +102,24 @@ def theirs(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
 
 
 def measure_one(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens a second for each batch size, and the seconds of each first call."""
-    found = {}
+    """Return the tokens per second of each batch size, and the seconds of its first call."""
+    results = {}
     for batch in args.batch:
         generate = (ours if args.one == "ours" else theirs)(args, batch)
         start = time.perf_counter()
         generate()
-        found[f"first_{batch}"] = time.perf_counter() - start
+        results[f"first_{batch}"] = time.perf_counter() - start
         times = []
         for _ in range(args.runs):
             start = time.perf_counter()
             generate()
             times.append(time.perf_counter() - start)
-        found[str(batch)] = batch * args.new / min(times)
-    return found
+        results[str(batch)] = batch * args.new / min(times)
+    return results
 
 
 def bytes_read(args: argparse.Namespace, batch: int) -> int:
-    """What one token of every row reads here: the weights once, each row's keys and values."""
+    """Return the bytes this library reads per decoding step: the weights and each row's cache."""
     weights = LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY
     cache = 2 * LAYERS * WIDTH * batch * (args.prompt + args.new / 2)
     return int((1 if args.dtype == "int8" else 4) * weights + 4 * cache)
@@ -117,26 +130,29 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure_one(args)))
         return
-    found: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
+    results: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
     for _ in range(args.pairs):
         for engine in ENGINES:
             command = [sys.executable, __file__, *sys.argv[1:], "--one", engine]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found[engine].append(json.loads(done.stdout.splitlines()[-1]))
-            print(engine, {key: round(value, 1) for key, value in found[engine][-1].items()})
+            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            results[engine].append(json.loads(process.stdout.splitlines()[-1]))
+            print(engine, {key: round(value, 1) for key, value in results[engine][-1].items()})
 
     from mesh_transformer.mesh.accelerators import hardware
 
-    copied = hardware("cpu").hbm / 1e9
-    print(f"memory: {copied:.1f} GB/s copied")
+    bandwidth = hardware("cpu").hbm / 1e9
+    print(f"memory bandwidth: {bandwidth:.1f} GB/s (copying)")
     for batch in args.batch:
-        mine, other = ([run[str(batch)] for run in found[engine]] for engine in ENGINES)
-        ratios = [a / b for a, b in zip(mine, other, strict=True)]
-        limit = batch * copied * 1e9 / bytes_read(args, batch)
+        our_rates, torch_rates = (
+            [run[str(batch)] for run in results[engine]] for engine in ENGINES
+        )
+        ratios = [a / b for a, b in zip(our_rates, torch_rates, strict=True)]
+        limit = batch * bandwidth * 1e9 / bytes_read(args, batch)
         print(
-            f"batch {batch}, {args.dtype}: ours {statistics.median(mine):.1f} tokens/s, torch "
-            f"{statistics.median(other):.1f}, ratio {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f}), {max(mine) / limit:.2f} of the bandwidth"
+            f"batch {batch}, {args.dtype}: ours {statistics.median(our_rates):.1f} tokens/s, torch "
+            f"{statistics.median(torch_rates):.1f}, ratio {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}), {max(our_rates) / limit:.2f} of the "
+            "bandwidth limit"
         )
 
 

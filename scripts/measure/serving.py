@@ -1,7 +1,7 @@
-"""Loads a running server with many clients at once, and compares them with one at a time.
+"""Load-test a running server: many concurrent clients against one request at a time.
 
-Each of a fixed set of requests is served alone first.  Then clients draw from the set, and every
-answer must be what it was alone.
+First each request of a fixed set is sent on its own.  Then the clients draw requests from the set
+concurrently, and every answer must equal the one given before.
 """
 
 import argparse
@@ -42,20 +42,37 @@ WORDS = [
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:5000", help="(http://127.0.0.1:5000)")
-    parser.add_argument("--api-key", help="where the server wants one")
-    parser.add_argument("--clients", type=int, default=64, help="at once (64)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of load (60)")
-    parser.add_argument("--requests", type=int, default=64, help="that differ (64)")
-    parser.add_argument("--most-words", type=int, default=40, help="in a prompt (40)")
-    parser.add_argument("--most-tokens", type=int, default=64, help="in an answer (64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests (0)")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:5000", help="server (default %(default)s)"
+    )
+    parser.add_argument("--api-key", help="API key, if the server requires one")
+    parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default 64)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the load (default 60)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=64, help="number of distinct requests (default 64)"
+    )
+    parser.add_argument(
+        "--most-words", type=int, default=40, help="maximum words per prompt (default 40)"
+    )
+    parser.add_argument(
+        "--most-tokens", type=int, default=64, help="maximum tokens per answer (default 64)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default 0)")
     return parser.parse_args()
 
 
 @dataclasses.dataclass
 class Answer:
-    """What came back, and when, in seconds from the request."""
+    """A complete answer.
+
+    Attributes:
+      text: the generated text.
+      tokens: the number of generated tokens.
+      first: seconds from the request to the first event of the stream.
+      end: seconds from the request to the end of the stream.
+    """
 
     text: str
     tokens: int
@@ -64,12 +81,12 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """Seconds between tokens, after the first."""
+        """Mean seconds between consecutive tokens."""
         return (self.end - self.first) / max(self.tokens - 1, 1)
 
 
 class Client:
-    """Asks a server for streams, a connection each."""
+    """A client that requests streamed completions, one connection per request."""
 
     def __init__(self, url: str, api_key: str | None):
         parts = urlsplit(url)
@@ -79,12 +96,17 @@ class Client:
         self.head = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
 
     async def ask(self, body: dict[str, Any]) -> Answer:
-        """Raises StoppedError for anything but a whole answer."""
+        """Send a request and return its answer.
+
+        Raises:
+          InputError: if the server cannot be reached.
+          StoppedError: if the server returns an error or an incomplete answer.
+        """
         began = time.perf_counter()
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port)
         except OSError as error:
-            raise InputError(f"--url: nothing answers at {self.host}:{self.port}") from error
+            raise InputError(f"--url: no server answers at {self.host}:{self.port}") from error
         content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}})
         writer.write(
             f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\n{self.head}"
@@ -99,26 +121,26 @@ class Client:
     async def _read(self, reader: asyncio.StreamReader, began: float) -> Answer:
         status = (await reader.readline()).decode()
         if " 200 " not in status:
-            raise StoppedError(f"the server says {status.strip()}: {await reader.read()}")
+            raise StoppedError(f"the server returned {status.strip()}: {await reader.read()}")
         pieces, first, tokens = [], None, None
-        # An event is a line; what stands between are HTTP's headers and lengths of chunks.
+        # Each event is one line; the other lines are HTTP headers and chunk lengths.
         async for line in reader:
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[6:])
             if "error" in event:
-                raise StoppedError(f"the server says {event['error']['message']}")
+                raise StoppedError(f"the server reports {event['error']['message']}")
             first = first or time.perf_counter() - began
             pieces += [choice["text"] for choice in event["choices"]]
             if event["usage"]:
                 tokens = event["usage"]["completion_tokens"]
         if first is None or tokens is None:
-            raise StoppedError("a stream ended before its answer did")
+            raise StoppedError("a stream ended before its answer was complete")
         return Answer("".join(pieces), tokens, first, time.perf_counter() - began)
 
 
 def make_requests(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prompts, lengths and settings of all kinds."""
+    """Draw random requests that differ in prompt, length and sampling settings."""
     rng = random.Random(args.seed)
     return [
         {
@@ -133,7 +155,7 @@ def make_requests(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(name: str, answers: list[Answer], seconds: float) -> float:
-    """Prints a line of figures; returns tokens per second."""
+    """Print throughput and latency of the answers; returns tokens per second."""
     rate = sum(answer.tokens for answer in answers) / seconds
 
     def milliseconds(values: list[float]) -> str:
@@ -143,19 +165,22 @@ def report(name: str, answers: list[Answer], seconds: float) -> float:
         return f"{1e3 * cuts[49]:.1f} / {1e3 * cuts[98]:.1f} ms"
 
     first = milliseconds([answer.first for answer in answers])
-    each = milliseconds([answer.per_token for answer in answers if answer.tokens > 1])
+    per_token = milliseconds([answer.per_token for answer in answers if answer.tokens > 1])
     print(
         f"{name}: {len(answers)} answers, {rate:.1f} tokens/s; "
-        f"p50 / p99 to the first token {first}, per token {each}"
+        f"p50 / p99 time to first token {first}, per token {per_token}"
     )
     return rate
 
 
 async def load(args: argparse.Namespace) -> int:
+    """Run both measurements; returns exit status 1 if any answer differs."""
     client, requests = Client(args.url, args.api_key), make_requests(args)
     began = time.perf_counter()
-    alone = [await client.ask(body) for body in tqdm(requests, desc="alone", file=sys.stderr)]
-    single = report("one at a time", alone, time.perf_counter() - began)
+    expected = [
+        await client.ask(body) for body in tqdm(requests, desc="one at a time", file=sys.stderr)
+    ]
+    single = report("one at a time", expected, time.perf_counter() - began)
 
     answers: list[Answer] = []
     wrong, rng = 0, random.Random(args.seed)
@@ -167,20 +192,20 @@ async def load(args: argparse.Namespace) -> int:
         while time.perf_counter() - began < args.seconds:
             index = rng.randrange(len(requests))
             answers.append(await client.ask(requests[index]))
-            wrong += answers[-1].text != alone[index].text
+            wrong += answers[-1].text != expected[index].text
             count += 1
         return count
 
-    with tqdm(total=round(args.seconds), desc="together", file=sys.stderr) as bar:
+    with tqdm(total=round(args.seconds), desc="concurrent", file=sys.stderr) as bar:
         workers = [asyncio.ensure_future(work()) for _ in range(args.clients)]
         while not all(worker.done() for worker in workers):
             await asyncio.sleep(0.5)
             bar.update(min(round(time.perf_counter() - began), bar.total) - bar.n)
     counts = [worker.result() for worker in workers]
-    together = report(f"{args.clients} clients", answers, time.perf_counter() - began)
+    concurrent = report(f"{args.clients} clients", answers, time.perf_counter() - began)
     print(
-        f"{together / single:.2f} times the tokens; answers to one client {min(counts)} to "
-        f"{max(counts)}; {wrong} answers differ from those given alone"
+        f"{concurrent / single:.2f} times the throughput; {min(counts)} to {max(counts)} answers "
+        f"per client; {wrong} answers differ from those given one at a time"
     )
     return 1 if wrong else 0
 

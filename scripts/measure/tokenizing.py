@@ -1,8 +1,9 @@
-"""Measures tokenizing against the tokenizers library's plain batch call on the same text, in turns.
+"""Compare the throughput of tokenizing with a plain batch call of the tokenizers library.
 
-A folder of .txt files (`fetch_text.py` gets some) is made into a corpus on disk, in the way of
-create_finetune_tfrecords.py: read, cut, tokenised and written.  The plain call is given the files'
-whole texts, or, with --cut, the same pieces, all at once and in memory.
+Turns a folder of .txt files (`fetch_text.py` fetches some) into a corpus on disk, as
+create_finetune_tfrecords.py does: the text is read, cut, tokenised and written.  The plain call
+gets the texts of the whole files or, with --cut, the same pieces, all at once in memory.  The two
+run alternately.
 """
 
 import argparse
@@ -19,14 +20,18 @@ from mesh_transformer.data.documents import Bad, find_files, read_pieces
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import run_script
 
-LEAST = 0.8  # of the plain call's throughput
+LEAST = 0.8  # required fraction of the plain call's throughput
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("folder", help="of .txt files")
-    parser.add_argument("--pairs", type=int, default=7, help="of measurements (%(default)s)")
-    parser.add_argument("--cut", action="store_true", help="give the plain call pieces, not files")
+    parser.add_argument("folder", help="folder of .txt files")
+    parser.add_argument(
+        "--pairs", type=int, default=7, help="number of measurement pairs (default %(default)s)"
+    )
+    parser.add_argument(
+        "--cut", action="store_true", help="pass pieces to the plain call, not files"
+    )
     return parser.parse_args()
 
 
@@ -35,8 +40,8 @@ def main() -> int:
     files = find_files(args.folder, (".txt",))
     tokenizer: Any = load_tokenizer()
     if args.cut:
-        found = (read_pieces(file, tokenizer.eos_token, Bad(False), int) for file in files)
-        texts = [piece.text for pieces in found for piece in pieces]
+        pieces_by_file = (read_pieces(file, tokenizer.eos_token, Bad(False), int) for file in files)
+        texts = [piece.text for pieces in pieces_by_file for piece in pieces]
     else:
         texts = [Path(file).read_text(encoding="utf-8") for file in files]
     size = sum(len(text.encode()) for text in texts) / 1e6
@@ -53,17 +58,18 @@ def main() -> int:
             tokenizing.run()
             return time.perf_counter() - began
 
-    for each in (plain, ours):  # the threads start, the files come into the cache
-        each()
+    for run in (plain, ours):  # warm-up: starts the threads and caches the files
+        run()
     pairs = [
         (plain(), ours()) if turn % 2 else (ours(), plain())[::-1] for turn in range(args.pairs)
     ]
-    ratios = [alone / made for alone, made in pairs]
-    alone, made = (size / np.median(seconds) for seconds in zip(*pairs, strict=True))
+    ratios = [plain_seconds / our_seconds for plain_seconds, our_seconds in pairs]
+    plain_rate, our_rate = (size / np.median(seconds) for seconds in zip(*pairs, strict=True))
     ratio = statistics.median(ratios)
     print(
-        f"{size:.1f} MB, {len(pairs)} pairs: the plain call {alone:.2f} MB/s, a corpus {made:.2f} "
-        f"MB/s; ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), at least {LEAST}"
+        f"{size:.1f} MB, {len(pairs)} pairs: plain call {plain_rate:.2f} MB/s, corpus "
+        f"{our_rate:.2f} MB/s; ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), "
+        f"required {LEAST}"
     )
     return int(ratio < LEAST)
 
