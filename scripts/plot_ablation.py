@@ -23,7 +23,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def draw(measured: list[dict[str, Any]], picture: str) -> None:
-    """Draw bars of each variant's values over those of the first, the unchanged library."""
+    """Draw each variant's values as bars, relative to the first variant, the unchanged library."""
     figure, axes = pictures.pyplot().subplots(
         len(measured),
         len(COLUMNS),

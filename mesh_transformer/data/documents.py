@@ -397,9 +397,8 @@ def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, T
                 yield from _xz_texts(contents, where)
             else:
                 yield from _decoded(contents, where, newline="")
-    while stream.read(
-        tarfile.RECORDSIZE
-    ):  # to the end, where the decompressor verifies its checksums
+    # Read to the end, where the decompressor verifies its checksums.
+    while stream.read(tarfile.RECORDSIZE):
         pass
 
 

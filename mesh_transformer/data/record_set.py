@@ -105,7 +105,7 @@ class RecordSet:
         """Return the position in a saved state.
 
         Raises:
-          InputError: if the state is damaged, or of another index, order or version of a file.
+          InputError: if the state is damaged or does not match the index, the order or the files.
         """
         if state.get("index") != self.fingerprint:
             raise InputError(
@@ -129,7 +129,7 @@ class RecordSet:
         if position.offset > self.sizes[file]:
             raise InputError(
                 f"{self.paths[file]}: found {self.sizes[file]} bytes, but the saved position is "
-                f"byte {position.offset}; restore the file as it was"
+                f"byte {position.offset}; restore the earlier file"
             )
         return position
 

@@ -64,7 +64,7 @@ def check_free(path: str) -> None:
 
 
 def delete_tree(path: epath.Path) -> None:
-    """Delete a file or a folder with its contents; of symbolic links, only the link itself."""
+    """Delete a file, or a folder with its contents; symbolic links are deleted, not followed."""
     if is_uri(os.fspath(path)):
         path.rmtree()
     elif os.path.islink(path) or not os.path.isdir(path):
@@ -200,7 +200,7 @@ def is_storage_error(error: BaseException) -> bool:
 
 
 def is_failure(error: Exception) -> bool:
-    """Return whether Orbax, tensorstore or a file system may raise this error on failing storage.
+    """Return whether Orbax, tensorstore or a file system raises this error when storage fails.
 
     RuntimeErrors count: JAX's errors are of that class.
     """
@@ -224,7 +224,10 @@ def failures_as(line: Callable[[Exception], InputError]) -> Iterator[None]:
 
 
 def unwritable(folder: AnyPath, error: Exception) -> InputError:
-    """Return the error to raise if a model folder is not writable; InputErrors are unchanged."""
+    """Return the error to raise for a model folder that cannot be written.
+
+    An `error` that is an InputError is returned unchanged.
+    """
     if isinstance(error, InputError):
         return error
     return InputError(
@@ -282,7 +285,7 @@ def hush_failures(is_new: Callable[[logging.LogRecord], bool]) -> None:
     """Keep Orbax from printing a failed save or restore, which is raised as one line anyway.
 
     Orbax's threads log each error with a traceback, asyncio logs the errors after the first, and
-    operations that end after the first failure reach `sys.unraisablehook`.  The filter stays in
+    errors of operations that end after that reach `sys.unraisablehook`.  The filter stays in
     place for the rest of the process, as some messages only appear when the failed save is
     garbage-collected.
 

@@ -19,7 +19,7 @@ from mesh_transformer.util import InputError
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of these eight bytes
 FOOTER_BYTES = 4  # the checksum of the payload
 LONGEST_PATH = 4096  # characters
-UNCHECKED_BYTES = 1 << 24  # shorter records are read without querying the size of a remote file
+UNCHECKED_BYTES = 1 << 24  # shorter records are read without a query of the file's size
 KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable of TensorFlow's
 
 

@@ -1,7 +1,7 @@
 """Load-test a running server: many concurrent clients against one request at a time.
 
 First each request of a fixed set is sent on its own.  Then the clients draw requests from the set
-concurrently, and every answer must equal the one given before.
+concurrently, and every answer must equal the first one to the same request.
 """
 
 import argparse
