@@ -1,4 +1,4 @@
-"""Answers prompts with a trained model: one with --prompt, else one after another."""
+"""Generate text with a trained model, for one --prompt or for prompts that are typed in."""
 
 import argparse
 
@@ -9,14 +9,39 @@ from mesh_transformer.util import run_script
 
 def parse_args() -> argparse.Namespace:
     parser = model_parser(__doc__)
-    parser.add_argument("--prompt", help="answer this and exit")
-    parser.add_argument("--length", type=int, default=128, help="tokens to generate (128)")
-    parser.add_argument("--top-p", "--top_p", type=float, default=0.9, help="nucleus (0.9)")
-    parser.add_argument("--top-k", "--top_k", type=int, default=0, help="0: off")
-    parser.add_argument("--temperature", "--temp", type=float, default=0.8, help="0: greedy (0.8)")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off")
+    parser.add_argument("--prompt", help="a single prompt to answer (default: interactive)")
+    parser.add_argument("--length", type=int, default=128, help="tokens to generate (default 128)")
+    parser.add_argument(
+        "--top-p",
+        "--top_p",
+        type=float,
+        default=0.9,
+        help="probability mass of the nucleus to sample from (default 0.9)",
+    )
+    parser.add_argument(
+        "--top-k",
+        "--top_k",
+        type=int,
+        default=0,
+        help="number of most likely tokens to sample from (default 0: all)",
+    )
+    parser.add_argument(
+        "--temperature",
+        "--temp",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0 is greedy (default 0.8)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="penalty for tokens that have occurred; 1 is none (default 1)",
+    )
     parser.add_argument("--stop", help="text that ends an answer")
-    parser.add_argument("--seed", type=int, help="for the same answer again (default: random)")
+    parser.add_argument(
+        "--seed", type=int, help="seed, for a reproducible answer (default: random)"
+    )
     add_host_arguments(parser, required=False)
     return parser.parse_args()
 
@@ -30,7 +55,7 @@ def main() -> None:
     from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.serving.repl import Repl, Settings
 
-    # First, as loading takes long.
+    # Before loading, which takes long, so that errors appear at once.
     model = path if config else Source(path)
     tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
     settings = Settings(

@@ -1,4 +1,4 @@
-"""Serves a trained model over HTTP: OpenAI's completions, the original's /complete, and a page."""
+"""Serve a trained model over HTTP: OpenAI's completions, the original's /complete, and a page."""
 
 import argparse
 
@@ -14,26 +14,41 @@ from mesh_transformer.util import exit_now, run_script
 
 def parse_args() -> argparse.Namespace:
     parser = model_parser(__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=5000, help="0: any free one (5000)")
-    parser.add_argument("--api-key-file", help="keys that clients must have, one a line")
-    parser.add_argument("--allow-origin", action="append", help="of a web page that may call")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=5000, help="port to listen on; 0 is any free one (default 5000)"
+    )
+    parser.add_argument(
+        "--api-key-file", help="file of the keys that clients must send, one per line"
+    )
+    parser.add_argument("--allow-origin", action="append", help="allowed CORS origin (repeatable)")
     parser.add_argument(
         "--allow-host",
         action="append",
         metavar="NAME",
         default=[],
-        help="host name that clients may use, for a server without keys; '*': any (repeatable)",
+        help="allowed Host header of a server without keys; '*' allows any (repeatable)",
     )
-    parser.add_argument("--name", help="of the model, to clients (default: the config's name)")
-    for flag, default, meaning in (
-        ("--rows", 16, "requests served side by side (default 16)"),
-        ("--queue", 256, "requests that may wait (default 256)"),
+    parser.add_argument("--name", help="model name for clients (default: the config's name)")
+    for flag, default, description in (
+        ("--rows", 16, "maximum requests served concurrently (default 16)"),
+        ("--queue", 256, "maximum waiting requests (default 256)"),
         ("--max-tokens", None, "maximum tokens per answer (default: the model's window)"),
-        ("--stall-seconds", 60, "/health fails when a call of the model takes longer (default 60)"),
+        (
+            "--stall-seconds",
+            60,
+            "maximum seconds per model call before /health fails (default 60)",
+        ),
     ):
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help=meaning)
-    parser.add_argument("--drain-seconds", type=int, default=60, help="for answers at the end (60)")
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=description)
+    parser.add_argument(
+        "--drain-seconds",
+        type=int,
+        default=60,
+        help="seconds to finish running requests at shutdown (default 60)",
+    )
     add_host_arguments(parser, required=False)
     return parser.parse_args()
 
@@ -52,7 +67,7 @@ def main() -> None:
     from mesh_transformer.serving.server import listen, serve
     from mesh_transformer.serving.service import Service
 
-    # First, as loading takes long.
+    # Before loading, which takes long, so that errors appear at once.
     keys = Keys(args.api_key_file)
     socket = listen(args.host, args.port)
     model = path if config else Source(path)
@@ -63,14 +78,14 @@ def main() -> None:
         limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
         engine = Engine(network, metrics, rows=args.rows, **limits)
         engine.warm_up()
-        most = args.max_tokens or network.config.window
-        service = Service(args.name or network.config.name, engine, tokenizer, metrics, most)
+        max_tokens = args.max_tokens or network.config.window
+        service = Service(args.name or network.config.name, engine, tokenizer, metrics, max_tokens)
         app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
         serve(app, socket, args.drain_seconds)
-    # The interpreter's own end takes seconds, and waits for ever for an engine that is stuck.
+    # A normal exit of the interpreter takes seconds, and waits forever if the engine is stuck.
     if engine.close(0) or engine.trouble is None:
         exit_now("", 0)
-    exit_now("error: the network did not answer; its last requests were dropped", 1)
+    exit_now("error: the network did not answer; its pending requests were dropped", 1)
 
 
 if __name__ == "__main__":

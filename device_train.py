@@ -1,4 +1,7 @@
-"""Train or score a model on this machine's devices; resumes stopped runs."""
+"""Train or score a model on this machine's devices.
+
+Resumes stopped runs.
+"""
 
 from mesh_transformer.cli.arguments import run_arguments, run_parser
 from mesh_transformer.evaluation import validation

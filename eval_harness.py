@@ -1,4 +1,4 @@
-"""Scores a trained model with lm-eval's tasks: prints a table, and writes JSON."""
+"""Score a trained model with lm-eval's tasks; print a table, and write JSON with --output."""
 
 import argparse
 
@@ -11,14 +11,24 @@ from mesh_transformer.util import run_script
 def parse_args() -> argparse.Namespace:
     parser = model_parser(__doc__)
     parser.add_argument(
-        "--tasks", help="names, with commas between (default: the config's, or six)"
+        "--tasks",
+        help="comma-separated task names (default: the config's eval_harness_tasks, or "
+        f"{','.join(DEFAULT_TASKS)})",
     )
     parser.add_argument(
-        "--num-fewshot", "--num_fewshot", type=int, metavar="N", help="examples ahead of a question"
+        "--num-fewshot",
+        "--num_fewshot",
+        type=int,
+        metavar="N",
+        help="examples before each question (default: the task's)",
     )
-    parser.add_argument("--limit", type=float, help="questions a task, or below 1 their share")
-    parser.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own")
-    parser.add_argument("--output", metavar="FILE", help="for the results as JSON")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help="number of questions per task, or below 1 the fraction of them (default: all)",
+    )
+    parser.add_argument("--include-path", metavar="DIR", help="folder with additional tasks")
+    parser.add_argument("--output", metavar="FILE", help="file for the results, as JSON")
     add_host_arguments(parser, required=False)
     return parser.parse_args()
 
@@ -31,11 +41,11 @@ def main() -> None:
     from mesh_transformer.mesh.program import use_compilation_cache
 
     model = path if config else Source(path)
-    own = config or Source.of(model).config
-    names = args.tasks.split(",") if args.tasks else own.eval_harness_tasks
-    # First, as loading takes long.
+    model_config = config or Source.of(model).config
+    names = args.tasks.split(",") if args.tasks else model_config.eval_harness_tasks
+    # Before loading, which takes long, so that errors appear at once.
     harness = Harness(
-        own,
+        model_config,
         names or DEFAULT_TASKS,
         include_path=args.include_path,
         num_fewshot=args.num_fewshot,
@@ -44,7 +54,7 @@ def main() -> None:
     use_compilation_cache()
     with running_model(args, model, config) as network:
         results = harness.results(network)
-    assert results is not None  # as nothing stops it
+    assert results is not None  # None only if stopped, which does not happen here
     if args.output:
         write(args.output, results)
     print(harness.table(results))

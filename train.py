@@ -1,4 +1,7 @@
-"""Train or score a model over many hosts; recovers from failed hosts, resumes stopped runs."""
+"""Train or score a model over many hosts.
+
+Recovers from failed hosts, and resumes stopped runs.
+"""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Converts checkpoints between the original's format, the native one and Hugging Face's.
+"""Convert checkpoints between the original's format, the native one and Hugging Face's.
 
 convert_checkpoint.py --from original step_383500 --to hf gpt-j --config configs/6B_roto_256.json
 """
@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         required=True,
         metavar=(formats, "SRC"),
-        help="a model folder (its newest step, or --step) or one step_N",
+        help="format and path of the source: a model folder (newest step, or --step) or a step_N",
     )
     parser.add_argument(
         "--to",
@@ -34,58 +34,68 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         required=True,
         metavar=(formats, "DST"),
-        help="a model folder or one step_N of it, not there yet",
+        help="format and path of the target: a model folder or a step_N in one, not existing yet",
     )
     parser.add_argument(
-        "--config", help="JSON or YAML file (default: what SRC tells; the original's tells nothing)"
+        "--config",
+        help="config file, JSON or YAML (default: the one stored in SRC; required for --from "
+        "original, which stores none)",
     )
     parser.add_argument(
-        "--shards", type=int, help="of --to original (default: the config's cores_per_replica)"
+        "--shards",
+        type=int,
+        help="number of shards for --to original (default: the config's cores_per_replica)",
     )
-    parser.add_argument("--dtype", choices=FLOATS, help="of the weights (default: as they are)")
-    parser.add_argument("--slim", action="store_true", help="leave the optimizer out")
-    parser.add_argument("--step", type=int, help="which step of SRC (default: the newest)")
+    parser.add_argument("--dtype", choices=FLOATS, help="dtype of the weights (default: SRC's)")
+    parser.add_argument("--slim", action="store_true", help="leave out the optimizer state")
+    parser.add_argument("--step", type=int, help="step of SRC to convert (default: the newest)")
     parser.add_argument(
-        "--trim-vocab", action="store_true", help="--to hf: cut the vocabulary to the tokenizer's"
+        "--trim-vocab",
+        action="store_true",
+        help="with --to hf: cut the vocabulary down to the tokenizer's",
     )
     parser.add_argument(
         "--tokenizer",
-        help="a folder, hub name or gpt2, of --to hf or native (default: the config's)",
+        help="with --to hf or native: folder, hub name or gpt2 (default: the config's)",
     )
     parser.add_argument(
         "--base",
         metavar="PATH",
-        help="where the model is now that the adapters of --from native were trained on, which "
-        "they are merged into (default: where it was)",
+        help="base model of the adapters in SRC, which they are merged into (default: the path "
+        "stored with the adapters)",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read both again and compare their logits"
+        "--verify", action="store_true", help="read both checkpoints again and compare their logits"
     )
     args = parser.parse_args()
     for flag, (kind, _) in (("--from", args.source), ("--to", args.target)):
         if kind not in FORMATS:
             raise InputError(f"{flag} {kind}: expected one of {', '.join(FORMATS)}")
-    for flag, given, kind in (
+    for flag, is_given, kind in (
         ("--shards", args.shards is not None, "original"),
         ("--trim-vocab", args.trim_vocab, "hf"),
         ("--tokenizer", args.tokenizer is not None, "hf or native"),
     ):
-        if given and args.target[0] not in kind.split():
-            raise InputError(f"{flag} goes with --to {kind}; leave it out")
+        if is_given and args.target[0] not in kind.split():
+            raise InputError(f"{flag} requires --to {kind}; remove it")
     return args
 
 
 def main() -> None:
-    # As Ctrl-C: what has been written is cleared away on the way out.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # SIGTERM exits by an exception, as Ctrl-C does, so that an unfinished target is removed.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(parse_args())
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Converts, and compares where asked."""
+    """Convert the checkpoint; with --verify, also compare it with its source.
+
+    Raises:
+      StoppedError: if their logits differ by more than rounding explains.
+    """
     (source_kind, source), (target_kind, target) = args.source, args.target
     written = conversion.convert(
         source,
@@ -105,15 +115,15 @@ def run(args: argparse.Namespace) -> None:
     print(f"wrote {written.path}: {target_kind} format, weights in {written.dtype}{optimizer}")
     tokenizer = written.config.tokenizer
     if target_kind == "native" and os.path.isabs(tokenizer):
-        print(f"its tokenizer is {tokenizer}, which must stay there; --tokenizer names another")
+        print(f"its tokenizer is {tokenizer}, which must stay there; --tokenizer sets another")
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
-        found, bound = conversion.compare(
+        difference, bound = conversion.compare(
             source, source_kind, target, target_kind, written.config, args.base
         )
-        print(f"logits differ by {found:.1e} of their spread; {bound:.0e} is expected at most")
-        if not found <= bound:
-            raise StoppedError(f"{target}: its logits are not those of {source}; do not use it")
+        print(f"logits differ by {difference:.1e} of their spread; {bound:.0e} is the limit")
+        if not difference <= bound:
+            raise StoppedError(f"{target}: its logits differ from those of {source}; do not use it")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The machines that a command's flags ask for, and a network that runs on them."""
+"""The hosts that a command's flags ask for, and a network that runs on them."""
 
 import argparse
 import contextlib
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 def machines_of(
     args: argparse.Namespace, config: Config
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """What gives the hosts that `add_host_arguments`' flags ask for, at each attempt."""
+    """Return a context that yields a function, which returns the hosts for each new attempt.
+
+    `add_host_arguments`' flags decide between a TPU's hosts and local processes.
+    """
     if args.tpu is not None:
         return tpu_machines(config, *tpu_arguments(args, config))
     refuse_tpu_arguments(args)
@@ -37,28 +40,32 @@ def running_model(
     *,
     only_generate: bool = False,
 ) -> "Iterator[CausalTransformer | LastingCluster]":
-    """A network with the weights at `path`, to answer with.
+    """Yield a network with the weights at `path`, for inference.
 
-    It runs on the hosts that `add_host_arguments`' flags ask for, otherwise in this process;
-    without a config it has that of `path`.  For `only_generate` see `CausalTransformer`.
+    Args:
+      args: `add_host_arguments`' flags.  Without them the network runs in this process.
+      config: by default, that of `path`.
+      only_generate: see `CausalTransformer.only_generate`.
     """
     if args.tpu is None and args.local_hosts is None:
         from mesh_transformer.transformer_shard import load
 
         refuse_tpu_arguments(args)
-        alone = load(path, config)
+        local_network = load(path, config)
         if only_generate:
-            alone.only_generate()
-        yield alone
+            local_network.only_generate()
+        yield local_network
         return
     from mesh_transformer.checkpoint.source import Source
 
-    own = config or Source.of(path).config
-    with machines_of(args, own) as hosts:
+    network_config = config or Source.of(path).config
+    with machines_of(args, network_config) as hosts:
         from mesh_transformer.pod.restarts import LastingCluster
 
         def make() -> "TPUCluster":
-            cluster = build_model(own, hosts(), heartbeat=args.heartbeat, patience=args.patience)
+            cluster = build_model(
+                network_config, hosts(), heartbeat=args.heartbeat, patience=args.patience
+            )
             try:
                 cluster.load(os.fspath(path), only_params=True)
                 if only_generate:

@@ -362,8 +362,8 @@ def test_bad_input_is_one_line_and_nothing_is_left(formats, config, tmp_path):
     refused("do not store a config", "original", original, "native", end)
     refused("--from pickle: expected one of", "pickle", native, "native", end)
     refused("--to pickle: expected one of", "native", native, "pickle", end)
-    refused("--shards goes with --to original", "native", native, "hf", end, "--shards", 4)
-    refused("--trim-vocab goes with --to hf", "native", native, "native", end, "--trim-vocab")
+    refused("--shards requires --to original", "native", native, "hf", end, "--shards", 4)
+    refused("--trim-vocab requires --to hf", "native", native, "native", end, "--trim-vocab")
     refused("--step 10: a Hugging Face folder", "hf", hf, "native", end, "--step", 10)
     refused("has no step_3", "native", native, "hf", end, "--step", 3)
     refused("is another", "native", native / "step_10", "hf", end, "--step", 3)
@@ -488,7 +488,7 @@ def test_a_tokenizer_can_be_named(formats, config, tmp_path, capsys):
     large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"
     refused(large, "native", native, "native", tmp_path / "no", "--tokenizer", "gpt2")
     flags = ("--tokenizer", "gpt2")
-    refused("--tokenizer goes", "native", native, "original", tmp_path / "no", *flags)
+    refused("--tokenizer requires", "native", native, "original", tmp_path / "no", *flags)
 
 
 @pytest.mark.parametrize("given", FORMATS)
@@ -597,7 +597,7 @@ def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
         return found, state
 
     monkeypatch.setattr(conversion, "read", wrong)  # by its module, as `comparison` calls it
-    with pytest.raises(StoppedError, match="its logits are not those of"):
+    with pytest.raises(StoppedError, match="its logits differ from those of"):
         convert("native", tmp_path / "a", "native", tmp_path / "d", "--verify")
 
 
