@@ -447,6 +447,7 @@ def test_collective_rule_finds(source):
         (home_errors, "mesh_transformer/training/step.py", "from google.cloud import tpu_v2"),
         (import_work_errors, "layers", "import jax.numpy as jnp\nONES = jnp.ones(3)"),
         (import_work_errors, "layers", "print('hello')"),
+        (import_work_errors, "layers", "old_names.install()"),
         (text_errors, "README.md", "see `.." + "/shared/DESIGN.md`"),
         (text_errors, "train.py", "open('/" + "home/me/data')"),
     ],
@@ -470,5 +471,6 @@ class Linear:
     assert layering_errors("model.layers", layer) == []
     assert collective_errors("model.layers", layer) == []
     assert import_work_errors("model.layers", layer) == []
+    assert import_work_errors("__init__", "old_names.install()") == []
     assert home_errors("mesh_transformer/checkpoint/native.py", "import orbax.checkpoint") == []
     assert text_errors("README.md", "https://example.org/home/page and data/work/x") == []

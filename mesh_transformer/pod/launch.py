@@ -24,11 +24,18 @@ FIRST_TRIES = 3  # attempts to start the hosts before any has joined
 BATCHES_IN_STORE = 8  # batches in flight, and as many again for validation and sampling
 
 
-def build_model(config: Config, hosts: "list[Host]", **options: Any) -> "TPUCluster":
+def build_model(
+    config: Config, hosts: "list[Host]", *original: object, **options: Any
+) -> "TPUCluster":
     """Return a `TPUCluster` of the config over `hosts`, without weights yet.
 
     `options` are passed to `TPUCluster`.
     """
+    if original or hosts is None or isinstance(hosts, str):
+        raise InputError(
+            "build_model(params, tpu_name, region, preemptible) is build_model(config, hosts) now; "
+            "take hosts from mesh_transformer.pod.launch.tpu_machines, or run train.py --tpu NAME"
+        )
     from mesh_transformer.pod.cluster import TPUCluster
 
     return TPUCluster(config, hosts, **options)
