@@ -1,6 +1,6 @@
 """Load a checkpoint of any number of shards onto any number of devices, and sample from it.
 
-By default, as in the original's example of the same name: GPT-J-6B's 8 shards on one device.
+The defaults follow the original's example of the same name: GPT-J-6B's 8 shards on one device.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
         if getattr(args, flag) < 1:
             raise InputError(f"--{flag} is {getattr(args, flag)}, expected at least 1")
     config = Config.load(args.config)
-    # bf16 parameters, because one device may not have room for f32; so does the original's example.
+    # bf16 parameters, as in the original's example: one device may not have room for f32.
     early_cast = config.dtype == "bfloat16"
     devices = args.devices
     config = config.replace(cores_per_replica=devices, tpu_size=devices, early_cast=early_cast)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def machines_of(
     args: argparse.Namespace, config: Config
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """Return a context that yields a function, which returns the hosts for each new attempt.
+    """Return a context manager for a function that returns the hosts of each new attempt.
 
     `add_host_arguments`' flags decide between a TPU's hosts and local processes.
     """

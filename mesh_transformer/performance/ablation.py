@@ -76,7 +76,10 @@ def variants(config: Config, mesh: Mesh) -> list[Variant]:
 
 
 class OwnSums(Manual):
-    """`Manual` without `fan_out`: JAX casts x to varying over mp separately for each use."""
+    """`Manual` without `fan_out`: JAX casts x to varying over mp for each use separately.
+
+    The gradient of each use then has its own psum.
+    """
 
     def fan_out(self, x: Array) -> Array:
         return x

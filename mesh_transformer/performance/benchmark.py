@@ -275,7 +275,8 @@ def measure_decoding(
     Args:
       bandwidth: memory bandwidth of all devices together in bytes/s, if known.
       prompt: prompt tokens per row.
-      tokens: timed tokens per row, rounded up to whole calls; one more call compiles first.
+      tokens: timed tokens per row, rounded up to whole decode calls; an untimed call before them
+        compiles.
 
     Raises:
       InputError: if prompt and new tokens exceed the config's window.

@@ -53,7 +53,8 @@ def operations(folder: str) -> list[Operation]:
     runs: dict[str, int] = defaultdict(int)
     for line in _lines(jax.profiler.ProfileData.from_file(str(traces[-1]))):
         for name, nanoseconds in _own_times(line):
-            if _CONTAINER.match(name):  # on CPUs its body may run on another thread
+            # On CPUs the body may run on another thread, and is not subtracted then.
+            if _CONTAINER.match(name):
                 continue
             seconds[name] += nanoseconds / 1e9
             runs[name] += 1

@@ -1,6 +1,6 @@
 """Timings of the loader: its throughput compared with tf.data's, and its time to resume.
 
-A set of small records is written and read alternately by the loader and by a bare tf.data
+A set of small records is written, then read alternately by the loader and by a bare tf.data
 pipeline.  The loader is then resumed alternately near the first record and after all records.
 """
 
@@ -34,7 +34,7 @@ def write_index(folder: Path, records: int, seq: int) -> str:
     TFRecord files can be concatenated as bytes, so each file repeats the distinct records.
 
     Raises:
-      InputError: if `records` is not a multiple of the distinct records of all files.
+      InputError: if `records` is not a multiple of `FILES` times the number of distinct records.
     """
     distinct = max(min(DISTINCT, records // FILES), 1)
     if records % (FILES * distinct):

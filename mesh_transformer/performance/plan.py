@@ -35,8 +35,8 @@ from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 
-# Compiler options of `fast`.  They leave the collectives as they are, the peak within 8 percent,
-# and the memory traffic within a factor of 2.
+# Compiler options of `fast`.  They do not change the collectives, change the peak by at most 8
+# percent, and the memory traffic by at most a factor of 2.
 FAST = {"exec_time_optimization_effort": -1.0}
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -261,7 +261,7 @@ def bytes_on_one_device(tree: Any) -> int:
     )
 
 
-STEPS = 64  # decode steps per call; of the program's size, only that of the output depends on it
+STEPS = 64  # decode steps per call; only the size of the output depends on it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _shape(result: dict[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    """Format a fraction of the peak as a percentage."""
+    """Format a fraction of a hardware limit as a percentage; None if the limit is unknown."""
     return "peak unknown" if value is None else f"{value:.1%}"
 
 

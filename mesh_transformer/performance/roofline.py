@@ -21,7 +21,7 @@ FORMULA = (
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bounds of one step's time by `FORMULA`; nothing was run.
+    """Bounds of a step's time and speed by `FORMULA`, without running it.
 
     Bytes, FLOP/s and seconds are per device.
 

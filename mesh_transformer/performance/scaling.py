@@ -193,7 +193,7 @@ def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
 def kept_of_a_layer(config: Config, attention: str) -> int:
     """Return the bytes per token that a device saves for the backward pass of a layer.
 
-    `remat` "full" saves only the layer's input.  "dots" adds the outputs of its input matmuls:
+    `remat` "full" saves only the layer's input.  "dots" adds the outputs of the input matmuls:
     q, k, v and the feed-forward's hidden activations.  "none" adds the attention scores and the
     heads' outputs, or for a kernel its three inputs, its output twice and a sum per row; with
     sharded activations also the gathered input, so that it is not gathered again.
@@ -348,7 +348,7 @@ def sequences_a_step(config: Config) -> int:
 def _by_devices(
     config: Config, generation: str, sequences: int, zeros: Sequence[int]
 ) -> list[list[Paper]]:
-    """Estimate a step with each of `zeros` for each of `DEVICES` that divides the sequences."""
+    """Estimate a step with each of `zeros`, for all `DEVICES` whose dp divides `sequences`."""
     hardware = accelerators.hardware(generation)
     steps = []
     for devices in DEVICES:

@@ -166,7 +166,10 @@ def search(
 def _with_room(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
 ) -> tuple[Paper, Config]:
-    """Return a setting's estimate and the setting, with sharded activations if it needs them."""
+    """Return the estimate of a setting, and the setting.
+
+    Activations are sharded if it is too large otherwise, unless `fixed` decides.
+    """
     paper = on_paper(config, hardware, topology.devices)
     mp = config.cores_per_replica
     unchanged = paper.memory_bytes <= topology.hbm or mp == 1 or config.seq % mp
