@@ -32,16 +32,10 @@ def parse_args() -> argparse.Namespace:
         default=0.8,
         help="sampling temperature; 0 is greedy (default 0.8)",
     )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        help="penalty for tokens that have occurred; 1 is none (default 1)",
-    )
+    penalty = "penalty for tokens that have occurred; 1 is none (default 1)"
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help=penalty)
     parser.add_argument("--stop", help="text that ends an answer")
-    parser.add_argument(
-        "--seed", type=int, help="seed, for a reproducible answer (default: random)"
-    )
+    parser.add_argument("--seed", type=int, help="seed of a reproducible answer (default: random)")
     add_host_arguments(parser, required=False)
     return parser.parse_args()
 

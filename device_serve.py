@@ -14,15 +14,9 @@ from mesh_transformer.util import exit_now, run_script
 
 def parse_args() -> argparse.Namespace:
     parser = model_parser(__doc__)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=5000, help="port to listen on; 0 is any free one (default 5000)"
-    )
-    parser.add_argument(
-        "--api-key-file", help="file of the keys that clients must send, one per line"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="listening address (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=5000, help="port; 0: any free (default 5000)")
+    parser.add_argument("--api-key-file", help="file of keys that clients must send, one per line")
     parser.add_argument("--allow-origin", action="append", help="allowed CORS origin (repeatable)")
     parser.add_argument(
         "--allow-host",
@@ -36,19 +30,11 @@ def parse_args() -> argparse.Namespace:
         ("--rows", 16, "maximum requests served concurrently (default 16)"),
         ("--queue", 256, "maximum waiting requests (default 256)"),
         ("--max-tokens", None, "maximum tokens per answer (default: the model's window)"),
-        (
-            "--stall-seconds",
-            60,
-            "maximum seconds per model call before /health fails (default 60)",
-        ),
+        ("--stall-seconds", 60, "seconds per model call after which /health fails (default 60)"),
     ):
         parser.add_argument(flag, type=positive, default=default, metavar="N", help=description)
-    parser.add_argument(
-        "--drain-seconds",
-        type=int,
-        default=60,
-        help="seconds to finish running requests at shutdown (default 60)",
-    )
+    drain = "seconds to finish running requests at shutdown (default 60)"
+    parser.add_argument("--drain-seconds", type=int, default=60, help=drain)
     add_host_arguments(parser, required=False)
     return parser.parse_args()
 
