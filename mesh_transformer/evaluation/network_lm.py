@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.generation.sampling import EVALUATION, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.util import HostError, InputError, bucket
 
@@ -218,8 +218,11 @@ class _Generation:
         self.length = int(options.get("max_gen_toks", MOST_TOKENS))
         temperature = float(options.get("temperature") or 0)
         sampled = options.get("do_sample", temperature > 0)
-        temp = (temperature or 1.0) if sampled else 0.0
-        top_p, top_k = float(options.get("top_p", 1)), int(options.get("top_k", 0))
+        temp = (temperature or 1.0) if sampled else EVALUATION.temp
+        top_p, top_k = (
+            float(options.get("top_p", EVALUATION.top_p)),
+            int(options.get("top_k", EVALUATION.top_k)),
+        )
         self._sampling = SamplingOptions(top_p, top_k, temp)
 
     def options(self, seed: int) -> SamplingOptions:

@@ -130,6 +130,13 @@ class SamplingOptions:
         return sampler_settings({name: [row[name] for row in rows] for name in RANGES}, len(rows))
 
 
+# The defaults of each surface.
+PYTHON = SamplingOptions()  # of `generate`, and of the original's server
+TERMINAL = SamplingOptions(temp=0.8)
+OPENAI = SamplingOptions(top_p=1.0)
+EVALUATION = SamplingOptions(top_p=1.0, temp=0.0)
+
+
 def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
     return jnp.broadcast_to(jnp.asarray(setting), logits_BV.shape[:1])[:, None]
 

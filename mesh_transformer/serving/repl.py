@@ -11,7 +11,7 @@ import numpy as np
 
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.prompts import check_length
-from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.generation.sampling import TERMINAL, SamplingOptions
 from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.network import Batch, Network
 from mesh_transformer.util import InputError, cache_folder
@@ -37,7 +37,7 @@ class Settings(SamplingOptions):
       InputError: at construction, for a value out of range.
     """
 
-    temp: float = 0.8
+    temp: float = TERMINAL.temp
     length: int = 128
     stop: str | None = None
 

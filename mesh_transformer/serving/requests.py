@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from mesh_transformer.generation.sampling import RANGES
+from mesh_transformer.generation.sampling import OPENAI, PYTHON, RANGES
 from mesh_transformer.util import InputError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -154,8 +154,8 @@ class CompletionRequest(_Asked):
     model: str | None = None
     prompt: Any = "<|endoftext|>"
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = 1.0
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = 1.0
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = OPENAI.temp
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = OPENAI.top_p
     top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
     repetition_penalty: Annotated[Number, Field(ge=PENALTY.least, le=PENALTY.most)] = 1.0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
@@ -183,8 +183,8 @@ class ContextRequest(_Asked):
     """The body of `POST /complete`: the original's three keys, of which two now have defaults."""
 
     context: str
-    top_p: Annotated[Number, Field(ge=0, le=1)] = 0.9
-    temp: Annotated[Number, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[Number, Field(ge=0, le=1)] = PYTHON.top_p
+    temp: Annotated[Number, Field(ge=0, le=100)] = PYTHON.temp
     top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
     length: Annotated[int, Field(ge=1)] | None = None  # the original's 512, or what is allowed
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None

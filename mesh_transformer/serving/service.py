@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.generation.sampling import OPENAI, SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, Spot, Words
 from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngineError
@@ -97,9 +97,9 @@ class Service:
             )
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
         options = SamplingOptions(
-            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_p=OPENAI.top_p if asked.top_p is None else asked.top_p,
             top_k=asked.top_k,
-            temp=1.0 if asked.temperature is None else asked.temperature,
+            temp=OPENAI.temp if asked.temperature is None else asked.temperature,
             repetition_penalty=asked.repetition_penalty,
         )
         completion = Completion(self, asked)
