@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import jax
@@ -179,33 +178,59 @@ def _measured_copy(size: int = 2**28) -> float:
 Tier = Literal["on_demand", "spot", "preemptible"]
 
 
+GIB = 2**30
+
+
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """How a TPU generation is requested from Google Cloud.
+    """A TPU generation: how Google Cloud names it, and what the compiler needs to know about it.
 
     Attributes:
+      cloud_name: the first part of its accelerator types, such as "v5litepod" in "v5litepod-8".
       runtime_version: the TPU software version for JAX.
       units: how much one JAX device adds to the number in an accelerator type.  The number counts
         cores for v3, v4 and v5p; a device is one core on v3, but two on v4 and v5p.
+      dimensions: number of dimensions of the grid that links the chips.
+      devices: JAX devices per chip.
+      hbm: bytes of memory available to a program on one device; the compiler enforces it.
       cheap: the tier whose TPUs Google may reclaim at any time; those of the older "preemptible"
         tier also end after 24 hours.
+      options: further libtpu options for compiling without a TPU.
     """
 
+    cloud_name: str
     runtime_version: str
     units: int
+    dimensions: int
+    devices: int
+    hbm: int
     cheap: Tier = "spot"
+    options: tuple[tuple[str, str], ...] = ()
+
+
+def _gib(number: float) -> int:
+    return int(number * GIB)
 
 
 # Runtime versions are from the JAX table of cloud.google.com/tpu/docs/runtimes, tiers from
 # cloud.google.com/tpu/docs/spot and cloud.google.com/tpu/docs/preemptible.
 GENERATIONS = {
-    "v2": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
-    "v3": Generation("tpu-ubuntu2204-base", 1, "preemptible"),
-    "v4": Generation("tpu-ubuntu2204-base", 2),
-    "v5litepod": Generation("v2-alpha-tpuv5-lite", 1),
-    "v5p": Generation("v2-alpha-tpuv5", 2),
-    "v6e": Generation("v2-alpha-tpuv6e", 1),
+    "v2": Generation("v2", "tpu-ubuntu2204-base", 1, 2, 2, _gib(7.48), "preemptible"),
+    "v3": Generation("v3", "tpu-ubuntu2204-base", 1, 2, 2, _gib(15.48), "preemptible"),
+    "v4": Generation(
+        "v4",
+        "tpu-ubuntu2204-base",
+        2,
+        3,
+        1,
+        _gib(30.75),
+        options=(("chip_config_name", "megacore"),),
+    ),
+    "v5e": Generation("v5litepod", "v2-alpha-tpuv5-lite", 1, 2, 1, _gib(15.75)),
+    "v5p": Generation("v5p", "v2-alpha-tpuv5", 2, 3, 1, _gib(95.74)),
+    "v6e": Generation("v6e", "v2-alpha-tpuv6e", 1, 2, 1, _gib(31.25)),
 }
+CLOUD_GENERATIONS = {generation.cloud_name: generation for generation in GENERATIONS.values()}
 
 
 def accelerator_type(generation: str, devices: int) -> str:
@@ -214,37 +239,8 @@ def accelerator_type(generation: str, devices: int) -> str:
     Raises:
       InputError: if the generation is unknown.
     """
-    generation = {"v5e": "v5litepod"}.get(generation, generation)
-    if generation not in GENERATIONS:
-        known = ", ".join(GENERATIONS)
-        raise InputError(f"TPU generation is {generation!r}, expected one of {known}")
-    return f"{generation}-{devices * GENERATIONS[generation].units}"
-
-
-@dataclass(frozen=True)
-class SliceGeneration:
-    """What the TPU compiler needs to know about a generation to compile without a TPU.
-
-    Attributes:
-      dimensions: number of dimensions of the grid that links the chips.
-      devices: JAX devices per chip.
-      hbm: bytes of memory available to a program on one device.
-      options: further libtpu options for this generation.
-    """
-
-    dimensions: int
-    devices: int
-    hbm: int
-    options: dict[str, str]
-
-
-GIB = 2**30
-# `hbm` is the limit that the compiler itself enforces.
-SLICES = {
-    "v2": SliceGeneration(2, 2, int(7.48 * GIB), {}),
-    "v3": SliceGeneration(2, 2, int(15.48 * GIB), {}),
-    "v4": SliceGeneration(3, 1, int(30.75 * GIB), {"chip_config_name": "megacore"}),
-    "v5e": SliceGeneration(2, 1, int(15.75 * GIB), {}),
-    "v5p": SliceGeneration(3, 1, int(95.74 * GIB), {}),
-    "v6e": SliceGeneration(2, 1, int(31.25 * GIB), {}),
-}
+    known = CLOUD_GENERATIONS | GENERATIONS
+    if generation not in known:
+        names = ", ".join(CLOUD_GENERATIONS)
+        raise InputError(f"TPU generation is {generation!r}, expected one of {names}")
+    return f"{known[generation].cloud_name}-{devices * known[generation].units}"

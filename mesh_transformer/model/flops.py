@@ -5,10 +5,14 @@ gradients of the weights.  The attention term, MFU and HFU follow Chowdhery et a
 appendix B.  In formulas L is the number of layers, H heads, K head size and T sequence length.
 """
 
-from mesh_transformer.config import Config
-from mesh_transformer.model.attention import block_length
+import math
 
-T5_BUCKETS = 32  # buckets of relative distance with pe=t5
+import jax
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.declaration import is_declaration
+from mesh_transformer.model import gptj
+from mesh_transformer.model.attention import block_length
 
 
 def matmul_params(config: Config) -> int:
@@ -26,19 +30,8 @@ def n_params(config: Config) -> int:
 
     Biases that the original copies to every shard count once.
     """
-    width, vocabulary = config.d_model, config.n_vocab
-    if config.block == "gptj":
-        layer_biases = config.d_ff + width
-    else:
-        layer_biases = 3 * config.n_heads * config.d_head + 2 * config.d_ff + width
-    norm = _norm_params(config)
-    positions = {
-        "rotary": 0,
-        "fixed": config.seq * width,
-        "t5": config.n_heads * T5_BUCKETS,
-    }[config.pe]
-    biases = config.layers * layer_biases + width + vocabulary
-    return matmul_params(config) + biases + (config.layers + 1) * norm + positions
+    declared = gptj.declarations(config.merged())
+    return sum(math.prod(d.shape) for d in jax.tree.leaves(declared, is_leaf=is_declaration))
 
 
 def flops_per_token(config: Config) -> int:
@@ -57,11 +50,6 @@ def palm_flops_per_token(config: Config) -> int:
     """
     attention = config.layers * config.n_heads * config.d_head * config.seq
     return flops_per_token(config) + 12 * attention
-
-
-def causal_flops_per_token(config: Config) -> int:
-    """Return 6N + 6 L H K T, with the attention term halved for the causal mask."""
-    return (flops_per_token(config) + palm_flops_per_token(config)) // 2
 
 
 def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
@@ -147,16 +135,3 @@ def _layer_matrices(config: Config) -> int:
     inputs = config.d_model * (3 * attention + halves * config.d_ff)
     outputs = (attention + config.d_ff) * config.d_model
     return inputs + outputs
-
-
-def _norm_params(config: Config) -> int:
-    width = config.d_model
-    return {
-        "layernorm": 2 * width,
-        "layernorm-desync": 2 * width * config.cores_per_replica,
-        "layernorm-nobias": width,
-        "rmsnorm": width,
-        "rmsnorm-bias": 2 * width,
-        "scalenorm": 1,
-        "scalenorm-bias": 2,
-    }[config.norm]

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mesh_transformer.mesh import accelerators
-from mesh_transformer.mesh.accelerators import GENERATIONS, SLICES, Hardware
+from mesh_transformer.mesh.accelerators import GENERATIONS, Hardware
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.util import InputError
 
@@ -44,12 +44,12 @@ class Topology:
     @property
     def devices(self) -> int:
         """Number of JAX devices."""
-        return math.prod(self.grid) * SLICES[self.generation].devices
+        return math.prod(self.grid) * GENERATIONS[self.generation].devices
 
     @property
     def hbm(self) -> int:
         """Bytes that a program may use on one device."""
-        return SLICES[self.generation].hbm
+        return GENERATIONS[self.generation].hbm
 
     def hardware(self, dtype: str) -> Hardware:
         """Return one device's peak and bandwidths; the peak is for bf16, whatever `dtype` is."""
@@ -72,7 +72,7 @@ class Topology:
             return topologies.get_topology_desc(
                 platform="tpu",
                 topology_name=f"{self.generation}:{grid}",
-                **SLICES[self.generation].options,
+                **dict(GENERATIONS[self.generation].options),
             ).devices
         except Exception as error:  # libtpu's errors have no type of their own
             if "libtpu" not in str(error) and "Unable to initialize" not in str(error):
@@ -173,18 +173,17 @@ def topology(name: str) -> Topology:
       InputError: if there is no slice of that name.
     """
     explicit = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
-    if explicit and explicit[1] in SLICES:
+    if explicit and explicit[1] in GENERATIONS:
         return Topology(name, explicit[1], tuple(map(int, explicit[2].split("x"))))
     match = re.fullmatch(r"(v5litepod|\w+)-(\d+)", name)
-    generation = {"v5litepod": "v5e"}.get(match[1], match[1]) if match else ""
-    if match is None or generation not in SLICES:
-        examples = ", ".join(f"{known}-8" for known in SLICES)
+    generation = match[1].replace("v5litepod", "v5e") if match else ""
+    if match is None or generation not in GENERATIONS:
+        examples = ", ".join(f"{known}-8" for known in GENERATIONS)
         raise InputError(
             f"topology is {name!r}, expected a name such as {examples} or v5p:16x16x24"
         )
-    layout = SLICES[generation]
-    units = GENERATIONS["v5litepod" if generation == "v5e" else generation].units
-    chips, rest = divmod(int(match[2]), units * layout.devices)
+    layout = GENERATIONS[generation]
+    chips, rest = divmod(int(match[2]), layout.units * layout.devices)
     grid = _grid(chips, layout.dimensions)
     if rest or grid is None:
         raise InputError(

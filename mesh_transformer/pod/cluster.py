@@ -33,7 +33,7 @@ from mesh_transformer.generation.sampling import RANGES, sampler_settings
 from mesh_transformer.mesh.placement import gathered, places, share
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
-from mesh_transformer.pod.runner import Measured
+from mesh_transformer.pod.runner import FORWARDED, Measured
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -341,6 +341,8 @@ class TPUCluster:
         if self.ended:
             raise HostError(f"the hosts have been ended{self._why}; create a new cluster")
         per_host = arguments or [()] * len(self._actors)
+        if method in FORWARDED:
+            method, per_host = "forward", [(method, *own) for own in per_host]
         try:
             return [
                 getattr(actor, method).remote(*own)

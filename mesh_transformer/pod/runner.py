@@ -57,6 +57,11 @@ def reach_directly(address: str) -> None:
         os.environ[name] = ",".join([*others, address])
 
 
+# Methods of `CausalTransformer` that `NetworkRunner.forward` calls as they are; each process passes
+# and gets its own rows.
+FORWARDED = {"init", "score", "generate", "only_generate", "claim", "save", "wait"}
+
+
 class Measured(NamedTuple):
     """What a host reports about a training step.
 
@@ -159,9 +164,9 @@ class NetworkRunner:
         return self._batch
 
     @_one_line_errors
-    def init(self) -> None:
-        """See `CausalTransformer.init`."""
-        self._started.init()
+    def forward(self, method: str, *arguments: Any) -> Any:
+        """Call one of the `FORWARDED` methods of the network."""
+        return getattr(self._started, method)(*arguments)
 
     @_one_line_errors
     def open_train_set(
@@ -217,18 +222,6 @@ class NetworkRunner:
         return {name: np.asarray(rows) for name, rows in self._started.eval(sample).items()}
 
     @_one_line_errors
-    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """See `CausalTransformer.score`; takes and returns this process's rows."""
-        return self._started.score(tokens, alternatives)
-
-    @_one_line_errors
-    def generate(
-        self, ctx: np.ndarray, ctx_length: np.ndarray, gen_length: int, options: dict[str, Any]
-    ) -> np.ndarray:
-        """See `CausalTransformer.generate`; all processes pass prompts of the same width."""
-        return self._started.generate(ctx, ctx_length, gen_length, options)
-
-    @_one_line_errors
     def batch(self, rows: int) -> None:
         """Create a running batch of `rows` rows of this process; it replaces the previous one."""
         self._batch = None  # first, so that memory never holds two
@@ -278,26 +271,6 @@ class NetworkRunner:
         self._running.release(idle)
         chosen = self._running.decode(steps, alternatives)
         return self._running.left, chosen
-
-    @_one_line_errors
-    def only_generate(self) -> None:
-        """See `CausalTransformer.only_generate`."""
-        self._started.only_generate()
-
-    @_one_line_errors
-    def claim(self, folder: str) -> None:
-        """See `CausalTransformer.claim`."""
-        self._started.claim(folder)
-
-    @_one_line_errors
-    def save(self, folder: str, aux: dict[str, Any] | None) -> None:
-        """See `CausalTransformer.save`; all processes write their parts of one checkpoint."""
-        self._started.save(folder, aux)
-
-    @_one_line_errors
-    def wait(self) -> None:
-        """See `CausalTransformer.wait`."""
-        self._started.wait()
 
     @_one_line_errors
     def leave(self, path: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.mesh.placement import share
-from mesh_transformer.pod.runner import NetworkRunner
+from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
 from mesh_transformer.training.loop import IN_FLIGHT
 from tests.support.multihost import STEPS
 
@@ -46,10 +46,11 @@ def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any
     if name == "eval":
         return runner.eval({key: mine(f"eval_{key}") for key in ("obs", "target")})
     if name == "score":
-        return runner.score(mine("eval_obs"), given)._asdict()
+        return runner.forward("score", mine("eval_obs"), given)._asdict()
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
-        return {"tokens": runner.generate(mine("ctx"), mine("length"), given, options)}
+        arguments = (mine("ctx"), mine("length"), given, options)
+        return {"tokens": runner.forward("generate", *arguments)}
     if name == "blocks":
         samples = [
             {key: mine(f"train_{key}_{step}", axis=1) for key in ("obs", "target")}
@@ -63,10 +64,10 @@ def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any
         folder, last = given
         while (step := runner.network.step) < last:  # type: ignore[union-attr]
             call(runner, facts, batches, "train", step % STEPS)
-            runner.save(folder, {"saved after": step + 1})
-        runner.wait()
+            runner.forward("save", folder, {"saved after": step + 1})
+        runner.forward("wait")
         return {}
-    found = getattr(runner, name)(*given)
+    found = runner.forward(name, *given) if name in FORWARDED else getattr(runner, name)(*given)
     return {"aux": np.asarray(json.dumps(found))} if name == "restore" else {}
 
 

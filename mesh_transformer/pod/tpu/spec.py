@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, get_args
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.accelerators import GENERATIONS, Tier, accelerator_type
+from mesh_transformer.mesh.accelerators import CLOUD_GENERATIONS, Tier, accelerator_type
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class TpuSpec:
         kind = accelerator_type(config.tpu_generation, config.tpu_size)
         tier: Tier = config.tpu_tier
         if preemptible and tier == "on_demand":
-            tier = "spot" if queued else GENERATIONS[kind.split("-")[0]].cheap
+            tier = "spot" if queued else CLOUD_GENERATIONS[kind.split("-")[0]].cheap
         return cls(
             name,
             config.tpu_zone,
@@ -110,8 +110,8 @@ class TpuSpec:
 
     def _check_accelerator(self) -> None:
         match = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]*)", self.accelerator_type)
-        if match and match[1] in GENERATIONS:
-            if int(match[2]) % GENERATIONS[match[1]].units:
+        if match and match[1] in CLOUD_GENERATIONS:
+            if int(match[2]) % CLOUD_GENERATIONS[match[1]].units:
                 raise InputError(
                     f"accelerator type is {self.accelerator_type!r}; a {match[1]} type counts "
                     "cores, two per chip; give an even number"
@@ -120,7 +120,9 @@ class TpuSpec:
         if match and match[1] == "v5e":
             advice = f"the API calls it 'v5litepod-{match[2]}'"
         else:
-            advice = f"give a generation of {', '.join(GENERATIONS)} and a size, such as 'v4-8'"
+            advice = (
+                f"give a generation of {', '.join(CLOUD_GENERATIONS)} and a size, such as 'v4-8'"
+            )
         raise InputError(f"accelerator type is {self.accelerator_type!r}; {advice}")
 
     @property
@@ -131,12 +133,12 @@ class TpuSpec:
     @property
     def devices(self) -> int:
         """Number of JAX devices in the slice, over all its hosts."""
-        return int(self.accelerator_type.split("-")[1]) // GENERATIONS[self.generation].units
+        return int(self.accelerator_type.split("-")[1]) // CLOUD_GENERATIONS[self.generation].units
 
     @property
     def runtime(self) -> str:
         """The runtime version to request."""
-        return self.runtime_version or GENERATIONS[self.generation].runtime_version
+        return self.runtime_version or CLOUD_GENERATIONS[self.generation].runtime_version
 
     def delete_command(self) -> str:
         """Return the command with which the user can delete the TPU, should this program fail."""
