@@ -1,1 +1,1 @@
-"""Tokens after a prompt: sampling, decoding and running batches."""
+"""Text generation: sampling, cached decoding and running batches."""

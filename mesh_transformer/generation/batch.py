@@ -1,4 +1,7 @@
-"""A running batch of prompts on a mesh, for callers that know tokens and rows but no arrays."""
+"""Generation on a mesh: its compiled functions, and running batches of prompts.
+
+Callers pass and receive token ids and row numbers; placement on the devices happens here.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,7 +26,7 @@ from mesh_transformer.util import InputError, bucket
 
 
 def decode_specs(config: Config) -> decode.DecodeState:
-    """The layout of a running batch: rows over dp, heads over mp."""
+    """Return the layout of a `DecodeState`: rows over dp, heads over mp."""
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
     caches = (LayerCache(cache, cache),) * config.layers
@@ -31,7 +34,7 @@ def decode_specs(config: Config) -> decode.DecodeState:
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """A function from params, in any layout, to the weights of the functions below."""
+    """Return a function from parameters, in any layout, to the weights of the functions below."""
     return jax.jit(
         functools.partial(decode.weights_of, config=config),
         out_shardings=named(mesh, decode.weight_specs(config)),
@@ -39,7 +42,7 @@ def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.DecodeState]:
-    """(rows, slots) -> a batch of idle rows."""
+    """Return a function (rows, slots) -> a batch of idle rows."""
     return jax.jit(
         functools.partial(decode.empty, config),
         static_argnums=(0, 1),
@@ -48,13 +51,16 @@ def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.Dec
 
 
 def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
-    """(batch, slots) -> the same batch with more slots."""
+    """Return a function (batch, slots) -> the same batch with more cache slots per row."""
     layout = named(mesh, decode_specs(config))
     return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
 
 
 def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[..., Any]:
-    """(weights, tokens, following) -> what the model thinks of what follows each token."""
+    """Return a function (weights, tokens, following) -> `Chosen`, with the logprobs of `following`.
+
+    See `decode.score`.
+    """
     rows = P("dp")
     function = functools.partial(decode.score, alternatives=alternatives)
     specs = (decode.weight_specs(config), rows, rows)
@@ -62,7 +68,10 @@ def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[...
 
 
 def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
-    """(weights, batch, prompts) -> (batch, what was chosen); the old batch's memory is reused."""
+    """Return a function (weights, batch, prompts) -> (batch, chosen), which donates the old batch.
+
+    See `decode.prefill`.
+    """
     rows, state = P("dp"), decode_specs(config)
     prompts = decode.Prompts(rows, rows, rows, state.settings)
     function = functools.partial(decode.prefill, alternatives=alternatives)
@@ -73,35 +82,41 @@ def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Cal
 def compile_decode(
     config: Config, mesh: Mesh, alternatives: int | None, most: int
 ) -> Callable[..., Any]:
-    """(weights, batch, left, steps) -> (batch, chosen); the old batch's memory is reused."""
+    """Return a function (weights, batch, left, steps) -> (batch, chosen), donating the old batch.
+
+    See `decode.decode`.
+    """
     state = decode_specs(config)
     function = functools.partial(decode.decode, alternatives=alternatives, most=most)
     specs = (decode.weight_specs(config), state, P("dp"), P())
     return compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)
 
 
-SMALLEST_PROMPT = 16  # prompts are padded to this width times a power of two: few compilations
-SMALLEST_CACHE = 256  # as for a prompt; a cache that grows is a new compilation each time
-MOST_STEPS = 32  # in one call of the device
-PREFILL_TOKENS = 4096  # in one call, on one replica: attention's memory is their number times T
+# Prompts are padded to this width times a power of two, so that few programs are compiled.
+SMALLEST_PROMPT = 16
+# Likewise for the slots of a cache: every growth compiles a new program.
+SMALLEST_CACHE = 256
+MOST_STEPS = 32  # per decode call
+# Tokens per prefill call and replica.  Attention's memory grows with this times T.
+PREFILL_TOKENS = 4096
 
 
 class Generator:
     """The compiled functions of generation on a mesh, and the weights that they read.
 
-    The weights are made once from the parameters, in the dtype that is fast here: f32 on CPUs,
-    whose bf16 matmuls are slow, else `config.dtype`.
+    The weights are computed once from the parameters, in a dtype that is fast on the devices: f32
+    on CPUs, whose bf16 matmuls are slow, else `config.dtype`.
     """
 
     def __init__(self, config: Config, mesh: Mesh, rows: Rows):
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        # Weights are whole but for mp, whatever ZeRO makes of the state.
-        own = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
-        self._weights = compile_weights(own, mesh)
-        self.config = own.merged()
+        # The weights are split over mp only, also where ZeRO splits the training state over dp.
+        config = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
+        self._weights = compile_weights(config, mesh)
+        self.config = config.merged()
         self.mesh = mesh
         self.rows = rows
-        self._made: tuple[Any, Weights] | None = None
+        self._made: tuple[Any, Weights] | None = None  # parameters or None, and their weights
         self.empty = compile_empty(self.config, mesh)
         self.grow = compile_grow(self.config, mesh)
         self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
@@ -109,41 +124,48 @@ class Generator:
         self.decode = functools.cache(functools.partial(compile_decode, self.config, mesh))
 
     def weights(self, params: Any | None) -> Weights:
-        """What generation reads of `params`, kept until others are asked for; None: what is kept.
+        """Return the weights of `params`, which are cached until other parameters are passed.
+
+        None returns the cached weights.
 
         Raises:
-          InputError: where there is neither.
+          InputError: if `params` is None and no weights are cached.
         """
         if params is None and self._made is None:
             raise InputError("the model has no weights yet; restore or load a checkpoint first")
         if self._made is None or (params is not None and self._made[0] is not params):
-            self._made = None  # first, so that no memory holds two
+            self._made = None  # first, so that the old and new weights are never both in memory
             self._made = (params, self._weights(params))
         return self._made[1]
 
     def keep(self, params: Any) -> None:
-        """Makes the weights of `params` and does not hold on to `params` themselves."""
+        """Cache the weights of `params` without a reference to `params`, which may then be freed.
+
+        `forget` does not drop these weights.
+        """
         self._made = (None, self.weights(params))
 
     def forget(self) -> None:
-        """Lets the weights of parameters go that are about to change, and their memory."""
+        """Drop the cached weights, and free their memory, because their parameters will change."""
         if self._made is not None and self._made[0] is not None:
             self._made = None
 
     def score(self, params: Any, tokens: np.ndarray, alternatives: int) -> Chosen:
         """See `CausalTransformer.score`."""
         if tokens.shape[1] < 2:
-            raise InputError(f"score: tokens is {tokens.shape}, expected 2 or more in each row")
+            raise InputError(
+                f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
+            )
         placed = self.rows.place(self.rows.pad(tokens), P("dp"))
         scored = self._score(alternatives)(self.weights(params), placed[:, :-1], placed[:, 1:])
         return jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
 
     def batch(self, params: Any, rows: int) -> "Batch":
-        """A batch of `rows` idle rows of this process, a multiple of its replicas."""
+        """Return a batch of `rows` idle rows of this process, a multiple of its replicas."""
         if rows < 1 or rows % len(self.rows.replicas):
             raise InputError(
-                f"generate: a batch of {rows} rows, expected a multiple of the "
-                f"{len(self.rows.replicas)} replicas here"
+                f"generate: the batch has {rows} rows, expected a multiple of this process's "
+                f"{len(self.rows.replicas)} replicas"
             )
         return Batch(self, self.weights(params), rows)
 
@@ -164,26 +186,27 @@ class Generator:
         batch = self.batch(params, replicas * bucket(-(-count // replicas), 1))
         longest = None
         if not self.rows.alone:
-            # What is compiled follows from the longest: all processes know it from their T alone.
+            # All processes must compile for the same sizes.  They have the same T, so it stands
+            # for the length of the longest prompt, which only one of them may have.
             longest = tokens.shape[1]
             batch.reserve(longest + gen_length)
         first = batch.insert(range(count), prompts, gen_length, settings, longest=longest)
-        found, made = [first.token[:, None]], 1
-        while made < gen_length:
-            found.append(batch.decode(min(gen_length - made, MOST_STEPS)).token[:count])
-            made += found[-1].shape[1]
-        return np.concatenate(found, axis=1)
+        parts, generated = [first.token[:, None]], 1
+        while generated < gen_length:
+            parts.append(batch.decode(min(gen_length - generated, MOST_STEPS)).token[:count])
+            generated += parts[-1].shape[1]
+        return np.concatenate(parts, axis=1)
 
 
 class Batch:
-    """Rows that generate side by side; each has its own prompt, settings and end.
+    """Rows that generate side by side, each with its own prompt, settings and length.
 
-    A row's tokens depend on its own prompt, settings and seed alone.  Several processes make the
-    same calls, each for its own rows.
+    A row's tokens depend only on its own prompt, settings and seed.  With several processes, all
+    of them make the same calls, each for its own rows.
 
     Attributes:
-      rows: how many rows there are here, as many of each replica.
-      left: how many tokens each row may still have.
+      rows: number of rows in this process, the same number for each of its replicas.
+      left: number of tokens that each row may still generate, int32 [rows].
     """
 
     def __init__(self, generator: Generator, weights: Weights, rows: int):
@@ -200,9 +223,10 @@ class Batch:
         )
 
     def reserve(self, positions: int) -> None:
-        """Makes room for so many positions in each row, the window at most.
+        """Make room for `positions` positions in each row, or for the window if that is smaller.
 
-        It happens by itself as rows fill, except where other processes' rows decide too.
+        `insert` and `decode` do this for this process's rows.  All processes need the same size,
+        so with several of them the caller must reserve the maximum over all of their rows first.
         """
         slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
         if slots > self._state.slots:
@@ -219,52 +243,59 @@ class Batch:
         longest: int | None = None,
         most: int | None = None,
     ) -> Chosen:
-        """Puts prompts into `rows`, in place of what is there, and chooses a token for each.
+        """Put prompts into `rows`, replacing their contents, and choose a token for each prompt.
 
         Args:
-          prompts: token ids, one array each; of more than `config.window` the last are used.
-          lengths: how many tokens each may have, the one that is chosen now included.
-          settings: one value a prompt.
-          alternatives: how many of the likeliest tokens to tell, with logprobs (None: neither).
-          longest: of several processes, the longest prompt that any of them gives.
-          most: of several processes, how many prompts any of them gives to one replica at most;
-            one may give none (default: all give as many to each replica).
+          prompts: one array of token ids per prompt.  Only the last `config.window` are used.
+          lengths: number of tokens to generate per prompt, including the one chosen by this call.
+          settings: one value per prompt.
+          alternatives: number of most likely tokens to return, with logprobs; None returns neither
+            these tokens nor any logprobs.
+          longest: with several processes, the length of the longest prompt in any of them.
+          most: with several processes, the largest number of prompts that any of them gives to one
+            replica; a process may then give none.  Default: this process's own largest number,
+            which must then be the same in all processes.
 
         Returns:
-          One token a prompt, as numpy arrays.
+          One token per prompt, as numpy arrays.
 
         Raises:
-          InputError: for an empty prompt, tokens outside the vocabulary, or with pe fixed for
-            more tokens than it has positions.
+          InputError: for an empty prompt, for tokens outside the vocabulary, or if pe is fixed and
+            has fewer positions than there are tokens in prompt and answer.
         """
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
         width = bucket(min(longest or length.max(), window), SMALLEST_PROMPT, window)
         self.reserve(width)
-        # The last is no prompt: it stands in the places that have none.
+        # The last row is a dummy prompt, for the empty places of a call.
         tokens = np.zeros((len(texts) + 1, width), np.uint32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
         local = np.asarray(rows, np.int32) % (self.rows // self._replicas)
-        given = Prompts(
+        with_dummy = Prompts(
             tokens,
             np.append(length, np.int32(1)),
-            np.append(local, np.int32(self.rows)),  # beyond all rows: nowhere
+            np.append(local, np.int32(self.rows)),  # out of range, so that it is not written
             jax.tree.map(lambda x: np.append(x, x.dtype.type(1)), settings),
         )
         groups = self._groups(rows, width, most)
-        found = [self._prefill(group, given, alternatives) for group in groups]
+        results = [self._prefill(group, with_dummy, alternatives) for group in groups]
         self._length[list(rows)], self.left[list(rows)] = length, left - 1
         places = np.concatenate(groups)
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
-        return jax.tree.map(lambda *each: np.concatenate(each)[order], *found)
+        return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
-        """Makes rows idle whose texts have ended early: they take no more tokens."""
+        """Make rows idle whose texts have ended early; they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
 
     def _groups(self, rows: Sequence[int], width: int, most: int | None) -> list[np.ndarray]:
-        """Which prompts each call takes, as many places for each replica; -1: an empty place."""
+        """Divide the prompts over prefill calls.
+
+        Returns:
+          The indices of each call's prompts, in the order of the replicas and the same number for
+          each replica.  -1 marks an empty place.
+        """
         replica = np.asarray(rows) // (self.rows // self._replicas)
         queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
         most = most or max(map(len, queues))
@@ -274,31 +305,37 @@ class Batch:
             place[: len(queue)] = queue
         return [part.reshape(-1) for part in np.split(places, places.shape[1] // size, axis=1)]
 
-    def _prefill(self, group: np.ndarray, given: Prompts, alternatives: int | None) -> Chosen:
-        taken = jax.tree.map(lambda x: x[group], given)
+    def _prefill(self, group: np.ndarray, prompts: Prompts, alternatives: int | None) -> Chosen:
+        """Prefill the prompts with indices `group` in one call."""
         generator = self._generator
-        placed = generator.rows.place(taken, P("dp"))
+        placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
         self._state, chosen = generator.prefill(alternatives)(self._weights, self._state, placed)
         return self._fetched(chosen)
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """`steps` more tokens in every row that has so many left, at most `MOST_STEPS`.
+        """Generate `steps` more tokens in every row, or fewer in rows with fewer left.
+
+        Args:
+          steps: from 1 to `MOST_STEPS`.
+          alternatives: as for `insert`.
 
         Returns:
-          As numpy arrays [rows, steps, ...]; what stands beyond a row's end means nothing.
+          Numpy arrays [rows, steps, ...]; values beyond a row's end are meaningless.
         """
         if not 1 <= steps <= MOST_STEPS:
             raise InputError(f"generate: decode of {steps} tokens, expected 1 to {MOST_STEPS}")
         ahead = np.minimum(self.left, steps)
         self.reserve(int((self._length + ahead).max()))
         run = self._generator.decode(alternatives, MOST_STEPS)
-        left = self._generator.rows.place(self.left.copy(), P("dp"))  # which may not copy it
+        # `place` may share memory with its argument, and `left` changes below.
+        left = self._generator.rows.place(self.left.copy(), P("dp"))
         self._state, chosen = run(self._weights, self._state, left, np.int32(steps))
         self._length += ahead
         self.left -= ahead
         return jax.tree.map(lambda x: x[:, :steps], self._fetched(chosen))
 
     def _fetched(self, chosen: Chosen) -> Chosen:
+        """Return this process's rows as numpy arrays."""
         rows = self._generator.rows
-        here = chosen.token.shape[0] // rows.dp * self._replicas
-        return jax.tree.map(lambda x: np.asarray(rows.fetch(x, here)), chosen)
+        count = chosen.token.shape[0] // rows.dp * self._replicas
+        return jax.tree.map(lambda x: np.asarray(rows.fetch(x, count)), chosen)

@@ -1,11 +1,11 @@
-"""Cached generation as pure functions: rows of a running batch, each at its own position.
+"""Cached generation as pure functions on a running batch, each of whose rows has its own position.
 
-A row's keys and values stand in a ring of S slots, position p in slot p mod S; so past the window
-the oldest gives way.  A new row comes in by `prefill`, while the others stand still; `decode` lets
-all rows advance.  Layers are unrolled here, each with its own arrays: what a loop over stacked
-arrays slices out, it copies.
+A row's keys and values are stored in a ring buffer of S slots, position p in slot p mod S, so that
+beyond the window a new position overwrites the oldest.  `prefill` inserts prompts while the other
+rows wait, and `decode` advances all rows.  The layers are unrolled here, each with its own arrays,
+because a loop over stacked arrays would copy the slice of each layer.
 
-Array names end in their shape: B rows of the batch, P rows that come in, T prompt, S slots,
+Array names end in their shape: B rows of the batch, P inserted prompts, T prompt, S slots,
 D model, H heads, K head size, V vocabulary, M tokens of one call, N alternatives.
 """
 
@@ -31,54 +31,58 @@ from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
 
 Weights = dict[str, Any]
-MATRICES = ("layers", "proj")  # the parts whose matrices 8 bits can hold
-# Of rows without a text: greedy, which takes the least time, and penalizes nothing.
+MATRICES = ("layers", "proj")  # the modules whose matrices `int8_weights` quantizes
+# The settings of idle rows: greedy, which is the fastest, and without a repetition penalty.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 
 
 class Prompts(NamedTuple):
-    """What comes into a batch; left-aligned, what stands behind a prompt is never seen."""
+    """Prompts to insert into a batch, left-aligned; the padding behind a prompt is ignored."""
 
     tokens_PT: Any
     length_P: Any
-    row_P: Any  # where each goes, among this program's rows; beyond them: nowhere
+    row_P: Any  # each prompt's row, among the rows this program sees; if out of range: dropped
     settings: SamplerSettings
 
 
 class Chosen(NamedTuple):
-    """Chosen tokens, and where asked for what the model thought of them (not of the settings)."""
+    """Chosen tokens and, if requested, the logprobs of the model, before any sampling settings."""
 
     token: Any  # [B], or [B, M]
-    logprob: Any = None  # of that token, in nats
-    top_token: Any = None  # the likeliest tokens, [..., N]
-    top_logprob: Any = None
+    logprob: Any = None  # of `token`, in nats
+    top_token: Any = None  # the most likely tokens, [..., N]
+    top_logprob: Any = None  # of `top_token`, in nats
 
 
 class DecodeState(NamedTuple):
-    """A batch of rows in the midst of generation."""
+    """The state of a running batch."""
 
-    caches: tuple[LayerCache, ...]  # one a layer
-    length_B: Any  # tokens in the cache: the position of the pending one
-    token_B: Any  # chosen, but not yet in the cache
-    made_B: Any  # tokens chosen so far
-    seen_BV: Any  # which tokens the row's text has, prompt included
+    caches: tuple[LayerCache, ...]  # one per layer
+    length_B: Any  # number of tokens in the cache, which is the position of the pending token
+    token_B: Any  # the pending token: chosen, but not yet in the cache
+    made_B: Any  # number of tokens chosen so far
+    seen_BV: Any  # whether the row's prompt or answer contains the token
     settings: SamplerSettings
 
     @property
     def slots(self) -> int:
-        """S: how many positions a row has room for."""
+        """S, the number of positions that each row has room for."""
         return self.caches[0].v_BHSK.shape[2]
 
 
 def weights_of(params: gptj.Params, config: Config) -> Weights:
-    """The parameters in the type and the arrays that generation reads, without adapters."""
+    """Return the weights that generation reads.
+
+    These are the parameters with the layers unstacked and any adapters merged, in `config.dtype`;
+    with `int8_weights` the matrices of `MATRICES` are quantized.
+    """
     declared = weight_declarations(config)
 
-    def one(layer: int) -> Any:
+    def unstacked(layer: int) -> Any:
         modules = jax.tree.map(lambda x: x[layer], params["layers"])
         return lora.merged(modules, config.lora_scale) if config.lora_rank else modules
 
-    weights = params | {"layers": tuple(one(layer) for layer in range(config.layers))}
+    weights = params | {"layers": tuple(unstacked(layer) for layer in range(config.layers))}
     if not config.int8_weights:
         return jax.tree.map(lambda x: x.astype(config.dtype), weights)
     in_8_bits = {name: int8.quantize(weights[name], declared[name]) for name in MATRICES}
@@ -87,14 +91,14 @@ def weights_of(params: gptj.Params, config: Config) -> Weights:
 
 
 def weight_declarations(config: Config) -> Weights:
-    """What each array of `weights_of` declares, but for its type."""
+    """Return the declarations of the arrays of `weights_of`, as they are before quantization."""
     declared = gptj.declarations(config.merged())
-    one = map_declared(lambda d: d.unstack(), declared["layers"])
-    return declared | {"layers": (one,) * config.layers}
+    layer = map_declared(lambda d: d.unstack(), declared["layers"])
+    return declared | {"layers": (layer,) * config.layers}
 
 
 def weight_specs(config: Config) -> Weights:
-    """The layouts of `weights_of`."""
+    """Return the layouts of the result of `weights_of`."""
     declared = weight_declarations(config)
     specs = map_declared(lambda d: d.spec, declared)
     if not config.int8_weights:
@@ -103,7 +107,7 @@ def weight_specs(config: Config) -> Weights:
 
 
 def empty(config: Config, rows: int, slots: int) -> DecodeState:
-    """A batch of `rows` idle rows; all of it global: jit it with the layout you want."""
+    """Return a batch of `rows` idle rows, as global arrays; choose their layout when jitting."""
     shape = (rows, config.n_heads, slots, config.d_head)
 
     def zeros(dtype: Any = jnp.int32) -> Array:
@@ -123,9 +127,13 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 
 
 def grow(state: DecodeState, slots: int) -> DecodeState:
-    """The same rows with room for `slots` positions; no row may have passed the old end."""
-    more = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
-    return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, more), state.caches))
+    """Return the same rows with room for `slots` positions.
+
+    No row may be longer than its old slots: positions that wrapped around would be in the wrong
+    slots of the larger ring.
+    """
+    padding = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
+    return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches))
 
 
 def _forward(
@@ -136,7 +144,10 @@ def _forward(
     config: Config,
     par: Parallel,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """The residual stream x_BTD before the last norm, and each layer's cache (see the layer)."""
+    """Return the residual stream x_BTD before the final norm, and each layer's cache.
+
+    Without `caches`, the returned ones are the keys and values of `tokens_BT`.
+    """
     parts = gptj.transforms(config, par)
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
     filled = []
@@ -157,6 +168,7 @@ def _context(
     config: Config,
     par: Parallel,
 ) -> Context:
+    """Return the layers' context, with the bias that masks keys and adds relative positions."""
     bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
     if config.pe == "t5":
         relative = gptj.transforms(config, par)["relative"]
@@ -165,18 +177,19 @@ def _context(
 
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Over the vocabulary that this program holds."""
-    whole = int8.restore(weights["proj"], config.dtype, x_BTD)
-    return gptj.transforms(config, par)["proj"].apply(whole, x_BTD)
+    """Return the logits over the part of the vocabulary that this program holds."""
+    projection = int8.restore(weights["proj"], config.dtype, x_BTD)
+    return gptj.transforms(config, par)["proj"].apply(projection, x_BTD)
 
 
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Of the only position of x, over the whole vocabulary, on every device."""
+    """Return the logits [B, V] of x's only position, over the whole vocabulary on every device."""
     logits_BTV = _own_logits(weights, x_BTD, config, par)
     return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
 
 
-def _say(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
+def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
+    """Return the tokens, with logprobs unless `alternatives` is None."""
     if alternatives is None:
         return Chosen(token_B)
     log_sum_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
@@ -194,16 +207,17 @@ def score(
     config: Config,
     par: Parallel,
 ) -> Chosen:
-    """What the model thinks of the token that follows each of `tokens`, [B, T]; nothing is chosen.
+    """Return the logprobs [B, T] of the tokens `following` each of `tokens`, and alternatives.
 
-    No device sees more of the logits than its own part of the vocabulary.
+    `Chosen.token` is `following`.  Each device computes only its own part of the vocabulary's
+    logits; no device holds all of them.
     """
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
     context = _context(weights, positions_1T, positions_1T, None, config, par)
     x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
     logits_BTV = _own_logits(weights, x_BTD, config, par)
     loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
-    # The likeliest of each part, then the likeliest of those.
+    # The most likely tokens of each part of the vocabulary, then the most likely of those.
     top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
     token_BTN = par.gather(token_BTN + par.rank() * logits_BTV.shape[-1])
     top_BTN, at_BTN = jax.lax.top_k(par.gather(top_BTN), alternatives)
@@ -220,22 +234,25 @@ def prefill(
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """Puts prompts into rows of the batch, in place of what was there, and chooses a token each.
+    """Put prompts into rows of the batch, replacing their contents, and choose a token for each.
 
     Args:
-      alternatives: how many of the likeliest tokens to tell, with logprobs; None for no logprobs.
+      alternatives: number of most likely tokens to return, with logprobs; None for no logprobs.
+
+    Returns:
+      The new state and the chosen tokens [P].
     """
     tokens_PT, length_P, row_P, settings = prompts
     count, width = tokens_PT.shape
     positions_PT = jnp.arange(width)[None]
     context = _context(weights, positions_PT, positions_PT, None, config, par)
-    x_PTD, new = _forward(weights, tokens_PT, context, None, config, par)
+    x_PTD, new_caches = _forward(weights, tokens_PT, context, None, config, par)
 
-    def put(rows: Array, values: Array, *at: Any) -> Array:
-        return rows.at[(row_P, *at)].set(values, mode="drop")
+    def put(rows: Array, values: Array, *index: Any) -> Array:
+        return rows.at[(row_P, *index)].set(values, mode="drop")
 
-    here = (slice(None), slice(width))
-    caches = jax.tree.map(lambda cache, x: put(cache, x, *here), state.caches, new)
+    first_slots = (slice(None), slice(width))
+    caches = jax.tree.map(lambda old, new: put(old, new, *first_slots), state.caches, new_caches)
     last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1)[:, None, None], axis=1)
     logits_PV = _logits(weights, last_PTD, config, par)
 
@@ -254,40 +271,40 @@ def prefill(
         put(state.seen_BV, seen_PV),
         jax.tree.map(put, state.settings, settings),
     )
-    return state, _say(logits_PV, token_P, alternatives)
+    return state, _chosen(logits_PV, token_P, alternatives)
 
 
 def _step(
     weights: Weights,
     state: DecodeState,
-    goes_B: Array,
+    active_B: Array,
     alternatives: int | None,
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """The pending tokens into the cache, and one more chosen in each row that goes on."""
+    """Write the pending tokens into the cache, and choose the next token of each active row."""
     last_B1 = state.length_B[:, None]
     slots_1S = jnp.arange(state.slots)[None]
-    # The newest position in each slot that is not past the pending token's; negative: none.
+    # The position that each slot holds: the newest up to the pending token's, negative if none.
     key_positions_BS = last_B1 - (last_B1 - slots_1S) % state.slots
     slot_B = state.length_B % state.slots
     context = _context(weights, last_B1, key_positions_BS, slot_B, config, par)
     x_BTD, caches = _forward(weights, state.token_B[:, None], context, state.caches, config, par)
     logits_BV = _logits(weights, x_BTD, config, par)
-    # The settings of an idle row must not make the others wait.
-    settings = jax.tree.map(lambda x, idle: jnp.where(goes_B, x, idle), state.settings, IDLE)
+    # The settings of idle rows must not slow down the others.
+    settings = jax.tree.map(lambda x, idle: jnp.where(active_B, x, idle), state.settings, IDLE)
     token_B = choose(logits_BV, settings, state.made_B, state.seen_BV)
-    token_B = jnp.where(goes_B, token_B, state.token_B)
-    one_B = goes_B.astype(jnp.int32)
+    token_B = jnp.where(active_B, token_B, state.token_B)
+    added_B = active_B.astype(jnp.int32)
     state = DecodeState(
         caches,
-        state.length_B + one_B,
+        state.length_B + added_B,
         token_B,
-        state.made_B + one_B,
+        state.made_B + added_B,
         state.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
         state.settings,
     )
-    return state, _say(logits_BV, token_B, alternatives)
+    return state, _chosen(logits_BV, token_B, alternatives)
 
 
 def decode(
@@ -300,14 +317,15 @@ def decode(
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """`steps` more tokens (at most `most`) in every row that has so many left.
+    """Generate `steps` more tokens in every row, or fewer in rows with fewer left.
 
     Args:
-      left_B: how many tokens each row may still have, int32; a row with none stands still.
+      left_B: number of tokens that each row may still generate, int32; rows with 0 are idle.
+      steps: at most `most`; unlike `most` it may be traced.
+      alternatives: as for `prefill`.
 
     Returns:
-      The new state and the tokens [B, most]; only the first `steps` of a row, and of them as many
-      as it had left, mean anything.
+      The new state and the tokens [B, most]; in each row only the first min(steps, left) are valid.
     """
     shapes = jax.eval_shape(
         lambda s: _step(weights, s, left_B > 0, alternatives, config, par)[1], state
@@ -317,9 +335,9 @@ def decode(
         shapes,
     )
 
-    def body(at: Array, carry: tuple[DecodeState, Chosen]) -> tuple[DecodeState, Chosen]:
+    def body(step: Array, carry: tuple[DecodeState, Chosen]) -> tuple[DecodeState, Chosen]:
         state, chosen = carry
-        state, new = _step(weights, state, left_B > at, alternatives, config, par)
-        return state, jax.tree.map(lambda all_, one: all_.at[:, at].set(one), chosen, new)
+        state, new = _step(weights, state, left_B > step, alternatives, config, par)
+        return state, jax.tree.map(lambda buffer, x: buffer.at[:, step].set(x), chosen, new)
 
     return jax.lax.fori_loop(0, steps, body, (state, chosen))

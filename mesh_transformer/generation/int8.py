@@ -1,7 +1,7 @@
-"""Weights as 8-bit integers with a scale for each output column: a quarter of f32's memory.
+"""Weights as 8-bit integers with one scale per output column, in a quarter of the memory of f32.
 
-For generation alone.  A weight moves by at most 1/254 of the largest of its column; sums, norms,
-biases, embeddings and the cache stay as they are.
+For generation only.  A weight changes by at most 1/254 of the largest magnitude in its column.
+Sums, norms, biases, embeddings and the cache keep their precision.
 """
 
 from typing import Any, NamedTuple
@@ -17,22 +17,25 @@ LARGEST = 127
 
 
 class Int8(NamedTuple):
-    """A matrix (or its layout): `value` times `scale`, which has 1 in place of the input axis."""
+    """A quantized matrix, or its layout: `value` times `scale`, whose input axis has size 1."""
 
     value: Any
     scale: Any
 
 
 def _input_axis(declared: Declaration) -> int:
-    """Along which axis of a matrix its inputs run."""
-    # Those of a head group's output matrix stand beside the groups, [H, C, D].
+    """Return the axis of a matrix along which its inputs run."""
+    # An output matrix by head groups is [H, C, D]: groups, inputs of a group, outputs.
     return 1 if len(declared.shape) == 3 and declared.spec[0] == "mp" else 0
 
 
 def quantize(weights: Any, declared: Any) -> Any:
-    """A tree of matrices as `Int8`; of what decay does not apply to, nothing changes."""
+    """Quantize a tree of matrices to `Int8`.
 
-    def one(d: Declaration, w: Array) -> Array | Int8:
+    Parameters without weight decay (norms, biases) are returned unchanged.
+    """
+
+    def quantized(d: Declaration, w: Array) -> Array | Int8:
         if not d.decay:
             return w
         w = w.astype(jnp.float32)
@@ -40,33 +43,33 @@ def quantize(weights: Any, declared: Any) -> Any:
         scale = jnp.where(scale == 0, 1, scale)
         return Int8(jnp.round(w / scale).astype(jnp.int8), scale)
 
-    return map_declared(one, declared, weights)
+    return map_declared(quantized, declared, weights)
 
 
 def layout(declared: Any) -> Any:
-    """The layouts of what `quantize` gives."""
+    """Return the layouts of the result of `quantize`."""
 
-    def one(d: Declaration) -> P | Int8:
+    def spec_of(d: Declaration) -> P | Int8:
         if not d.decay:
             return d.spec
         axis = _input_axis(d)
         return Int8(d.spec, P(*(None if i == axis else name for i, name in enumerate(d.spec))))
 
-    return map_declared(one, declared)
+    return map_declared(spec_of, declared)
 
 
 def restore(weights: Any, dtype: Any, after: Array) -> Any:
-    """The matrices again, at the point of use; a tree without `Int8` is itself.
+    """Dequantize matrices where they are used; a tree without `Int8` is returned unchanged.
 
     Args:
-      after: what is computed before.  Without a value that seems to depend on it, the compiler
-        would restore all layers at once, before the loop over tokens, and keep them.
+      after: a value computed earlier, on which the result is made to depend.  Otherwise the
+        compiler would dequantize all layers before the loop over tokens, and keep them in memory.
     """
-    nothing = (0 * after.ravel()[0]).astype(jnp.int8)
+    zero = (0 * after.ravel()[0]).astype(jnp.int8)
 
-    def one(w: Array | Int8) -> Array:
+    def restored(w: Array | Int8) -> Array:
         if not isinstance(w, Int8):
             return w
-        return ((w.value + nothing).astype(jnp.float32) * w.scale).astype(dtype)
+        return ((w.value + zero).astype(jnp.float32) * w.scale).astype(dtype)
 
-    return jax.tree.map(one, weights, is_leaf=lambda node: isinstance(node, Int8))
+    return jax.tree.map(restored, weights, is_leaf=lambda node: isinstance(node, Int8))

@@ -1,4 +1,4 @@
-"""Prompts and their sampling settings, checked before they reach a device."""
+"""Checks of prompts and answer lengths, made before they reach a device."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from mesh_transformer.util import InputError
 
 
 def check_length(gen_length: int) -> None:
-    """Raises InputError where no token is asked for."""
+    """Raise InputError unless at least one token is to be generated."""
     if gen_length < 1:
         raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
 
@@ -18,26 +18,36 @@ def check_length(gen_length: int) -> None:
 def check_prompts(
     ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts [B, T] and their lengths [B] as numpy arrays, checked in all but their tokens.
+    """Return prompts [B, T] and their lengths [B] as numpy arrays.
+
+    Checks everything but the token ids, which `check_texts` checks.
 
     Raises:
-      InputError: where shapes do not fit, a prompt is empty, or nothing is to be generated.
+      InputError: if the shapes do not match, a length is not from 1 to T, or `gen_length` is less
+        than 1.
     """
     tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
     if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
         raise InputError(
-            f"generate: ctx {tokens.shape}, ctx_length {length.shape}, expected [B, T] and [B]"
+            f"generate: ctx has shape {tokens.shape} and ctx_length {length.shape}, expected "
+            "[B, T] and [B]"
         )
     check_length(gen_length)
     if length.min() < 1 or length.max() > tokens.shape[1]:
-        raise InputError("generate: an empty prompt, or a length beyond ctx; give 1 to T tokens")
+        raise InputError(
+            f"generate: ctx_length has values from {length.min()} to {length.max()}, expected "
+            f"1 to {tokens.shape[1]}, the width of ctx"
+        )
     return tokens, length
 
 
 def check_texts(
     config: Config, prompts: Sequence[np.ndarray], lengths: ArrayLike
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """The last window of each prompt, its length, and how many tokens it may have; all checked.
+    """Return the last window of each prompt, its length, and the length of its answer.
+
+    Args:
+      lengths: number of tokens to generate for each prompt, or for all of them.
 
     Raises:
       InputError: see `Batch.insert`.
@@ -46,12 +56,13 @@ def check_texts(
     for text in texts:
         if not np.issubdtype(text.dtype, np.integer) or text.ndim != 1 or not len(text):
             raise InputError(
-                f"generate: a prompt is {text.dtype} {text.shape}, expected token ids [T]"
+                f"generate: a prompt has dtype {text.dtype} and shape {text.shape}, expected "
+                "token ids [T], integer and not empty"
             )
         if text.min() < 0 or text.max() >= config.n_vocab:
             raise InputError(
-                f"generate: ctx holds token id {max(text.max(), -text.min())}, outside the "
-                f"vocabulary of n_vocab {config.n_vocab}"
+                f"generate: a prompt holds token id {max(text.max(), -text.min())}, outside the "
+                f"vocabulary (n_vocab is {config.n_vocab})"
             )
     length = np.array([len(text) for text in texts], np.int32)
     left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
@@ -59,7 +70,7 @@ def check_texts(
         check_length(own)
         if config.pe == "fixed" and total > config.seq:
             raise InputError(
-                f"generate: {total} tokens in all, but pe fixed has positions for seq "
-                f"{config.seq}; shorten the prompt or the answer"
+                f"generate: prompt and answer have {total} tokens, but pe fixed has only "
+                f"{config.seq} positions (seq); shorten the prompt or the answer"
             )
     return texts, length, left

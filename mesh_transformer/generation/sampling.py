@@ -1,8 +1,8 @@
-"""From logits to tokens: temperature, nucleus (top-p) and top-k, each set per row.
+"""Sampling of tokens from logits, with temperature, nucleus (top-p) and top-k set per row.
 
-Glossary: B batch (rows that know nothing of each other), V vocabulary.
+Array names end in their shape: B batch (independent rows), V vocabulary.
 
-Settings are scalars or [B], and may be traced: one compilation serves every request.
+Settings are scalars or [B], and may be traced, so that one compiled program serves every request.
 """
 
 import dataclasses
@@ -19,16 +19,17 @@ from jax.typing import ArrayLike
 
 from mesh_transformer.util import InputError
 
-REMOVED = -1e10  # the logit of a removed token; finite, so that no row can turn into NaN
-LARGEST = 1e30  # logits are clipped to this: differences and quotients of them stay finite
-GREEDY_BELOW = 1e-6  # temperatures under this take the likeliest token
-# Redraws of a token outside the nucleus.  Each halves, on average, the probability ranked above the
-# draw: of 50,000 tokens, fewer than one row in 1e25 still needs another.
+REMOVED = -1e10  # logit of a removed token; finite, so that no row can become NaN
+# Logits are clipped to this magnitude, so that their differences and quotients stay finite.
+LARGEST = 1e30
+GREEDY_BELOW = 1e-6  # lower temperatures take the most likely token
+# Rounds of rejection sampling from the nucleus.  Each redraw halves, on average, the probability
+# ranked above the draw: with 50,000 tokens, fewer than one row in 1e25 needs more rounds.
 MOST_ROUNDS = 64
 
 
 class Range(NamedTuple):
-    """What one sampling setting may be: its type on the device, default and bounds, inclusive."""
+    """The dtype (on the device), default and inclusive bounds of a sampling setting."""
 
     dtype: Any
     default: Any
@@ -47,16 +48,17 @@ RANGES = {
     "top_p": Range(np.float32, 0.9, 0.0, F32_MAX),
     "top_k": Range(np.int32, 0, 0, 2**31 - 1),
     "temp": Range(np.float32, 1.0, 0.0, F32_MAX),
-    # Beyond these the quotient of a logit could overflow.
+    # Outside these bounds a penalized logit could overflow.
     "repetition_penalty": Range(np.float32, 1.0, 0.01, 100.0),
     "seed": Range(np.uint32, 0, 0, 2**32 - 1),
 }
 
 
 class SamplerSettings(NamedTuple):
-    """One value a row (or, for a compiled function, their layout); see `nucleus_sample`.
+    """Sampling settings with one value per row; see `nucleus_sample`.
 
-    `penalty` is the repetition penalty of `penalize`; 1 is none.
+    `penalty` is the repetition penalty of `penalize`; 1 disables it.  As an argument's spec, the
+    fields are layouts instead of values.
     """
 
     top_p_B: Any
@@ -67,15 +69,16 @@ class SamplerSettings(NamedTuple):
 
 
 def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> SamplerSettings:
-    """Checked sampling options, each one number or one per row, as numpy arrays [rows].
+    """Check sampling options and return them as numpy arrays [rows].
 
-    Values are checked as given and again in the precision that the device uses.
+    Floating-point settings are checked in the device's precision, f32.
 
     Args:
-      options: values by their name in `RANGES`; a missing one has its default there.
+      options: one number or one per row, by the names in `RANGES`; missing ones take the defaults.
+      rows: number of rows; () returns scalars.
 
     Raises:
-      InputError: for an unknown option, or a value that is no number or out of range.
+      InputError: for an unknown option, or a value that is not a number or is out of range.
     """
     unknown = set(options) - set(RANGES)
     if unknown:
@@ -88,11 +91,11 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
         numeric = "iu"
         if allowed.dtype is np.float32:
             numeric = "iuf"
-            # In the device's precision: 1e-50 is 0 there, and 1e50 infinite.
+            # In f32, 1e-50 is 0 and 1e50 is infinite.
             with np.errstate(over="ignore"):
                 value = value.astype(np.float32) if value.dtype.kind in numeric else value
         if value.dtype.kind not in numeric or not np.all(
-            (value >= allowed.least) & (value <= allowed.most)  # which NaN is not
+            (value >= allowed.least) & (value <= allowed.most)  # False for NaN
         ):
             raise InputError(f"generate: {name} is {options[name]!r}, expected {allowed}")
         checked.append(np.broadcast_to(value.astype(allowed.dtype), rows))
@@ -101,9 +104,10 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """How the tokens of one text are drawn; `RANGES` has the bounds, `SamplerSettings` the meaning.
+    """The sampling settings of one text.
 
-    A `seed` of None is a new random one per text.
+    `RANGES` has their bounds and `nucleus_sample` their meaning.  If `seed` is None, every text
+    gets a new random seed.
 
     Raises:
       InputError: at construction, for a value out of range.
@@ -119,35 +123,36 @@ class SamplingOptions:
         sampler_settings(self.options(), ())
 
     def options(self) -> dict[str, Any]:
-        """The settings by name, as `generate` takes them, with a new seed where there is none."""
+        """Return the settings by name, as `generate` takes them; a seed of None becomes random."""
         seed = secrets.randbits(32) if self.seed is None else self.seed
         return {name: getattr(self, name) for name in RANGES} | {"seed": seed}
 
     @staticmethod
     def stacked(texts: "Sequence[SamplingOptions]") -> SamplerSettings:
-        """The settings of several texts, as numpy arrays [texts]."""
+        """Return the settings of several texts as numpy arrays [texts]."""
         rows = [text.options() for text in texts]
         return sampler_settings({name: [row[name] for row in rows] for name in RANGES}, len(rows))
 
 
-# The defaults of each surface.
-PYTHON = SamplingOptions()  # of `generate`, and of the original's server
+# The default settings of each interface.
+PYTHON = SamplingOptions()  # `generate`, and the original server's /complete
 TERMINAL = SamplingOptions(temp=0.8)
 OPENAI = SamplingOptions(top_p=1.0)
 EVALUATION = SamplingOptions(top_p=1.0, temp=0.0)
 
 
 def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
+    """Broadcast a setting, a scalar or [B], to [B, 1]."""
     return jnp.broadcast_to(jnp.asarray(setting), logits_BV.shape[:1])[:, None]
 
 
 def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 0) -> Array:
-    """The logits in f32, with `REMOVED` in place of the tokens outside nucleus and top k.
+    """Return the logits in f32, with `REMOVED` for tokens outside the nucleus or the top k.
 
-    The nucleus holds the likeliest tokens up to the one that takes their probability
-    (at temperature 1) past `top_p`; 1 or more keeps all.  `top_k` keeps at most so many;
-    0 or less keeps all.  The likeliest token always stays; of equal logits the lower
-    token goes first, as in argmax.
+    The nucleus is the smallest set of most likely tokens whose probability (at temperature 1)
+    exceeds `top_p`; 1 or more keeps all tokens.  `top_k` keeps at most that many tokens; 0 or less
+    keeps all.  The most likely token is always kept.  Of equal logits the lower token ranks first,
+    as in argmax.
 
     Original: `nucleaus_filter`, whose top_k never removed token 0.
     """
@@ -157,7 +162,7 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
     order_BV = _order(logits_BV)
 
     def above(edge_B1: Array) -> tuple[Array, Array]:
-        """Probability and number of the tokens that go before those at the edge."""
+        """Return the probability and number of the tokens that rank above the edge."""
         above_BV = order_BV > edge_B1
         mass_B1 = jnp.sum(jnp.where(above_BV, probability_BV, 0), axis=-1, keepdims=True)
         return mass_B1, jnp.sum(above_BV, axis=-1, keepdims=True)
@@ -172,88 +177,93 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
             jnp.where(room_B1, middle_B1, high_B1),
         )
 
-    # The least logit that stays, found bit by bit: a sort takes ten times as long.
+    # The lowest kept logit, found by bisection over its bits: a sort takes ten times as long.
     largest_B1 = jnp.max(order_BV, axis=-1, keepdims=True)
     _, edge_B1 = jax.lax.fori_loop(0, 32, halve, (jnp.zeros_like(largest_B1), largest_B1))
     mass_B1, count_B1 = above(edge_B1)
     at_edge_BV = order_BV == edge_B1
-    each_B1 = jnp.max(jnp.where(at_edge_BV, probability_BV, 0), axis=-1, keepdims=True)
-    # Of equal logits, as many as there is room for.
-    nucleus_B1 = jnp.floor((top_p_B1 - mass_B1) / jnp.maximum(each_B1, 1e-30)) + 1
+    tied_B1 = jnp.max(jnp.where(at_edge_BV, probability_BV, 0), axis=-1, keepdims=True)
+    # Of the tokens tied at the edge, each with probability `tied`, keep as many as fit.
+    nucleus_B1 = jnp.floor((top_p_B1 - mass_B1) / jnp.maximum(tied_B1, 1e-30)) + 1
     room_B1 = jnp.minimum(nucleus_B1, top_k_B1 - count_B1)
     keep_BV = (order_BV > edge_B1) | (at_edge_BV & (jnp.cumsum(at_edge_BV, axis=-1) <= room_B1))
     return jnp.where(keep_BV, logits_BV, REMOVED)
 
 
 def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
-    """Probability that may go before a kept token, and how many tokens may be kept."""
+    """Return the highest probability above a kept token, and the number of tokens to keep."""
     top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
-    # A sum of 50,000 rounded probabilities may pass 1 before its end.
+    # A sum of 50,000 rounded probabilities may exceed 1 before its last term.
     top_p_B1 = jnp.where(top_p_B1 >= 1, jnp.inf, top_p_B1)
     top_k_B1 = _per_row(top_k, logits_BV)
     return top_p_B1, jnp.where(top_k_B1 > 0, top_k_B1, logits_BV.shape[-1])
 
 
 def _order(x: Array) -> Array:
-    """Unsigned integers that compare as these f32 do."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 is 0
+    """Map f32 values to uint32 values with the same order."""
+    # -0 becomes 0, as the two are equal.
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(2**31)
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
-def _likeliest(logits_BV: Array) -> Array:
-    """As argmax, whose reduction over pairs is slow on CPUs: the first of the largest."""
+def _argmax(logits_BV: Array) -> Array:
+    """Return the first index of the maximum, like `jnp.argmax`, which is slow on CPUs.
+
+    That one reduces over pairs of value and index; this one over values, then indices.
+    """
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
     is_largest_BV = logits_BV == jnp.max(logits_BV, axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_largest_BV, tokens_V, tokens_V[-1]), axis=-1)
 
 
 def top_tokens(logits_V: Array, count: int) -> tuple[Array, Array]:
-    """As `jax.lax.top_k`, of any leading axes: the largest logits and their tokens.
+    """Return the `count` largest logits [..., count] and their tokens, like `jax.lax.top_k`.
 
-    They stand in the blocks of tokens with the largest logits: no more of V is looked through.
+    They are all in the `count` blocks of V with the largest maxima, so only these are searched.
     """
     vocabulary = logits_V.shape[-1]
     size = math.ceil(vocabulary**0.5)
     if count * size >= vocabulary:
         return jax.lax.top_k(logits_V, count)
     blocks_NM = _blocks(logits_V)
-    _, found_C = jax.lax.top_k(jnp.max(blocks_NM, axis=-1), count)
-    found_C = jnp.sort(found_C, axis=-1)  # so that of equal logits the lower token goes first
-    logits_CM = jnp.take_along_axis(blocks_NM, found_C[..., None], axis=-2)
-    top_C, at_C = jax.lax.top_k(logits_CM.reshape(*found_C.shape[:-1], -1), count)
-    return top_C, jnp.take_along_axis(found_C, at_C // size, axis=-1) * size + at_C % size
+    _, block_C = jax.lax.top_k(jnp.max(blocks_NM, axis=-1), count)
+    block_C = jnp.sort(block_C, axis=-1)  # so that of equal logits the lower token ranks first
+    logits_CM = jnp.take_along_axis(blocks_NM, block_C[..., None], axis=-2)
+    top_C, at_C = jax.lax.top_k(logits_CM.reshape(*block_C.shape[:-1], -1), count)
+    return top_C, jnp.take_along_axis(block_C, at_C // size, axis=-1) * size + at_C % size
 
 
 def _blocks(logits_V: Array) -> Array:
-    """Logits [..., V] as blocks of about the square root of V, filled up with -inf."""
+    """Split logits [..., V] into about sqrt(V) blocks of about sqrt(V), padded with -inf."""
     vocabulary = logits_V.shape[-1]
     size = math.ceil(vocabulary**0.5)
-    behind = [(0, 0)] * (logits_V.ndim - 1) + [(0, -vocabulary % size)]
-    padded = jnp.pad(logits_V, behind, constant_values=-jnp.inf)
+    padding = [(0, 0)] * (logits_V.ndim - 1) + [(0, -vocabulary % size)]
+    padded = jnp.pad(logits_V, padding, constant_values=-jnp.inf)
     return padded.reshape(*logits_V.shape[:-1], -1, size)
 
 
 def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array:
-    """One token a row, uint32 [B], drawn from softmax(logits / temp); temp 0 is argmax.
+    """Draw one token per row, uint32 [B], from softmax(logits / temp); temp 0 is argmax.
 
-    `key` holds typed keys (`jax.random.key`).  With [B] keys a row's token depends on its
-    own key, logits and settings alone, wherever the row stands and whatever is beside it.
-    A single key stands for row i's `fold_in(key, i)`.
+    Args:
+      key: typed keys (`jax.random.key`).  With [B] keys, a row's token depends only on its own key,
+        logits and settings, not on its index or on other rows.  With a single key, row i uses
+        `fold_in(key, i)`.
     """
-    return _likeliest(_with_noise(key, logits_BV.astype(jnp.float32), temp))
+    return _argmax(_with_noise(key, logits_BV.astype(jnp.float32), temp))
 
 
 def _with_noise(key: Array, logits_BV: Array, temp: ArrayLike) -> Array:
-    """Scores whose likeliest token is a draw from softmax(logits / temp)."""
+    """Return scores whose argmax is a draw from softmax(logits / temp)."""
     temp_B1 = _per_row(temp, logits_BV)
     greedy_B1 = temp_B1 < GREEDY_BELOW
-    # The likeliest logit moves to 0, so that no small temperature can overflow it.
+    # With the largest logit shifted to 0, a small temperature cannot make it overflow.
     scaled_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
     scaled_BV /= jnp.where(greedy_B1, 1.0, temp_B1)
     rows_B = jnp.arange(logits_BV.shape[0])
     keys_B = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
-    # As `jax.random.categorical`: the largest of the logits, each with its own noise.
+    # The Gumbel-max trick, as in `jax.random.categorical`.
     noise_BV = jax.vmap(lambda k: jax.random.gumbel(k, logits_BV.shape[1:]))(keys_B)
     return jnp.where(greedy_B1, logits_BV, scaled_BV + noise_BV)
 
@@ -266,16 +276,16 @@ def nucleus_sample(
     top_k: ArrayLike = 0,
     temp: ArrayLike = 1.0,
 ) -> Array:
-    """One token a row, uint32 [B]: nucleus first, then top k, then temperature.
+    """Draw one token per row, uint32 [B]: nucleus first, then top k, then temperature.
 
-    Keys as in `softmax_sample`, settings as in `nucleus_filter`.
+    Keys are as in `softmax_sample`, settings as in `nucleus_filter`.
     Original: `nucleaus_sample`.
     """
     logits_BV = finite(logits_BV.astype(jnp.float32))
     score_BV = _with_noise(key, logits_BV, temp)
 
     def draw(_: ArrayLike, among_BV: ArrayLike) -> Array:
-        return _likeliest(jnp.where(among_BV, score_BV, -jnp.inf))
+        return _argmax(jnp.where(among_BV, score_BV, -jnp.inf))
 
     return _inside(draw, logits_BV, *_limits(logits_BV, top_p, top_k))
 
@@ -286,19 +296,20 @@ def _inside(
     top_p_B1: Array,
     top_k_B1: Array,
 ) -> Array:
-    """A draw from the tokens that nucleus and top k keep.
+    """Draw one token per row among those that nucleus and top k keep.
 
-    What is drawn outside is drawn again from the tokens that go before it, among which are all that
-    are kept: a round or two, in place of the filter's 32.  After `MOST_ROUNDS` it is the likeliest.
+    Rejection sampling: a draw outside them is repeated among the tokens ranked above it, which
+    include every kept token.  This takes a round or two, where the filter takes 32.  A row without
+    a kept token after `MOST_ROUNDS` gets the most likely one.
 
     Args:
-      draw: takes the number of the round and which tokens are drawn from; gives tokens [B].
+      draw: function from the round's number and the mask of tokens to draw among to tokens [B].
     """
     probability_BV = jax.nn.softmax(logits_BV)
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
 
     def before(token_B1: Array) -> Array:
-        """Which tokens go before one in the order that both filters keep the first of."""
+        """Return the mask of the tokens ranked above one; both filters keep the first tokens."""
         logit_B1 = jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
         return (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (tokens_V < token_B1))
 
@@ -308,49 +319,50 @@ def _inside(
         inside_B1 = jax.lax.cond(
             jnp.any(top_k_B1 < logits_BV.shape[-1]),
             lambda: jnp.sum(before_BV, axis=-1, keepdims=True) < top_k_B1,
-            lambda: top_k_B1 > 0,  # all are
+            lambda: top_k_B1 > 0,  # True, as no row limits the number of tokens
         )
         return drawn, (mass_B1 <= top_p_B1) & inside_B1, round_
 
     def again(drawn: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         token_B1, inside_B1, round_ = drawn
-        nearer_B = draw(round_, before(token_B1))
-        return checked(jnp.where(inside_B1, token_B1, nearer_B[:, None]), round_ + 1)
+        redrawn_B = draw(round_, before(token_B1))
+        return checked(jnp.where(inside_B1, token_B1, redrawn_B[:, None]), round_ + 1)
 
     def unfinished(drawn: tuple[Array, Array, Array]) -> Array:
         return ~jnp.all(drawn[1]) & (drawn[2] < MOST_ROUNDS)
 
     first = checked(draw(0, True)[:, None], jnp.int32(1))
     token_B1, inside_B1, _ = jax.lax.while_loop(unfinished, again, first)
-    return jnp.where(inside_B1[:, 0], token_B1[:, 0], _likeliest(logits_BV))
+    return jnp.where(inside_B1[:, 0], token_B1[:, 0], _argmax(logits_BV))
 
 
 def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
-    """One token a row from softmax(logits): a block of tokens first, then one of the block.
+    """Draw one token per row from softmax(logits): first a block of tokens, then one of its tokens.
 
-    The Gumbel noise of two square roots of V, in place of V's.
+    This takes Gumbel noise for about 2 sqrt(V) values per row instead of V.
     """
     logits_BNM = _blocks(logits_BV)
     _, blocks, size = logits_BNM.shape
     noise_B = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + size,)))(keys_B)
-    # The largest logit is 0: the sums neither overflow nor all vanish.
+    # The largest logit is 0, so the sums neither overflow nor all underflow.
     mass_BN = jnp.sum(jnp.exp(logits_BNM), axis=-1)
-    block_B = _likeliest(jnp.log(mass_BN) + noise_B[:, :blocks])
+    block_B = _argmax(jnp.log(mass_BN) + noise_B[:, :blocks])
     logits_BM = jnp.take_along_axis(logits_BNM, block_B[:, None, None], axis=1)[:, 0]
-    token_B = block_B * size + _likeliest(logits_BM + noise_B[:, blocks:])
-    return jnp.minimum(token_B, logits_BV.shape[1] - 1)  # NaNs must not lead past the last
+    token_B = block_B * size + _argmax(logits_BM + noise_B[:, blocks:])
+    return jnp.minimum(token_B, logits_BV.shape[1] - 1)  # with NaN it could point into the padding
 
 
 def finite(logits_BV: Array) -> Array:
-    """The logits with NaN as `REMOVED` and the others clipped to `LARGEST` in magnitude."""
+    """Return the logits with NaN replaced by `REMOVED` and the rest clipped to +-`LARGEST`."""
     clipped_BV = jnp.clip(logits_BV, -LARGEST, LARGEST)
     return jnp.where(jnp.isnan(logits_BV), REMOVED, clipped_BV)
 
 
 def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
-    """Makes the tokens that a row has seen less likely (Keskar 2019): both signs move down.
+    """Make tokens that a row has already seen less likely (Keskar 2019).
 
-    As in Hugging Face's `generate`, the prompt's tokens count too.
+    Positive logits are divided by the penalty and negative ones multiplied by it, so that a penalty
+    above 1 lowers both.  As in Hugging Face's `generate`, the prompt's tokens count as seen.
     """
     penalty_B1 = _per_row(penalty, logits_BV)
     lowered_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
@@ -358,12 +370,12 @@ def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
 
 
 def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: Array) -> Array:
-    """Each row's next token, uint32 [B]: penalty, nucleus, top k, then temperature.
+    """Choose each row's next token, uint32 [B]: penalty, nucleus, top k, then temperature.
 
     The `made_B`-th token of a row is drawn with `fold_in(key(seed), made)`.  A draw takes few
-    random numbers, as a small model's layers take less time than one for every token.  What no row
-    asks for is not computed.  Logits that are no numbers yield some token, in bounded time, and do
-    not disturb other rows.
+    random numbers: one per token of the vocabulary would take longer than a small model's layers.
+    Steps that no row's settings need are skipped.  NaN logits yield some token, in bounded time,
+    and do not affect other rows.
     """
     logits_BV = finite(logits_BV)
     logits_BV = jax.lax.cond(
@@ -382,8 +394,8 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
         scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temp_B1
 
         def draw(round_: ArrayLike, among_BV: ArrayLike) -> Array:
-            now_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, round_)
-            return _draw_by_blocks(now_B, jnp.where(among_BV, scaled_BV, -jnp.inf))
+            round_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, round_)
+            return _draw_by_blocks(round_keys_B, jnp.where(among_BV, scaled_BV, -jnp.inf))
 
         top_p_B = jnp.where(greedy_B, 1, settings.top_p_B)
         top_k_B = jnp.where(greedy_B, 0, settings.top_k_B)
@@ -393,9 +405,9 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
             lambda: draw(0, True),
         )
 
-    def nothing() -> Array:
-        return settings.seed_B  # of tokens' type; no row takes it
+    def unused() -> Array:
+        return settings.seed_B  # has the shape and dtype of tokens; no row takes it
 
-    likeliest_B = jax.lax.cond(jnp.any(greedy_B), lambda: _likeliest(logits_BV), nothing)
-    drawn_B = jax.lax.cond(jnp.all(greedy_B), nothing, drawn)
-    return jnp.where(greedy_B, likeliest_B, drawn_B)
+    argmax_B = jax.lax.cond(jnp.any(greedy_B), lambda: _argmax(logits_BV), unused)
+    drawn_B = jax.lax.cond(jnp.all(greedy_B), unused, drawn)
+    return jnp.where(greedy_B, argmax_B, drawn_B)

@@ -1,20 +1,21 @@
-"""Tokens into text as they come: whole characters alone, and no further than a stop sequence."""
+"""Incremental decoding of tokens to text: whole characters only, up to a stop sequence."""
 
 from collections.abc import Callable, Sequence
 
-INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
-MOST_PENDING = 8  # tokens that one character is made of, at most: it has 4 bytes
+INCOMPLETE = "\ufffd"  # what decoders output for bytes of an invalid or incomplete character
+MOST_PENDING = 8  # an upper bound on the tokens of one character, which has at most 4 bytes
 
 
 class TextStream:
-    """The text of a growing list of tokens, piece by piece.
+    """The text of a growing list of tokens, in pieces.
 
-    The pieces joined are the text of all tokens, up to the stop sequence that ends first, however
-    the tokens came.  A token takes bounded time, whatever came before it.
+    The pieces, joined, are the text of all tokens up to the stop sequence that ends first,
+    regardless of how the tokens were divided into calls of `push`.  The time per token is bounded,
+    regardless of the length of the text before it.
 
     Args:
-      decode: the text of a list of token ids, as a tokenizer's `decode`.
-      stop: sequences that end the text; they are no part of it.
+      decode: function from a list of token ids to their text, such as a tokenizer's `decode`.
+      stop: sequences that end the text, and are not part of it.
 
     Attributes:
       stopped: the stop sequence that ended the text, or None.
@@ -24,19 +25,20 @@ class TextStream:
         self.stopped: str | None = None
         self._decode = decode
         self._stop = [sequence for sequence in stop if sequence]
-        # A decoder may treat the first token in its own way: it sees the last ones again.
+        # Tokens already converted to text.  They are decoded again together with `_tokens`, because
+        # a decoder may treat the first token of a list specially.
         self._before: list[int] = []
-        self._tokens: list[int] = []
-        self._read = 0  # characters of `_tokens` that were taken
-        self._held = ""  # read, but perhaps the beginning of a stop sequence
+        self._tokens: list[int] = []  # pending tokens, whose text may still change
+        self._read = 0  # number of characters of `_tokens` that have been processed
+        self._held = ""  # processed text that may be the beginning of a stop sequence
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that has become certain with these tokens; none once the text has stopped."""
+        """Add tokens and return the text that they make final; empty after a stop sequence."""
         if self.stopped is not None:
             return ""
         self._tokens += map(int, tokens)
         text = self._pending()
-        whole = text.removesuffix(INCOMPLETE)  # its last bytes may become another character
+        whole = text.removesuffix(INCOMPLETE)  # later tokens may complete the last character
         piece, self._read = whole[self._read :], max(self._read, len(whole))
         if whole == text:
             self._before, self._tokens, self._read = self._tokens, [], 0
@@ -45,24 +47,24 @@ class TextStream:
         return self._until_stop(piece)
 
     def _shorten(self) -> None:
-        """Lets go of pending tokens whose text is certain: bytes that are part of no character."""
+        """Drop pending tokens whose text is final, because their bytes are part of no character."""
         text = self._pending()
         for cut in range(len(self._tokens) - 1, 0, -1):
             head, tail = self._tokens[:cut], self._tokens[cut:]
-            certain = self._text_after(self._before, head)
-            rest = self._text_after(head, tail)
-            # With something after it, no byte of the head can belong to a later character.
-            if rest and text == certain + rest and self._read >= len(certain):
+            head_text = self._text_after(self._before, head)
+            tail_text = self._text_after(head, tail)
+            # If the tail has text, no byte of the head can belong to a later character.
+            if tail_text and text == head_text + tail_text and self._read >= len(head_text):
                 self._before, self._tokens = head[-MOST_PENDING:], tail
-                self._read -= len(certain)
+                self._read -= len(head_text)
                 return
-        # Tokens without text of their own keep the bytes before them waiting for ever.
-        spoken = [token for token in self._tokens if self._decode([token])]
-        if self._text_after(self._before, spoken) == text:
-            self._tokens = spoken
+        # Tokens without text of their own would keep the bytes before them pending forever.
+        visible = [token for token in self._tokens if self._decode([token])]
+        if self._text_after(self._before, visible) == text:
+            self._tokens = visible
 
     def finish(self) -> str:
-        """What was held back, when no token follows."""
+        """Return the text that was held back; call this after the last token."""
         if self.stopped is not None:
             return ""
         piece = self._until_stop(self._pending()[self._read :])
@@ -71,17 +73,20 @@ class TextStream:
         return piece
 
     def _pending(self) -> str:
+        """Return the text of the pending tokens."""
         return self._text_after(self._before, self._tokens)
 
     def _text_after(self, before: list[int], tokens: list[int]) -> str:
-        known = self._decode(before) if before else ""
-        return self._decode(before + tokens)[len(known) :] if tokens else ""
+        """Return the text that `tokens` add to that of `before`."""
+        prefix = self._decode(before) if before else ""
+        return self._decode(before + tokens)[len(prefix) :] if tokens else ""
 
     def _until_stop(self, piece: str) -> str:
+        """Return the held text and `piece` up to a stop sequence, holding back a possible start."""
         text = self._held + piece
-        ends = [(at + len(s), -len(s), s) for s in self._stop if (at := text.find(s)) >= 0]
+        ends = [(start + len(s), -len(s), s) for s in self._stop if (start := text.find(s)) >= 0]
         if ends:
-            # The one that ends first, so that it does not matter how the text was cut into pieces.
+            # The one that ends first, so that the result does not depend on the division in pieces.
             end, length, self.stopped = min(ends)
             self._held = ""
             return text[: end + length]
@@ -91,6 +96,6 @@ class TextStream:
 
 
 def _overlap(text: str, sequence: str) -> int:
-    """How many characters at the end of `text` begin `sequence`."""
+    """Return how many characters at the end of `text` are a proper prefix of `sequence`."""
     longest = min(len(text), len(sequence) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(sequence[:n])), 0)

@@ -389,5 +389,5 @@ def test_fixed_positions_end_with_a_clear_line():
     batch = network_of(config).batch(1)
     settings = sampler_settings(GREEDY, 1)
     batch.insert([0], [np.ones(10, int)], 6, settings)
-    with pytest.raises(InputError, match="17 tokens in all, but pe fixed has positions for seq 16"):
+    with pytest.raises(InputError, match="have 17 tokens, but pe fixed has only 16 positions"):
         batch.insert([0], [np.ones(10, int)], 7, settings)

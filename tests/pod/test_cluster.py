@@ -244,7 +244,7 @@ def test_bad_input_is_told_and_ends_nothing(cluster):
     with pytest.raises(InputError, match=r"^obs holds token id 64, outside the vocabulary") as told:
         cluster.eval({name: np.full((2, 4), VOCAB) for name in ("obs", "target")})
     assert "\n" not in str(told.value)
-    with pytest.raises(InputError, match="an empty prompt, or a length beyond ctx"):
+    with pytest.raises(InputError, match="ctx_length has values from 1 to 5, expected 1 to 4"):
         cluster.generate(np.zeros((2, 4), int), [1, 5], 3)
     with pytest.raises(InputError, match="gen_length is 0, expected at least 1"):
         cluster.generate(np.zeros((2, 4), int), [1, 4], 0)
