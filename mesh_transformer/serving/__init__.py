@@ -1,1 +1,1 @@
-"""The server: continuous batching, the HTTP interface over it, and a web page."""
+"""Serving: continuous batching, the HTTP interface, its web page, and an interactive prompt."""

@@ -1,4 +1,4 @@
-"""One answer as it grows: from the engine's tokens to text, stop sequences and logprobs."""
+"""Conversion of the engine's tokens to the text of an answer, with stop sequences and logprobs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,27 +8,33 @@ from mesh_transformer.data.tokenizer import byte_letters
 from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.serving.engine import Progress, Token
 
-PART = "bytes:"  # begins the name of a token that is only part of a character, as at OpenAI
+# The prefix of the name of a token that is only part of a character, as in OpenAI's API.
+PART = "bytes:"
 Finish = Literal["stop", "length"]
 
 
 class Words:
-    """The tokenizer's tokens as strings, for people and for the keys of `top_logprobs`."""
+    """The tokenizer's tokens as strings, which name them in the logprobs of an answer.
+
+    Attributes:
+      end: the end-of-text token, or None.
+      longest: the largest number of characters in a token.
+    """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.end: int | None = tokenizer.eos_token_id
-        self.longest = max(map(len, tokenizer.get_vocab()))  # characters in one token, at most
-        self._known: dict[int, str] = {}
+        self.longest = max(map(len, tokenizer.get_vocab()))
+        self._cache: dict[int, str] = {}
 
     def __getitem__(self, number: int) -> str:
-        """A token's text, `bytes:\\x..` where it is only part of a character, as OpenAI has it."""
-        if number not in self._known:
-            self._known[number] = self._word(number)
-        return self._known[number]
+        """Return a token's text, or `bytes:\\x..` for part of a character, as OpenAI's API does."""
+        if number not in self._cache:
+            self._cache[number] = self._word(number)
+        return self._cache[number]
 
     def text(self, numbers: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of a list of token ids."""
         return self.tokenizer.decode(numbers, clean_up_tokenization_spaces=False)
 
     def _word(self, number: int) -> str:
@@ -45,7 +51,7 @@ class Words:
 
 
 class Spot(NamedTuple):
-    """A token at its place in an answer's text, in characters."""
+    """A token and its offset in an answer's text, in characters."""
 
     token: Token
     offset: int
@@ -53,7 +59,7 @@ class Spot(NamedTuple):
 
 @dataclasses.dataclass
 class Piece:
-    """What has become certain of an answer; pieces joined are the answer."""
+    """The next part of an answer that is final; the pieces, joined, are the answer."""
 
     text: str
     spots: list[Spot]
@@ -61,32 +67,32 @@ class Piece:
 
 
 class Offsets:
-    """Where the tokens of a text begin in it, in characters."""
+    """The offset of each token in a text, in characters, computed token by token."""
 
     def __init__(self, words: Words, start: int = 0):
         self._words = words
-        self._stream = TextStream(words.text)  # which holds back unfinished characters
-        self._known = start
+        self._stream = TextStream(words.text)  # holds back unfinished characters
+        self._length = start  # of the text that is not held back
 
     def push(self, number: int) -> int:
-        """The next token's offset."""
-        before, word = self._known, self._words[number]
-        self._known += len(self._stream.push([number]))
+        """Return the offset of the next token, `number`."""
+        before, word = self._length, self._words[number]
+        self._length += len(self._stream.push([number]))
         if word.startswith(PART):
             return before
-        # Parts of characters that led to none come out with the next token, but before it.
-        return max(before, self._known - len(word))
+        # Bytes that turn out to form no character come out with the next token, but precede it.
+        return max(before, self._length - len(word))
 
     def finish(self) -> int:
-        """The text's length."""
-        self._known += len(self._stream.finish())
-        return self._known
+        """Return the length of the whole text; call this after the last token."""
+        self._length += len(self._stream.finish())
+        return self._length
 
 
 class Echo:
-    """A prompt as part of the answers to it: computed once, however many there are.
+    """A prompt that is part of its answers (OpenAI's `echo`), computed once for all of them.
 
-    It takes time in proportion to the prompt's length.
+    Construction takes time proportional to the prompt's length.
     """
 
     def __init__(self, words: Words, prompt: Sequence[int]):
@@ -96,34 +102,38 @@ class Echo:
         self.text = words.text(prompt)
 
     def score(self, tokens: Sequence[Token]) -> None:
-        """Takes the prompt's tokens with their logprobs."""
+        """Replace the prompt's tokens by the same tokens with logprobs, unless already done."""
         if self.spots and self.spots[-1].token is not tokens[-1]:
             offsets = [spot.offset for spot in self.spots]
             self.spots = list(map(Spot, tokens, offsets))
 
 
 class Answer:
-    """The text of one request of the engine.
+    """The text of a request's answer, built from the engine's updates.
 
     Args:
-      stop: texts that end it; they are not part of it.
-      end: the token that ends it without being text.
-      echo: the prompt, where it is part of the answer.  It is read with the first news, as other
-        answers may bring its score.
+      stop: sequences that end the text, and are not part of it.
+      end: the token that ends the answer, and is not part of its text.
+      echo: the prompt, if it is part of the answer.  It is read at the first call of `feed`, so
+        that until then another answer to the same prompt can still add the prompt's logprobs.
+
+    Attributes:
+      tokens: number of generated tokens, including those of a stop sequence.
+      finish: why the answer has ended, or None.
     """
 
     def __init__(self, words: Words, stop: Sequence[str], end: int | None, echo: Echo | None):
-        self.tokens = 0  # generated, those of a stop sequence included
+        self.tokens = 0
         self.finish: Finish | None = None
         self._end = end
         self._echo = echo
-        self._given = 0  # characters of the answer so far
-        self._spots: list[Spot] = []  # not given yet
+        self._length = 0  # number of characters returned so far
+        self._spots: list[Spot] = []  # tokens not returned yet
         self._offsets = Offsets(words, echo.length if echo else 0)
         self._stream = TextStream(words.text, stop)
 
     def feed(self, progress: Progress) -> Piece:
-        """Takes news from the engine; what follows a stop sequence is left out."""
+        """Return the part of the answer that an update makes final, up to a stop sequence."""
         text, echo, self._echo = "", self._echo, None
         if echo is not None:
             if progress.prompt is not None:
@@ -136,15 +146,15 @@ class Answer:
         if progress.ended and self.finish is None:
             text += self._stream.finish()
             self.finish = "length" if self._stream.stopped is None else "stop"
-        self._given += len(text)
+        self._length += len(text)
         if self._stream.stopped is not None:
-            self._spots = [spot for spot in self._spots if spot.offset < self._given]
-        certain = [spot for spot in self._spots if self.finish or spot.offset < self._given]
-        del self._spots[: len(certain)]
-        return Piece(text, certain, self.finish)
+            self._spots = [spot for spot in self._spots if spot.offset < self._length]
+        final = [spot for spot in self._spots if self.finish or spot.offset < self._length]
+        del self._spots[: len(final)]
+        return Piece(text, final, self.finish)
 
     def _add(self, token: Token) -> str:
-        """The text that has become certain with one token more."""
+        """Add a token and return the text that it makes final."""
         if token.number == self._end:
             self.finish = "stop"
             self._spots.append(Spot(token, self._offsets.finish()))

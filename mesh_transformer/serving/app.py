@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's completions, the original server's, health, metrics and a page."""
+"""The HTTP application: OpenAI's completions, the original's /complete, health, metrics, a page."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ from mesh_transformer.serving.service import Completion, Service, unless_gone
 from mesh_transformer.util import InputError
 
 EVENTS = "text/event-stream"
-EXIT_SECONDS = 1.0  # for the engine to end when the answers have
+EXIT_SECONDS = 1.0  # for the engine to stop after the last answer
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -47,11 +47,11 @@ def create_app(
     origins: list[str] | None = None,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """The server's routes over a service, which starts and ends with it.
+    """Return the ASGI application of a service, which starts and stops with the application.
 
     Args:
-      origins: of web pages elsewhere that may use the server.
-      hosts: names by which clients may address a server without keys; see `KnownHosts`.
+      origins: allowed CORS origins.
+      hosts: allowed Host headers of a server without keys, besides the defaults of `KnownHosts`.
     """
 
     @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ def create_app(
         yield
         service.close(EXIT_SECONDS)
 
-    # Their pages of documentation would load scripts from elsewhere.
+    # No `openapi_url`: FastAPI's documentation pages would load scripts from other sites.
     app = FastAPI(title="mesh-transformer", lifespan=lifespan, openapi_url=None)
     _add_errors(app)
     _add_pages(app, service, keys)
@@ -78,10 +78,11 @@ def create_app(
 
 
 class KnownHosts:
-    """Refuses requests whose Host is neither an address nor a name of this machine.
+    """Middleware that refuses requests whose Host is neither an IP address nor a local name.
 
-    Otherwise a web page whose name's address has been changed to this machine's (DNS rebinding)
-    could use a server without keys from its visitor's browser.
+    Local names are localhost, its subdomains and this machine's host name.  The check prevents DNS
+    rebinding: a web page whose domain is changed to resolve to this machine could otherwise use a
+    server without keys from its visitor's browser.
 
     Args:
       hosts: further names to accept; "*" accepts all.
@@ -95,19 +96,22 @@ class KnownHosts:
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host")
             # Browsers always send one; HTTP/1.0 health checks do not.
-            if host is not None and not self._knows(name := self._name(host)):
-                message = f"the Host {name[:80]!r} is not served; start it with --allow-host"
+            if host is not None and not self._allows(name := self._name(host)):
+                message = (
+                    f"the Host {name[:80]!r} is not allowed; start the server with --allow-host"
+                )
                 await ApiError(421, message).response()(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
     @staticmethod
     def _name(host: str) -> str:
-        """A Host header without its port."""
+        """Return a Host header without its port."""
         name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
         return name.strip().rstrip(".").lower()
 
-    def _knows(self, name: str) -> bool:
+    def _allows(self, name: str) -> bool:
+        """Whether a Host is an IP address, a local name or one of `hosts`."""
         if "*" in self._names or name in self._names or name.endswith(".localhost"):
             return True
         with contextlib.suppress(ValueError):
@@ -117,17 +121,17 @@ class KnownHosts:
 
 
 class CutShort:
-    """Answers requests that are cancelled when the server ends: 503, or an error in a stream."""
+    """Middleware for requests cancelled at shutdown: answers 503, or an error event in a stream."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head: Message | None = None
+        start: Message | None = None
 
         async def watched(message: Message) -> None:
-            nonlocal head
-            head = message if message["type"] == "http.response.start" else head
+            nonlocal start
+            start = message if message["type"] == "http.response.start" else start
             await send(message)
 
         try:
@@ -135,18 +139,18 @@ class CutShort:
         except asyncio.CancelledError:
             if scope["type"] != "http":
                 raise
-            error = ApiError(503, "the server has ended")
-            if head is None:
+            error = ApiError(503, "the server has stopped")
+            if start is None:
                 await error.response()(scope, receive, send)
-            elif Headers(raw=head["headers"]).get("content-type", "").startswith(EVENTS):
+            elif Headers(raw=start["headers"]).get("content-type", "").startswith(EVENTS):
                 event = f"data: {json.dumps(error.body())}\n\n".encode()
                 await send({"type": "http.response.body", "body": event})
             else:
-                raise  # the connection is closed: what was sent is not whole
+                raise  # closes the connection, because the response is incomplete
 
 
 class Counted:
-    """Counts the answers by path and status."""
+    """Middleware that counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self.app = app
@@ -155,7 +159,7 @@ class Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Known paths alone: a client must not be able to make up labels.
+                # Other paths share a label, so that clients cannot create labels.
                 path = getattr(scope.get("route"), "path", "other")
                 self.metrics.answers.labels(path, message["status"]).inc()
             await send(message)
@@ -164,7 +168,7 @@ class Counted:
 
 
 class Events(StreamingResponse):
-    """A completion as server-sent events; it ends when the client goes away."""
+    """A completion as server-sent events, which is cancelled when the client disconnects."""
 
     def __init__(self, completion: Completion):
         super().__init__(completion.events(), media_type=EVENTS)
@@ -179,29 +183,32 @@ class Events(StreamingResponse):
 
 
 def _add_errors(app: FastAPI) -> None:
+    """Add handlers that turn exceptions into OpenAI's error responses."""
+
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
+    async def api_error(_: Request, error: ApiError) -> Response:
         return error.response()
 
     @app.exception_handler(InputError)
-    async def wrong(_: Request, error: InputError) -> Response:
+    async def input_error(_: Request, error: InputError) -> Response:
         return ApiError(400, str(error)).response()
 
     @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientDisconnect)
-    async def gone(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # for the metrics; nobody reads it
+    async def disconnected(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # only for the metrics, as there is no client to read it
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
+    async def server_error(_: Request, error: Exception) -> Response:
         return ApiError(500, f"the server failed: {type(error).__name__}").response()
 
 
 def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
+    """Add the web page, health, the OpenAPI description and metrics."""
     page = resources.files("mesh_transformer.serving").joinpath("page.html").read_text("utf-8")
 
     @app.get("/", response_class=HTMLResponse)
@@ -225,6 +232,8 @@ def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
+    """Add OpenAI's models and completions, and the original's /complete."""
+
     def model() -> dict[str, Any]:
         config = service.engine.network.config
         return {
@@ -249,9 +258,9 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         keys.check(request)
-        asked = parse(CompletionRequest, await read_json(request))
-        completion = await service.completion(asked)
-        if asked.stream:
+        body = parse(CompletionRequest, await read_json(request))
+        completion = await service.completion(body)
+        if body.stream:
             return Events(completion)
         choices = await unless_gone(request, completion.whole(), completion)
         return StreamingResponse(choices, media_type="application/json")
@@ -260,13 +269,13 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     async def complete(request: Request) -> Response:
         keys.check(request)
         began = time.perf_counter()
-        asked = parse(ContextRequest, await read_json(request))
-        completion = await service.continuation(asked)
+        body = parse(ContextRequest, await read_json(request))
+        completion = await service.continuation(body)
         text = await unless_gone(request, completion.text(), completion)
         seconds = time.perf_counter() - began
-        return JSONResponse({"context": asked.context, "completion": text, "time": seconds})
+        return JSONResponse({"context": body.context, "completion": text, "time": seconds})
 
 
 def _body_of(kind: type[CompletionRequest] | type[ContextRequest]) -> dict[str, Any]:
-    """What the server's own description says of a body."""
+    """Return the OpenAPI description of a request body."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

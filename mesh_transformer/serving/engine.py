@@ -1,7 +1,7 @@
-"""Continuous batching: requests join and leave a running batch, a token at a time.
+"""Continuous batching: requests join and leave a running batch while others generate.
 
-One worker thread drives the network.  Between two calls of `decode` it lets at most one call of
-prefill (or of scoring) in, so that those who already have their prompt read wait for no more.
+One worker thread drives the network.  Between two decode calls it makes at most one prefill (or
+scoring) call, which bounds how long the requests that are already in the batch wait.
 """
 
 import collections
@@ -21,26 +21,30 @@ from mesh_transformer.network import Batch, Network
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 
-ALTERNATIVES = 5  # likeliest tokens told to a request that asks for logprobs
-PREFILL_SIZES = (4, 2, 1)  # prompts in one prefill call, the largest that fits; each is compiled
-PREFILL_TOKENS = 512  # more in one call, padding included, only where one prompt alone has more
-SHORTEST = 16  # the narrowest width that texts are padded to
+ALTERNATIVES = 5  # most likely tokens delivered to a request with logprobs
+PREFILL_SIZES = (4, 2, 1)  # prompts per prefill call, the largest that fits; each is compiled
+# Tokens per prefill call, including padding, unless it has a single prompt that is longer.
+PREFILL_TOKENS = 512
+SHORTEST = 16  # the smallest width that prompts are padded to
 STOPPING = "the server is stopping"
-STALL_SECONDS = 60.0  # after which a call of the network counts as stuck
+STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 
 log = logging.getLogger(__name__)
 
 
 class Token(NamedTuple):
-    """A token and, where asked for, what the model thought of it, in nats."""
+    """A token and, if requested, its logprob and the most likely tokens."""
 
     number: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+    logprob: float | None = None  # in nats
+    top: tuple[tuple[int, float], ...] = ()  # tokens and their logprobs, most likely first
 
 
 class Progress(NamedTuple):
-    """News of a request.  `prompt`, where it is to be scored, comes once, ahead of all tokens."""
+    """An update on a request.
+
+    `prompt` is set once, before all generated tokens, if the request has `score`.
+    """
 
     tokens: Sequence[Token] = ()
     prompt: list[Token] | None = None
@@ -54,11 +58,14 @@ class Request:
 
     Attributes:
       prompt: token ids [T].
-      length: how many tokens it may have; 0 only with `score`.
-      deliver: takes each `Progress`, in the worker's thread; must return at once.
-      stop: the token that ends the text early, itself included.
-      logprobs: whether tokens come with their logprobs.
-      score: whether the prompt's own tokens are told, with theirs.
+      length: maximum number of tokens to generate; 0 only with `score`.
+      deliver: called with each `Progress` in the worker thread; must return at once.
+      stop: the token that ends the text early; it is delivered as well.
+      logprobs: whether generated tokens have logprobs.
+      score: whether the prompt's tokens are delivered too, with logprobs.
+      cancelled: set by `Engine.cancel`.
+      began: time of the request's arrival, by `time.perf_counter`.
+      made: number of tokens generated so far.
     """
 
     prompt: np.ndarray
@@ -74,7 +81,11 @@ class Request:
 
 
 class QueueFullError(Exception):
-    """No room; `retry_after` is in whole seconds."""
+    """The queue has no room for the requests.
+
+    Attributes:
+      retry_after: estimated seconds until there is room, an integer.
+    """
 
     def __init__(self, waiting: int, retry_after: int):
         super().__init__(f"{waiting} requests are waiting already; try again in {retry_after} s")
@@ -82,20 +93,23 @@ class QueueFullError(Exception):
 
 
 class StoppedEngineError(Exception):
-    """The engine serves no more requests: it is closing, or its network has failed for good."""
+    """The engine serves no more requests: it is closing, or its network has failed permanently."""
 
 
 class Engine:
-    """Serves requests on a network, many at once.
+    """A worker thread that serves many requests at once on a network.
 
-    A request's tokens depend on its own prompt, settings and seed alone.
+    A request's tokens depend only on its own prompt, settings and seed.
 
     Args:
-      rows: how many requests run side by side; a multiple of the network's replicas.
-      queue: how many more may wait.
-      steps: tokens that each row advances between looks at the queue.
-      stall_seconds: how long one turn (a prefill or scoring call and a decode call) may take
+      rows: maximum number of requests in the batch; a multiple of the network's replicas.
+      queue: maximum number of waiting requests.
+      steps: tokens per row and decode call; the queue is checked between calls.
+      stall_seconds: time that one turn (a prefill or scoring call, then a decode call) may take
         before the engine counts as stalled.  Turns compile nothing after `warm_up`.
+
+    Attributes:
+      failure: the exception that has stopped the engine permanently, or None.
     """
 
     def __init__(
@@ -116,10 +130,10 @@ class Engine:
         self.failure: Exception | None = None
         self._metrics = metrics
         self._waiting: collections.deque[Request] = collections.deque()
-        self._taken: list[Request] = []  # from those who waited, on their way to a row
-        self._active: dict[int, Request] = {}
-        self._finished: collections.deque[float] = collections.deque(maxlen=32)  # when
-        self._turn_began: float | None = None  # while one is under way
+        self._taken: list[Request] = []  # taken from the queue, but not yet in a row
+        self._active: dict[int, Request] = {}  # by row
+        self._finished: collections.deque[float] = collections.deque(maxlen=32)  # times of the ends
+        self._turn_began: float | None = None  # None between turns
         self._closing = False
         self._wake = threading.Condition()
         self._batch = self._new_batch()
@@ -128,17 +142,17 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests without a row."""
+        """Number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
-        """Rows with a request."""
+        """Number of batch rows with a request."""
         return len(self._active)
 
     @property
     def trouble(self) -> str | None:
-        """Why no answers can be expected at present, or None: a failed or a stalled network."""
+        """The reason why no answers can be expected now (a failed or stalled network), or None."""
         if self.failure is not None:
             return str(self.failure)
         began = self._turn_began
@@ -148,11 +162,11 @@ class Engine:
         return f"the network has not answered for {seconds:.0f} s (limit {self.stall_seconds:g} s)"
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Start the worker thread."""
         self._worker.start()
 
     def warm_up(self) -> None:
-        """Compiles what requests will need, so that none has to wait for it; ahead of them all."""
+        """Compile all programs that requests will need; call it while no requests are served."""
         config = self.network.config
         window = config.window
         widths = [min(SHORTEST * 2**n, window) for n in range(window.bit_length())]
@@ -172,11 +186,11 @@ class Engine:
             self._batch.decode(1, alternatives)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes all of the requests or none.
+        """Put all of the requests in the queue, or none.
 
         Raises:
-          QueueFullError: where not all of them find room.
-          StoppedEngineError: where none will be served any more.
+          QueueFullError: if there is no room for all of them.
+          StoppedEngineError: if the engine serves no more requests.
         """
         with self._wake:
             if self._closing or self.failure is not None:
@@ -188,20 +202,20 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
-        """Lets a request go; nothing more of it is delivered after what is on its way."""
+        """Cancel a request: no updates follow, except one that is already being delivered."""
         with self._wake:
             request.cancelled = True
             if request in self._waiting:
                 self._waiting.remove(request)
 
     def close(self, seconds: float | None = None) -> bool:
-        """Takes no more requests and serves those it has taken to the end.
+        """Accept no more requests, and finish those accepted so far.
 
         Args:
-          seconds: how long to wait for that (None: for ever).
+          seconds: how long to wait for them; None waits until they are finished.
 
         Returns:
-          Whether the engine has ended.
+          Whether the worker thread has ended.
         """
         with self._wake:
             self._closing = True
@@ -211,7 +225,7 @@ class Engine:
         return not self._worker.is_alive()
 
     def _retry_after(self) -> int:
-        """About when a place is free, from how fast the last requests ended."""
+        """Estimate the seconds until there is room, from how fast the last requests finished."""
         if len(self._finished) < 2:
             return 1
         rate = len(self._finished) / max(time.perf_counter() - self._finished[0], 1e-3)
@@ -219,7 +233,7 @@ class Engine:
 
     def _new_batch(self) -> Batch:
         batch = self.network.batch(self.rows)
-        batch.reserve(self.network.config.window)  # now, as growing would compile anew
+        batch.reserve(self.network.config.window)  # now, because growing later would compile again
         return batch
 
     def _run(self) -> None:
@@ -233,9 +247,9 @@ class Engine:
             self._turn_began = time.monotonic()
             try:
                 self._turn()
-            except Exception as error:  # whatever the device says, those who wait must hear
-                log.exception("the network failed; the requests that it was serving end")
-                self._turn_began = None  # compiling again may take its time
+            except Exception as error:  # of any kind: the waiting clients must learn of it
+                log.exception("the network failed; ending the requests that it was serving")
+                self._turn_began = None  # compiling again takes long, and is not a stall
                 self._end_running(error)
                 if self._closing:
                     self._fail(error)
@@ -244,7 +258,7 @@ class Engine:
             self._turn_began = None
 
     def _end_running(self, error: Exception) -> None:
-        """Delivers an error to the requests that were being served."""
+        """Deliver an error to the requests that were being served."""
         served = set(self._taken) | set(self._active.values())
         self._taken = []
         self._active.clear()
@@ -252,16 +266,16 @@ class Engine:
             self._deliver(request, Progress(ended=True, error=error))
 
     def _start_over(self) -> None:
-        """Makes a new batch; the engine stops for good where that fails."""
+        """Make a new batch and compile again; stop the engine permanently if that fails."""
         try:
             self._batch = self._new_batch()
-            self.warm_up()  # hosts that started again know no program yet
-        except Exception as failure:  # whatever the device says, those who wait must hear
-            log.exception("no new batch can be made; the engine stops")
+            self.warm_up()  # restarted hosts have no compiled programs
+        except Exception as failure:  # of any kind: the waiting clients must learn of it
+            log.exception("cannot make a new batch; stopping the engine")
             self._fail(failure)
 
     def _fail(self, failure: Exception) -> None:
-        """Stops the engine and refuses the requests that wait."""
+        """Stop the engine permanently and refuse the waiting requests."""
         with self._wake:
             self.failure = failure
             waiting = list(self._waiting)
@@ -276,7 +290,7 @@ class Engine:
             request.deliver(progress)
 
     def _take(self) -> list[Request]:
-        """The first of those who wait: one to be scored, or as many as one prefill call takes."""
+        """Take the first requests off the queue: one to score, or those of one prefill call."""
         if self._waiting and self._waiting[0].score:
             return [self._waiting.popleft()]
         free = sum(request.cancelled for request in self._active.values())
@@ -292,6 +306,7 @@ class Engine:
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
+        """Free cancelled rows, prefill or score the requests taken, and decode."""
         for row in [row for row, request in self._active.items() if request.cancelled]:
             self._free(row)
         taken = self._taken
@@ -304,24 +319,25 @@ class Engine:
             self._decode()
 
     def _score(self, request: Request) -> None:
-        """Tells what the model thinks of a prompt, whose first token follows nothing."""
-        found = self._scored(request.prompt)
+        """Deliver a prompt's tokens with logprobs, except for the first token, which has none."""
+        scores = self._scored(request.prompt)
         self._metrics.prompt_tokens(len(request.prompt))
-        prompt = [Token(int(request.prompt[0])), *_tokens(found)]
+        prompt = [Token(int(request.prompt[0])), *_tokens(scores)]
         self._deliver(request, Progress(prompt=prompt, ended=request.length == 0))
         request.score = False
         if request.length and not request.cancelled:
             with self._wake:
-                self._waiting.appendleft(request)  # it was the first
+                self._waiting.appendleft(request)  # back to the front, where it was taken from
 
     def _scored(self, text: np.ndarray) -> Any:
-        """What the network thinks of each token of a text but the first."""
+        """Return the logprobs of all tokens of a text but the first (a `Chosen`)."""
         width = bucket(len(text) - 1, SHORTEST, self.network.config.seq)
         padded = np.zeros((1, width + 1), np.int32)
         padded[0, : len(text)] = text
         return _part(self.network.score(padded, ALTERNATIVES), (0, slice(len(text) - 1)))
 
     def _prefill(self, taken: list[Request]) -> None:
+        """Put requests into free rows and deliver their first tokens."""
         began = time.perf_counter()
         rows = [row for row in range(self.rows) if row not in self._active][: len(taken)]
         chosen = self._batch.insert(
@@ -329,33 +345,34 @@ class Engine:
             [request.prompt for request in taken],
             np.array([request.length for request in taken], np.int32),
             SamplingOptions.stacked([request.settings for request in taken]),
-            alternatives=ALTERNATIVES,  # always: one program less for each width
+            alternatives=ALTERNATIVES,  # always, so that each width needs one program, not two
         )
         now = time.perf_counter()
         self._metrics.prefill(now - began, sum(len(request.prompt) for request in taken))
-        for at, (row, request) in enumerate(zip(rows, taken, strict=True)):
+        for index, (row, request) in enumerate(zip(rows, taken, strict=True)):
             self._metrics.first_token(now - request.began)
             self._active[row] = request
-            self._advance(row, request, _tokens(_part(chosen, slice(at, at + 1))))
+            self._advance(row, request, _tokens(_part(chosen, slice(index, index + 1))))
 
     def _decode(self) -> None:
+        """Make one decode call and deliver the new tokens of all rows."""
         began = time.perf_counter()
         left = [request.length - request.made for request in self._active.values()]
-        # With others waiting no row may stand idle for long.
+        # While requests wait, stop when the first row is done, so that it is not left idle.
         steps = min(self.steps, min(left) if self._waiting else max(left))
-        wanted = any(request.logprobs for request in self._active.values())
-        chosen = self._batch.decode(steps, ALTERNATIVES if wanted else None)
+        logprobs = any(request.logprobs for request in self._active.values())
+        chosen = self._batch.decode(steps, ALTERNATIVES if logprobs else None)
         self._metrics.decode(time.perf_counter() - began, steps)
         for row, request in list(self._active.items()):
             ahead = min(steps, request.length - request.made)
             self._advance(row, request, _tokens(_part(chosen, (row, slice(ahead)))))
 
     def _advance(self, row: int, request: Request, tokens: list[Token]) -> None:
-        """Delivers a row's new tokens, and frees the row if it is done."""
-        stops = [at for at, token in enumerate(tokens, 1) if token.number == request.stop]
-        tokens = tokens[: min(stops, default=None)]
+        """Deliver a row's new tokens, and free the row if its request has ended."""
+        ends = [end for end, token in enumerate(tokens, 1) if token.number == request.stop]
+        tokens = tokens[: min(ends, default=None)]
         request.made += len(tokens)
-        ended = bool(stops) or request.made == request.length
+        ended = bool(ends) or request.made == request.length
         self._metrics.made(len(tokens))
         if ended:
             self._free(row)
@@ -365,17 +382,18 @@ class Engine:
         self._deliver(request, Progress(tokens=tokens, ended=ended))
 
     def _free(self, row: int) -> None:
-        """Makes a row idle: it takes no more tokens, and its settings delay no other row."""
+        """Make a row idle: it generates no tokens, and its settings slow down no other row."""
         del self._active[row]
         self._batch.release([row])
 
 
-def _part(chosen: Any, at: Any) -> Any:
-    return type(chosen)(*(None if x is None else x[at] for x in chosen))
+def _part(chosen: Any, index: Any) -> Any:
+    """Index the arrays of a `Chosen`."""
+    return type(chosen)(*(None if x is None else x[index] for x in chosen))
 
 
 def _tokens(chosen: Any) -> list[Token]:
-    """Tokens [M] with or without their logprobs [M] and alternatives [M, N]."""
+    """Convert a `Chosen` of tokens [M], with or without logprobs [M], to a list of `Token`."""
     if chosen.logprob is None:
         return [Token(number) for number in chosen.token.tolist()]
     tops = zip(chosen.top_token.tolist(), chosen.top_logprob.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""What the server tells Prometheus; each server has a registry of its own."""
+"""The server's Prometheus metrics; each server has its own registry."""
 
 import collections
 import time
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-RATE_SECONDS = 10.0  # over which tokens per second are counted
+RATE_SECONDS = 10.0  # period over which tokens per second are averaged
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """Counters of one server; those that are not set here are read when Prometheus asks."""
+    """The metrics of one server; gauges of its present state are computed at each scrape."""
 
     def __init__(self, rows: int):
         self.registry = registry = CollectorRegistry()
@@ -26,53 +26,58 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCIES) -> Histogram:
             return Histogram(f"mesh_transformer_{name}", text, buckets=buckets, registry=registry)
 
-        self.answers = counter("http_responses", "Answers by path and status", "path", "status")
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read")
-        self._tokens = counter("generated_tokens", "Tokens that were generated")
-        self._waiting = gauge("queue_length", "Requests that wait for a row")
-        self._active = gauge("rows_active", "Rows of the batch with a request")
-        gauge("rows", "Rows of the batch").set(rows)
-        self._rate = gauge("tokens_per_second", f"Generated, over the last {RATE_SECONDS:.0f} s")
+        self.answers = counter("http_responses", "Responses by path and status", "path", "status")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
+        self._tokens = counter("generated_tokens", "Generated tokens")
+        self._waiting = gauge("queue_length", "Requests waiting for a batch row")
+        self._active = gauge("rows_active", "Batch rows with a request")
+        gauge("rows", "Batch rows").set(rows)
+        rate = f"Generated tokens per second over the last {RATE_SECONDS:.0f} s"
+        self._rate = gauge("tokens_per_second", rate)
         self._rate.set_function(self.tokens_per_second)
-        self._first = histogram("time_to_first_token_seconds", "From the request's arrival")
-        self._each = histogram("seconds_per_token", "Of one step of all rows", TOKEN_LATENCIES)
-        self._prefill = histogram("prefill_seconds", "Of one call, in which no row advances")
+        first = "Time from a request's arrival to its first token"
+        self._first = histogram("time_to_first_token_seconds", first)
+        step = "Time of one decode step of all rows"
+        self._step = histogram("seconds_per_token", step, TOKEN_LATENCIES)
+        prefill = "Time of one prefill call, during which no row advances"
+        self._prefill = histogram("prefill_seconds", prefill)
+        # Times at which tokens were generated, and their numbers.
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
 
     def watch(self, *, waiting: Callable[[], int], active: Callable[[], int]) -> None:
-        """Sets where the engine's present state is read."""
+        """Set the functions that return the engine's queue length and number of active rows."""
         self._waiting.set_function(waiting)
         self._active.set_function(active)
 
     def prompt_tokens(self, count: int) -> None:
-        """A prompt of so many tokens was read."""
+        """Record a scored prompt of `count` tokens."""
         self._prompt_tokens.inc(count)
 
     def prefill(self, seconds: float, tokens: int) -> None:
-        """Prompts of so many tokens came into the batch."""
+        """Record a prefill call and the number of its prompt tokens."""
         self._prefill.observe(seconds)
         self._prompt_tokens.inc(tokens)
 
     def first_token(self, seconds: float) -> None:
-        """A request has its first token, so long after it came."""
+        """Record the time from a request's arrival to its first token."""
         self._first.observe(seconds)
 
     def decode(self, seconds: float, steps: int) -> None:
-        """All rows advanced by `steps`."""
-        self._each.observe(seconds / steps)
+        """Record a decode call, in which all rows advanced by `steps` tokens."""
+        self._step.observe(seconds / steps)
 
     def made(self, count: int) -> None:
-        """A request got so many tokens."""
+        """Record `count` generated tokens of a request."""
         self._tokens.inc(count)
         self._recent.append((time.monotonic(), count))
         while self._recent[0][0] < time.monotonic() - RATE_SECONDS:
             self._recent.popleft()
 
     def tokens_per_second(self) -> float:
-        """Of late, over all requests."""
+        """Return the tokens per second of all requests over the last `RATE_SECONDS`."""
         since = time.monotonic() - RATE_SECONDS
         return sum(count for when, count in self._recent.copy() if when >= since) / RATE_SECONDS
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -226,8 +226,8 @@ def test_what_the_end_of_the_server_cuts_off_is_told_so(serve, capsys):
         live.server.should_exit = True
         answer = whole.result(SECONDS)
         assert answer.status_code == 503
-        assert check_error(answer)["message"] == "the server has ended"
-        assert "the server has ended" in stream.result(SECONDS)[-1]
+        assert check_error(answer)["message"] == "the server has stopped"
+        assert "the server has stopped" in stream.result(SECONDS)[-1]
     wait_for(lambda: not live.thread.is_alive())
     assert "Traceback" not in capsys.readouterr().err
 
