@@ -1,4 +1,4 @@
-"""A model's leaves on the host with LoRA's adapters merged into them as they are read."""
+"""Base models of LoRA adapters: how they are recorded, and merging adapters into them."""
 
 from typing import Any, NamedTuple
 
@@ -10,50 +10,63 @@ from mesh_transformer.checkpoint.integrity import host_checksum
 from mesh_transformer.model.lora import adapter_names
 from mesh_transformer.util import InputError
 
-# What to do where a base is not in its place.
+# The remedy in errors about a base model that is not where it was.
 MOVED = (
-    "put it back, or give its place now: to a run that goes on as --tune-model-path, else to "
-    "convert_checkpoint.py as --base, which merges the adapters into it"
+    "put it back, or give its new path: as --tune-model-path to resume the run, or as --base to "
+    "merge the adapters with convert_checkpoint.py"
 )
 
 
 class Base(NamedTuple):
-    """The model that adapters were trained on: where it was, and checksums of its leaves.
+    """The base model that adapters were trained on.
 
-    The sums are of its numbers in each dtype that they were made in: {dtype: {leaf: sum}}.
+    Attributes:
+      path: where it was at that time.
+      checksums: {dtype: {leaf: checksum of the leaf, cast to that dtype}}.
     """
 
     path: str
     checksums: dict[str, dict[str, int]]
 
     def strictest(self, leaf: str) -> tuple[str, int | None]:
-        """The dtype that tells most, and a leaf's sum in it; None for an unknown leaf."""
+        """Return the most precise dtype with checksums, and the leaf's checksum in that dtype.
+
+        The checksum is None for an unknown leaf.
+        """
         dtype = "float32" if "float32" in self.checksums else "bfloat16"
         return dtype, self.checksums[dtype].get(leaf)
 
     def difference(self, other: "Base") -> str | None:
-        """The first leaf in which two models differ, as far as both can tell."""
-        both = self.checksums.keys() & other.checksums.keys()
-        one, two = (each.checksums[max(both)] for each in (self, other))
+        """Return the first leaf that differs between two models; None if there is none.
+
+        Checksums are compared in the most precise dtype that both models have them in.
+        """
+        common = self.checksums.keys() & other.checksums.keys()
+        one, two = (base.checksums[max(common)] for base in (self, other))
         return next((leaf for leaf in sorted(one | two) if one.get(leaf) != two.get(leaf)), None)
 
 
 def saved_base(aux: Any, where: str) -> Base | None:
-    """The base that is told in a checkpoint's `aux`; None where it is a whole model.
+    """Return the base model recorded in a checkpoint's `aux`; None if it holds a whole model.
 
-    Raises InputError where it tells no sense.
+    Args:
+      where: the checkpoint, for error messages.
+
+    Raises:
+      InputError: if the record is malformed.
     """
-    told = aux.get("lora") if isinstance(aux, dict) else None
-    if told is None:
+    record = aux.get("lora") if isinstance(aux, dict) else None
+    if record is None:
         return None
     try:
-        base = Base(str(told["base"]), {t: dict(told["checksums"][t]) for t in told["checksums"]})
+        checksums = record["checksums"]
+        base = Base(str(record["base"]), {dtype: dict(checksums[dtype]) for dtype in checksums})
     except (KeyError, TypeError, ValueError):
         base = None
     if base is None or "bfloat16" not in base.checksums:
         raise InputError(
-            f"{where}: its aux does not tell what its adapters were trained on; restore another "
-            "step or copy this one anew"
+            f"{where}: its aux does not say which model its adapters were trained on; restore "
+            "another step or copy this one again"
         )
     return base
 
@@ -67,15 +80,20 @@ def merged_leaves(
     *,
     dtype: DTypeLike | None = None,
 ) -> dict[str, Any]:
-    """The parameters with `adapters`, as `LazyLeaf`s of `dtype` (None: each leaf's own).
+    """Return the parameters with `adapters` merged in, as `LazyLeaf`s.
 
-    The sum is rounded to it once, from f32.  Whoever reads all of a leaf gets InputError, which
-    begins with `where`, unless it is the one of `base` that the adapters were trained on.
+    The merged values are computed in f32 and rounded once.  When all of a leaf has been read, its
+    unmerged values are verified: reading raises InputError if they are not those of `base`.
+
+    Args:
+      scale: the factor of the adapters' product.
+      where: the checkpoint of the adapters, for error messages.
+      dtype: the dtype to return (default: each leaf's own).
     """
 
     def leaf(part: str, module: str, name: str, values: Any) -> LazyLeaf:
-        beside = adapters.get(part, {}).get(module, {})
-        factors = [beside[each] for each in adapter_names(name) if each in beside]
+        module_adapters = adapters.get(part, {}).get(module, {})
+        factors = [module_adapters[a] for a in adapter_names(name) if a in module_adapters]
         target = values.dtype if dtype is None else np.dtype(dtype)
         return _merged(values, factors, scale, base, (part, module, name), target, where)
 
@@ -97,20 +115,21 @@ def _merged(
     dtype: np.dtype,
     where: str,
 ) -> LazyLeaf:
+    """Return one leaf with its adapter's two factors, if it has any, merged in."""
     layers, name = path[0] == "layers", "/".join(path)
-    sums: dict[int | None, int] = {}
-    kind, expected = base.strictest(name)
+    sums: dict[int | None, int] = {}  # by layer
+    checksum_dtype, expected = base.strictest(name)
 
     def read(layer: int | None) -> np.ndarray:
         values = np.asarray(source if layer is None else source[layer])
-        sums[layer] = host_checksum(values, (layer or 0) * values.size, kind)
+        sums[layer] = host_checksum(values, (layer or 0) * values.size, checksum_dtype)
         if (
             len(sums) == (source.shape[0] if layers else 1)
             and sum(sums.values()) % 2**32 != expected
         ):
             raise InputError(
-                f"{where}: its adapters were trained on another model than the one given (it "
-                f"differs in the leaf {name}), which was {base.path}; give that one as --base"
+                f"{where}: its adapters were trained on another model than the one read (leaf "
+                f"{name} differs); that model was at {base.path}: give it as --base"
             )
         if factors:
             a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
@@ -121,5 +140,5 @@ def _merged(
 
 
 def told(base: Base | None) -> dict[str, Any]:
-    """What `saved_base` finds in the `aux` of a checkpoint."""
+    """Return the entries of a checkpoint's `aux` that record its base, for `saved_base`."""
     return {} if base is None else {"lora": {"base": base.path, "checksums": base.checksums}}

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Atomic creation of folders: a folder appears complete or not at all."""
 
 import contextlib
 import os
@@ -19,83 +19,90 @@ from mesh_transformer.data.storage import (
 )
 from mesh_transformer.util import InputError
 
-_PAUSE = 0.5  # seconds between looks for what to flush
+_PAUSE = 0.5  # seconds between searches for files to flush
 
 
 @contextlib.contextmanager
 def whole_folder(path: str) -> Iterator[str]:
-    """A folder to fill under a temporary name beside `path`; it takes that name at the end.
+    """Yield a temporary folder beside `path`, to be filled; it is renamed to `path` at the end.
 
-    Its files are flushed to the disk before.  Where anything fails, Ctrl-C included, nothing is
-    left; what a killed process of this host has left for `path` is cleared away first.  Raises
-    InputError where `path` is there already, and for what the storage refuses.
+    Its files are flushed to disk before it is renamed.  On any failure, Ctrl-C included, it is
+    deleted.  Temporary folders that killed processes of this host have left for the same `path`
+    are deleted first.
+
+    Raises:
+      InputError: if `path` already exists or is a URI, or if storage fails.
     """
     if is_uri(path):
-        raise InputError(f"{path}: is an address; give a local folder")
+        raise InputError(f"{path}: is a URI; give a local folder")
     path = local_path(path)
     check_free(path)
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        _clear_remains(parent, name)
+        _delete_abandoned(parent, name)
         os.makedirs(temporary)
-        with _flushed_meanwhile(temporary):
+        with _flush_in_background(temporary):
             yield temporary
         _flush(temporary)
         os.rename(temporary, path)
         _sync(parent)
     except OSError as error:
-        room, remedy = "", "choose another place"
+        free, remedy = "", "choose another path"
         if is_full(error):
-            room, remedy = free_space(parent), "make room or choose another place"
+            free, remedy = free_space(parent), "make room or choose another path"
         raise InputError(
-            f"{path}: cannot be written: {reason(error)}{room}; nothing is left there; {remedy}"
+            f"{path}: cannot be written: {reason(error)}{free}; nothing is left there; {remedy}"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _clear_remains(parent: str, name: str) -> None:
-    """Deletes what processes that run no more began to write as `name`.
+def _delete_abandoned(parent: str, name: str) -> None:
+    """Delete the temporary folders that processes which no longer run have left for `name`.
 
-    Of this host alone: of another's, which may share the disk, it is not known whether they run.
+    Only processes of this host count: it is not known whether those of other hosts, which may
+    share the disk, still run.
     """
     host = re.escape(socket.gethostname())
     pattern = re.compile(rf"\.{re.escape(name)}\.{host}\.(\d+)\.tmp")
     for entry in os.listdir(parent) if os.path.isdir(parent) else []:
         match = pattern.fullmatch(entry)
-        if match and not _runs(int(match[1])):
+        if match and not _is_running(int(match[1])):
             shutil.rmtree(os.path.join(parent, entry))
 
 
-def _runs(process: int) -> bool:
-    """Whether a process of this number, other than this one, runs."""
+def _is_running(process: int) -> bool:
+    """Return whether a process with this id is running, other than this one."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # it belongs to another user
         return True
     return process != os.getpid()
 
 
 @contextlib.contextmanager
-def _flushed_meanwhile(folder: str) -> Iterator[None]:
-    """Flushes what is written in a folder while it is: at the end little is left to wait for.
+def _flush_in_background(folder: str) -> Iterator[None]:
+    """Flush files while the folder is being filled, so that little is left to flush at the end.
 
-    What fails then raises at the end: the system tells of a failed write only once.
+    If a flush fails, its error is raised at the end, as the system reports a failed write only
+    once.
     """
-    done, seen = threading.Event(), dict[str, int]()  # when each file was changed last
+    done, flushed = threading.Event(), dict[str, int]()  # each file's modification time
 
     def flush() -> None:
         while not done.wait(_PAUSE):
-            for where, _, files in os.walk(folder):
-                for path in (os.path.join(where, name) for name in files):
-                    with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            for root, _, files in os.walk(folder):
+                for path in (os.path.join(root, name) for name in files):
+                    with contextlib.suppress(
+                        FileNotFoundError
+                    ):  # renamed or deleted in the meantime
                         changed = os.stat(path).st_mtime_ns
-                        if changed != seen.get(path):
+                        if changed != flushed.get(path):
                             _sync(path)
-                            seen[path] = changed
+                            flushed[path] = changed
 
     with ThreadPoolExecutor(1, thread_name_prefix="flush") as pool:
         flushing = pool.submit(flush)
@@ -107,10 +114,11 @@ def _flushed_meanwhile(folder: str) -> Iterator[None]:
 
 
 def _flush(folder: str) -> None:
-    for where, _, files in os.walk(folder):
+    """Flush all files and folders in a folder, and the folder itself."""
+    for root, _, files in os.walk(folder):
         for name in files:
-            _sync(os.path.join(where, name))
-        _sync(where)
+            _sync(os.path.join(root, name))
+        _sync(root)
 
 
 def _sync(path: str) -> None:

@@ -1,8 +1,8 @@
-"""Any checkpoint in, any checkpoint out: the original's, Hugging Face's and native ones.
+"""Conversion between the checkpoint formats: native, the original's and Hugging Face's.
 
-Every format reads and writes the same host state: {"params", "step"} and perhaps {"opt_state"},
-nested dicts of numpy arrays in the native structure, global shapes.  `compare` shows whether two
-checkpoints are the same model, by their logits on a fixed prompt.
+Each format is read into, and written from, the same host state: nested dicts of numpy arrays of
+global shapes in the native structure, with the keys "params", "step" and optionally "opt_state".
+`compare` checks that two checkpoints hold the same model, by their logits on a fixed prompt.
 """
 
 import functools
@@ -27,15 +27,22 @@ from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError, to_f32
 
-GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # GPT-J's vocabulary is GPT-2's, filled up
+GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # GPT-J's vocabulary is GPT-2's, padded
 
 
 class Written(NamedTuple):
-    """What a conversion has made: the folder, the model's config, what is in it."""
+    """The result of a conversion.
+
+    Attributes:
+      path: the step_N that was written, or the Hugging Face folder.
+      config: the model's config.
+      dtype: the dtype of the embedding, and of all other weights unless the source mixes dtypes.
+      optimizer: whether the optimizer state was written.
+    """
 
     path: str
     config: Config
-    dtype: str  # of the embedding, if not of all weights
+    dtype: str
     optimizer: bool
 
 
@@ -48,17 +55,19 @@ def read(
     lazy: bool = False,
     base: AnyPath | None = None,
 ) -> tuple[Config, dict[str, Any]]:
-    """A checkpoint and its config.  Adapters are merged into the model they were trained on.
+    """Return a checkpoint's config and host state; adapters are merged into their base model.
 
     Args:
-      config: may be None where the checkpoint stores its own; else it must be of the same model.
-      dtype: parameters are cast to it as they are read; None: they keep their own.
-      optimizer: take Adam's moments where there are any; never of adapters.
-      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) on demand.
-      base: where the adapters' model is, if it has moved.
+      source: the checkpoint, of any format.
+      config: the config of the same model (default: the one that the checkpoint stores).
+      dtype: the dtype to cast the parameters to as they are read (default: their own).
+      optimizer: whether to read Adam's moments if there are any; those of adapters never are.
+      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
+      base: the path of the adapters' base model, if it has moved.
 
     Raises:
-      InputError: where it cannot be read, does not fit the config, or needs one.
+      InputError: if the checkpoint cannot be read or does not fit the config, or if it stores no
+        config and none is passed.
     """
     if source.kind == "hf":
         return hf.read(source.path, config=config, dtype=dtype, lazy=lazy)
@@ -67,13 +76,13 @@ def read(
         return config, state if lazy else in_memory(state)
     if base is not None:
         raise InputError(
-            f"--base goes with adapters, and {source.path} is a whole model; leave it out"
+            f"--base requires adapters, but {source.path} is a whole model; remove --base"
         )
     options: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": lazy}
     if source.step is not None:
         return native_state.read(source.step, config=config, **options)
     if config is None:
-        config = source.config  # which says that there is none
+        config = source.config  # raises: the original's format stores none
     return config, original.read(source.path, config, **options)
 
 
@@ -84,18 +93,23 @@ def _merged(
     moved: AnyPath | None,
     dtype: DTypeLike | None,
 ) -> tuple[Config, dict[str, Any]]:
-    """A source's adapters, merged lazily into the model that is now at `moved`."""
+    """Return the config and lazy host state of a source's adapters, merged into their base.
+
+    Args:
+      recorded: the base as the adapters' checkpoint records it.
+      moved: the path of the base, if it is no longer the recorded one.
+    """
     assert source.step is not None
     own, adapters = native_state.read(source.step, optimizer=False)
     config = (config or own).merged()
     check_same_model(config, own.as_dict(), source.path)
-    place = recorded.path if moved is None else local_path(moved)
+    base_path = recorded.path if moved is None else local_path(moved)
     try:
-        base = Source(place)
+        base = Source(base_path)
     except InputError:
         raise InputError(
-            f"{source.path}: the model that its adapters were trained on is not at {place} (no "
-            f"checkpoint is there); {MOVED}"
+            f"{source.path}: the base model of its adapters is not at {base_path} (no checkpoint "
+            f"there); {MOVED}"
         ) from None
     _, state = read(base, config, optimizer=False, lazy=True)
     params = merged_leaves(
@@ -119,22 +133,25 @@ def convert(
     tokenizer: str | None = None,
     base: AnyPath | None = None,
 ) -> Written:
-    """Writes the checkpoint `source` anew as `target`: another format, dtype or number of shards.
+    """Convert the checkpoint `source` to another format, dtype or number of shards, at `target`.
 
-    In memory are one layer's part of a leaf, or a leaf without layers, and the next one.  Adam's
-    moments come along where both formats have them and it is not to be `slim`.
+    At most two parts are in memory: the one being written and the next one.  A part is one layer
+    of a leaf, or a whole leaf that is not stacked over layers.
 
     Args:
-      source: a model folder (newest step, or `step`) or one step_N.
-      target: a model folder, or the step_N of one, that is not there yet.
-      config: None: what the source tells.
-      shards: of the original's format; default: the config's cores_per_replica.
-      trim_vocab: cut the padding off Hugging Face's vocabulary.
-      tokenizer: takes the place of the config's.
+      source: a model folder (its newest step, or `step`), a step_N or a Hugging Face folder.
+      target: the model folder, step_N or Hugging Face folder to write, which must not exist yet.
+      config: the model's config (default: the one stored in the source).
+      shards: the number of shards in the original's format (default: cores_per_replica).
+      dtype: the dtype to cast the parameters to (default: their own).
+      slim: whether to leave out Adam's moments, which are converted if both formats store them.
+      trim_vocab: whether to cut the padding off the vocabulary, in Hugging Face's format.
+      tokenizer: a tokenizer to use in place of the config's.
       base: see `read`.
 
     Raises:
-      InputError: for what cannot be read or written; then nothing is at `target`.
+      InputError: if the source cannot be read or the target cannot be written; nothing is left at
+        `target` then.
     """
     target = local_path(target)
     _check_target(target, target_kind)
@@ -143,7 +160,7 @@ def convert(
         config = (config or opened.config).merged()
         if source_kind == "hf" and target_kind == "original":
             _check_rows(target, config, shards)
-        # Now, as reading takes long: is it there, and is it this model's?
+        # Check the tokenizer before the long read: that it exists and fits the model.
         if tokenizer is not None:
             config = config.replace(tokenizer=tokenizer)
             Tokenizer.of(tokenizer, config, must_fit=True)
@@ -168,64 +185,76 @@ def convert(
 
 
 def _check_rows(target: str, config: Config, shards: int | None) -> None:
-    """InputError where a vocabulary that was cut does not divide into the shards."""
+    """Raise InputError if the shards do not divide a vocabulary whose padding was cut off."""
     rows, count = config.n_vocab, shards or config.cores_per_replica
     if rows % count:
-        released = rows == GPT2_ROWS and not GPTJ_ROWS % count
-        filled = GPTJ_ROWS if released else rows + -rows % count
+        as_gptj = rows == GPT2_ROWS and not GPTJ_ROWS % count
+        padded = GPTJ_ROWS if as_gptj else rows + -rows % count
         raise InputError(
-            f"{target}: {count} shards do not divide the vocabulary, {rows}; give a --config with "
-            f"n_vocab {filled}, which fills it up with tokens that are never predicted"
+            f"{target}: n_vocab is {rows}, not divisible by {count} shards; give a --config with "
+            f"n_vocab {padded}, which pads the vocabulary with tokens that are never predicted"
         )
 
 
 def _check_target(target: str, kind: Format) -> None:
-    """InputError where `target` is there, is misnamed, or would join steps of another format."""
+    """Raise InputError if `target` exists, is misnamed, or is beside steps of another format."""
     check_free(target)
     if kind == "hf":
         return
     folder, name = os.path.split(target)
     if step_number(target) is None:
         if re.fullmatch(r"step_\d+", name):
-            raise InputError(f"{target}: write the step's number without zeros in front")
+            raise InputError(f"{target}: write the step number without leading zeros")
         return
-    if found := other_format(folder, kind):
+    if other := other_format(folder, kind):
         raise InputError(
-            f"{target}: {folder} holds a checkpoint in {found} format; choose another model folder"
+            f"{target}: {folder} holds a checkpoint in {other} format; choose another model folder"
         )
 
 
 def _check_kind(path: AnyPath, kind: Format) -> None:
-    """InputError where something is at `path`, but in another format than `kind`."""
+    """Raise InputError if the checkpoint at `path` is in another format than `kind`."""
     try:
-        found = Source(path).kind
+        actual = Source(path).kind
     except InputError:
         return
-    if found != kind:
+    if actual != kind:
         raise InputError(
-            f"{local_path(path)}: is in {found} format, not {kind}; use --from {found}"
+            f"{local_path(path)}: is in {actual} format, not {kind}; use --from {actual}"
         ) from None
 
 
 def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
-    """The folder of a model folder's `step`; `path` itself where `step` is None."""
+    """Return the folder of a model folder's `step`; `path` itself if `step` is None.
+
+    Raises:
+      InputError: if there is no such step, or `path` is another step or a Hugging Face folder.
+    """
     path = local_path(path)
     if step is None:
         return path
     if kind == "hf":
-        raise InputError(f"--step {step}: a Hugging Face folder has no steps; leave it out")
+        raise InputError(f"--step {step}: a Hugging Face folder has no steps; remove --step")
     if (own := step_number(path)) is not None:
         if own != step:
-            raise InputError(f"--step {step}: {path} is another; give its model folder, or no step")
+            raise InputError(
+                f"--step {step}: {path} is another step; give its model folder, or remove --step"
+            )
         return path
     folder = os.path.join(path, f"step_{step}")
     if not is_uri(path) and not os.path.isdir(folder):
-        raise InputError(f"--step {step}: {path} has no step_{step}; leave it out for the newest")
+        raise InputError(f"--step {step}: {path} has no step_{step}; remove --step for the newest")
     return folder
 
 
 def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> str:
-    """The model folder that `target` means; `state` gets its step where the source had none."""
+    """Return the model folder that `target` is, or is a step of.
+
+    A Hugging Face folder stores no step, so a state read from one gets the step in `target`'s name.
+
+    Raises:
+      InputError: if the name of `target` has another step than the state.
+    """
     named = step_number(target)
     if named is None:
         return target
@@ -240,8 +269,9 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
 
 
 _PROMPT_LENGTH = 64
-# What `compare` allows a target of each dtype.  In f32 only a bias that is folded or split is
-# rounded; the others round every weight (by 2^-11, 2^-8), and every layer adds to that.
+# The largest difference that `compare` allows, by the target's dtype.  In f32 only a bias that is
+# folded or split is rounded; f16 and bf16 round every weight (by 2^-11 and 2^-8), and the errors
+# add up over the layers.
 LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -253,36 +283,38 @@ def compare(
     config: Config,
     base: AnyPath | None = None,
 ) -> tuple[float, float]:
-    """How far apart the logits of two checkpoints are on a fixed prompt, and how far they may be.
+    """Return the largest difference of two checkpoints' logits on a fixed prompt, and its limit.
 
-    Both are the largest difference over the spread of the source's logits; what may be depends on
-    the target's dtype.  They are read one after the other; `base` is the source's, see
-    `conversion.read`.
+    Both are relative to the spread of the source's logits: their maximum minus their median.  The
+    limit depends on the target's dtype.  The checkpoints are read one after the other.
+
+    Args:
+      base: the path of the source's base model; see `read`.
     """
     one, other = Source(source, source_kind), Source(target, target_kind)
-    # Hugging Face's vocabulary may be without the padding that the config has.
-    sizes = [each.config.n_vocab for each in (one, other) if each.kind == "hf"]
+    # A Hugging Face vocabulary may lack the padding that the config's has.
+    sizes = [opened.config.n_vocab for opened in (one, other) if opened.kind == "hf"]
     tokens = min([config.n_vocab, *sizes])
     before, _ = _logits(one, config, tokens, base)
     after, dtype = _logits(other, config, tokens, None)
-    spread = before.max() - np.median(before)  # the same, whatever is added to all
+    spread = before.max() - np.median(before)  # unchanged if a constant is added to all
     return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
 
 
 def _logits(
     source: Source, config: Config, tokens: int, base: AnyPath | None
 ) -> tuple[np.ndarray, str]:
-    """f32 logits [T, tokens] after each token of a fixed prompt, and the dtype of the weights.
+    """Return logits [T, tokens] at each position of a fixed prompt, and the weights' dtype.
 
-    Of the first `tokens` of the vocabulary alone.  Computed in f32 whatever the weights' dtype, on
-    one device; of the layers' weights one layer's are cast at a time.
+    Only the first `tokens` tokens of the vocabulary are used.  The logits are computed in f32 for
+    weights of any dtype, on one device; the layers' weights are cast one layer at a time.
     """
     own = None if source.kind == "hf" else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base)
     prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
     params = _on_device(state)["params"]
     dtype = params["embed"]["embedding"]["w"].dtype.name
-    # The first activation is f32, so that each layer's weights become f32 where they are used.
+    # The first activation is f32, so each layer casts its weights to f32 when it uses them.
     outer = {part: to_f32(leaves) for part, leaves in params.items() if part != "layers"}
     function = functools.partial(gptj.logits, config=config.replace(dtype="float32"), par=Auto())
     with jax.default_matmul_precision("highest"):
@@ -291,7 +323,7 @@ def _logits(
 
 
 def _on_device(tree: Any) -> Any:
-    """A host tree's arrays as JAX's; the tree is emptied on the way."""
+    """Return a host tree's arrays as JAX arrays; the host tree is emptied to free its memory."""
     if isinstance(tree, dict):
         return {key: _on_device(tree.pop(key)) for key in list(tree)}
     return jnp.asarray(np.asarray(tree))

@@ -1,7 +1,8 @@
-"""GPT-J in Hugging Face's names, both ways: a folder of safetensors, config.json, a tokenizer.
+"""Reading and writing GPT-J as a Hugging Face folder: weights, config.json and tokenizer.
 
-Their Linear weights are [out, in], ours [in, out]; their layers lie side by side, ours are stacked.
-The rotary convention is the same (interleaved pairs).  No torch, except to read `.bin` files.
+Hugging Face's Linear weights are [out, in], ours are [in, out]; its layers are separate tensors,
+ours are stacked.  The rotary convention is the same (interleaved pairs).  torch is required only to
+read `.bin` files.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
-# Their config's key -> ours.
+# Hugging Face's config key -> ours.
 _SIZES = {
     "n_layer": "layers",
     "n_embd": "d_model",
@@ -38,23 +39,26 @@ _SIZES = {
     "rotary_dim": "pe_rotary_dims",
 }
 _DEFAULTS = {"n_positions": 2048, "rotary_dim": 64}
-# What GPT-J's config may say otherwise, but our model does not: the one value that it computes
-# with, which is also what a missing key means there.
+# Keys of Hugging Face's GPT-J config that our model does not have, with the only value that it
+# supports.  A missing key means that value.
 _FIXED = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": False,
 }
-# The sha256 of GPT-2's words in the order of their numbers, a line each.
-_GPT2_WORDS = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
+# The SHA-256 of GPT-2's tokens in the order of their ids, one per line.
+_GPT2_DIGEST = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 _FILLER = re.compile(r"<\|extratoken_\d+\|>")
 
 
 def read_config(folder: str) -> Config:
-    """The model that a folder's config.json describes; our other keys have their defaults.
+    """Return the config of the model that a folder's config.json describes.
 
-    `tokenizer` is the folder itself where it holds one other than GPT-2's.  Raises InputError for
-    what is no GPT-J, or computes otherwise than ours.
+    Keys that only our config has are left at their defaults, except `tokenizer`: it is the folder
+    itself if that holds a tokenizer other than GPT-2's.
+
+    Raises:
+      InputError: if the model is not GPT-J, or is a variant that our model does not support.
     """
     path = os.path.join(folder, "config.json")
     values = read_json(path)
@@ -62,7 +66,7 @@ def read_config(folder: str) -> Config:
         raise InputError(f"{path}: model_type is {values.get('model_type')!r}, expected 'gptj'")
     for key, expected in _FIXED.items():
         if values.get(key, expected) != expected:
-            raise InputError(f"{path}: {key} is {values[key]!r}; this model has {expected!r} alone")
+            raise InputError(f"{path}: {key} is {values[key]!r}; only {expected!r} is supported")
     ours = {}
     for key, name in _SIZES.items():
         size = values.get(key, _DEFAULTS.get(key))
@@ -71,71 +75,79 @@ def read_config(folder: str) -> Config:
         ours[name] = size
     inner = values.get("n_inner")
     if inner not in (None, 4 * ours["d_model"]):
-        raise InputError(f"{path}: n_inner is {inner!r}; this model has 4 * n_embd or null alone")
+        raise InputError(f"{path}: n_inner is {inner!r}; only 4 * n_embd and null are supported")
     ours["tokenizer"] = _tokenizer_in(folder)
     return Config.from_dict(ours, path)
 
 
 def _tokenizer_in(folder: str) -> str:
-    """The folder where it holds a tokenizer of its own, else "gpt2", which needs no folder.
+    """Return the folder if it holds a tokenizer other than GPT-2's, else "gpt2".
 
-    GPT-J's released one is GPT-2's with words added that only fill its vocabulary up.
+    "gpt2" can be loaded without a folder.  GPT-J's released tokenizer counts as GPT-2's: the tokens
+    that it adds only pad the vocabulary.
     """
-    whole, vocabulary, merges, more = (
+    whole_path, vocabulary_path, merges_path, added_path = (
         os.path.join(folder, name)
         for name in ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
     )
-    if os.path.isfile(whole):
-        words, added = _words_in(whole)
-    elif os.path.isfile(vocabulary) and os.path.isfile(merges):
-        words = read_json(vocabulary)
-        added = set(read_json(more)) if os.path.isfile(more) else set()
+    if os.path.isfile(whole_path):
+        vocabulary, added = _read_vocabulary(whole_path)
+    elif os.path.isfile(vocabulary_path) and os.path.isfile(merges_path):
+        vocabulary = read_json(vocabulary_path)
+        added = set(read_json(added_path)) if os.path.isfile(added_path) else set()
     else:
         return "gpt2"
-    if isinstance(words, dict) and all(type(number) is int for number in words.values()):
-        text = "\n".join(sorted(words, key=words.__getitem__))
-        fillers = all(word in words or _FILLER.fullmatch(word) for word in added)
-        if fillers and hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() == _GPT2_WORDS:
+    if isinstance(vocabulary, dict) and all(type(id_) is int for id_ in vocabulary.values()):
+        text = "\n".join(sorted(vocabulary, key=vocabulary.__getitem__))
+        only_fillers = all(token in vocabulary or _FILLER.fullmatch(token) for token in added)
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        if only_fillers and digest == _GPT2_DIGEST:
             return "gpt2"
     return local_path(folder)
 
 
-def _words_in(path: str) -> tuple[Any, set[str]]:
-    """The vocabulary of a tokenizer.json, which only some kinds have as a dict; what is added."""
+def _read_vocabulary(path: str) -> tuple[Any, set[str]]:
+    """Return the vocabulary and the added tokens of a tokenizer.json.
+
+    Only some kinds of tokenizer have a dict as their vocabulary.
+    """
     values = read_json(path)
     try:
         added = {str(entry["content"]) for entry in values.get("added_tokens", [])}
         return values["model"].get("vocab"), added
     except (AttributeError, KeyError, TypeError):
         raise InputError(
-            f"{path}: no tokenizer as Hugging Face has them, with a mapping `model` and a list "
-            "`added_tokens`; copy the folder anew"
+            f"{path}: not a Hugging Face tokenizer: expected a mapping `model` and a list "
+            "`added_tokens`; copy the folder again"
         ) from None
 
 
 def check_expressible(config: Config) -> None:
-    """InputError where Hugging Face's GPT-J has no such model."""
-    wanted = {
+    """Raise InputError if Hugging Face's GPT-J cannot represent the config's model."""
+    supported = {
         "block": "gptj",
         "norm": "layernorm",
         "pe": "rotary",
         "head_size": config.d_model // config.n_heads,
         "attention_window": config.seq,
     }
-    for key, value in wanted.items():
+    for key, value in supported.items():
         if getattr(config, key) != value:
             raise InputError(
-                f"config: {key} is {getattr(config, key)!r}, but Hugging Face's GPT-J has "
-                f"{value!r} alone; keep this model in the native or the original's format"
+                f"config: {key} is {getattr(config, key)!r}, but Hugging Face's GPT-J supports "
+                f"only {value!r}; keep this model in the native or the original's format"
             )
 
 
 def write_configs(
     folder: str, config: Config, rows: int, dtype: np.dtype, end_of_text: int | None
 ) -> None:
-    """config.json and generation_config.json, with the keys that transformers writes.
+    """Write config.json and generation_config.json, with the keys that transformers writes.
 
-    `end_of_text` is the token at which generation stops.
+    Args:
+      rows: the size of the vocabulary in the folder's tensors.
+      dtype: the dtype of the tensors.
+      end_of_text: the id of the token that ends generation, if there is one.
     """
     tokens = {
         "bos_token_id": end_of_text,
@@ -151,7 +163,7 @@ def write_configs(
         "resid_pdrop": 0.0,
     }
     values |= {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
-    # transformers 5 reads dtype, 4 torch_dtype.
+    # transformers 5 reads dtype, transformers 4 reads torch_dtype.
     values |= {"dtype": dtype.name, "torch_dtype": dtype.name, "pad_token_id": None}
     values |= {"initializer_range": 0.02, "use_cache": True}
     write_json(os.path.join(folder, "config.json"), values | _FIXED | tokens)
@@ -160,12 +172,12 @@ def write_configs(
 
 
 SHARD_BYTES = 5_000_000_000
-# The head's bias of vocabulary that only pads: low enough that its probability is 0 in f32, and
-# within the range of f16.
+# The head's bias for padding tokens: low enough that their probability is 0 in f32, and within the
+# range of f16.
 PADDING_BIAS = -1e4
-_BLOCK = 16  # rows: transposing copies are five times as fast so, as they stay in the cache
+_BLOCK = 16  # rows copied at once: transposing them within the cache is five times as fast
 
-# Their module below transformer.h.<i>. -> our (module, leaf), of a layer.
+# Hugging Face's name below transformer.h.<i>. -> our (module, leaf) in one layer.
 _LAYER = {
     "ln_1.weight": ("layer/norm", "scale"),
     "ln_1.bias": ("layer/norm", "offset"),
@@ -186,12 +198,18 @@ _OUTER = {
     "lm_head.weight": ("proj", "projection/head", "w"),
     _HEAD_BIAS: ("proj", "projection/head", "b"),
 }
-_BY_VOCABULARY = (_EMBEDDING, "lm_head.weight", _HEAD_BIAS)  # whose first axis is the vocabulary
+_BY_VOCABULARY = (_EMBEDDING, "lm_head.weight", _HEAD_BIAS)  # first axis: vocabulary
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attn.embed_positions")  # constants, not weights
 
 
 class _Place(NamedTuple):
-    """Where one of their tensors stands in our parameters."""
+    """The place of a Hugging Face tensor in our parameters.
+
+    Attributes:
+      part, module, leaf: the path of our leaf.
+      layer: the index into our leaf's layers; None if the leaf is not stacked.
+      transposed: whether our leaf is the transpose of the tensor.
+    """
 
     part: str
     module: str
@@ -200,18 +218,18 @@ class _Place(NamedTuple):
     transposed: bool
 
     def find(self, params: gptj.Params) -> Any:
-        """Our leaf that it is, or is a layer of."""
+        """Return the leaf that the tensor is, or is one layer of."""
         return params[self.part][self.module][self.leaf]
 
     def shape(self, params: gptj.Params) -> tuple[int, ...]:
-        """Its shape in their orientation."""
+        """Return the shape in Hugging Face's orientation."""
         shape = self.find(params).shape[self.layer is not None :]
         return shape[::-1] if self.transposed else shape
 
     def values(self, params: gptj.Params) -> np.ndarray:
-        """It in their orientation."""
-        found = self.find(params)
-        values = np.asarray(found if self.layer is None else found[self.layer])
+        """Return the values in Hugging Face's orientation."""
+        leaf = self.find(params)
+        values = np.asarray(leaf if self.layer is None else leaf[self.layer])
         return values.T if self.transposed else values
 
 
@@ -222,23 +240,29 @@ def read(
     dtype: DTypeLike | None = None,
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """A folder's config, or `config` where that fits it, and its weights as a host state.
+    """Return a folder's config and its weights as a host state, at step 0.
 
-    The embedding's bias, which they have not, is zero.  A larger `config.n_vocab` is filled up:
-    embedding rows and head columns with zeros, the head's bias with `PADDING_BIAS`, so that the
-    added tokens have no probability and no part in the loss.  `dtype` None keeps the file's.
-    The leaves of a `lazy` state are read (and found to be damaged) when they are asked for.
+    The embedding's bias, which Hugging Face's GPT-J does not have, is zero.
+
+    Args:
+      config: the config to return in place of the folder's; it must be of the same model, but its
+        `n_vocab` may be larger.  The vocabulary is then padded: embedding rows and head columns
+        with zeros, the head's bias with `PADDING_BIAS`, so that the added tokens have probability
+        0 and do not change the loss.
+      dtype: the dtype to cast the parameters to (default: the files').
+      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
 
     Raises:
-      InputError: for a folder that is no GPT-J, damaged, or contradicts `config` or itself.
+      InputError: if the folder is not a GPT-J, is damaged or inconsistent, or does not fit
+        `config`.
     """
-    found = read_config(folder)
+    stored_config = read_config(folder)
     if config is not None:
-        _check_same(folder, found, config)
-    config = config or found
+        _check_same(folder, stored_config, config)
+    config = config or stored_config
     places = _places(config)
-    stored = _known(folder, hf_files.find(folder), places)
-    declared = gptj.declarations(found)
+    stored = _select_weights(folder, hf_files.find(folder), places)
+    declared = gptj.declarations(stored_config)
     _check_stored(stored, places, map_declared(lambda d: np.broadcast_to(0, d.shape), declared))
     dtypes = _leaf_dtypes(stored, places, _dtype(dtype))
     params = {
@@ -265,42 +289,47 @@ def write(
     tokenizer: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a host state's weights as a new folder that transformers loads.
+    """Write a host state's weights to a new folder that transformers can load.
 
-    The embedding's bias is folded into its rows.  `dtype` None keeps every leaf's own.
-    `tokenizer` (a folder, or what else `load_tokenizer` takes) goes with the weights; None takes
-    `config.tokenizer`, unless the model's vocabulary is too small for it.  `trim_vocab` cuts the
-    vocabulary to the tokenizer's.
+    The embedding's bias, which Hugging Face's GPT-J does not have, is folded into its rows.
+
+    Args:
+      dtype: the dtype to cast the parameters to (default: each leaf's own).
+      trim_vocab: whether to cut the vocabulary to the tokenizer's size.
+      tokenizer: the tokenizer to save with the weights: a folder, or another name that
+        `load_tokenizer` accepts (default: `config.tokenizer`, which is left out if it has more
+        tokens than the model).
+      shard_bytes: the largest size of a file of several tensors.
 
     Raises:
-      InputError: for a model that GPT-J cannot express, a folder that is there already, and what
-        the storage refuses; nothing is left at `folder` then.
+      InputError: if Hugging Face's GPT-J cannot represent the model, `folder` already exists, or
+        storage fails; nothing is left at `folder` then.
     """
     check_expressible(config)
     check_state(state, gptj.declarations(config))
-    kept = Tokenizer.of(tokenizer, config, must_fit=trim_vocab)
-    rows = len(kept.loaded) if trim_vocab else config.n_vocab
+    chosen = Tokenizer.of(tokenizer, config, must_fit=trim_vocab)
+    rows = len(chosen.loaded) if trim_vocab else config.n_vocab
     tensors = list(_tensors(state["params"], config, rows, _dtype(dtype)))
     total = sum(tensor.n_bytes for tensor in tensors)
     with whole_folder(folder) as temporary:
         with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
             hf_files.write(temporary, tensors, shard_bytes, bar)
-        end_of_text = kept.loaded.eos_token_id if kept.fits else None
+        end_of_text = chosen.loaded.eos_token_id if chosen.fits else None
         write_configs(temporary, config, rows, tensors[0].dtype, end_of_text)
-        kept.save(temporary)
+        chosen.save(temporary)
 
 
 def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
-    found = np.dtype(dtype)
-    if found not in FLOATS.values():
-        raise InputError(f"dtype is {found}, expected float32, float16 or bfloat16")
-    return found
+    result = np.dtype(dtype)
+    if result not in FLOATS.values():
+        raise InputError(f"dtype is {result}, expected float32, float16 or bfloat16")
+    return result
 
 
 def _places(config: Config) -> dict[str, _Place]:
-    """Their tensors' names, in their order, and each one's place in our parameters."""
+    """Return Hugging Face's tensor names, in its order, with their places in our parameters."""
     places = {_EMBEDDING: _Place("embed", "embedding", "w", None, False)}
     for layer in range(config.layers):
         for name, (module, leaf) in _LAYER.items():
@@ -312,34 +341,40 @@ def _places(config: Config) -> dict[str, _Place]:
     return places
 
 
-def _check_same(folder: str, found: Config, config: Config) -> None:
-    """InputError where the folder's model is not the config's."""
+def _check_same(folder: str, stored: Config, config: Config) -> None:
+    """Raise InputError if the folder's model, of the config `stored`, is not that of `config`."""
     where = os.path.join(folder, "config.json")
     for key in ("layers", "d_model"):
-        if getattr(found, key) != getattr(config, key):
+        if getattr(stored, key) != getattr(config, key):
             raise InputError(
-                f"{where}: {key} is {getattr(found, key)}, the config has {getattr(config, key)}; "
+                f"{where}: {key} is {getattr(stored, key)}, the config has {getattr(config, key)}; "
                 "use the model's own config"
             )
-    check_same_model(config, found.as_dict(), where)
-    if found.n_vocab > config.n_vocab:
+    check_same_model(config, stored.as_dict(), where)
+    if stored.n_vocab > config.n_vocab:
         raise InputError(
-            f"{where}: vocab_size is {found.n_vocab}, the config's n_vocab {config.n_vocab}; "
-            "give n_vocab at least as many"
+            f"{where}: vocab_size is {stored.n_vocab}, the config's n_vocab {config.n_vocab}; "
+            "give an n_vocab at least as large"
         )
 
 
-def _known(folder: str, stored: dict[str, Stored], places: dict[str, _Place]) -> dict[str, Stored]:
-    """The stored tensors that are weights; InputError where they are not those of `places`."""
+def _select_weights(
+    folder: str, stored: dict[str, Stored], places: dict[str, _Place]
+) -> dict[str, Stored]:
+    """Return the stored tensors that are weights.
+
+    Raises:
+      InputError: if their names are not those of `places`.
+    """
     for name in places:
         if name not in stored:
             raise InputError(
-                f"{folder}: tensor {name} is missing; copy the folder anew, or check config.json"
+                f"{folder}: tensor {name} is missing; copy the folder again, or check config.json"
             )
     for name, tensor in stored.items():
         if name not in places and not name.endswith(_BUFFERS):
             raise InputError(
-                f"{tensor.path}: tensor {name} has no place in the model; check config.json"
+                f"{tensor.path}: tensor {name} is not part of the model; check config.json"
             )
     return {name: tensor for name, tensor in stored.items() if name in places}
 
@@ -347,7 +382,7 @@ def _known(folder: str, stored: dict[str, Stored], places: dict[str, _Place]) ->
 def _check_stored(
     stored: dict[str, Stored], places: dict[str, _Place], expected: gptj.Params
 ) -> None:
-    """InputError naming the first tensor of another shape than `expected`, or no float."""
+    """Raise InputError for the first tensor of another shape than `expected`, or not of floats."""
     for name, tensor in stored.items():
         shape = places[name].shape(expected)
         if tensor.shape != shape:
@@ -358,24 +393,28 @@ def _check_stored(
         if tensor.dtype not in DTYPES:
             raise InputError(
                 f"{tensor.path}: tensor {name} has dtype {tensor.dtype}, expected one of "
-                f"{', '.join(DTYPES)}; convert it with its own library"
+                f"{', '.join(DTYPES)}; convert it with the library that wrote it"
             )
 
 
 def _leaf_dtypes(
     stored: dict[str, Stored], places: dict[str, _Place], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
-    """Each of our leaves' dtype: the given one, or that of its tensors, which then must agree."""
-    found = {("embed", "embedding", "b"): dtype or DTYPES[stored[_EMBEDDING].dtype]}
+    """Return the dtype of each of our leaves: `dtype`, or if that is None its tensors' own.
+
+    Raises:
+      InputError: if `dtype` is None and the layers of a leaf differ in dtype.
+    """
+    leaf_dtypes = {("embed", "embedding", "b"): dtype or DTYPES[stored[_EMBEDDING].dtype]}
     for name, tensor in stored.items():
         own = DTYPES[tensor.dtype]
-        first = found.setdefault(places[name][:3], dtype or own)
+        first = leaf_dtypes.setdefault(places[name][:3], dtype or own)
         if dtype is None and first != own:
             raise InputError(
                 f"{tensor.path}: tensor {name} is {own}, other layers' are {first}; "
-                "say in which dtype to read them"
+                "choose the dtype to read them in"
             )
-    return found
+    return leaf_dtypes
 
 
 def _lazy(
@@ -385,7 +424,10 @@ def _lazy(
     stored: dict[str, Stored],
     places: dict[str, _Place],
 ) -> Any:
-    """One of our leaves, made of their tensors layer by layer; the bias they have not is zero."""
+    """Return one of our leaves, read from Hugging Face's tensors layer by layer.
+
+    The embedding's bias, which has no tensor, is zeros.
+    """
     dtype = dtypes[key]
     names = [name for name, place in places.items() if place[:3] == key]
     if not names:
@@ -396,9 +438,9 @@ def _lazy(
         name = names[layer or 0]
         tensor = stored[name]
         values, rows = np.empty(shape, dtype), tensor.shape[0]
-        theirs = values.T if places[name].transposed else values
-        _copy(theirs[:rows], tensor.read(), f"{tensor.path}: tensor {name}")
-        theirs[rows:] = PADDING_BIAS if name == _HEAD_BIAS else 0
+        target = values.T if places[name].transposed else values
+        _copy(target[:rows], tensor.read(), f"{tensor.path}: tensor {name}")
+        target[rows:] = PADDING_BIAS if name == _HEAD_BIAS else 0
         return values
 
     return LazyLeaf(declaration.shape, dtype, read, layers=declaration.stacked)
@@ -407,18 +449,19 @@ def _lazy(
 def _tensors(
     params: gptj.Params, config: Config, rows: int, dtype: np.dtype | None
 ) -> Iterator[Tensor]:
-    """What is written, in their names; each is made when its turn comes."""
+    """Yield the tensors to write, whose values are computed when they are written."""
     bias = np.asarray(params["embed"]["embedding"]["b"])
     for name, place in _places(config).items():
         shape = place.shape(params)
         if name in _BY_VOCABULARY:
             shape = (rows, *shape[1:])
         added = bias if name == _EMBEDDING and bias.any() else None
-        kept = dtype or place.find(params).dtype
-        yield Tensor(name, kept, shape, partial(_made, name, place, params, shape, kept, added))
+        target = dtype or place.find(params).dtype
+        values = partial(_tensor_values, name, place, params, shape, target, added)
+        yield Tensor(name, target, shape, values)
 
 
-def _made(
+def _tensor_values(
     name: str,
     place: _Place,
     params: gptj.Params,
@@ -434,7 +477,7 @@ def _made(
 def _copy(
     target: np.ndarray, source: np.ndarray, name: str, bias: np.ndarray | None = None
 ) -> None:
-    """`target[...] = source (+ bias, in f32)`, block by block, cast to the target's dtype."""
+    """Copy `source`, plus `bias` in f32 if given, to `target` in its dtype, block by block."""
     if source.ndim == 2 and not source.flags.c_contiguous:
         target, source = target.T, source.T
     for start in range(0, len(source), _BLOCK):

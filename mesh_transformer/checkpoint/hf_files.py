@@ -1,8 +1,8 @@
-"""The files in which a Hugging Face folder keeps its tensors, read and written one at a time.
+"""The tensor files of Hugging Face folders, read and written one tensor at a time.
 
-`.safetensors` is read and written here rather than by its library: that maps whole files, whose
-pages then count as this process's memory, knows no bfloat16 in numpy, and writes a file from
-arrays that are all in memory.  https://github.com/huggingface/safetensors has the format.
+`.safetensors` files are handled here, not by the safetensors library: the library maps whole files,
+whose pages then count as this process's memory, does not support bfloat16 in numpy, and can only
+write arrays that are all in memory.  The format: https://github.com/huggingface/safetensors
 """
 
 import contextlib
@@ -23,17 +23,21 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.util import InputError
 
-DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by the format's codes
+DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by the codes of safetensors
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
-_MAPPED = 1 << 28  # bytes read from a .bin before it is mapped anew
-_COPY = "copy the folder anew"
+_MAPPED = 1 << 28  # bytes to read from a .bin file before it is mapped again
+_COPY = "copy the folder again"
 
 
 class Stored(NamedTuple):
-    """One tensor of a file; `dtype` is a code of the format's.
+    """One tensor in a file.
 
-    `read` gives the values, perhaps as a view of the mapped file: copy them and let them go.
+    Attributes:
+      path: the file.
+      dtype: the safetensors code of the dtype, such as "BF16"; torch's name of one without a code.
+      shape: the tensor's shape.
+      read: returns the values, possibly as a view of the mapped file: copy them and drop the view.
     """
 
     path: str
@@ -43,7 +47,7 @@ class Stored(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor to write; `values` makes its array, when its turn comes."""
+    """One tensor to write; `values` returns its array, and is called when it is written."""
 
     name: str
     dtype: np.dtype
@@ -52,15 +56,18 @@ class Tensor(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Its size in a file."""
+        """The tensor's size in a file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def find(folder: str) -> dict[str, Stored]:
-    """All tensors of a folder by name, in the order in which its files hold them.
+    """Return all tensors of a folder by name, in the order in which its files hold them.
 
-    Takes model.safetensors, or several by their index, or else pytorch_model.bin (which needs
-    torch) likewise.  Raises InputError where a file or a tensor is missing or damaged.
+    The files are model.safetensors or the shards that its index lists; without these,
+    pytorch_model.bin or its shards, which require torch.
+
+    Raises:
+      InputError: if a file or tensor is missing or damaged.
     """
     for single, opener in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
         path = os.path.join(folder, single)
@@ -69,13 +76,17 @@ def find(folder: str) -> dict[str, Stored]:
         if os.path.isfile(f"{path}.index.json"):
             return _sharded(folder, f"{path}.index.json", opener)
     raise InputError(
-        f"{folder}: found no weights; expected model.safetensors or pytorch_model.bin, or several "
-        "with their .index.json"
+        f"{folder}: found no weights; expected model.safetensors or pytorch_model.bin, or "
+        "shards of either with their .index.json"
     )
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """One JSON mapping; InputError where the file is missing or is something else."""
+    """Return the mapping in a JSON file.
+
+    Raises:
+      InputError: if the file is missing, not JSON or not a mapping.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
@@ -91,33 +102,34 @@ def read_json(path: str) -> dict[str, Any]:
 def _sharded(
     folder: str, index: str, opener: Callable[[str], dict[str, Stored]]
 ) -> dict[str, Stored]:
+    """Return the tensors of all shards that an index lists; `opener` reads one file."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no mapping weight_map; {_COPY}")
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for name in sorted({str(name) for name in weight_map.values()}):
         path = os.path.join(folder, name)
         if os.path.basename(name) != name or not os.path.isfile(path):
             raise InputError(f"{path}: is missing, though {index} names it; {_COPY}")
-        found |= opener(path)
+        stored |= opener(path)
     for name, file in weight_map.items():
-        if name not in found:
+        if name not in stored:
             raise InputError(f"{os.path.join(folder, file)}: tensor {name} is missing; {_COPY}")
-    return found
+    return stored
 
 
 def _safetensors(path: str) -> dict[str, Stored]:
-    """The tensors of one .safetensors file, by place in it."""
+    """Return the tensors of one .safetensors file, in the order of their positions in it."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, _LARGEST_HEADER):
-            raise InputError(f"{path}: is truncated or no safetensors file; {_COPY}")
+            raise InputError(f"{path}: is truncated or not a safetensors file; {_COPY}")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-            found = {
+            stored = {
                 name: _span(path, entry["dtype"], tuple(entry["shape"]), 8 + length, *spans[name])
                 for name, entry in sorted(header.items(), key=lambda item: spans[item[0]])
             }
@@ -128,11 +140,19 @@ def _safetensors(path: str) -> dict[str, Stored]:
         raise InputError(
             f"{path}: is truncated or damaged: found {size:,} bytes, expected {expected:,}; {_COPY}"
         )
-    return found
+    return stored
 
 
 def _span(path: str, code: str, shape: tuple[int, ...], start: int, begin: int, end: int) -> Stored:
-    """A tensor at bytes begin to end of a safetensors file's data, which begins at `start`."""
+    """Return the tensor at bytes begin to end of a safetensors file's data.
+
+    Args:
+      code: the format's code of the dtype.
+      start: the position of the data in the file.
+
+    Raises:
+      ValueError: if the number of bytes does not match the shape and dtype.
+    """
     dtype, count = DTYPES.get(code), math.prod(shape)
     if dtype is not None and (begin < 0 or end - begin != count * dtype.itemsize):
         raise ValueError(f"{end - begin} bytes for {shape} {code}")
@@ -140,18 +160,18 @@ def _span(path: str, code: str, shape: tuple[int, ...], start: int, begin: int, 
     def read() -> np.ndarray:
         values = np.fromfile(path, dtype, count, offset=start + begin)
         if values.size != count:
-            raise InputError(f"{path}: became shorter while it was read; {_COPY}")
+            raise InputError(f"{path}: was truncated while it was read; {_COPY}")
         return values.reshape(shape)
 
     return Stored(path, code, shape, read)
 
 
 def _pickled(path: str) -> dict[str, Stored]:
-    """The tensors of one .bin file, whose pickle may build tensors and nothing else."""
+    """Return the tensors of one .bin file, whose pickle may contain nothing but tensors."""
     if not zipfile.is_zipfile(path):
         raise InputError(
-            f"{path}: is truncated, or no archive as torch.save writes it (a plain pickle is "
-            "refused as unsafe); copy it anew or take the safetensors"
+            f"{path}: is truncated or not an archive of torch.save (a plain pickle is refused as "
+            "unsafe); copy it again or use the safetensors files"
         )
     file = _TorchFile(path)
     return {
@@ -161,7 +181,10 @@ def _pickled(path: str) -> dict[str, Stored]:
 
 
 class _TorchFile:
-    """A .bin file that is mapped anew every `_MAPPED` bytes: pages once read count as memory."""
+    """A .bin file, mapped again after every `_MAPPED` bytes read.
+
+    This bounds the process's memory, in which pages of the mapping count once they are read.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -170,7 +193,7 @@ class _TorchFile:
         self._left = 0  # bytes to read before the next mapping
 
     def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Each tensor's dtype and shape."""
+        """Return each tensor's dtype, as in `Stored`, and shape."""
         torch = self.torch
         codes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         return {
@@ -179,14 +202,14 @@ class _TorchFile:
         }
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor's values, in the mapped file."""
+        """Return one tensor's values, as a view of the mapped file."""
         torch = self.torch
         if self._left <= 0:
             self._tensors = {}
             self._tensors, self._left = self._load(), _MAPPED
         tensor = self._tensors[name]
         self._left -= tensor.nbytes
-        if tensor.dtype == torch.bfloat16:  # which torch does not hand to numpy
+        if tensor.dtype == torch.bfloat16:  # torch cannot convert it to numpy
             return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
 
@@ -197,7 +220,7 @@ class _TorchFile:
         except pickle.UnpicklingError:
             raise InputError(
                 f"{self.path}: refused as unsafe: its pickle holds more than tensors and could "
-                "run code; take the safetensors"
+                "run code; use the safetensors files"
             ) from None
         except (RuntimeError, OSError, EOFError) as error:
             reason = str(error).partition("\n")[0]
@@ -212,15 +235,18 @@ def _import_torch(path: str) -> Any:
         import torch
     except ImportError:
         raise InputError(
-            f"{path}: reading .bin needs torch; pip install torch, or take the safetensors"
+            f"{path}: reading .bin requires torch; pip install torch, or use the safetensors files"
         ) from None
     return torch
 
 
 def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -> None:
-    """Writes model.safetensors, or where it would exceed `shard_bytes` several and their index.
+    """Write model.safetensors, or, if it would exceed `shard_bytes`, several shards and an index.
 
-    A tensor larger than that has a file of its own.  `bar` counts the bytes.
+    A tensor larger than `shard_bytes` is written to a file of its own.
+
+    Args:
+      bar: the progress bar to update, in bytes.
     """
     shards: list[list[Tensor]] = [[]]
     room = shard_bytes
@@ -246,12 +272,13 @@ def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -
 
 
 def write_json(path: str, values: dict[str, Any]) -> None:
-    """One JSON mapping, as transformers writes it."""
+    """Write a mapping to a JSON file, formatted as transformers formats it."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
+    """Write one .safetensors file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -259,12 +286,12 @@ def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
         code, shape = _CODES[tensor.dtype], list(tensor.shape)
         header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
-    # The next one is read while one is written.
-    made = Prefetch((tensor.values() for tensor in tensors), 1)
-    with contextlib.closing(made), open(path, "wb") as file:
+    text += b" " * (-len(text) % 8)  # the data start at a multiple of 8
+    # While one tensor is written, the next one is made.
+    arrays = Prefetch((tensor.values() for tensor in tensors), 1)
+    with contextlib.closing(arrays), open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for tensor, values in zip(tensors, made, strict=True):
+        for tensor, values in zip(tensors, arrays, strict=True):
             assert values.shape == tensor.shape, tensor.name
             assert values.dtype == tensor.dtype, tensor.name
             file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)

@@ -18,36 +18,41 @@ FLOATS: dict[str, np.dtype] = {
 
 
 def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """`value` in `dtype`: itself where that is its own, else a copy.
+    """Return `value` itself if it has this dtype, else a copy in it; infinities are kept.
 
-    Infinities stay.  Raises InputError, which begins with `where`, for a number too large for
-    `dtype`.
+    Args:
+      where: the start of the error message: what holds the value.
+
+    Raises:
+      InputError: if a finite number is too large for `dtype`.
     """
     if value.dtype == dtype:
         return value
-    found = np.empty(value.shape, dtype)
-    # One layer at a time: what the comparison makes of a stacked leaf would take as much again.
-    for target, source in zip(found, value, strict=True) if value.ndim > 2 else [(found, value)]:
+    result = np.empty(value.shape, dtype)
+    # One layer at a time: comparing a whole stacked leaf would take as much memory again.
+    for target, source in zip(result, value, strict=True) if value.ndim > 2 else [(result, value)]:
         with np.errstate(over="ignore"):
             target[...] = source
-        lost = np.isinf(target) & np.isfinite(source)
-        if lost.any():
-            largest = float(np.abs(source[lost]).max())
-            fitting = " or ".join(str(t) for t in FLOATS.values() if _end(t) > largest)
+        overflows = np.isinf(target) & np.isfinite(source)
+        if overflows.any():
+            largest = float(np.abs(source[overflows]).max())
+            fitting = " or ".join(str(t) for t in FLOATS.values() if _max(t) > largest)
             raise InputError(
-                f"{where} holds {largest:g}, but {dtype} ends at {_end(dtype):g}; choose {fitting}"
+                f"{where} holds {largest:g}, above {dtype}'s maximum {_max(dtype):g}; "
+                f"choose {fitting}"
             )
-    return found
+    return result
 
 
-def _end(dtype: np.dtype) -> float:
+def _max(dtype: np.dtype) -> float:
     return float(ml_dtypes.finfo(dtype).max)
 
 
 class LazyLeaf:
-    """An array that is read when asked for: `leaf[layer]`, or `np.asarray(leaf)` for all of it.
+    """An array that is read on use: one layer by `leaf[layer]`, all of it by `np.asarray(leaf)`.
 
-    Whatever takes a state takes these in place of numpy arrays, but reads them once.
+    States may hold these in place of numpy arrays.  Functions that take a state read each of them
+    only once.
     """
 
     def __init__(
@@ -58,7 +63,13 @@ class LazyLeaf:
         *,
         layers: bool,
     ) -> None:
-        """`read(layer)` gives an array of this dtype; `read(None)` a leaf that has no `layers`."""
+        """Create a leaf.
+
+        Args:
+          shape, dtype: those of the whole array.
+          read: returns one layer in this dtype, or, called with None, a leaf without layers.
+          layers: whether the first axis is that of the layers.
+        """
         self.shape, self.dtype = shape, dtype
         self._read, self._layers = read, layers
 
@@ -74,7 +85,7 @@ class LazyLeaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def astype(self, dtype: np.dtype, where: str) -> "LazyLeaf":
-        """It in another dtype; an error line about a number too large for that begins so."""
+        """Return this leaf in another dtype, cast when it is read; see `cast` for `where`."""
         if dtype == self.dtype:
             return self
         return LazyLeaf(
@@ -91,7 +102,7 @@ class LazyLeaf:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self} is on the disk: it cannot become an array without a copy")
+            raise ValueError(f"{self} is on disk: it cannot become an array without a copy")
         if self._layers:
             values = np.empty(self.shape, self.dtype)
             for layer in range(len(values)):
@@ -102,7 +113,7 @@ class LazyLeaf:
 
 
 def in_memory(tree: Any) -> Any:
-    """Nested dicts with every leaf that is lazy read, with a progress bar."""
+    """Return nested dicts whose `LazyLeaf`s have been read, showing a progress bar."""
     total = sum(_lazy_bytes(tree))
     if not total:
         return tree

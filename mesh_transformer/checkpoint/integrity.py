@@ -1,15 +1,15 @@
-"""Whether a checkpoint step is what was saved: checksums of its leaves, digests of its JSON.
+"""Integrity of checkpoint steps: checksums of the leaves, digests of the JSON files.
 
     step_<N>/checksums.json   {"leaves": {"params.proj.w": [uint32 per layer]},
                                "files": {"aux/metadata": SHA-256},
                                "digest": SHA-256 of the other two}
 
-It is written before the step is committed.  Steps of earlier versions have none.
+The file is written before the step is committed.  Steps saved by earlier versions do not have one.
 
-Checksums are the same on every mesh, on devices and in numpy: each entry's bits are hashed with the
-entry's index, and the hashes are added modulo 2^32.  A sum does not depend on the order of its
-terms, so no layout changes it; the hash of one entry is a bijection of its bits, so a change to a
-single entry always changes the sum.
+A checksum is the same on every mesh, and in numpy: each entry's bits are hashed with the entry's
+index, and the hashes are added modulo 2^32.  The sum does not depend on the order of its terms, and
+so not on the layout.  The hash of an entry is a bijection of its bits, so a change to a single
+entry always changes the sum.
 """
 
 import functools
@@ -31,15 +31,16 @@ from numpy.typing import DTypeLike
 from mesh_transformer.util import InputError
 
 _INDEX = 0x9E3779B1
-_ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's last steps
-_CHUNK = 1 << 16  # entries that numpy hashes at once: they stay in the processor's cache
+_ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # (shift, factor) of MurmurHash3's last steps
+_CHUNK = 1 << 16  # entries that numpy hashes at once, few enough for the processor's cache
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes per entry
 
 
 def checksum(values: Array, *, layers: bool = False) -> Array:
-    """The checksum of an array, uint32 [], or of each of its layers (its first axis), [L].
+    """Return the checksum of an array, uint32 [], or of each layer of its first axis, [L].
 
-    Indices count from the beginning of the whole array, so that the layers' sums add up to its own.
+    Entries are indexed from the start of the whole array, so the layers' checksums add up to the
+    array's, modulo 2^32.
     """
     if values.dtype == jnp.bool:
         values = values.astype(jnp.uint8)
@@ -56,50 +57,55 @@ def checksum(values: Array, *, layers: bool = False) -> Array:
 
 
 def host_checksum(values: np.ndarray, first: int = 0, dtype: DTypeLike | None = None) -> int:
-    """As `checksum`, of a part of an array that begins at its entry `first`.
+    """Return what `checksum` returns, computed in numpy, for a contiguous part of an array.
 
     Args:
-      dtype: entries are cast to it first (default: their own).
+      values: the part.
+      first: the index of its first entry in the whole array.
+      dtype: the dtype to cast the entries to first (default: their own).
     """
     flat, total = values.reshape(-1), 0
-    steps = np.arange(_CHUNK, dtype=np.uint32) * np.uint32(_INDEX)
+    offsets = np.arange(_CHUNK, dtype=np.uint32) * np.uint32(_INDEX)
     mixed, shifted = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
     for begin in range(0, flat.size, _CHUNK):
         part = np.ascontiguousarray(flat[begin : begin + _CHUNK])
         part = part if dtype is None else part.astype(dtype)
-        mix, shift_ = mixed[: part.size], shifted[: part.size]
-        np.add(steps[: part.size], np.uint32((first + begin) * _INDEX % 2**32), out=mix)
+        mix, scratch = mixed[: part.size], shifted[: part.size]
+        np.add(offsets[: part.size], np.uint32((first + begin) * _INDEX % 2**32), out=mix)
         mix ^= part.view(f"u{part.itemsize}")
         for shift, factor in _ROUNDS:
-            np.right_shift(mix, np.uint32(shift), out=shift_)
-            mix ^= shift_
+            np.right_shift(mix, np.uint32(shift), out=scratch)
+            mix ^= scratch
             mix *= np.uint32(factor)
-        np.right_shift(mix, np.uint32(16), out=shift_)
-        mix ^= shift_
+        np.right_shift(mix, np.uint32(16), out=scratch)
+        mix ^= scratch
         total += int(mix.sum(dtype=np.uint64))
     return total % 2**32
 
 
 def is_stacked(path: tuple[str, ...]) -> bool:
-    """Whether the leaf of a state at that path has layers along its first axis."""
+    """Return whether a state's leaf at this path is stacked over layers along its first axis."""
     return "layers" in path
 
 
 def tree_checksums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...], list[int]]:
-    """The checksums of each leaf's layers, or of the whole leaf where it has none; waits for them.
+    """Return the checksums of each leaf's layers, or of the whole leaf if it has none.
 
-    Every process of a mesh that the leaves span has to call it, and gets all sums.
+    Waits for the result.  If the leaves are on a mesh of several processes, every process must
+    call this function, and all get all checksums.
     """
     meshes = {getattr(leaf.sharding, "mesh", None) for leaf in leaves.values()}
     layout = None
     if len(meshes) == 1 and (mesh := meshes.pop()) is not None:
         layout = NamedSharding(mesh, P())
-    # In one program: XLA's CPU devices abort where many small ones with collectives are under way.
+    # One program for all leaves: many small ones with collectives at once abort XLA on CPU devices.
     return {path: np.asarray(sums).tolist() for path, sums in _compiled(layout)(leaves).items()}
 
 
 @functools.cache
 def _compiled(layout: NamedSharding | None) -> Any:
+    """Return the jitted computation of `tree_checksums`, with its results in a layout."""
+
     def sums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...], Array]:
         return {
             path: checksum(leaf, layers=is_stacked(path)).reshape(-1)
@@ -110,7 +116,7 @@ def _compiled(layout: NamedSharding | None) -> Any:
 
 
 NAME = "checksums.json"
-# JSON that says where arrays are and what they look like; the arrays' own files are not hashed.
+# JSON files that describe the arrays; the files of the arrays themselves are not hashed.
 _FILES = ("aux/metadata", "state/_METADATA", "state/_sharding")
 _PER_PROCESS = "state/array_metadatas"
 
@@ -120,17 +126,23 @@ _log = logging.getLogger(__name__)
 
 
 class Integrity(NamedTuple):
-    """What was saved: checksums of each leaf's layers (one where it has none), files' digests."""
+    """The integrity record of a step.
 
-    leaves: dict[str, list[int]]  # by their keys joined with dots, as Orbax names them
+    Attributes:
+      leaves: the checksums of each leaf's layers (a single one for a leaf without layers), by the
+        leaf's keys joined with dots, as Orbax names leaves.
+      files: the SHA-256 of each JSON file, by its path in the step.
+    """
+
+    leaves: dict[str, list[int]]
     files: dict[str, str]
 
 
 def write(step: epath.Path, sums: Mapping[str, Sequence[int]]) -> None:
-    """Writes the record of a step whose other files are complete.
+    """Write the integrity record of a step whose other files are complete.
 
     Args:
-      sums: of each leaf's layers, by the leaf's name.
+      sums: the checksums of each leaf's layers, by the leaf's name.
     """
     names = [name for name in _FILES if (step / name).exists()]
     if (step / _PER_PROCESS).is_dir():
@@ -143,10 +155,10 @@ def write(step: epath.Path, sums: Mapping[str, Sequence[int]]) -> None:
 
 
 def read(step: epath.Path) -> Integrity | None:
-    """The record of a step; None, after a warning, where an earlier version saved it.
+    """Return the integrity record of a step; None, with a warning, if it does not have one.
 
     Raises:
-      InputError: where the record itself is damaged.
+      InputError: if the record itself is damaged.
     """
     path = step / NAME
     if not path.exists():
@@ -166,21 +178,22 @@ def read(step: epath.Path) -> Integrity | None:
 
 @functools.cache
 def _warn(step: str) -> None:
-    """Warns once per step and process."""
+    """Warn that a step has no checksums; once per step and process."""
     _log.warning(
-        "checkpoint %s has no checksums, as an earlier version saved it: damage cannot be noticed",
+        "checkpoint %s has no checksums, as an earlier version saved it: damage to it cannot be "
+        "detected",
         step,
     )
 
 
 def check_file(step: epath.Path, record: Integrity | None, name: str, content: bytes) -> None:
-    """Raises InputError where a file's content is not what was saved."""
+    """Raise InputError if a file's content is not what was saved."""
     if record is not None and record.files.get(name, _sha256(content)) != _sha256(content):
         raise damaged(step, f"its file {name}")
 
 
 def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
-    """The first JSON file of a step that is missing or not what was saved."""
+    """Return the first JSON file of a step that is missing or not what was saved, if any."""
     for name, digest in record.files.items() if record else ():
         path = step / name
         if not path.exists() or _sha256(path.read_bytes()) != digest:
@@ -189,9 +202,9 @@ def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
 
 
 def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, Any]) -> None:
-    """Raises InputError naming the first of these arrays on a mesh that is not what was saved.
+    """Raise InputError for the first leaf on a mesh whose values are not what was saved.
 
-    Every process of the mesh has to call it.
+    Every process of the mesh must call this function.
     """
     if record is None:
         return
@@ -202,21 +215,21 @@ def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, 
 def check_sums(
     step: epath.Path, record: Integrity, path: Path, first: int, sums: Sequence[int]
 ) -> None:
-    """Raises InputError where the sums of a leaf's layers, from `first` on, are not those saved."""
+    """Raise InputError if the checksums of a leaf's layers, from layer `first` on, are wrong."""
     saved = record.leaves.get(".".join(path))
     if saved is None:
-        return  # not a leaf of that step: shapes are checked elsewhere
-    for layer, found in enumerate(sums, first):
-        if found != saved[layer]:
+        return  # not a leaf of that step, which `check_match` reports
+    for layer, actual in enumerate(sums, first):
+        if actual != saved[layer]:
             part = f" (layer {layer})" if len(saved) > 1 else ""
             raise damaged(step, f"its leaf {'/'.join(path)}{part}")
 
 
 def damaged(step: epath.Path, what: str) -> InputError:
-    """The error for a step that is not what was saved."""
+    """Return the error for a step of which a file or leaf is not what was saved."""
     return InputError(
-        f"checkpoint {step}: {what} is damaged, it is not what was saved; restore another step or "
-        "copy this one anew"
+        f"checkpoint {step}: {what} is damaged: it is not what was saved; restore another step or "
+        "copy this one again"
     )
 
 

@@ -1,7 +1,7 @@
-"""Barriers for a save by several processes, which a failure of any of them breaks.
+"""Barriers for a save by several processes; a failure in one process ends the wait of the others.
 
-Orbax's own barriers know nothing of failures: where one process cannot write its part, the others
-would wait for it for 20 minutes.  These are made of keys in JAX's coordination service.
+Orbax's own barriers do not detect failures: if one process cannot write its part, the others wait
+for it for 20 minutes.  These barriers are made of keys in JAX's coordination service.
 """
 
 import contextlib
@@ -10,20 +10,22 @@ import time
 from typing import Any
 
 import jax
-from jax._src import distributed  # which has no public name; Orbax takes it from here too
+from jax._src import distributed  # has no public name; Orbax imports it too
 
 from mesh_transformer.data.storage import reason
 
-POLL_SECONDS = (0.005, 0.5)  # between looks: at first, and after a while
+POLL_SECONDS = (0.005, 0.5)  # between polls: the first pause and the longest
 
-_numbers = itertools.count()  # every process makes the same saves in the same order
+_numbers = itertools.count()  # alike everywhere: all processes make the same saves
 
 
 class JointSave:
-    """One save after another by all processes; `begin` each, then meet at barriers.
+    """Barriers for saves that all processes make one after the other.
+
+    Every process calls `begin` once per save, then the same barriers, or `fail`.
 
     Attributes:
-      alone: whether there is one process only, for which nothing here does anything.
+      alone: whether there is only one process; no method does anything then.
     """
 
     def __init__(self) -> None:
@@ -37,57 +39,68 @@ class JointSave:
         return distributed.global_state.client
 
     def begin(self) -> None:
-        """Starts a save, for which no barrier is broken yet."""
+        """Start a save: no failure has broken its barriers yet."""
         if self.alone:
             return
         if self._prefix:
             self._old.append(self._prefix)
         self._prefix = f"mesh_transformer/save/{next(_numbers)}"
-        # Two saves back no process waits at a barrier any more.
+        # No process can still be waiting at a barrier of the save before the previous one.
         if self._rank == 0 and len(self._old) > 1:
             self._client.key_value_delete(f"{self._old.pop(0)}/")
 
     def barrier(self, key: str, timeout_ms: int) -> None:
-        """Waits for all processes.
+        """Wait until all processes have reached this barrier.
+
+        Args:
+          key: the barrier's name within this save.
 
         Raises:
-          BrokenSaveError: where one has failed in this save; why, and which.
+          BrokenSaveError: if a process has failed in this save; the message says why, and which.
           TimeoutError: after `timeout_ms`.
         """
         if self.alone:
             return
-        self._meet(key, timeout_ms / 1000, broken=True)
+        self._meet(key, timeout_ms / 1000, raise_failures=True)
 
     def fail(self, error: Exception, seconds: float) -> None:
-        """Breaks this save's barriers, now and later, and waits until all have given it up.
+        """Break all barriers of this save, and wait until all processes have given it up.
 
-        The others give up once they have finished writing; this process waits for them for
-        `seconds` at most.
+        The others give it up once they have finished writing.
+
+        Args:
+          error: the reason, which the others report.
+          seconds: the longest time to wait for the others.
         """
         if self.alone:
             return
         if not isinstance(error, BrokenSaveError):
             self._client.key_value_set(f"{self._prefix}/failed/{self._rank}", reason(error))
         with contextlib.suppress(TimeoutError):
-            self._meet("given up", seconds, broken=False)
+            self._meet("given up", seconds, raise_failures=False)
 
-    def _meet(self, key: str, seconds: float, *, broken: bool) -> None:
-        place = f"{self._prefix}/at/{key.replace('/', ':')}"
-        self._client.key_value_set(f"{place}/{self._rank}", "")
+    def _meet(self, key: str, seconds: float, *, raise_failures: bool) -> None:
+        """Record that this process has reached a barrier, and wait until all have.
+
+        Args:
+          raise_failures: whether to stop waiting and raise if a process has failed in this save.
+        """
+        barrier = f"{self._prefix}/at/{key.replace('/', ':')}"
+        self._client.key_value_set(f"{barrier}/{self._rank}", "")
         deadline, pause = time.monotonic() + seconds, POLL_SECONDS[0]
         while True:
-            there = dict(self._client.key_value_dir_get(f"{self._prefix}/"))
-            failed = {k: v for k, v in there.items() if k.startswith(f"{self._prefix}/failed/")}
-            if broken and failed:
+            keys = dict(self._client.key_value_dir_get(f"{self._prefix}/"))
+            failed = {k: v for k, v in keys.items() if k.startswith(f"{self._prefix}/failed/")}
+            if raise_failures and failed:
                 rank, why = min((int(k.rpartition("/")[2]), v) for k, v in failed.items())
                 raise BrokenSaveError(f"{why} (host {rank})")
-            if sum(k.startswith(f"{place}/") for k in there) == self._count:
+            if sum(k.startswith(f"{barrier}/") for k in keys) == self._count:
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all hosts came to {key!r} within {seconds:.0f} s")
+                raise TimeoutError(f"not all hosts reached barrier {key!r} within {seconds:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS[1])
 
 
 class BrokenSaveError(OSError):
-    """Another process has failed in this save, and broken its barriers."""
+    """Another process has failed in the current save."""

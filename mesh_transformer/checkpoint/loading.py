@@ -1,4 +1,4 @@
-"""From a checkpoint of any format to a state on a mesh, every leaf in its layout at rest."""
+"""Loading checkpoints of any format onto a mesh, with every leaf in its layout at rest."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from mesh_transformer.util import InputError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
-    """A function from a key to fresh adapters, without the parameters that they sit on."""
+    """Return a compiled function from a PRNG key to new adapters, without the base's parameters."""
     declared = gptj.declarations(config)
 
     def fresh(key: Array) -> Any:
@@ -37,7 +37,11 @@ def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
 
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
-    """A function from frozen parameters to a checksum of each, of its numbers in `dtype`."""
+    """Return a compiled function from frozen parameters to their checksums after a cast to `dtype`.
+
+    Args:
+      mesh: the mesh that the parameters are on.
+    """
 
     def sums(params: Any) -> Any:
         return jax.tree.map(lambda leaf: checksum(leaf.astype(dtype)), params)
@@ -46,25 +50,31 @@ def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
 
 
 class Loaded(NamedTuple):
-    """What was there: {"params"} and perhaps {"opt_state"}; under adapters also their base."""
+    """The result of `load`.
+
+    Attributes:
+      state: a state with the key "params", and "opt_state" if it was read.
+      base: the base model that the state's adapters are trained on, if it has adapters.
+    """
 
     state: steps.State
     base: Base | None
 
 
 def saved_part(state: steps.State, config: Config) -> steps.State:
-    """What of a state, or of its template, a checkpoint has: all but what is frozen."""
+    """Return the part of a state, or of its template, that is saved: all but frozen parameters."""
     return state | {"params": partition(gptj.declarations(config), state["params"])[0]}
 
 
 def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
-    """The weights of a source, and with `optimizer` Adam's moments if there are any.
+    """Load a checkpoint's weights, and with `optimizer` Adam's moments if there are any.
 
-    A config with `lora_rank` takes adapters and what they were trained on; a source without
-    adapters becomes the base of fresh ones.  Without `lora_rank` adapters are merged.
+    If the config has a `lora_rank`, the result has adapters: those of the source, on the base model
+    that they were trained on, or if the source has none, new ones with the source as their base.
+    If it has no `lora_rank`, adapters are merged into their base.
 
     Raises:
-      InputError: where it cannot be read, or is of another model than the config's.
+      InputError: if the source cannot be read or is not of the config's model.
     """
     template = steps.abstract_state(config, mesh)
     del template["step"]
@@ -90,42 +100,46 @@ def load_base(
     places: Sequence[AnyPath | Source],
     recorded: Base | None,
 ) -> tuple[Any, Base]:
-    """The frozen parameters, from the first of `places` that has them, and what they are.
+    """Load the frozen parameters from the first of `places` that has them, and return their base.
 
     Args:
-      where: the adapters, for error lines.
-      recorded: what they were trained on; None: whatever is there.
+      where: the checkpoint of the adapters, for error messages.
+      places: the checkpoints to try, in this order.
+      recorded: the base that the adapters were trained on, which the parameters must match; None
+        accepts any base model.
+
+    Returns:
+      The frozen parameters, and the base model that they are.
 
     Raises:
-      InputError: where none of the places has them.
+      InputError: if none of the checkpoints has them.
     """
     _, template = partition(gptj.declarations(config), steps.abstract_state(config, mesh)["params"])
-    refusals = []
+    rejected = []
     for place in places:
         try:
             source = Source.of(place)
             name = source.place
         except InputError:
-            refusals.append(f"{place} (no checkpoint is there)")
+            rejected.append(f"{place} (no checkpoint there)")
             continue
         if source.adapters is not None:
-            refusals.append(f"{name} (adapters are there)")
+            rejected.append(f"{name} (adapters, not a base model)")
             continue
         frozen = _read(source, config.merged(), {"params": template})["params"]
         base = Base(name, _checksums(frozen, config, mesh))
         changed = recorded and recorded.difference(base)
         if not changed:
             return frozen, base
-        refusals.append(f"{name} (another in the leaf {changed})")
-        del frozen  # before another is read
+        rejected.append(f"{name} (another model: leaf {changed} differs)")
+        del frozen  # frees its memory before the next one is read
     raise InputError(
-        f"{where}: the model that its adapters were trained on is not at {', '.join(refusals)}; "
-        f"{MOVED}"
+        f"{where}: the base model of its adapters is not at {', '.join(rejected)}; {MOVED}"
     )
 
 
 def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Checksums by dtype: of the frozen parameters as the run computes with them, and in bf16."""
+    """Return {dtype: {leaf: checksum}} of the frozen parameters, in the config's dtype and bf16."""
     sums_by_dtype = {}
     for dtype in sorted({config.dtype, "bfloat16"}):
         sums = leaves(compile_checksums(mesh, dtype)(frozen))
@@ -134,7 +148,7 @@ def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, i
 
 
 def _read(source: Source, config: Config, template: steps.State) -> steps.State:
-    """What a source has of the template, in its layouts; adapters are merged."""
+    """Return the template's leaves that a source has, in its layouts; adapters are merged."""
     if source.step is not None and source.adapters is None:
         return _read_native(source.step, config, template)
     dtype = template["params"]["embed"]["embedding"]["w"].dtype

@@ -1,12 +1,13 @@
-"""Native checkpoints: `<folder>/step_<N>/` written by Orbax, async and atomic, for any mesh.
+"""Native checkpoints, `<folder>/step_<N>/`: asynchronous, atomic, restorable on any mesh.
 
-A step holds two items: `state`, the tree of arrays, and `aux`, JSON (loader position, config
-and the like), so that weights and data position can never disagree.  Checksums of both are saved
-beside them and verified when they are read (`integrity`).  The folder itself is the
-index.  A step counts once Orbax has put its commit file in it, which it does last.  What Orbax
-marked as its own and did not commit is the remains of an interrupted save or deletion, which the
-next writer clears away; whatever else is named `step_*` is not ours to touch.  One writer (which
-may span many processes) to a folder at a time: a lock keeps others out.
+Orbax writes them.  A step holds two items, which are committed together: `state`, the tree of
+arrays, and `aux`, JSON such as the config and the loader's position.  Checksums of both are saved
+with them and verified when they are read (`integrity`).
+
+There is no index besides the folder itself.  A step counts once Orbax has written its commit file,
+which it does last.  A step that Orbax has marked as its own but not committed is left over from an
+interrupted save or deletion, and the next writer deletes it.  Nothing else named `step_*` is
+touched.  A folder has one writer at a time, which may span many processes; a lock keeps others out.
 """
 
 import contextlib
@@ -61,20 +62,18 @@ from mesh_transformer.data.storage import (
 from mesh_transformer.util import InputError
 
 _COMMIT_FILE = "commit_success.txt"
-_MARK = "_CHECKPOINT_METADATA"  # what Orbax puts in a step first, and `delete_step` removes last
+_MARK = "_CHECKPOINT_METADATA"  # Orbax writes it first, and `delete_step` deletes it last
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_CHUNK = 8 << 20  # bytes of a leaf that are one read or write, of which 128 may be under way
-_PRUNE_SECONDS = 30  # that others wait for old steps to be deleted
+_CHUNK = 8 << 20  # bytes of a leaf per read or write; up to 128 of these run at once
+_PRUNE_SECONDS = 30  # how long `wait` waits for old steps to be deleted
 
 _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one model folder: saved in the background, restored on any mesh.
+    """The checkpoints of one model folder, saved in the background and restored onto any mesh.
 
-    `folder` is a local path or a URI such as `gs://bucket/model`.  After each save the newest
-    `keep_n` steps are kept, and for ever those at multiples of `keep_every`.  With several
-    processes every process makes the same calls.
+    With several processes, all of them must make the same calls.
     """
 
     def __init__(
@@ -86,10 +85,18 @@ class Checkpoints:
         read_only: bool = False,
         host: bool = False,
     ) -> None:
-        """Open the folder; nothing is made or changed before the first `save` or `claim`.
+        """Open a folder; nothing is created or changed before the first `save` or `claim`.
 
-        `host` is for saving numpy arrays and `LazyLeaf`s, in one process.  Raises InputError
-        where a keep is below 1.
+        Args:
+          folder: a local path or a URI such as `gs://bucket/model`.
+          keep_n: the number of newest steps to keep after each save; older ones are deleted.
+          keep_every: also keep every step that is a multiple of this number (default: none).
+          read_only: whether `save` and `claim` raise RuntimeError.
+          host: whether states to save hold numpy arrays and `LazyLeaf`s instead of jax Arrays;
+            in a single process only.
+
+        Raises:
+          InputError: if `keep_n` or `keep_every` is below 1.
         """
         for name, value in (("keep_n", keep_n), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -98,13 +105,13 @@ class Checkpoints:
         self._keep_n, self._keep_every, self._read_only = keep_n, keep_every, read_only
         self._host = host
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, its commit
-        self._known: int | None = None  # the step that was saved or restored last
-        self._saving: int | None = None  # the step whose save was begun last
+        self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, commit
+        self._known: int | None = None  # the step saved or restored last
+        self._saving: int | None = None  # the step whose save started last
         self._lock: FolderLock | None = None
         self._pruning: threading.Thread | None = None
         self._joint = JointSave()
-        self._sums: dict[str, list[int]] = {}  # of the leaves that are being saved, by their names
+        self._sums: dict[str, list[int]] = {}  # of the leaves being saved, by name
         self._saved = functools.cache(lambda step: SavedStep(self._path(step)))
         self._checkpointer = self._new_checkpointer()
         hush_failures(_is_news)
@@ -116,17 +123,20 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending; empty where the folder is missing."""
+        """Return the committed steps, ascending; an empty list if the folder does not exist."""
         return _committed_steps(self.folder)
 
     def newest(self) -> int | None:
-        """The last committed step, None where there is none."""
+        """Return the highest committed step, or None if there is none."""
         return max(self.steps(), default=None)
 
     def claim(self) -> None:
-        """Makes this the folder's only writer until `close`, and clears an interrupted save away.
+        """Lock the folder against other writers until `close`; delete what interrupted saves left.
 
-        Raises InputError where another process writes there, or where it cannot be made.
+        Creates the folder if necessary.
+
+        Raises:
+          InputError: if another process writes to the folder, or it cannot be written.
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only")
@@ -138,19 +148,22 @@ class Checkpoints:
             self._clear_uncommitted()
 
     def save(self, step: int, state: Any, aux: dict[str, Any]) -> None:
-        """Start to save nested dicts of arrays and a JSON-able dict as `step`.
+        """Start saving nested dicts of arrays and a JSON-serialisable dict as a step.
 
-        Returns once jax Arrays are copied to the host (and an earlier save is done), so the
-        caller may donate them; numpy arrays must stay as they are until `wait`.  The step that
-        this object saved or restored last is left as it is.  Raises InputError where another's
-        step is in the way, this save cannot start or the one before it failed.
+        Waits for the previous save.  Returns once jax Arrays have been copied to the host, so the
+        caller may donate them; numpy arrays must not change until `wait`.  Does nothing if `step`
+        is the step that this object saved or restored last.
+
+        Raises:
+          InputError: if another step of this number exists, the save cannot start, or the previous
+            save failed.
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only")
         self.wait()
         if step == self._known:
             return
-        json.dumps(aux)  # A TypeError belongs to the caller, not to the background thread.
+        json.dumps(aux)  # Raise a TypeError here, not in the background thread.
         check_names(state)
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         chunked = jax.tree.map(_save_args, state)
@@ -158,7 +171,7 @@ class Checkpoints:
             state=StateSave(state, save_args=chunked), aux=ocp.args.JsonSave(aux)
         )
         self._joint.begin()
-        # What a process raises from here on every other one has to hear of.
+        # From here on, the other processes must learn of any failure.
         with failures_as(lambda error: self._failure(step, n_bytes, error)):
             self.claim()
             self._check_vacant(step)
@@ -167,33 +180,41 @@ class Checkpoints:
             self._saving = step
             self._saved.cache_clear()
             self._sums.clear()
-            if not self._host:  # else as they are written
+            if not self._host:  # host arrays: computed as they are written
                 sums = tree_checksums(leaves(state))
                 self._sums |= {".".join(path): sums[path] for path in sums}
-            # Orbax looks again, and to others the first one's folder would be in the way.
+            # Orbax checks again that the step is vacant.  The other processes must skip that check,
+            # as the first process may have created the folder by then.
             forced = jax.process_index() != 0
             self._checkpointer.save(self._path(step), args=arguments, force=forced)
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
 
     def _check_vacant(self, step: int) -> None:
-        if self._path(step).exists() and not _is_remains(self._path(step)):
+        """Raise InputError if a step exists that is not left over from an interrupted save."""
+        if self._path(step).exists() and not _is_unfinished(self._path(step)):
             raise InputError(
-                f"checkpoint folder {self.folder}: step_{step} is there already, not of this run; "
-                "choose another folder or move it away"
+                f"checkpoint folder {self.folder}: step_{step} already exists and was not saved "
+                "by this run; choose another folder or move it away"
             )
 
     @property
     def save_failed(self) -> bool:
-        """Whether the save in the background has failed, which `wait` will raise; known at once."""
+        """Whether the save in the background has already failed, which `wait` will raise."""
         pending = self._pending
         return pending is not None and pending[2].done() and pending[2].exception() is not None
 
     def is_saving(self, timeout: float) -> bool:
-        """Whether a save is still under way after `timeout` seconds at most."""
+        """Return whether a save is still running, waiting at most `timeout` seconds for its end."""
         return self._pending is not None and not wait_for([self._pending[2]], timeout).done
 
     def wait(self) -> None:
-        """Wait until the save under way is committed; InputError (once) where it failed."""
+        """Wait until the current save, if any, is committed.
+
+        Then waits up to `_PRUNE_SECONDS` for old steps to be deleted.
+
+        Raises:
+          InputError: if the save failed; only once per save.
+        """
         if self._pending is None:
             return
         step, n_bytes, commit = self._pending
@@ -202,13 +223,17 @@ class Checkpoints:
                 commit.result()
                 self._known = step
         finally:
-            if commit.done():  # Not when Ctrl-C interrupted the wait.
+            if commit.done():  # not if Ctrl-C interrupted the wait
                 self._pending = None
         if self._pruning is not None:
             self._pruning.join(_PRUNE_SECONDS)
 
     def close(self) -> None:
-        """Wait for the save under way, let go of threads and lock; raises as `wait` does."""
+        """Wait for the current save, then end the threads and release the lock.
+
+        Raises:
+          InputError: if the save failed.
+        """
         try:
             self.wait()
         finally:
@@ -219,7 +244,11 @@ class Checkpoints:
                 self._lock = None
 
     def saved(self, step: int | None = None) -> SavedStep:
-        """A committed step (None: the newest); InputError where there is no such step."""
+        """Return a committed step (None: the newest).
+
+        Raises:
+          InputError: if there is no such step.
+        """
         self.wait()
         steps = self.steps()
         if not steps:
@@ -230,23 +259,23 @@ class Checkpoints:
         return self._saved(steps[-1] if step is None else step)
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """The tree of `step` (None: the newest); see `SavedStep.restore`."""
+        """Restore the state of a step (None: the newest); see `SavedStep.restore`."""
         saved = self.saved(step)
         restored = saved.restore(template, only=only)
         self._known = saved.number
         return restored
 
     def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
+        """Return an Orbax checkpointer that writes as this module describes."""
         handlers, joint = ocp.type_handlers, self._joint
-        # Each process for itself, as far as Orbax knows: they meet at barriers of our own.
+        # To Orbax, each process is on its own; they synchronise at `joint`'s barriers instead.
         processes = ocp.options.MultiprocessingOptions(
             active_processes=None if joint.alone else {jax.process_index()}
         )
         host_arrays = HostArrayHandler(self._sums)
         state = StateHandler(
             joint,
-            # Weights hardly compress.
-            use_compression=False,
+            use_compression=False,  # parameters hardly compress
             use_ocdbt=not self._host,
             multiprocessing_options=processes,
             type_handler_registry=handlers.create_type_handler_registry(
@@ -260,7 +289,7 @@ class Checkpoints:
             aux=ocp.JsonCheckpointHandler(),
         )
         options = ocp.options.AsyncOptions(
-            # Directories made in the background leave threads that wait for ever when that fails.
+            # If creating them in the background fails, some threads wait forever.
             create_directories_asynchronously=False,
             timeout_secs=SAVE_SECONDS,
             barrier_sync_fn=None if joint.alone else joint.barrier,
@@ -271,7 +300,7 @@ class Checkpoints:
         )
 
     def _write_integrity(self) -> None:
-        """Adds the checksums to the step under way, before Orbax commits it."""
+        """Write the checksums into the step being saved; Orbax calls this before its commit."""
         (step,) = (
             path
             for path in self.folder.iterdir()
@@ -283,16 +312,16 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def _commit(self, saved: int) -> None:
-        """Wait for Orbax to commit, then have the steps deleted that are no longer kept."""
+        """Wait for Orbax to commit, then start deleting the steps that are no longer kept."""
         self._checkpointer.wait_until_finished()
         if jax.process_index() != 0 or (self._pruning and self._pruning.is_alive()):
             return
-        # Beside: storage that does not answer must not hold up a save that is good.
+        # In a thread of its own, as storage that hangs must not hold up a successful save.
         self._pruning = threading.Thread(target=self._prune, args=(saved,), daemon=True)
         self._pruning.start()
 
     def _prune(self, saved: int) -> None:
-        """Delete the steps that are no longer kept; where one cannot be, the next save tries."""
+        """Delete the steps that are no longer kept; if that fails, the next save tries again."""
         try:
             for step in self.steps()[: -self._keep_n]:
                 if step != saved and (self._keep_every is None or step % self._keep_every):
@@ -303,20 +332,20 @@ class Checkpoints:
             _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
 
     def _clear_uncommitted(self) -> int:
-        """Delete the remains of interrupted saves and deletions; how many there were."""
+        """Delete what interrupted saves and deletions left; return how many such folders."""
         if jax.process_index() != 0:
             return 0
-        remains = [path for path in entries(self.folder) if _is_remains(path)]
-        for path in remains:
-            with contextlib.suppress(FileNotFoundError):  # `_prune` may be at it
+        unfinished = [path for path in entries(self.folder) if _is_unfinished(path)]
+        for path in unfinished:
+            with contextlib.suppress(FileNotFoundError):  # `_prune` may be deleting it too
                 delete_tree(path)
-        return len(remains)
+        return len(unfinished)
 
     def _clear_after_failure(self) -> None:
-        """Clear away a failed save until its other writes, which nothing can await, are over.
+        """Delete a failed save's files until its other writes, which cannot be awaited, have ended.
 
-        Each of them makes its folder anew.  After a few seconds the rest, which is no step in
-        any case, is left to the next save.
+        Each of these creates its folder again.  After a few seconds the rest is left to the next
+        save; without a commit file it never counts as a step.
         """
         quiet = 0
         for _ in range(50):
@@ -331,29 +360,30 @@ class Checkpoints:
             time.sleep(0.1)
 
     def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
-        """The one line for a failed save, after clearing away what it had written."""
+        """Delete what a failed save has written, and return the error to raise for it."""
         free = free_space(os.fspath(self.folder))
         self._joint.fail(error, SAVE_SECONDS)
         self._checkpointer = self._new_checkpointer()
-        if self._lock is not None:  # else what is there may be another's
+        if self._lock is not None:  # else the files may be another writer's
             self._clear_after_failure()
-        if isinstance(error, InputError):  # of a `LazyLeaf` that cannot be read
+        if isinstance(error, InputError):  # such as that of a `LazyLeaf` that cannot be read
             return error
         try:
             newest = self.newest()
-            good = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
-        except InputError:  # of storage that does not answer
-            good = "earlier checkpoints are intact"
+            intact = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
+        except InputError:  # the storage does not answer
+            intact = "earlier checkpoints are intact"
         return InputError(
             f"checkpoint folder {self.folder}: saving step {step} failed: {reason(error)} "
-            f"({n_bytes:,} bytes to save{free}); {good}; make room or choose another folder"
+            f"({n_bytes:,} bytes to save{free}); {intact}; make room or choose another folder"
         )
 
 
 def find(path: str) -> SavedStep:
-    """A model folder's newest step, or the step that `path` itself is.
+    """Return a model folder's newest step, or the step that `path` itself is.
 
-    Raises InputError where the path is missing or holds no checkpoint.
+    Raises:
+      InputError: if `path` does not exist or has no committed step.
     """
     folder = _absolute(path)
     with reported(f"checkpoint folder {folder}"):
@@ -366,19 +396,19 @@ def find(path: str) -> SavedStep:
 
 
 def own_steps(folder: str) -> list[epath.Path]:
-    """All that this program has written as steps of a model folder, finished or not."""
+    """Return all step folders that this program wrote to a model folder, finished or not."""
     with reported(f"model folder {folder}"):
-        found = entries(_absolute(folder))
-        return [path for path in found if _is_committed(path) or _is_remains(path)]
+        paths = entries(_absolute(folder))
+        return [path for path in paths if _is_committed(path) or _is_unfinished(path)]
 
 
 def _absolute(path: str) -> epath.Path:
-    """Orbax takes absolute paths alone; a URI is one already."""
+    """Return a path or URI as the absolute path that Orbax requires."""
     return epath.Path(local_path(path))
 
 
 def _save_args(leaf: Any) -> ocp.SaveArgs:
-    """Chunks of whole layers where leaves are stacked, so that they are contiguous."""
+    """Return a leaf's chunking: stacked leaves in whole layers, which are contiguous."""
     return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if leaf.ndim > 2 else ())
 
 
@@ -386,8 +416,11 @@ def _is_committed(path: epath.Path) -> bool:
     return step_number(path.name) is not None and (path / _COMMIT_FILE).exists()
 
 
-def _is_remains(path: epath.Path) -> bool:
-    """Whether Orbax or `delete_step` was interrupted here; not what others call step_<N>."""
+def _is_unfinished(path: epath.Path) -> bool:
+    """Return whether a folder is what an unfinished save or deletion of a step has left.
+
+    A folder of another program that is named step_<N> is not.
+    """
     name, temporary, _ = path.name.partition(_TEMPORARY)
     if step_number(name) is None or not path.is_dir() or _is_committed(path):
         return False
@@ -401,9 +434,10 @@ def _committed_steps(folder: epath.Path) -> list[int]:
 
 
 def delete_step(path: epath.Path) -> None:
-    """Delete a step: its commit file first, so that no half of it ever counts; its mark last.
+    """Delete a step; if it is a symbolic link, only the link.
 
-    Of a link to a step only the link is deleted.
+    The commit file is deleted first, so that a partial step never counts as one.  Orbax's mark is
+    deleted last, so that an interrupted deletion can be recognised and completed.
     """
     if os.path.islink(path):
         delete_tree(path)
@@ -416,8 +450,9 @@ def delete_step(path: epath.Path) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether to show a log record; those of failures that are also raised are dropped."""
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
-        return False  # of the other writes or reads of one that has failed
+        return False  # from the other reads or writes after one has failed
     if record.levelno < logging.ERROR:
-        return "Skipping merge of OCDBT" not in record.getMessage()  # of host arrays: as it should
+        return "Skipping merge of OCDBT" not in record.getMessage()  # expected of host arrays
     return "/orbax/checkpoint/" not in record.pathname and _TEMPORARY not in record.getMessage()

@@ -1,4 +1,4 @@
-"""Native checkpoints from and to numpy arrays, without a mesh; see `checkpoint` for the rest."""
+"""Reading and writing native checkpoints as numpy arrays, without a mesh; see also `native`."""
 
 import os
 import sys
@@ -33,21 +33,23 @@ def read(
     optimizer: bool = True,
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """The state at `path` (a model folder, newest step, or one step_N) and its config.
+    """Return the config and host state of a native checkpoint.
 
-    With `lora_rank` in the config the parameters are the adapters alone.
+    If the config has a `lora_rank`, the parameters are only the adapters.
 
     Args:
-      config: takes the place of the saved one, whose model it must be.
-      dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
-      optimizer: take Adam's moments where there are any.
-      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
+      path: a model folder (its newest step) or a step_N.
+      config: a config to use in place of the saved one; it must be of the same model.
+      dtype: the dtype to cast the parameters to (default: their own); moments are not cast.
+      optimizer: whether to read Adam's moments if there are any.
+      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
 
     Returns:
-      The config, and {"params", "step"} and perhaps {"opt_state"}, of numpy arrays.
+      The config, and nested dicts of numpy arrays with the keys "params", "step" and, if there are
+      moments to read, "opt_state".
 
     Raises:
-      InputError: where there is no checkpoint, it is damaged, or it does not fit the config.
+      InputError: if there is no checkpoint, or it is damaged or does not fit the config.
     """
     step = path if isinstance(path, SavedStep) else find(path)
     where = str(step)
@@ -55,10 +57,10 @@ def read(
         config = Config.from_dict(step.config, f"{where}: saved config")
     check_same_model(config, step.config, where)
     full = optimizer and ("opt_state", "count") in step.leaves
-    wanted = expected(gptj.trained(config), optimizer=full)
-    check_match(where, step.leaves, wanted)
+    expected_leaves = expected(gptj.trained(config), optimizer=full)
+    check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
-    for key in wanted:
+    for key in expected_leaves:
         leaf = step.open_leaf(key)
         if dtype is not None and key[0] == "params":
             leaf = leaf.astype(np.dtype(dtype), f"checkpoint {where}: leaf {'/'.join(key)}")
@@ -68,9 +70,12 @@ def read(
 
 
 def write(folder: str, state: dict[str, Any], config: Config) -> None:
-    """Writes a state as `read` returns it to `folder`/step_N, which appears whole or not at all.
+    """Write a state, as `read` returns it, to `folder`/step_N.
 
-    Raises InputError where the step is there already, and for what the storage refuses.
+    The step appears complete or not at all, and so does `folder` if it is new and local.
+
+    Raises:
+      InputError: if the step already exists or storage fails.
     """
     if "://" in folder or os.path.isdir(folder):
         _save(folder, state, config)
@@ -83,6 +88,7 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
 
 
 def _save(folder: str, state: dict[str, Any], config: Config) -> None:
+    """Save a state to a model folder, with a progress bar."""
     step = int(state["step"])
     total = sum(leaf.nbytes for leaf in leaves(state).values())
     with (
@@ -96,15 +102,15 @@ def _save(folder: str, state: dict[str, Any], config: Config) -> None:
 
 
 def _bytes_in(folder: str, step: int) -> int:
-    """What has been written of a save under way; 0 where that cannot be seen."""
-    found = 0
+    """Return how many bytes of a running save have been written; 0 if `folder` is not local."""
+    total = 0
     for name in os.listdir(folder) if os.path.isdir(folder) else []:
         if name.partition(".")[0] != f"step_{step}":
             continue
-        for where, _, files in os.walk(os.path.join(folder, name)):
+        for root, _, files in os.walk(os.path.join(folder, name)):
             for file in files:
                 try:
-                    found += os.path.getsize(os.path.join(where, file))
-                except OSError:  # renamed meanwhile
+                    total += os.path.getsize(os.path.join(root, file))
+                except OSError:  # renamed in the meantime
                     continue
-    return found
+    return total

@@ -1,4 +1,4 @@
-"""What Orbax calls to save a state: arrays of the host layer by layer, of a mesh by all hosts."""
+"""Orbax handlers for saving: host arrays layer by layer, and states by several processes."""
 
 import contextlib
 import dataclasses
@@ -17,16 +17,17 @@ from mesh_transformer.data.prefetch import Prefetch
 
 handlers = ocp.type_handlers
 
-SAVE_SECONDS = 20 * 60  # for all of a save
+SAVE_SECONDS = 20 * 60  # time limit of a save
 
 
 class HostArrayHandler(handlers.NumpyHandler):
-    """Saves numpy arrays, which are not copied first, and `LazyLeaf`s, which are not held whole.
+    """Saves numpy arrays without copying them, and `LazyLeaf`s without holding all of one.
 
-    In one process, and not into OCDBT, whose buffers hold all that is under way.
+    For a single process.  Does not write OCDBT, which would buffer everything being written.
 
     Args:
-      sums: takes the checksums of each leaf's layers by its name, as it is written.
+      sums: a dict that receives the checksums of each leaf's layers, by the leaf's name, as it is
+        written.
     """
 
     def __init__(self, sums: dict[str, list[int]]):
@@ -40,7 +41,7 @@ class HostArrayHandler(handlers.NumpyHandler):
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[futures.Future]:
         saving = _save(values, infos, args or [ocp.SaveArgs()] * len(values), self._sums)
-        # Runs it in a thread of its own, once the folders are there.
+        # Orbax runs it in a thread of its own, once the folders exist.
         return [futures.CommitFutureAwaitingContractedSignals(saving, name="host-arrays")]
 
 
@@ -50,7 +51,8 @@ async def _save(
     args: Sequence[ocp.SaveArgs],
     sums: dict[str, list[int]],
 ) -> None:
-    # The next part is read while one is written.
+    """Write leaves to their tensorstore arrays, part by part."""
+    # While one part is written, the next one is read.
     with contextlib.closing(Prefetch(_parts(values, infos, sums), 1)) as parts:
         for value, info, arg in zip(values, infos, args, strict=True):
             await info.await_path_creation()
@@ -72,27 +74,28 @@ async def _save(
 def _parts(
     values: Sequence[np.ndarray | LazyLeaf], infos: Sequence[Any], sums: dict[str, list[int]]
 ) -> Iterator[np.ndarray]:
+    """Yield the leaves' parts as `_layers` lists them; put their checksums in `sums`."""
     for value, info in zip(values, infos, strict=True):
-        own = sums[info.name] = []
+        leaf_sums = sums[info.name] = []
         stacked = is_stacked(tuple(info.name.split(".")))
         for layer in _layers(value):
             part = np.asarray(value if layer is None else value[layer])
             layers = part if layer is None and stacked else [part]
             first = (layer or 0) * part.size
-            for number, values_ in enumerate(layers):
-                own.append(host_checksum(values_, first + number * values_.size))
+            for number, layer_values in enumerate(layers):
+                leaf_sums.append(host_checksum(layer_values, first + number * layer_values.size))
             yield part
         if not stacked:
-            own[:] = [sum(own) % 2**32]
+            leaf_sums[:] = [sum(leaf_sums) % 2**32]
 
 
 def _layers(value: np.ndarray | LazyLeaf) -> Sequence[int | None]:
-    """The parts that a leaf is saved in: layers, where each is chunks of its own; None: whole."""
+    """Return the parts to write a leaf in: its layers if they are separate chunks, else [None]."""
     return range(value.shape[0]) if value.ndim > 2 else (None,)
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Writes arrays once the first process has made the folders for them."""
+    """Writes arrays once the first process has created the folders for them."""
 
     def __init__(self, joint: JointSave, **options: Any):
         super().__init__(**options)
@@ -103,14 +106,14 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         return await super().async_save(*args, **kwargs)
 
 
-# Orbax finds a handler by the arguments' class.
+# Orbax finds the handler by the class of the arguments.
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
 class StateSave(ocp.args.PyTreeSave):
     pass
 
 
-# Nothing is restored by it (see `SavedStep`), but Orbax does not know a handler without one.
+# Unused, as `SavedStep` restores, but Orbax requires that a handler has one.
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):

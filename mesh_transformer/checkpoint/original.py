@@ -1,8 +1,8 @@
-"""The original's checkpoints, `step_N/shard_i/{0..15}.npz` and `meta.json`, both ways.
+"""Reading and writing the original's checkpoints: `step_N/shard_i/{0..15}.npz` and `meta.json`.
 
-They name nothing: what stands where is written down here; `original_files` reads and writes the
-files.  A full one holds the counts of Adam and of the schedule, both moments, the parameters and
-the step; a slim one the parameters and the step.
+The files do not name their arrays, so this module defines the order and meaning of the arrays;
+`original_files` reads and writes the files.  A full checkpoint holds the counts of Adam and of the
+schedule, both moments, the parameters and the step; a slim one holds the parameters and the step.
 """
 
 import enum
@@ -25,7 +25,7 @@ from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
-# The original's module below layer_<i>/~/ -> our (module, {its name: our name}).
+# The original's module below layer_<i>/~/ -> (our module, {the original's name: our name}).
 _LAYER = {
     "linear": ("layer/q", {"w": "w"}),
     "linear_1": ("layer/v", {"w": "w"}),
@@ -38,25 +38,31 @@ _ROOT = "causal_transformer_shard/~/"
 
 
 class Rule(enum.Enum):
-    """How the shards' values make the parameter.
+    """What the shards hold of a parameter.
 
-    Adam's moments follow the same rule, but that of SUMMED are alike in all shards and no shares,
-    and where a shard's parameter keeps its initial value (FIRST) they are zeros.
+    Adam's moments follow the same rule, with two exceptions: the moments of a SUMMED parameter are
+    whole and equal in all shards, and where a shard keeps a FIRST parameter's initial value, the
+    moments are zeros.
     """
 
-    SPLIT = "each holds its block along one axis"
-    STACKED = "each holds its row of the first axis"
-    SUMMED = "each holds its share of a sum, all shares alike"
-    FIRST = "shard 0 holds it, the others their initial value"
-    EQUAL = "all hold it (the original takes their mean)"
-    UNUSED = "the original never reads it, and we have no such parameter"
+    SPLIT = "each shard holds a block along one axis"
+    STACKED = "each shard holds one row of the first axis"
+    SUMMED = "each shard holds an equal share, and the parameter is the sum"
+    FIRST = "shard 0 holds the parameter, the others keep their initial value"
+    EQUAL = "each shard holds the parameter (the original takes the mean)"
+    UNUSED = "the original never reads it, and our model does not have it"
 
 
 class Entry(NamedTuple):
-    """One parameter of the original, one layer's: its place in our tree and in the shards.
+    """One parameter of the original, in one layer: its place in our tree and in the shards.
 
-    `shape` is the whole parameter's, without our leading axis of layers; `axis` is the one that
-    shards split (SPLIT alone).
+    Attributes:
+      name: the original's module and leaf, separated by a space.
+      part, module, leaf: the path of our leaf.
+      layer: the index into our leaf's layers; None if the leaf is not stacked.
+      shape: the shape of the whole parameter, without our axis of layers.
+      rule: what the shards hold of it.
+      axis: the axis that the shards split, for SPLIT.
     """
 
     name: str
@@ -69,7 +75,7 @@ class Entry(NamedTuple):
     axis: int = 0
 
     def shard_shape(self, shards: int) -> tuple[int, ...]:
-        """The shape in a shard, where the shards divide the axis that they split."""
+        """Return the shape in each of `shards` shards, which must divide the axis they split."""
         if self.rule is Rule.STACKED:
             return self.shape[1:]
         if self.rule is Rule.SPLIT:
@@ -78,7 +84,7 @@ class Entry(NamedTuple):
         return self.shape
 
     def block(self, shard: int, shards: int) -> tuple[Any, ...]:
-        """Where a shard's part stands in the whole (SPLIT and STACKED)."""
+        """Return the index of a shard's part in the whole parameter, for SPLIT and STACKED."""
         if self.rule is Rule.STACKED:
             return (shard,)
         size = self.shape[self.axis] // shards
@@ -86,13 +92,13 @@ class Entry(NamedTuple):
 
 
 def entries(config: Config, declared: Any) -> list[Entry]:
-    """The parameters in the original's order: sorted by module, then by name.
+    """Return the model's parameters in the original's order: sorted by module, then by name.
 
     Args:
-      declared: `model.declarations(config)`.
+      declared: the declarations of the config's parameters.
 
     Raises:
-      InputError: for a model that the original's version 1 cannot express.
+      InputError: if version 1 of the original cannot represent the model.
     """
     _check_expressible(config)
     placed = [(f"{_ROOT}embedding_shard/~/linear", x, "embed", "embedding", x) for x in ("b", "w")]
@@ -108,7 +114,7 @@ def entries(config: Config, declared: Any) -> list[Entry]:
     if config.pe == "t5":
         leaf = "rel_embedding"
         placed.append((f"{_ROOT}relative_position_embs", leaf, "relative", "relative", leaf))
-    found = [_entry(*place, None, config, declared) for place in placed]
+    result = [_entry(*place, None, config, declared) for place in placed]
     for layer in range(config.layers):
         scope = f"{_ROOT}layer_{layer}/~/"
         placed = [
@@ -117,42 +123,56 @@ def entries(config: Config, declared: Any) -> list[Entry]:
             for leaf, ours in names.items()
         ]
         placed += [(f"{scope}{norm}", x, "layers", "layer/norm", x) for x in norm_leaves]
-        found += [_entry(*place, layer, config, declared) for place in placed]
-    return sorted(found, key=lambda entry: entry.name.split(" "))
+        result += [_entry(*place, layer, config, declared) for place in placed]
+    return sorted(result, key=lambda entry: entry.name.split(" "))
 
 
-def check_shards(config: Config, found: list[Entry], shards: int, where: str, remedy: str) -> None:
-    """Raises InputError where the model cannot be in so many shards."""
+def check_shards(
+    config: Config, parameters: list[Entry], shards: int, where: str, remedy: str
+) -> None:
+    """Raise InputError if the model cannot be split into this number of shards.
+
+    Args:
+      parameters: the model's parameters, from `entries`.
+      where: the checkpoint, for error messages.
+      remedy: the end of the error message.
+    """
     if shards < 1:
         raise InputError(f"{where}: {shards} shards, expected at least 1")
     sizes = {"n_heads": config.n_heads}
-    for entry in found:
+    for entry in parameters:
         if entry.rule is Rule.SPLIT:
             sizes[f"axis {entry.axis} of {entry.name}"] = entry.shape[entry.axis]
         if entry.rule is Rule.STACKED and entry.shape[0] != shards:
             raise InputError(
-                f"{where}: {shards} shards, but norm layernorm-desync has a {entry.name} for each "
-                f"of the config's cores_per_replica, {entry.shape[0]}; {remedy}"
+                f"{where}: {shards} shards, but norm layernorm-desync has one {entry.name} per "
+                f"shard and the config's cores_per_replica is {entry.shape[0]}; {remedy}"
             )
     for what, size in sizes.items():
         if size % shards:
-            raise InputError(f"{where}: {shards} shards do not divide {what}, {size}; {remedy}")
+            raise InputError(
+                f"{where}: {what} is {size}, not divisible by {shards} shards; {remedy}"
+            )
 
 
 def _check_expressible(config: Config) -> None:
+    """Raise InputError if the original cannot represent the config's model."""
     if config.block != "gptj":
         raise InputError(
-            f"config: block is {config.block}, but the original's checkpoints hold gptj alone"
+            f"config: block is {config.block}, but the original's checkpoints support only gptj"
         )
     if config.d_head * config.n_heads != config.d_model:
         raise InputError(
-            f"config: head_size is {config.d_head}, but the original's checkpoints have "
-            f"d_model / n_heads alone ({config.d_model} / {config.n_heads})"
+            f"config: head_size is {config.d_head}, but the original's checkpoints support "
+            f"only d_model / n_heads ({config.d_model} / {config.n_heads})"
         )
 
 
 def _norm_leaves(config: Config) -> tuple[str, tuple[str, ...]]:
-    """The norm's module name there, and which leaves it stores (nobias: an unused offset too)."""
+    """Return the original's name of the norm's module, and the names of the leaves it stores.
+
+    For layernorm-nobias these include an offset, which is not used.
+    """
     kind = config.norm
     if kind.startswith("layernorm"):
         name = "layer_norm" if kind == "layernorm-desync" else "replicated_layer_norm"
@@ -170,6 +190,7 @@ def _entry(
     config: Config,
     declared: Any,
 ) -> Entry:
+    """Return the entry of the original's leaf `theirs` `their_leaf`, and of ours."""
     name = f"{theirs} {their_leaf}"
     if leaf not in declared[part][module]:
         return Entry(name, part, module, leaf, layer, (config.d_model,), Rule.UNUSED)
@@ -189,12 +210,16 @@ def _entry(
 
 
 _MOMENTS = ("mu", "nu")
-_REMEDY = "use the config that it was trained with"
+_REMEDY = "use the config that the model was trained with"
 Tree = dict[str, dict[str, dict[str, Any]]]  # leaves are arrays or `LazyLeaf`s
 
 
 class _Source(NamedTuple):
-    """An opened checkpoint; `first` is where each group of leaves begins."""
+    """An opened checkpoint.
+
+    Attributes:
+      first: the index of the first leaf of each group, such as "params", in a shard.
+    """
 
     layers: int
     shards: list[Shard]
@@ -210,22 +235,23 @@ def read(
     optimizer: bool = True,
     lazy: bool = False,
 ) -> dict[str, Any]:
-    """The state in `folder` (a model's, newest step, or one step_N): nested numpy arrays.
+    """Return the host state of a checkpoint, its shards merged.
 
-    Any number of shards that divides the model is merged, whatever `config.cores_per_replica`.
+    The number of shards may differ from `config.cores_per_replica`.
 
     Args:
-      dtype: parameters are cast to it; None: they keep their own.  Moments keep theirs.
-      optimizer: take Adam's moments where there are any.
-      lazy: leaves are `LazyLeaf`s, read (and found to be damaged) when they are asked for.
+      folder: a model folder (its newest step) or a step_N.
+      dtype: the dtype to cast the parameters to (default: their own); moments are not cast.
+      optimizer: whether to read Adam's moments if there are any.
+      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
 
     Returns:
-      {"params", "step"} and perhaps {"opt_state": {"count", "mu", "nu"}}.  The step is the
-      schedule's count where there is one: the original's fine-tuning begins that anew, not its
-      other two counts.
+      Nested dicts of numpy arrays with the keys "params", "step" and, if there are moments to read,
+      "opt_state": {"count", "mu", "nu"}.  The step is the schedule's count if there is one, because
+      fine-tuning in the original restarts this count but neither Adam's nor the step's.
 
     Raises:
-      InputError: for files that are damaged, missing or do not fit `config`.
+      InputError: if files are damaged, missing or do not fit `config`.
     """
     path = original_files.step_folder(folder)
     source = _open(path, config)
@@ -251,26 +277,26 @@ def write(
     shards: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> str:
-    """Writes a state into the model folder `folder`, as the original does; returns its step_N.
+    """Write a state to the model folder `folder`, as the original does; return its step_N.
 
-    It appears there whole or not at all.  One layer's part of a leaf is in memory beside the state.
-    Norm layernorm-nobias gets zeros for the offset that the original stores unread.
+    The step appears complete or not at all.  Besides the state, one layer of a leaf is in memory.
+    For layernorm-nobias, the offset that the original stores but never reads is zeros.
 
     Args:
-      state: as `read` returns it; without "opt_state" the checkpoint is slim.
-      shards: default `config.cores_per_replica`.
-      dtype: parameters are cast to it; None: they keep their own.  Moments become f32.
+      state: a state as `read` returns it; without "opt_state", the checkpoint is slim.
+      shards: the number of shards (default: `config.cores_per_replica`).
+      dtype: the dtype to cast the parameters to (default: their own); moments are cast to f32.
 
     Raises:
-      InputError: where the shards do not divide the model, a leaf does not fit `config`, the
-        step is there already, or the storage refuses.
+      InputError: if the shards do not divide the model, a leaf does not fit `config`, the step
+        already exists, or storage fails.
     """
     count = config.cores_per_replica if shards is None else shards
     declared = gptj.declarations(config)
-    found = entries(config, declared)
-    check_shards(config, found, count, folder, "choose another number of shards")
+    parameters = entries(config, declared)
+    check_shards(config, parameters, count, folder, "choose another number of shards")
     check_state(state, declared)
-    leaves = _leaves(state, found, None if dtype is None else np.dtype(dtype), count)
+    leaves = _leaves(state, parameters, None if dtype is None else np.dtype(dtype), count)
     step = int(state["step"])
     path = os.path.join(folder, f"step_{step}")
     if not os.path.lexists(folder):
@@ -287,48 +313,53 @@ def write(
 
 
 def _open(path: str, config: Config) -> _Source:
-    """All shards of a step; they must agree in what they hold, and with `config`."""
+    """Open all shards of a step.
+
+    Raises:
+      InputError: if the shards do not fit each other or `config`.
+    """
     numbers = original_files.numbered(path, "shard")
     missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
     if missing:
         raise InputError(
-            f"{path}: shard_{missing[0]} is missing, though shard_{numbers[-1]} is there; "
+            f"{path}: shard_{missing[0]} is missing, though shard_{numbers[-1]} exists; "
             "copy it as well"
         )
-    found = entries(config, gptj.declarations(config))
+    parameters = entries(config, gptj.declarations(config))
     remedy = f"copy all of its shards, or {_REMEDY}"
-    check_shards(config, found, len(numbers), path, remedy)
+    check_shards(config, parameters, len(numbers), path, remedy)
     shards = [Shard(os.path.join(path, f"shard_{i}"), len(numbers)) for i in numbers]
     for shard in shards:
         if len(shard) != len(shards[0]):
             raise InputError(
                 f"{shard.folder}: found {len(shard)} leaves, expected the {len(shards[0])} of "
-                f"{shards[0].folder}; copy both anew"
+                f"{shards[0].folder}; copy both again"
             )
-    size, held = len(found), len(shards[0])
+    size, held = len(parameters), len(shards[0])
     full = {"adam": 0, "mu": 1, "nu": 1 + size, "schedule": 1 + 2 * size, "params": 2 + 2 * size}
     if held not in (3 * size + 3, size + 1):
         raise InputError(
-            f"{shards[0].folder}: found {held} leaves{_layers_in(held, found, config)}, expected "
-            f"{3 * size + 3} (full) or {size + 1} (slim) for the {config.layers} layers, norm and "
-            f"pe of the config; {_REMEDY}"
+            f"{shards[0].folder}: found {held} leaves{_layers_in(held, parameters, config)}, "
+            f"expected {3 * size + 3} (full) or {size + 1} (slim) for the {config.layers} layers, "
+            f"norm and pe of the config; {_REMEDY}"
         )
     first = full if held > size + 1 else {"params": 0}
-    return _Source(config.layers, shards, found, first | {"step": held - 1})
+    return _Source(config.layers, shards, parameters, first | {"step": held - 1})
 
 
-def _layers_in(held: int, found: list[Entry], config: Config) -> str:
-    """How many layers so many leaves are, in words; nothing where no number fits."""
-    others = sum(entry.layer is None for entry in found)
-    each = (len(found) - others) // config.layers
+def _layers_in(held: int, parameters: list[Entry], config: Config) -> str:
+    """Return " (N layers, full)" or " (N layers, slim)" for a number of leaves; "" if none fits."""
+    others = sum(entry.layer is None for entry in parameters)
+    per_layer = (len(parameters) - others) // config.layers
     for kind, size in (("full", held / 3 - 1), ("slim", held - 1)):
-        layers = (size - others) / each
+        layers = (size - others) / per_layer
         if layers >= 1 and layers.is_integer():
             return f" ({layers:.0f} layers, {kind})"
     return ""
 
 
 def _read_count(source: _Source, name: str) -> np.ndarray:
+    """Return one of the counts, int32 []; all shards hold the same."""
     shard, index = source.shards[0], source.first[name]
     value = shard.read(index, name, ())
     if value.dtype.kind not in "iu":
@@ -337,31 +368,38 @@ def _read_count(source: _Source, name: str) -> np.ndarray:
 
 
 def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
-    """The parameters, or one of the two moments, in our structure."""
+    """Return the parameters, or one of the two moments, as lazy leaves in our structure."""
     numbers: dict[tuple[str, str, str], list[int]] = {}
     for number, entry in enumerate(source.entries):
         if entry.rule is not Rule.UNUSED:
             numbers.setdefault((entry.part, entry.module, entry.leaf), []).append(number)
     tree: Tree = {}
-    for (part, module, leaf), found in numbers.items():
-        found.sort(key=lambda number: source.entries[number].layer or 0)  # layer_10 before layer_2
-        tree.setdefault(part, {}).setdefault(module, {})[leaf] = _lazy(source, group, found, dtype)
+    for (part, module, leaf), layers in numbers.items():
+        # The original's order has layer_10 before layer_2.
+        layers.sort(key=lambda number: source.entries[number].layer or 0)
+        tree.setdefault(part, {}).setdefault(module, {})[leaf] = _lazy(source, group, layers, dtype)
     return tree
 
 
 def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
-    """One of our leaves from its entries, one a layer; all are of the first one's dtype."""
+    """Return one of our leaves, read from its entries, one per layer.
+
+    The dtype of the first entry in the first shard is required of all the others.
+
+    Args:
+      numbers: the indices of the entries, by layer.
+    """
     entry, first = source.entries[numbers[0]], source.shards[0]
     index, name = source.first[group] + numbers[0], f"{group}: {entry.name}"
     own = first.dtype(index, name, entry.shard_shape(len(source.shards)))
-    there = first.where(index, name)
+    first_place = first.where(index, name)
     if own not in FLOATS.values():
         floats = ", ".join(map(str, FLOATS.values()))
-        raise InputError(f"{there} is {own}, expected one of {floats}; {_REMEDY}")
+        raise InputError(f"{first_place} is {own}, expected one of {floats}; {_REMEDY}")
 
     def read(layer: int | None) -> np.ndarray:
         values = np.empty(entry.shape, dtype or own)
-        for where, block, value in _blocks(source, group, numbers[layer or 0], own, there):
+        for where, block, value in _blocks(source, group, numbers[layer or 0], own, first_place):
             values[block] = cast(value, values.dtype, where)
         return values
 
@@ -371,11 +409,14 @@ def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | Non
 
 
 def _blocks(
-    source: _Source, group: str, number: int, own: np.dtype, there: str
+    source: _Source, group: str, number: int, dtype: np.dtype, first_place: str
 ) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """An entry in parts: what error lines call it, where the part stands, its values.
+    """Yield an entry in parts: (the part's name in error messages, its index, its values).
 
-    They must be of the dtype `own`, as what is `there` is.
+    Args:
+      number: the index of the entry.
+      dtype: the dtype that the parts must have.
+      first_place: the leaf that has set this dtype, for error messages.
     """
     entry, shards = source.entries[number], source.shards
     index, name = source.first[group] + number, f"{group}: {entry.name}"
@@ -383,10 +424,10 @@ def _blocks(
 
     def part(shard: Shard) -> np.ndarray:
         value = shard.read(index, name, shape)
-        if value.dtype != own:
+        if value.dtype != dtype:
             raise InputError(
-                f"{shard.where(index, name)} is {value.dtype}, expected {own} as in {there}; "
-                "copy both anew"
+                f"{shard.where(index, name)} is {value.dtype}, expected {dtype} as in "
+                f"{first_place}; copy both again"
             )
         return value
 
@@ -396,28 +437,28 @@ def _blocks(
     elif entry.rule is Rule.FIRST:
         yield shards[0].where(index, name), ..., part(shards[0])
     else:
-        shared = entry.rule is Rule.SUMMED and group == "params"
-        yield shards[0].where(index, name), ..., _joined([part(shard) for shard in shards], shared)
+        summed = entry.rule is Rule.SUMMED and group == "params"
+        yield shards[0].where(index, name), ..., _joined([part(shard) for shard in shards], summed)
 
 
-def _joined(parts: list[np.ndarray], shared: bool) -> np.ndarray:
-    """The sum of the shards' parts, in f32, where they are shares of one; else their mean.
+def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
+    """Return the sum of the shards' parts, in f32, if `summed`; else their mean.
 
-    Parts that agree, as the original's do, are not added up, which would round more often.
+    Equal parts, as the original writes them, are not added up, which would round more often.
     """
     if all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
-        return parts[0].astype(np.float32) * np.float32(len(parts)) if shared else parts[0]
+        return parts[0].astype(np.float32) * np.float32(len(parts)) if summed else parts[0]
     total = np.sum([part.astype(np.float32) for part in parts], axis=0)
-    return total if shared else total / np.float32(len(parts))
+    return total if summed else total / np.float32(len(parts))
 
 
 def _leaves(
-    state: dict[str, Any], found: list[Entry], dtype: np.dtype | None, shards: int
+    state: dict[str, Any], parameters: list[Entry], dtype: np.dtype | None, shards: int
 ) -> list[Callable[[], Iterable[np.ndarray]]]:
-    """What gives each leaf's parts, one a shard, in the original's order."""
+    """Return for each leaf, in the original's order, a function to its parts, one per shard."""
 
     def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:
-        return [partial(_parts, tree, entry, dtype, moment, shards) for entry in found]
+        return [partial(_parts, tree, entry, dtype, moment, shards) for entry in parameters]
 
     def count(value: Any) -> Callable[[], Iterable[np.ndarray]]:
         return lambda: [np.asarray(value, np.int32)] * shards
@@ -436,13 +477,13 @@ def _leaves(
 def _parts(
     tree: Tree, entry: Entry, dtype: np.dtype | None, moment: bool, shards: int
 ) -> Iterator[np.ndarray]:
-    """What each of so many shards holds of one entry."""
+    """Yield what each of `shards` shards holds of an entry of the parameters or of a moment."""
     leaves = tree[entry.part][entry.module]
     if entry.rule is Rule.UNUSED:
         yield from [np.zeros(entry.shape, dtype or leaves["scale"].dtype)] * shards
         return
     leaf = leaves[entry.leaf]
-    kept: np.dtype = dtype or leaf.dtype
+    target: np.dtype = dtype or leaf.dtype
     value = np.asarray(leaf if entry.layer is None else leaf[entry.layer])
     if entry.rule is Rule.SUMMED and not moment:
         value = value.astype(np.float32) / np.float32(shards)
@@ -452,14 +493,14 @@ def _parts(
             part = value[entry.block(number, shards)]
         elif entry.rule is Rule.FIRST and number > 0:
             initial = 1 if entry.leaf == "scale" and not moment else 0
-            part = np.full(entry.shape, initial, kept)
-        yield cast(part, kept, entry.name)
+            part = np.full(entry.shape, initial, target)
+        yield cast(part, target, entry.name)
 
 
 def _write_shards(
     folder: str, leaves: list[Callable[[], Iterable[np.ndarray]]], shards: int
 ) -> None:
-    """All shards of a step, with a progress bar."""
+    """Write all shards of a step, with a progress bar."""
     folders = [os.path.join(folder, f"shard_{number}") for number in range(shards)]
     title = f"writing {shards} shards"
     with tqdm(total=len(leaves), desc=title, unit="leaf", disable=None) as bar:

@@ -1,4 +1,4 @@
-"""The files of the original's checkpoints: the model folder's index, the shards' 16 pieces each."""
+"""The files of the original's checkpoints: a model folder's index, and 16 pieces per shard."""
 
 import contextlib
 import itertools
@@ -20,8 +20,8 @@ from mesh_transformer.util import InputError
 
 PIECES = 16
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_COPY = "copy the checkpoint anew"
-# What zipfile and numpy raise for a file that is torn or is something else.
+_COPY = "copy the checkpoint again"
+# What zipfile and numpy raise for a file that is damaged or of another kind.
 _DAMAGED = (
     OSError,
     ValueError,
@@ -35,7 +35,7 @@ _DAMAGED = (
 
 
 def numbered(folder: str, kind: str) -> list[int]:
-    """The numbers of the sub-folders `<kind>_<number>`, ascending."""
+    """Return the numbers of a folder's entries `<kind>_<number>`, ascending."""
     if not os.path.isdir(folder):
         return []
     matches = [re.fullmatch(rf"{kind}_(\d+)", name) for name in os.listdir(folder)]
@@ -43,12 +43,13 @@ def numbered(folder: str, kind: str) -> list[int]:
 
 
 def step_folder(path: str) -> str:
-    """The `step_<N>` that `path` means: itself, or a model folder's newest.
+    """Return `path` itself if it is a step_<N>, else the newest step_<N> in this model folder.
 
-    That is the last of meta.json's `checkpoints`, or where there is no meta.json the highest N.
+    The newest is the last of meta.json's `checkpoints`, or without a meta.json the one of the
+    highest N.
 
     Raises:
-      InputError: where there is none.
+      InputError: if there is no checkpoint.
     """
     if numbered(path, "shard"):
         return path
@@ -60,7 +61,7 @@ def step_folder(path: str) -> str:
         if not numbered(step, "shard"):
             raise InputError(
                 f"{path}/meta.json: names step {newest}, but {step} holds no shard_<i>; copy it, "
-                "or give the path of a step that is there"
+                "or give the path of another step"
             )
         return step
     steps = [os.path.join(path, f"step_{step}") for step in numbered(path, "step")]
@@ -74,7 +75,7 @@ def step_folder(path: str) -> str:
 
 
 def read_index(folder: str) -> dict[str, Any]:
-    """A model folder's meta.json; {} where there is none."""
+    """Return the contents of a model folder's meta.json; {} if there is none."""
     path = os.path.join(folder, "meta.json")
     try:
         with open(path, encoding="utf-8") as file:
@@ -82,18 +83,22 @@ def read_index(folder: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({reason(error)}); copy it anew") from None
+        raise InputError(f"{path}: cannot be read ({reason(error)}); copy it again") from None
     steps = index.get("checkpoints") if isinstance(index, dict) else None
     if not isinstance(steps, list) or not steps or not all(type(step) is int for step in steps):
         raise InputError(
             f"{path}: expected a mapping whose `checkpoints` is a list of steps, found "
-            f"{str(index)[:80]}; copy it anew, or give the path of a step_<N>"
+            f"{str(index)[:80]}; copy it again, or give the path of a step_<N>"
         )
     return index
 
 
 def write_index(path: str, index: dict[str, Any], step: int) -> None:
-    """A meta.json with one more step than `index` has; the original resumes from the last."""
+    """Write a meta.json whose last checkpoint, which the original resumes from, is `step`.
+
+    Args:
+      index: the contents of the meta.json to extend.
+    """
     steps = [*(s for s in index.get("checkpoints", []) if s != step), step]
     values = {"step": step, "checkpoints": steps, "aux": {**index.get("aux", {}), str(step): {}}}
     with open(path, "w", encoding="utf-8") as file:
@@ -103,22 +108,31 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
 
 
 def split(leaves: int) -> list[tuple[int, int]]:
-    """The first leaf of each piece, and the one after its last."""
+    """Return for each piece which leaves it holds: the first, and the one after the last.
+
+    Args:
+      leaves: the number of leaves in a shard.
+    """
     size, longer = divmod(leaves, PIECES)
     edges = [piece * size + min(piece, longer) for piece in range(PIECES + 1)]
     return list(itertools.pairwise(edges))
 
 
 class Shard:
-    """One `shard_i` folder of so many; its leaves are read from the disk when asked for.
-
-    Raises InputError for a piece that is missing or no whole `.npz` archive.
-    """
+    """One `shard_i` folder, whose leaves are read from disk on use."""
 
     def __init__(self, folder: str, shards: int) -> None:
+        """List the leaves of a folder.
+
+        Args:
+          shards: the number of shards of the checkpoint, for error messages.
+
+        Raises:
+          InputError: if a piece is missing or is not a complete `.npz` archive.
+        """
         self.folder = folder
         self._shards = shards
-        self._places: list[tuple[str, str]] = []  # of each leaf: its file, its name in there
+        self._places: list[tuple[str, str]] = []  # the file and archive member of each leaf
         for piece in range(PIECES):
             path = os.path.join(folder, f"{piece}.npz")
             self._places += [(path, name) for name in _members(path)]
@@ -127,19 +141,26 @@ class Shard:
         return len(self._places)
 
     def where(self, index: int, name: str) -> str:
-        """A leaf as error lines call it: its file, its name there, what it is."""
+        """Describe a leaf for error messages: its file, its name there, and what it is."""
         path, member = self._places[index]
         return f"{path}: {member.removesuffix('.npy')} ({name})"
 
     def dtype(self, index: int, name: str, shape: tuple[int, ...]) -> np.dtype:
-        """What the values of a leaf are, by its header; errors as of `read`."""
+        """Return the dtype in a leaf's header; raises as `read` does."""
         with self._opened(index, name, shape) as (_, dtype):
             return dtype
 
     def read(self, index: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The values of a leaf that must have this shape; 2-byte voids are bfloat16.
+        """Return the values of a leaf; 2-byte voids are taken for bfloat16.
 
-        Raises InputError, before its values are read where its header already tells.
+        Args:
+          index: the position of the leaf in the shard.
+          name: what the leaf is, for error messages.
+          shape: the shape that the leaf must have.
+
+        Raises:
+          InputError: if the leaf is damaged, pickled or of another shape.  What its header shows
+            is reported before its values are read.
         """
         with self._opened(index, name, shape) as (stream, dtype):
             return npy.read_array(stream, allow_pickle=False).view(dtype)
@@ -148,13 +169,13 @@ class Shard:
     def _opened(
         self, index: int, name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[Any, np.dtype]]:
-        """A leaf's stream and dtype, once its header has been checked."""
+        """Check a leaf's header, then yield a stream of the leaf from its start, and its dtype."""
         path, member = self._places[index]
         try:
             with zipfile.ZipFile(path) as archive:
                 with archive.open(member) as stream:
-                    found, dtype = _header(stream)
-                self._check(index, name, shape, found, dtype)
+                    actual, dtype = _header(stream)
+                self._check(index, name, shape, actual, dtype)
                 with archive.open(member) as stream:
                     yield stream, _BFLOAT16 if dtype == np.dtype("V2") else dtype
         except InputError:
@@ -165,45 +186,56 @@ class Shard:
             ) from None
 
     def _check(
-        self, index: int, name: str, shape: tuple[int, ...], found: tuple[int, ...], dtype: np.dtype
+        self,
+        index: int,
+        name: str,
+        shape: tuple[int, ...],
+        actual: tuple[int, ...],
+        dtype: np.dtype,
     ) -> None:
+        """Raise InputError if a leaf is pickled, or its shape `actual` is not `shape`."""
         if dtype.hasobject:
             raise InputError(
                 f"{self.where(index, name)} is a pickled object, which could run code: refused as "
                 f"unsafe; expected numbers of shape {shape}; do not trust this checkpoint"
             )
-        if found != shape:
+        if actual != shape:
             raise InputError(
-                f"{self.where(index, name)} has shape {found}, expected {shape} in each of "
-                f"{self._shards} shards; use the config that it was trained with, and all shards"
+                f"{self.where(index, name)} has shape {actual}, expected {shape} in each of "
+                f"{self._shards} shards; use the config that the model was trained with, and all "
+                "shards"
             )
 
 
 def _members(path: str) -> list[str]:
-    """The arrays of a piece, in their order."""
+    """Return the names of a piece's arrays, in the order of their numbers."""
     try:
         with zipfile.ZipFile(path) as archive:
-            found = archive.namelist()
+            names = archive.namelist()
     except FileNotFoundError:
         raise InputError(f"{path}: is missing; a shard has 16 pieces, 0 to 15; {_COPY}") from None
     except _DAMAGED as error:
         size = f", {os.path.getsize(path):,} bytes" if os.path.isfile(path) else ""
         raise InputError(
-            f"{path}: expected a whole .npz archive, found something else or part of one "
-            f"({reason(error)}{size}); {_COPY}"
+            f"{path}: not a complete .npz archive ({reason(error)}{size}); {_COPY}"
         ) from None
-    wanted = [f"arr_{i}.npy" for i in range(len(found))]
-    if sorted(found) != sorted(wanted):
-        strange = min(set(found) ^ set(wanted))
+    expected = [f"arr_{i}.npy" for i in range(len(names))]
+    if sorted(names) != sorted(expected):
+        first = min(set(names) ^ set(expected))
         raise InputError(
-            f"{path}: expected the arrays arr_0, arr_1, ..., found {len(found)}, of which "
-            f"{strange.removesuffix('.npy')} is missing or out of place; "
+            f"{path}: expected the arrays arr_0, arr_1, ..., found {len(names)} arrays, with "
+            f"{first.removesuffix('.npy')} missing or unexpected; "
             "is this one of the original's checkpoints?"
         )
-    return wanted
+    return expected
 
 
 def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and dtype in the header of a .npy stream.
+
+    Raises:
+      ValueError: if the header cannot be parsed.
+    """
     try:
         version = npy.read_magic(stream)
         if version == (1, 0):
@@ -212,38 +244,41 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
             shape, _, dtype = npy.read_array_header_2_0(stream)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error):
         raise
-    except Exception as error:  # numpy parses it as Python, which has errors of its own
-        raise ValueError(f"its header is none of numpy's: {error}") from None
+    except Exception as error:  # numpy parses headers as Python, which may raise anything
+        raise ValueError(f"its header is not one of numpy's: {error}") from None
     return shape, dtype
 
 
 def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndarray]]]) -> None:
-    """Makes the shards' folders and writes the 16 pieces of each, leaf by leaf.
+    """Create the shards' folders and write the 16 pieces of each, leaf by leaf.
 
-    Each leaf gives one array a shard.  The files are those of `np.savez`, byte for byte.
+    The files are those of `np.savez`, byte for byte.
+
+    Args:
+      leaves: for each leaf, a function that returns its arrays, one per shard.
     """
     for folder in folders:
         os.makedirs(folder)
-    # The next leaf is read while one is written.
-    with contextlib.closing(Prefetch((list(leaf()) for leaf in leaves), 1)) as made:
+    # While one leaf is written, the next one is read.
+    with contextlib.closing(Prefetch((list(leaf()) for leaf in leaves), 1)) as arrays:
         for piece, (first, end) in enumerate(split(len(leaves))):
             paths = [os.path.join(folder, f"{piece}.npz") for folder in folders]
-            _write_piece(paths, made, end - first)
+            _write_piece(paths, arrays, end - first)
 
 
-def _write_piece(paths: Sequence[str], made: Iterator[list[np.ndarray]], count: int) -> None:
-    """The next `count` leaves, an archive a shard."""
+def _write_piece(paths: Sequence[str], arrays: Iterator[list[np.ndarray]], count: int) -> None:
+    """Write the next `count` leaves, to one archive per shard."""
     with contextlib.ExitStack() as stack:
         archives = [stack.enter_context(zipfile.ZipFile(path, "w")) for path in paths]
-        for place, parts in zip(range(count), made, strict=False):
+        for number, parts in zip(range(count), arrays, strict=False):
             for archive, values in zip(archives, parts, strict=True):
-                # Zip64 from the start, as the size is not known then.
-                with archive.open(f"arr_{place}.npy", "w", force_zip64=True) as stream:
+                # Zip64 must be chosen before the size is known.
+                with archive.open(f"arr_{number}.npy", "w", force_zip64=True) as stream:
                     _write_array(stream, values)
 
 
 def _write_array(stream: Any, values: np.ndarray) -> None:
-    """What np.save writes, less its copies; bfloat16 is "<V2" there, as numpy knows none."""
+    """Write what np.save writes, without its copies; bfloat16, unknown to numpy, is "<V2"."""
     values = np.asarray(values, order="C")
     header = {"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}
     npy.write_array_header_1_0(stream, header)

@@ -1,4 +1,4 @@
-"""A committed step of a native checkpoint, to read from: `<folder>/step_<N>/`."""
+"""Reading a committed step of a native checkpoint, `<folder>/step_<N>/`."""
 
 import asyncio
 import functools
@@ -28,11 +28,11 @@ from mesh_transformer.checkpoint.state_tree import (
 from mesh_transformer.data.storage import failures_as, reason, step_number
 from mesh_transformer.util import InputError
 
-_CAST_BYTES = 1 << 30  # of leaves, or one leaf, that are on the devices before they are cast
+_CAST_BYTES = 1 << 30  # of leaves to cast that are restored together, unless one is larger
 
 
 class SavedStep:
-    """One committed step.  Each of its metadata files is read when it is needed, and only once.
+    """One committed step.  Each of its metadata files is read on first use, and only once.
 
     Attributes:
       path: the step's folder, a local path or a URI.
@@ -49,13 +49,13 @@ class SavedStep:
 
     @functools.cached_property
     def record(self) -> Integrity | None:
-        """The checksums saved with it; None where an earlier version saved it."""
+        """The integrity record; None if the step was saved by an earlier version."""
         with failures_as(lambda error: self._unreadable(error, None)):
             return integrity.read(self.path)
 
     @functools.cached_property
     def aux(self) -> dict[str, Any]:
-        """The JSON saved beside the arrays; JAX is not started for it."""
+        """The JSON saved with the arrays; reading it does not initialise JAX's devices."""
         with failures_as(self._damaged):
             content = (self.path / "aux" / "metadata").read_bytes()
             integrity.check_file(self.path, self.record, "aux/metadata", content)
@@ -63,27 +63,32 @@ class SavedStep:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The values of the config that it was saved with; InputError where it has none."""
+        """The values of the config that the step was saved with.
+
+        Raises:
+          InputError: if `aux` has no config.
+        """
         values = self.aux.get("config") if isinstance(self.aux, dict) else None
         if not isinstance(values, dict):
             raise InputError(
                 f"{self}: its aux is {str(self.aux)[:80]}, expected a mapping with a mapping "
-                "`config`; restore another step or copy this one anew"
+                "`config`; restore another step or copy this one again"
             )
         return values
 
     @functools.cached_property
     def leaves(self) -> dict[Path, Any]:
-        """The leaves' paths, and for each what has its shape and dtype; reads no array."""
+        """{path: metadata} of the leaves, with shapes and dtypes; no array is read for it."""
         try:
             return leaves(ocp.PyTreeCheckpointHandler().metadata(self.path / "state").tree)
-        except Exception as error:  # Orbax has no class of its own for damaged metadata.
+        except Exception as error:  # Orbax has no exception class for damaged metadata
             raise self._damaged(error) from error
 
     def open_leaf(self, path: Path) -> LazyLeaf:
-        """One leaf, read on demand; damaged data raises InputError at that time too.
+        """Return one leaf, which is read on use, and verified part by part as it is read.
 
-        Each part is verified as it is read.
+        Raises:
+          InputError: if the leaf cannot be opened; on use, if its data are damaged.
         """
         info = self._info(path)
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=self._context[0])
@@ -103,23 +108,24 @@ class SavedStep:
         return LazyLeaf(stored.shape, stored.dtype.numpy_dtype, read, layers=is_stacked(path))
 
     def restore(self, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """The saved tree, every leaf read straight into its sharding and verified.
+        """Restore the saved tree; each leaf is read directly into its sharding, and verified.
 
         Args:
-          template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  Below its
-            top-level keys it must match what was saved.  Floating leaves are cast to its dtypes.
+          template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  They may lack
+            top-level keys of the saved tree, but must match it below those they have.  Floating
+            leaves are cast to the template's dtypes.
           only: the template's top-level keys to read (default: all).
 
         Raises:
-          InputError: before any array is read, where a leaf is missing or left over, or a shape or
-            an integer dtype differs; and where a leaf is not what was saved.
+          InputError: before any array is read, if a leaf is missing or unexpected, or differs in
+            shape or integer dtype; later, if a leaf is not what was saved.
         """
         template = template if only is None else {key: template[key] for key in only}
         expected = leaves(template)
         check_match(self.path, self.leaves, expected)
         restored: dict[Path, Any] = {}
         for group in cast_groups(self.leaves, expected, _CAST_BYTES):
-            # As they were saved, so that they can be verified; cast afterwards.
+            # Read in the saved dtypes, which the checksums are of, and cast afterwards.
             read = self._read({path: expected[path] for path in group})
             integrity.check_leaves(self.path, self.record, read)
             for path in group:
@@ -128,7 +134,7 @@ class SavedStep:
         return map_leaves(lambda path, _: restored[path], template)
 
     def _read(self, expected: dict[Path, Any]) -> dict[Path, jax.Array]:
-        """Leaves in their saved dtypes, each in the sharding expected."""
+        """Return leaves in their saved dtypes, each in the sharding of its expected leaf."""
         arguments = [
             ocp.ArrayRestoreArgs(
                 sharding=leaf.sharding,
@@ -138,19 +144,19 @@ class SavedStep:
             for path, leaf in expected.items()
         ]
         infos = [self._info(path) for path in expected]
-        # Only typed PRNG keys need what Orbax has stored about arrays besides.
+        # Only typed PRNG keys require the other metadata that Orbax stores about arrays.
         handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
         try:
-            # In a thread, as a notebook's own thread already runs an event loop.
+            # In a thread, because a notebook's main thread already runs an event loop.
             with ThreadPoolExecutor(1) as executor:
                 read = executor.submit(lambda: asyncio.run(handler.deserialize(infos, arguments)))
                 arrays = read.result()
-        except Exception as error:  # Orbax has no class of its own for a damaged array.
+        except Exception as error:  # Orbax has no exception class for a damaged array
             raise self._damaged(error) from error
         return dict(zip(expected, arrays, strict=True))
 
     def _info(self, path: Path) -> ocp.type_handlers.ParamInfo:
-        """Where Orbax finds a leaf."""
+        """Return Orbax's description of where a leaf is."""
         name, folder = ".".join(path), self.path / "state"
         ocdbt, context = self._context
         return ocp.type_handlers.ParamInfo(
@@ -163,23 +169,24 @@ class SavedStep:
 
     @functools.cached_property
     def _context(self) -> tuple[bool, tensorstore.Context]:
-        """Whether the arrays are in OCDBT, and tensorstore's settings for reading them."""
+        """Whether the arrays are in OCDBT, and the tensorstore context to read them in."""
         ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(self.path / "state")
         return ocdbt, ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
 
     def _damaged(self, error: Exception) -> InputError:
-        """The one line for what cannot be read; an InputError as it is."""
+        """Return the error to raise for a failed read; InputErrors are returned unchanged."""
         return error if isinstance(error, InputError) else self._unreadable(error, self.record)
 
     def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:
+        """As `_damaged`, for an integrity record that may not have been read."""
         if isinstance(error, InputError):
             return error
         if (name := integrity.damaged_file(self.path, record)) is not None:
             return integrity.damaged(self.path, f"its file {name}")
-        # tensorstore names the file last, in quotes.
+        # tensorstore's message names the file last, in quotes.
         quoted = re.findall(rf'"{re.escape(str(self))}/([^"\\]*[^"\\/])"', str(error))
         where = f" (its file {quoted[-1]})" if quoted else ""
         return InputError(
             f"checkpoint {self} cannot be read{where}: {reason(error)}; "
-            "restore another step or copy this one anew"
+            "restore another step or copy this one again"
         )

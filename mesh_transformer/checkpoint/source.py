@@ -1,4 +1,4 @@
-"""What a path to a checkpoint means: its format, its step, its config; found once per load."""
+"""Checkpoints by path: their format, step, config and base, each determined once per load."""
 
 import functools
 import os
@@ -16,21 +16,25 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 class Source:
-    """A checkpoint to read from.  What it says of itself is read when needed, and only once.
+    """A checkpoint to read from.  Its metadata are read on first use, and only once.
 
-    JAX is not started: its virtual devices can still be set.
+    This does not initialise JAX's devices, so virtual ones can still be configured.
 
     Attributes:
-      path: as it was given, absolute: a model folder, one step_N of it, or a Hugging Face folder.
-      kind: its format.
-      step: the step that is meant, of a native checkpoint.
+      path: the absolute path: a model folder, a step_N in one, or a Hugging Face folder.
+      kind: the format.
+      step: the step that `path` means, for native checkpoints; else None.
     """
 
     def __init__(self, path: AnyPath, kind: Format | None = None):
-        """Finds out what is at `path`, unless its `kind` is known.
+        """Open the checkpoint at `path`.
+
+        Args:
+          kind: its format (default: detected).
 
         Raises:
-          InputError: where nothing is.
+          InputError: if there is no checkpoint, or with `kind` "native", none of that format.  The
+            other formats are not checked if passed as `kind`.
         """
         self.path = local_path(path)
         self.step: SavedStep | None = None
@@ -40,7 +44,7 @@ class Source:
             try:
                 self.step, kind = native.find(self.path), "native"
             except InputError:
-                # Last, as any model folder may hold a config.json of its own.
+                # Checked last, as any model folder may hold a config.json of its own.
                 if kind == "native" or not os.path.isfile(os.path.join(self.path, "config.json")):
                     raise
                 kind = "hf"
@@ -48,7 +52,7 @@ class Source:
 
     @classmethod
     def of(cls, path: "AnyPath | Source") -> "Source":
-        """The source at a path; a Source as it is."""
+        """Return the source at a path; a Source is returned unchanged."""
         return path if isinstance(path, Source) else cls(path)
 
     def __fspath__(self) -> str:
@@ -56,45 +60,52 @@ class Source:
 
     @functools.cached_property
     def place(self) -> str:
-        """The very step that `path` means: a model folder's newest changes as its run continues."""
+        """The path of the checkpoint itself: for a model folder, of the step that `path` means.
+
+        A model folder's newest step changes as its run continues, but this path does not.
+        """
         if self.kind == "original":
             return original_files.step_folder(self.path)
         return self.path if self.step is None else str(self.step)
 
     @functools.cached_property
     def config(self) -> Config:
-        """The model's config; InputError for the original's format, which does not store it."""
+        """The model's config.
+
+        Raises:
+          InputError: for the original's format, which does not store a config.
+        """
         if self.step is not None:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
         if self.kind == "hf":
             return hf.read_config(self.path)
         raise InputError(
-            f"{self.path}: checkpoints of the original do not store a config; give the one that it "
-            "was trained with"
+            f"{self.path}: checkpoints of the original do not store a config; give the one that "
+            "the model was trained with"
         )
 
     @functools.cached_property
     def adapters(self) -> Base | None:
-        """What its adapters were trained on; None where it is a whole model."""
+        """The base model that its adapters were trained on; None if it is a whole model."""
         return None if self.step is None else saved_base(self.step.aux, self.path)
 
 
 def _is_original(folder: str) -> bool:
-    """Whether shards are in it or in one of its steps, or its index names some."""
+    """Return whether a folder or a step in it has shards, or its meta.json lists checkpoints."""
     if is_uri(folder) or not os.path.isdir(folder):
         return False
     steps = [name for name in os.listdir(folder) if step_number(name) is not None]
     folders = [folder, *(os.path.join(folder, step) for step in steps)]
-    if any(original_files.numbered(each, "shard") for each in folders):
+    if any(original_files.numbered(path, "shard") for path in folders):
         return True
     try:
         return bool(original_files.read_index(folder))
-    except InputError:  # meta.json is a common name
+    except InputError:  # some other program's meta.json
         return False
 
 
 def check_vacant(folder: AnyPath) -> None:
-    """InputError where a folder without native checkpoints holds one of another format."""
+    """Raise InputError if a folder without native checkpoints has one of another format."""
     if kind := other_format(folder, "native"):
         raise InputError(
             f"{folder}: holds a checkpoint in {kind} format, which a run cannot resume from; give "
@@ -103,7 +114,7 @@ def check_vacant(folder: AnyPath) -> None:
 
 
 def other_format(folder: AnyPath, own: Format) -> Format | None:
-    """The format of what is in a folder, where that is not its `own`; None where it is vacant."""
+    """Return the format of a folder's checkpoint; None if that is `own` or there is none."""
     try:
         kind = Source(folder).kind
     except InputError:
@@ -111,5 +122,5 @@ def other_format(folder: AnyPath, own: Format) -> Format | None:
     if kind == "hf":
         names = os.listdir(local_path(folder))
         if not any(name.endswith((".safetensors", ".bin")) for name in names):
-            return None  # Any program may have written a config.json.
+            return None  # a config.json may be any program's
     return None if kind == own else kind

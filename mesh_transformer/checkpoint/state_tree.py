@@ -1,4 +1,4 @@
-"""The leaves of a state by their path, which a model has, and whether those found are these."""
+"""States as trees: their leaves by path, and checks that they match a config or a template."""
 
 import math
 from collections.abc import Callable
@@ -14,39 +14,50 @@ from mesh_transformer.util import InputError
 
 
 def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
-    """Raises InputError where weights saved under another config would compute otherwise.
+    """Raise InputError if the saved weights are of a model that computes something else.
 
-    Their shapes may still agree: heads, norm or rotary dims leave no trace in them.
+    Their shapes may agree nevertheless: these do not show the number of heads, the norm or the
+    rotary dimensions.
+
+    Args:
+      saved: the values of the config that the weights were saved with.
+      where: the checkpoint, for error messages.
     """
-    there = Config.from_dict(saved, f"{where}: saved config")
+    saved_config = Config.from_dict(saved, f"{where}: saved config")
     keys = ["block", "norm", "pe", "n_heads", "head_size", "pe_rotary_dims"]
-    if there.lora_rank and config.lora_rank:  # else one is the other's base, or merged
+    # If only one has adapters, the weights become their base or are merged with them.
+    if saved_config.lora_rank and config.lora_rank:
         keys += ["lora_rank", "lora_alpha", "lora_targets"]
     for key in keys:
-        if getattr(there, key) != getattr(config, key):
+        if getattr(saved_config, key) != getattr(config, key):
             raise InputError(
-                f"{where}: its model has {key} {getattr(there, key)!r}, the config "
-                f"{getattr(config, key)!r}; use the config that it was trained with"
+                f"{where}: its model has {key} {getattr(saved_config, key)!r}, the config "
+                f"{getattr(config, key)!r}; use the config that the model was trained with"
             )
-    # At its default a window is all of seq, which may change from run to run.
-    chosen = there.window != there.seq or config.window != config.seq
-    if chosen and there.window != config.window:
+    # By default the window is all of seq, which may change from run to run.
+    chosen = saved_config.window != saved_config.seq or config.window != config.seq
+    if chosen and saved_config.window != config.window:
         raise InputError(
-            f"{where}: its model has attention_window {there.window}, the config "
-            f"{config.window}; use the config that it was trained with"
+            f"{where}: its model has attention_window {saved_config.window}, the config "
+            f"{config.window}; use the config that the model was trained with"
         )
 
 
 def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
-    """Raises InputError where a run cannot go on from the state of one under a saved config."""
+    """Raise InputError if a run cannot resume from a state saved with another config.
+
+    Args:
+      saved: the values of that config.
+      where: the checkpoint, for error messages.
+    """
     check_same_model(config, saved, where)
-    there = Config.from_dict(saved, f"{where}: saved config")
-    if bool(there.lora_rank) != bool(config.lora_rank):
-        kinds = ("all of a model", "adapters")
+    saved_config = Config.from_dict(saved, f"{where}: saved config")
+    if bool(saved_config.lora_rank) != bool(config.lora_rank):
+        kinds = ("a whole model", "adapters")
         raise InputError(
-            f"{where}: is of a run that trains {kinds[there.lora_rank > 0]} (lora_rank "
-            f"{there.lora_rank}), the config has lora_rank {config.lora_rank}; choose another "
-            "model folder, and begin from this one with --tune-model-path"
+            f"{where}: was saved by a run that trains {kinds[saved_config.lora_rank > 0]} "
+            f"(lora_rank {saved_config.lora_rank}), the config has lora_rank {config.lora_rank}; "
+            "choose another model folder, and start from this one with --tune-model-path"
         )
 
 
@@ -54,57 +65,59 @@ Path = tuple[str, ...]  # a leaf's keys, outermost first
 
 
 def leaves(tree: Any) -> dict[Path, Any]:
-    """Path to leaf of nested dicts; the leaves have a shape and a dtype."""
+    """Return the leaves of nested dicts by path."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
 
 
 def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
-    """Nested dicts with `function(path, leaf)` in place of each leaf."""
+    """Return nested dicts in which each leaf is replaced by `function(path, leaf)`."""
 
-    def at(path: tuple[Any, ...], leaf: Any) -> Any:
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
         return function(tuple(key.key for key in path), leaf)
 
-    return jax.tree.map_with_path(at, tree)
+    return jax.tree.map_with_path(replace, tree)
 
 
 def nested(flat: dict[Path, Any]) -> dict[str, Any]:
-    """Nested dicts of the leaves at these paths."""
+    """Return nested dicts with these leaves; the inverse of `leaves`."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
-        at = tree
+        subtree = tree
         for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = leaf
+            subtree = subtree.setdefault(key, {})
+        subtree[path[-1]] = leaf
     return tree
 
 
-def cast_groups(saved: dict[Path, Any], wanted: dict[Path, Any], most: int) -> list[list[Path]]:
-    """The leaves to restore together: those that keep their dtype, then the others by size.
+def cast_groups(
+    saved: dict[Path, Any], expected: dict[Path, Any], max_bytes: int
+) -> list[list[Path]]:
+    """Group the leaves to restore, so that few of those to cast are held in two dtypes at once.
 
-    A group of leaves to be cast holds at most `most` bytes, or a single leaf; the largest leaves
-    come first.
+    The first group is all leaves that keep their dtype.  Each further group holds at most
+    `max_bytes` bytes as saved, or a single leaf; the largest leaves come first.
     """
     sizes = {
         path: math.prod(saved[path].shape) * saved[path].dtype.itemsize
-        for path in wanted
-        if saved[path].dtype != wanted[path].dtype
+        for path in expected
+        if saved[path].dtype != expected[path].dtype
     }
-    groups = [[path for path in wanted if path not in sizes]]
+    groups = [[path for path in expected if path not in sizes]]
     room = 0
     for path in sorted(sizes, key=lambda path: sizes[path], reverse=True):
         if sizes[path] > room:
             groups.append([])
-            room = most
+            room = max_bytes
         groups[-1].append(path)
         room -= sizes[path]
     return [group for group in groups if group]
 
 
 def placed(host: Any, template: Any) -> Any:
-    """A host tree's leaves in the template's layouts and dtypes; the host tree is emptied.
+    """Return a host tree's leaves in the template's layouts and dtypes; empties the host tree.
 
-    Of its `LazyLeaf`s one at a time is in memory.
+    Only one of its `LazyLeaf`s is in memory at a time.
     """
     if isinstance(template, dict):
         return {key: placed(host.pop(key), leaf) for key, leaf in template.items()}
@@ -113,7 +126,10 @@ def placed(host: Any, template: Any) -> Any:
 
 
 def expected(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
-    """Every leaf that a state with these declared parameters has, with its shape and a dtype."""
+    """Return all leaves of a state with these declared parameters, as arrays of zeros.
+
+    Only their shapes and integer dtypes are meaningful: all floating leaves are f32.
+    """
     params = map_declared(lambda d: np.broadcast_to(np.float32(0), d.shape), declared)
     count = np.zeros((), np.int32)
     state: dict[str, Any] = {"params": params, "step": count}
@@ -123,52 +139,61 @@ def expected(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
 
 
 def check_names(state: Any) -> None:
-    """Orbax stores a leaf under its keys joined by dots: two leaves may not share that."""
+    """Raise ValueError if two leaves have the same name in Orbax: their keys joined with dots."""
     names = [".".join(path) for path in leaves(state)]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two leaves of the state are both called {twice}")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two leaves of the state are both called {duplicate}")
 
 
-def check_match(path: object, saved: dict[Path, Any], wanted: dict[Path, Any]) -> None:
-    """InputError naming the first leaf in which the checkpoint at `path` and the wanted differ."""
-    tops = {key[0] for key in wanted}
+def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any]) -> None:
+    """Raise InputError for the first leaf in which a checkpoint differs from the expected leaves.
+
+    Top-level keys that are not expected may be in the checkpoint.
+
+    Args:
+      path: the checkpoint, for error messages.
+    """
+    tops = {key[0] for key in expected}
     if missing := tops - {key[0] for key in saved}:
         raise InputError(
-            f"checkpoint {path}: has no {min(missing)}, weights alone: a run can begin with it "
-            "(--tune-model-path, another model folder), but not go on from it"
+            f"checkpoint {path}: has no {min(missing)}, only weights: a run can start from it "
+            "(--tune-model-path, with another model folder), but not resume from it"
         )
-    _check_leaves(f"checkpoint {path}", {k: v for k, v in saved.items() if k[0] in tops}, wanted)
+    _check_leaves(f"checkpoint {path}", {k: v for k, v in saved.items() if k[0] in tops}, expected)
 
 
 def check_state(state: dict[str, Any], declared: Any) -> None:
-    """InputError naming the first leaf of a state, full or weights, that is not as declared."""
-    wanted = expected(declared, optimizer=True)
-    wanted = {key: leaf for key, leaf in wanted.items() if key[0] in state}
-    _check_leaves("the state", leaves(state), wanted)
+    """Raise InputError for the first leaf of a state, with or without moments, not as declared."""
+    expected_leaves = expected(declared, optimizer=True)
+    expected_leaves = {key: leaf for key, leaf in expected_leaves.items() if key[0] in state}
+    _check_leaves("the state", leaves(state), expected_leaves)
 
 
-def _check_leaves(where: str, found: dict[Path, Any], wanted: dict[Path, Any]) -> None:
-    """InputError naming the first leaf in which those found and the wanted differ."""
-    for key in sorted(wanted.keys() | found.keys()):
-        if difference := _difference(found.get(key), wanted.get(key)):
+def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
+    """Raise InputError for the first leaf that differs from the expected one, if there is any."""
+    for key in sorted(expected.keys() | actual.keys()):
+        if difference := _difference(actual.get(key), expected.get(key)):
             raise InputError(
-                f"{where}: leaf {'/'.join(key)} {difference}: "
-                "use the config that it was trained with"
+                f"{where}: leaf {'/'.join(key)} {difference}; "
+                "use the config that the model was trained with"
             )
 
 
-def _difference(found: Any, expected: Any) -> str | None:
-    """What keeps the leaf found from being taken as the one expected; floats become one another."""
-    if found is None:
+def _difference(actual: Any, expected: Any) -> str | None:
+    """Return how a leaf differs from the expected one; None if it can be used in its place.
+
+    Floating dtypes may differ, as they can be cast.
+    """
+    if actual is None:
         return f"is missing; the config expects shape {_shape(expected)}"
     if expected is None:
-        return f"of shape {_shape(found)} has no place in this config"
-    if _shape(found) != _shape(expected):
-        return f"has shape {_shape(found)}, the config expects {_shape(expected)}"
-    floating = all(leaf.dtype in FLOATS.values() for leaf in (found, expected))
-    if not floating and found.dtype != expected.dtype:
-        return f"has dtype {found.dtype}, the config expects {expected.dtype}"
+        return f"of shape {_shape(actual)} is not part of the config's model"
+    if _shape(actual) != _shape(expected):
+        return f"has shape {_shape(actual)}, the config expects {_shape(expected)}"
+    floating = all(leaf.dtype in FLOATS.values() for leaf in (actual, expected))
+    if not floating and actual.dtype != expected.dtype:
+        return f"has dtype {actual.dtype}, the config expects {expected.dtype}"
     return None
 
 

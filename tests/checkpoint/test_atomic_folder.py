@@ -43,13 +43,13 @@ def test_what_is_there_is_kept(tmp_path):
     with pytest.raises(InputError, match="model: already exists"):
         whole_folder(str(tmp_path / "model")).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    with pytest.raises(InputError, match="gs://bucket/model: is an address; give a local folder"):
+    with pytest.raises(InputError, match="gs://bucket/model: is a URI; give a local folder"):
         whole_folder("gs://bucket/model").__enter__()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    said = "model: cannot be written: Not a directory; nothing is left there; choose another place$"
+    said = "model: cannot be written: Not a directory; nothing is left there; choose another path$"
     with pytest.raises(InputError, match=said):
         whole_folder(str(tmp_path / "file" / "model")).__enter__()
 

@@ -245,7 +245,7 @@ def test_a_step_without_moments_is_tuned_but_not_resumed(formats, config, tmp_pa
     network.load(str(tmp_path / "slim"))
     assert network.state is not None
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(network.state["opt_state"]))
-    with pytest.raises(InputError, match="has no opt_state, weights alone"):
+    with pytest.raises(InputError, match="has no opt_state, only weights"):
         network.restore(str(tmp_path / "slim"))
     network.close()
     network.restore(str(formats["native"]))  # which has them, but no loader position
@@ -366,7 +366,7 @@ def test_bad_input_is_one_line_and_nothing_is_left(formats, config, tmp_path):
     refused("--trim-vocab requires --to hf", "native", native, "native", end, "--trim-vocab")
     refused("--step 10: a Hugging Face folder", "hf", hf, "native", end, "--step", 10)
     refused("has no step_3", "native", native, "hf", end, "--step", 3)
-    refused("is another", "native", native / "step_10", "hf", end, "--step", 3)
+    refused("is another step", "native", native / "step_10", "hf", end, "--step", 3)
     refused("the source is at step 10", "native", native, "original", tmp_path / "step_3")
     refused("5", "native", native, "original", end, "--shards", 5)
 
@@ -400,7 +400,7 @@ def test_a_step_joins_no_folder_of_another_format(formats, config, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")  # of no format
     convert("hf", formats["hf"], "native", tmp_path / "mine" / "step_3")
-    said = "step_010: write the step's number without zeros in front"
+    said = "step_010: write the step number without leading zeros"
     for kind in ("original", "native"):
         refused(said, "native", formats["native"], kind, tmp_path / "step_010")
 
@@ -457,7 +457,7 @@ def test_a_cut_vocabulary_is_filled_up_for_the_shards(formats, config, tmp_path)
 
     cut, shards = tmp_path / "cut", ("--shards", 8)
     convert("hf", formats["hf"], "hf", cut, *rows(100))
-    said = "8 shards do not divide the vocabulary, 100; give a --config with n_vocab 104"
+    said = "n_vocab is 100, not divisible by 8 shards; give a --config with n_vocab 104"
     refused(said, "hf", cut, "original", tmp_path / "end", *shards)
     convert("hf", cut, "original", tmp_path / "end", *shards, *rows(104), "--verify")
     gpt2 = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50257, cores_per_replica=1)

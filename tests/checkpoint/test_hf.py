@@ -330,7 +330,10 @@ def test_memory_is_the_weights_and_one_tensor(tmp_path):
     ("changes", "found"),
     [
         ({"norm": "layernorm-nobias"}, "norm is 'layernorm-nobias'"),
-        ({"norm": "rmsnorm"}, "norm is 'rmsnorm', but Hugging Face's GPT-J has 'layernorm' alone"),
+        (
+            {"norm": "rmsnorm"},
+            "norm is 'rmsnorm', but Hugging Face's GPT-J supports only 'layernorm'",
+        ),
         ({"pe": "t5"}, "pe is 't5'"),
         ({"pe": "fixed"}, "pe is 'fixed'"),
         ({"version": 2}, "block is 'geglu'"),
@@ -410,7 +413,7 @@ def edit(name, change):
                 load_file(f / "model.safetensors") | {"transformer.h.2.ln_1.bias": torch.ones(48)},
                 f / "model.safetensors",
             ),
-            "transformer.h.2.ln_1.bias has no place in the model",
+            "transformer.h.2.ln_1.bias is not part of the model",
         ),
     ],
 )

@@ -155,8 +155,11 @@ def fails(folder, expected):
             r"safetensors: is truncated .* found .* bytes, expected .*",
         ),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "is truncated or damaged"),
-        (lambda path: path.write_bytes(path.read_bytes()[:100]), "is truncated or no safetensors"),
-        (lambda path: path.write_bytes(b"1234"), "is truncated or no safetensors file"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:100]),
+            "is truncated or not a safetensors file",
+        ),
+        (lambda path: path.write_bytes(b"1234"), "is truncated or not a safetensors file"),
         (lambda path: path.write_bytes(struct.pack("<Q", 4) + b"abcd"), "header is damaged"),
         (lambda path: path.write_bytes(struct.pack("<Q", 2) + b"[]"), "header is damaged"),
         (lambda path: edit_header(path, lambda h: h["leaf.0"].pop("shape")), "header is damaged"),
@@ -216,7 +219,7 @@ def test_a_pickle_that_could_run_code_is_refused(tmp_path, capsys):
 def test_a_damaged_bin_file_is_named(tmp_path):
     torch.save({"leaf": torch.ones(1000)}, tmp_path / PICKLED)
     truncate(tmp_path / PICKLED, 2000)
-    fails(tmp_path, "pytorch_model.bin: is truncated, or no archive")
+    fails(tmp_path, "pytorch_model.bin: is truncated or not an archive")
     torch.save([torch.ones(3)], tmp_path / PICKLED)
     fails(tmp_path, "pytorch_model.bin: found no mapping of names to tensors")
     torch.save({"leaf": 3}, tmp_path / PICKLED)
@@ -233,7 +236,7 @@ def test_bin_without_torch_says_what_to_do(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_torch)
-    fails(tmp_path, "pytorch_model.bin: reading .bin needs torch; pip install torch")
+    fails(tmp_path, "pytorch_model.bin: reading .bin requires torch; pip install torch")
 
 
 def test_other_dtypes_are_listed_not_read(tmp_path):

@@ -65,7 +65,7 @@ def test_casts_happen_on_reading():
     assert not asked
     np.testing.assert_array_equal(half[1], values[1].astype(np.float16))
     values[1, 2] = 1e6
-    with pytest.raises(InputError, match=r"^leaf w holds 1e\+06, but float16 ends at 65504"):
+    with pytest.raises(InputError, match=r"^leaf w holds 1e\+06, above float16's maximum 65504"):
         half[1]
 
 

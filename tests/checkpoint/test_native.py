@@ -203,7 +203,9 @@ def test_another_run_s_step_is_not_taken_for_this_one_s(tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, state, {"try": 1})
     with Checkpoints(str(tmp_path)) as checkpoints:
-        with pytest.raises(InputError, match="step_1 is there already, not of this run; choose an"):
+        with pytest.raises(
+            InputError, match="step_1 already exists and was not saved by this run; choose an"
+        ):
             checkpoints.save(1, state, {"try": 2})
         assert checkpoints.saved(1).aux == {"try": 1}
         checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})
@@ -228,7 +230,7 @@ def test_what_others_call_a_step_is_not_touched(tmp_path):
     with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
         for step in (9, 11):
             checkpoints.save(step, {"x": jnp.int32(step)}, {})
-        with pytest.raises(InputError, match="step_10 is there already"):
+        with pytest.raises(InputError, match="step_10 already exists"):
             checkpoints.save(10, {"x": jnp.int32(10)}, {})
         checkpoints.wait()
         assert checkpoints.steps() == [11]
@@ -323,7 +325,7 @@ def test_a_tree_that_does_not_fit_names_the_leaf(saved):
         ),
         (
             changed(mesh, opt_state={"other": scalar_template(mesh)}),
-            r"leaf opt_state/mu/w of shape \(24, 16\) has no place in this config",
+            r"leaf opt_state/mu/w of shape \(24, 16\) is not part of the config's model",
         ),
     ]
     with Checkpoints(folder, read_only=True) as checkpoints:
@@ -689,7 +691,7 @@ def test_weights_alone_are_named_where_a_state_is_wanted(tmp_path):
         checkpoints.save(1, {"params": state["params"], "step": state["step"]}, {})
         template = template_of(mesh_of(2, 4))
         del template["rng"]
-        with pytest.raises(InputError, match="has no opt_state, weights alone"):
+        with pytest.raises(InputError, match="has no opt_state, only weights"):
             checkpoints.restore(1, template)
 
 

@@ -246,21 +246,23 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
     network = CausalTransformer(config, devices=jax.devices()[:1], init=False)
     shutil.move(folder / "base", moved)
     try:
-        gone = rf"trained on is not at {base} \(no checkpoint is there\)[,;]"
+        gone = rf"the base model of its adapters is not at {base} \(no checkpoint there\)[,;]"
         with pytest.raises(InputError, match=rf"{gone} put it back"):
             load(adapters, config)
         with pytest.raises(InputError, match=rf"{gone} put it back"):
             conversion.convert(adapters, "native", tmp_path / "merged", "hf")
         leaf = "proj/projection/head/b"
-        changed = rf"{gone} {other}/step_1 \(another in the leaf {leaf}\); put it back"
+        changed = rf"{gone} {other}/step_1 \(another model: leaf {leaf} differs\); put it back"
         with pytest.raises(InputError, match=changed):
             network.restore(str(adapters), str(other))
         with pytest.raises(
-            InputError, match=rf"than the one given \(it differs in the leaf {leaf}"
+            InputError, match=rf"on another model than the one read \(leaf {leaf} differs\)"
         ):
             conversion.convert(adapters, "native", tmp_path / "merged", "hf", base=other)
         assert not (tmp_path / "merged").exists()
-        with pytest.raises(InputError, match=rf"{gone} {adapters}/step_\d+ \(adapters are there"):
+        with pytest.raises(
+            InputError, match=rf"{gone} {adapters}/step_\d+ \(adapters, not a base model\)"
+        ):
             network.restore(str(adapters), str(adapters))
         conversion.convert(adapters, "native", tmp_path / "merged", "hf", base=moved)
         network.restore(str(adapters), str(moved))
@@ -276,13 +278,13 @@ def test_what_does_not_go_together_is_refused(runs, tmp_path):
     folder, config = runs
     with pytest.raises(InputError, match=r"lora_rank is 2: adapters are trained on a model; load"):
         run(config, tmp_path, 1)
-    with pytest.raises(InputError, match=r"a run that trains all of a model .* has lora_rank 2"):
+    with pytest.raises(InputError, match=r"a run that trains a whole model .* has lora_rank 2"):
         run(config, folder / "base", 3)
     with pytest.raises(InputError, match=r"a run that trains adapters .* has lora_rank 0"):
         run(config.merged(), folder / "adapters", 3)
     with pytest.raises(InputError, match=r"has lora_alpha 4.0, the config 1.0"):
         run(config.replace(lora_alpha=1.0), folder / "adapters", 3)
-    with pytest.raises(InputError, match=r"--base goes with adapters, and .* is a whole model"):
+    with pytest.raises(InputError, match=r"--base requires adapters, but .* is a whole model"):
         conversion.convert(folder / "base", "native", tmp_path / "new", "hf", base=folder / "base")
 
 
