@@ -1,4 +1,4 @@
-"""Requests: their checks (key, size, pace of the body), their fields, and their errors."""
+"""HTTP requests: their API key, size and time limits, their fields, and error responses."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,13 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """What the client is told, and how."""
+    """An error response in OpenAI's format.
+
+    Attributes:
+      param: the name of the wrong field, or None.
+      code: OpenAI's error code, or None.
+      headers: further HTTP headers of the response.
+    """
 
     def __init__(
         self,
@@ -36,7 +42,7 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
@@ -48,17 +54,23 @@ class ApiError(Exception):
         }
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """Return the response."""
         return JSONResponse(self.body(), self.status, dict(self.headers or {}))
 
 
-BODY_BYTES = 2**21
-BODY_SECONDS = 20.0
-DRAINED_BYTES = 2**26  # of a body that is too long, so that its sender lives to read the answer
+BODY_BYTES = 2**21  # maximum size of a body
+BODY_SECONDS = 20.0  # maximum time for a body to arrive
+# How much of an oversized body is read and discarded.  If the connection were closed while the
+# client still sends, it could not read the error.
+DRAINED_BYTES = 2**26
 
 
 class Keys:
-    """The API keys of a file, one a line; without a file everyone may come in."""
+    """The API keys of a file, one per line; without a file, clients need no key.
+
+    Raises:
+      InputError: at construction, if the file cannot be read or contains no key.
+    """
 
     def __init__(self, path: str | None):
         self._digests: list[bytes] | None = None
@@ -70,26 +82,26 @@ class Keys:
             raise InputError(f"--api-key-file {path}: cannot be read ({error})") from None
         keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not keys:
-            raise InputError(f"--api-key-file {path}: holds no key, expected one a line")
+            raise InputError(f"--api-key-file {path}: contains no key, expected one per line")
         self._digests = [_digest(key.encode()) for key in keys]
 
     @property
     def needed(self) -> bool:
-        """Whether clients have to send a key."""
+        """Whether clients must send a key."""
         return self._digests is not None
 
     def check(self, request: Request) -> None:
-        """Raises ApiError 401 without one of the keys; takes as long whichever it is."""
+        """Raise ApiError 401 unless the request has one of the keys; runs in constant time."""
         if self._digests is None:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        # Header values are Latin-1 to starlette, whatever bytes they were.
-        found = _digest(key.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(found, digest) for digest in self._digests]
+        # starlette decodes all header values as Latin-1, so this recovers their bytes.
+        sent = _digest(key.strip().encode("latin-1"))
+        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401,
-                "a valid API key is missing: send the header Authorization: Bearer KEY",
+                "missing or invalid API key; send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -100,14 +112,15 @@ def _digest(key: bytes) -> bytes:
 
 
 async def read_json(request: Request) -> bytes:
-    """The body of a request that says it is JSON.
+    """Return the body of a request whose content type is JSON.
 
     Raises:
-      ApiError: 415 for another type, 413 or 408 for too long a body, in bytes or in seconds.
+      ApiError: 415 for another content type, 413 for a body of more than `BODY_BYTES`, 408 for one
+        that takes longer than `BODY_SECONDS`.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        # A web page of another origin may send other types without asking, but not this one.
+        # A web page of another origin can send some other types without a CORS preflight.
         raise ApiError(415, "expected the header Content-Type: application/json")
     body, size = bytearray(), 0
     try:
@@ -119,7 +132,7 @@ async def read_json(request: Request) -> bytes:
                 elif size > DRAINED_BYTES:
                     break
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} seconds") from None
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
     if size > BODY_BYTES:
         raise ApiError(413, f"the body is longer than {BODY_BYTES} bytes")
     return bytes(body)
@@ -132,24 +145,27 @@ MOST_CHOICES = 128
 PENALTY = RANGES["repetition_penalty"]
 TOP_K = RANGES["top_k"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-# What OpenAI's clients send but this model does not do: only the value that changes nothing.
+# For OpenAI's parameters that are not supported: allows only the value that has no effect.
 Zero = Annotated[float, Field(ge=0, le=0)]
-Asked = TypeVar("Asked", bound=BaseModel)
+Body = TypeVar("Body", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
-class _Asked(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class StreamOptions(_Asked):
+class StreamOptions(_StrictModel):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
 
 
-class CompletionRequest(_Asked):
-    """The body of `POST /v1/completions`; `top_k`, `repetition_penalty`, `ignore_eos` are ours."""
+class CompletionRequest(_StrictModel):
+    """The body of `POST /v1/completions`.
+
+    `top_k`, `repetition_penalty` and `ignore_eos` are extensions of OpenAI's API.
+    """
 
     model: str | None = None
     prompt: Any = "<|endoftext|>"
@@ -175,56 +191,60 @@ class CompletionRequest(_Asked):
 
     @property
     def stops(self) -> list[str]:
-        """The stop sequences, as many as there are."""
+        """The stop sequences as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-class ContextRequest(_Asked):
-    """The body of `POST /complete`: the original's three keys, of which two now have defaults."""
+class ContextRequest(_StrictModel):
+    """The body of `POST /complete`.
+
+    The original's keys are `context`, `top_p` and `temp`, the last two here with defaults.
+    """
 
     context: str
     top_p: Annotated[Number, Field(ge=0, le=1)] = PYTHON.top_p
     temp: Annotated[Number, Field(ge=0, le=100)] = PYTHON.temp
     top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
-    length: Annotated[int, Field(ge=1)] | None = None  # the original's 512, or what is allowed
+    # Default: the original's 512, or the server's maximum if that is lower.
+    length: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
 
 
-def parse(kind: type[Asked], body: bytes) -> Asked:
-    """A body of JSON as what it should be.
+def parse(kind: type[Body], body: bytes) -> Body:
+    """Parse a JSON body as a request of type `kind`.
 
     Raises:
-      ApiError: 400, about the first thing that is wrong.
+      ApiError: 400, for the first error found.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as errors:
         first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Only the key: what follows it are the names of pydantic's own alternatives.
+        # Only the key: the rest of the location are pydantic's names of a union's alternatives.
         key = str(first["loc"][0]) if first["loc"] else None
         raise ApiError(400, f"{key or 'the body'}: {first['msg']}"[:300], param=key) from None
 
 
-def prompts_of(asked: Any) -> list[str | list[int]]:
-    """The prompts of OpenAI's four shapes: a text, token ids, or a list of either.
+def prompts_of(prompt: Any) -> list[str | list[int]]:
+    """Return the prompts in a `prompt` field: a text, token ids, or a list of either, as at OpenAI.
 
     Raises:
       ApiError: 400, for anything else.
     """
-    prompts = [asked] if isinstance(asked, str) or _all(asked, int) else asked
+    prompts = [prompt] if isinstance(prompt, str) or _all(prompt, int) else prompt
     if isinstance(prompts, list) and prompts and len(prompts) <= MOST_CHOICES:
         if _all(prompts, str):
             return prompts
-        if all(_all(prompt, int) for prompt in prompts):
+        if all(_all(tokens, int) for tokens in prompts):
             return prompts
     raise ApiError(
         400,
-        "prompt: expected a text, a list of token ids, or a list of 1 to "
-        f"{MOST_CHOICES} of either, none of the token lists empty",
+        "prompt: expected a text, a non-empty list of token ids, or a list of 1 to "
+        f"{MOST_CHOICES} of either",
         param="prompt",
     )
 
 
 def _all(values: Any, kind: type) -> bool:
-    """Whether it is a list, not empty, of values of exactly that type (true is no number)."""
+    """Whether `values` is a non-empty list of exactly this type (so that true is not an int)."""
     return isinstance(values, list) and bool(values) and all(type(v) is kind for v in values)

@@ -1,4 +1,4 @@
-"""The process: a socket, uvicorn on it, and limits on how long a client may keep it waiting."""
+"""The server process: its socket, uvicorn, and limits on slow clients and on connections."""
 
 import asyncio
 import contextlib
@@ -17,19 +17,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh_transformer.util import InputError
 
-HEAD_SECONDS = 10.0  # for a request's head to come in
-UNREAD_SECONDS = 2.0  # for the rest of a body whose request has been answered already
-READ_SECONDS = 60.0  # for a client to take what waits in its connection's buffer
-BACKLOG = 2048  # connections that may wait to be taken
+HEAD_SECONDS = 10.0  # maximum time for a request's head to arrive
+UNREAD_SECONDS = 2.0  # maximum time for the rest of a body whose request is already answered
+READ_SECONDS = 60.0  # maximum time for a client to read what is buffered for it
+BACKLOG = 2048  # connections that may wait to be accepted
 MOST_CONNECTIONS = 4096
-SPARE_DESCRIPTORS = 32  # left free for everything else that opens files
+SPARE_DESCRIPTORS = 32  # file descriptors that connections leave for other uses
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on that address; connections wait until a server has it.
+    """Return a listening socket; connections wait in its backlog until a server accepts them.
 
     Raises:
-      InputError: where the address cannot be had.
+      InputError: if the address is invalid or not available.
     """
     if not 0 <= port < 2**16:
         raise InputError(f"--port {port}: expected 0 to {2**16 - 1}")
@@ -37,40 +37,40 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with contextlib.ExitStack() as unless_taken:
-            listening = unless_taken.enter_context(socket.socket(family, kind, protocol))
+        with contextlib.ExitStack() as close_on_error:
+            listening = close_on_error.enter_context(socket.socket(family, kind, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(BACKLOG)
-            unless_taken.pop_all()
+            close_on_error.pop_all()
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
-        remedy = "another program has it; give another --port" if busy else str(error)
-        raise InputError(f"--host {host} --port {port}: {remedy}") from None
+        reason = "the port is in use; give another --port" if busy else str(error)
+        raise InputError(f"--host {host} --port {port}: {reason}") from None
     return listening
 
 
-def serve(app: ASGIApp, on: socket.socket, drain_seconds: int) -> None:
-    """Serves until SIGTERM or Ctrl-C, then finishes the answers under way.
+def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish the running answers.
 
-    Answers that take more than `drain_seconds` are cut off.
+    Answers that take longer than `drain_seconds` are cut off.
     """
-    # uvicorn raises the signal again once it has ended; for SIGTERM that is as it should be.
+    # After shutdown uvicorn raises the signal again, which for SIGTERM would kill the process.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    host, port = on.getsockname()[:2]
+    host, port = listening.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
-    print(f"serving at http://{name}:{port} (Ctrl-C ends)", flush=True)
-    make_server(app, drain_seconds).run(sockets=[on])
+    print(f"serving at http://{name}:{port} (Ctrl-C stops)", flush=True)
+    make_server(app, drain_seconds).run(sockets=[listening])
 
 
 def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
-    """uvicorn with little to say, for `run(sockets=...)`."""
+    """Return a uvicorn server that logs only errors; start it with `run(sockets=...)`."""
     config = uvicorn.Config(
         app,
         http=PromptProtocol,
         ws="none",
         access_log=False,
-        log_level="error",  # a client's mistakes are reported to that client only
+        log_level="error",  # a client's errors are reported only to that client
         server_header=False,
         timeout_graceful_shutdown=drain_seconds,
         backlog=BACKLOG,
@@ -79,7 +79,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
 
 
 def _most_connections() -> int:
-    """How many connections this process can hold, less some descriptors for other files."""
+    """Raise the limit of open files, and return how many connections it leaves room for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -94,16 +94,19 @@ def _most_connections() -> int:
 
 
 class PromptProtocol(H11Protocol):
-    """HTTP that closes connections whose client keeps the server waiting.
+    """HTTP/1.1 that closes connections whose clients keep the server waiting.
 
-    That is a request head that does not come to its end, a body that goes on after its request
-    has been answered, and an answer that is not read.  When there are too many connections, a new
-    one takes the place of the one that has kept the server waiting longest.
+    There are time limits for completing a request's head, for sending the rest of a body after its
+    request has been answered, and for reading a response.  When there are too many connections, a
+    new one replaces the one that has kept the server waiting longest.
+
+    Attributes:
+      most: maximum number of connections; None until the first one.
     """
 
-    most: int | None = None  # connections; found out when the first one comes
-    _owes: Literal["head", "body", "reading"] | None = None  # what the client is waited for
-    _since = 0.0
+    most: int | None = None
+    _owes: Literal["head", "body", "reading"] | None = None  # what the server waits for
+    _since = 0.0  # when it began to wait
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -112,15 +115,15 @@ class PromptProtocol(H11Protocol):
             PromptProtocol.most = _most_connections()
         if len(self.connections) > PromptProtocol.most:
             self._make_room()
-        self._look()
+        self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look()
+        self._update_deadline()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._update_deadline()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -129,14 +132,14 @@ class PromptProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._expect(None, 0.0)
-        self._look()
+        self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(None, 0.0)
         super().connection_lost(exc)
 
-    def _look(self) -> None:
-        """Sets the deadline for what the client owes at present, if anything."""
+    def _update_deadline(self) -> None:
+        """Set the deadline for what the client must send next, if anything."""
         answered = self.cycle is not None and self.cycle.response_complete
         if self._owes == "reading" or self.transport.is_closing():
             return
@@ -148,17 +151,19 @@ class PromptProtocol(H11Protocol):
             self._expect(None, 0.0)
 
     def _expect(self, owes: Literal["head", "body", "reading"] | None, seconds: float) -> None:
+        """Give the client this many seconds for what it `owes`; None removes the deadline."""
         if owes == self._owes:
             return
         if self._deadline is not None:
             self._deadline.cancel()
         self._owes, self._since = owes, time.monotonic()
-        # `abort`, as `close` would wait for the buffer of a client that does not read.
-        late = self.transport.abort if owes == "reading" else self.transport.close
-        self._deadline = None if owes is None else self.loop.call_later(seconds, late)
+        # `close` would wait until the buffer is empty, but this client does not read.
+        end = self.transport.abort if owes == "reading" else self.transport.close
+        self._deadline = None if owes is None else self.loop.call_later(seconds, end)
 
     def _make_room(self) -> None:
-        waiting = [each for each in self.connections if getattr(each, "_owes", None) is not None]
-        longest = min(waiting, key=lambda each: each._since, default=self)  # type: ignore[union-attr]
-        self.connections.discard(longest)  # at once: its end is only reported later
+        """Close the connection that has kept the server waiting longest, or else this one."""
+        waiting = [other for other in self.connections if getattr(other, "_owes", None) is not None]
+        longest = min(waiting, key=lambda other: other._since, default=self)  # type: ignore[union-attr]
+        self.connections.discard(longest)  # now, because uvicorn does this only after the close
         longest.transport.abort()

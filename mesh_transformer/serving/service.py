@@ -1,4 +1,7 @@
-"""From a checked request to the engine and back, in asyncio."""
+"""The service between the HTTP application and the engine, in asyncio.
+
+It turns checked requests into requests to the engine, and the engine's updates into responses.
+"""
 
 import asyncio
 import contextlib
@@ -26,9 +29,9 @@ from mesh_transformer.serving.requests import (
     prompts_of,
 )
 
-ORIGINAL_LENGTH = 512
-SHORT_TEXT = 4096  # characters that the tokenizer takes no noticeable time for
-PART_CHARACTERS = 2**16  # of a long answer that are written at once
+ORIGINAL_LENGTH = 512  # tokens per answer of the original's server
+SHORT_TEXT = 4096  # characters that the tokenizer encodes in negligible time
+PART_CHARACTERS = 2**16  # characters per part of a long response
 
 Result = TypeVar("Result")
 
@@ -37,8 +40,8 @@ class Service:
     """A model that answers requests.
 
     Args:
-      name: the model's, as clients ask for it.
-      most_tokens: that one answer may have.
+      name: the model's name for clients.
+      most_tokens: maximum number of tokens per answer.
     """
 
     def __init__(
@@ -50,74 +53,84 @@ class Service:
         self.words = Words(tokenizer)
         self.most_tokens = most_tokens
         self.created = int(time.time())
-        # For what would keep the event loop busy: not asyncio's own, which exit waits for.
+        # For work that would block the event loop.  Not asyncio's default executor, because the end
+        # of the event loop waits for its threads.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
 
     def start(self) -> None:
-        """Begins to answer."""
+        """Start the engine."""
         self.engine.start()
 
     def close(self, seconds: float) -> None:
-        """Ends the engine; gives up after so many seconds."""
+        """Stop the engine, waiting at most `seconds` for it."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close(seconds)
 
     async def beside(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in a thread, while the event loop serves others."""
+        """Run `work` in a thread, so that the event loop can serve others."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a name that is not this model's."""
+        """Raise ApiError 404 for a name that is not this model's."""
         if name is not None and name != self.name:
             raise ApiError(
                 404,
-                f"the model {name[:80]!r} is not here; {self.name!r} is",
+                f"the model {name[:80]!r} does not exist; use {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
 
-    async def completion(self, asked: CompletionRequest) -> "Completion":
-        """Begins OpenAI's completion.
+    async def completion(self, body: CompletionRequest) -> "Completion":
+        """Begin an OpenAI completion.
 
         Raises:
-          ApiError: where the request asks for what cannot be done, or there is no room for it.
+          ApiError: if the request is not valid for this model, or the engine does not accept it.
         """
-        self.check_model(asked.model)
-        count = asked.n or 1
-        if asked.best_of not in (None, count):
-            raise ApiError(400, f"best_of: expected n ({count}), or nothing", param="best_of")
-        length = 16 if asked.max_tokens is None else asked.max_tokens
-        if not length and not asked.echo:
-            raise ApiError(400, "max_tokens: 0 goes with echo alone", param="max_tokens")
-        self._check_length(length, "max_tokens")
-        prompts = [await self._tokens(prompt, length) for prompt in prompts_of(asked.prompt)]
-        if len(prompts) * count > self.engine.rows + self.engine.queue:
+        self.check_model(body.model)
+        count = body.n or 1
+        if body.best_of not in (None, count):
             raise ApiError(
-                400, f"n: {count} answers to {len(prompts)} prompts never find room", param="n"
+                400, f"best_of: expected the value of n ({count}), or no value", param="best_of"
             )
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed
+        length = 16 if body.max_tokens is None else body.max_tokens
+        if not length and not body.echo:
+            raise ApiError(400, "max_tokens: 0 requires echo", param="max_tokens")
+        self._check_length(length, "max_tokens")
+        prompts = [await self._tokens(prompt, length) for prompt in prompts_of(body.prompt)]
+        room = self.engine.rows + self.engine.queue
+        if len(prompts) * count > room:
+            message = (
+                f"n: {count} answers to each of {len(prompts)} prompts, but the server has room for "
+                f"only {room} answers"
+            )
+            raise ApiError(400, message, param="n")
+        seed = secrets.randbits(32) if body.seed is None else body.seed
         options = SamplingOptions(
-            top_p=OPENAI.top_p if asked.top_p is None else asked.top_p,
-            top_k=asked.top_k,
-            temp=OPENAI.temp if asked.temperature is None else asked.temperature,
-            repetition_penalty=asked.repetition_penalty,
+            top_p=OPENAI.top_p if body.top_p is None else body.top_p,
+            top_k=body.top_k,
+            temp=OPENAI.temp if body.temperature is None else body.temperature,
+            repetition_penalty=body.repetition_penalty,
         )
-        completion = Completion(self, asked)
+        completion = Completion(self, body)
         seeds = [(seed + number) % 2**32 for number in range(count)]
         for prompt in prompts:
             completion.add(prompt, length, [dataclasses.replace(options, seed=s) for s in seeds])
         completion.begin()
         return completion
 
-    async def continuation(self, asked: ContextRequest) -> "Completion":
-        """Begins what the original's server did: of a long context its end is used."""
-        length = asked.length or min(ORIGINAL_LENGTH, self.most_tokens)
+    async def continuation(self, body: ContextRequest) -> "Completion":
+        """Begin the answer to a request of the original's API; of a long context the end is used.
+
+        Raises:
+          ApiError: if the request is not valid for this model, or the engine does not accept it.
+        """
+        length = body.length or min(ORIGINAL_LENGTH, self.most_tokens)
         self._check_length(length, "length")
         window = self.engine.network.config.window
-        tokens = await self._encoded(asked.context[-window * self.words.longest :])
+        tokens = await self._encoded(body.context[-window * self.words.longest :])
         prompt = self._checked(tokens[-window:], length)
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed
-        options = SamplingOptions(asked.top_p, asked.top_k, asked.temp, seed=seed)
+        seed = secrets.randbits(32) if body.seed is None else body.seed
+        options = SamplingOptions(body.top_p, body.top_k, body.temp, seed=seed)
         completion = Completion(self, CompletionRequest())
         completion.add(prompt, length, [options])
         completion.begin()
@@ -130,9 +143,9 @@ class Service:
             )
 
     async def _tokens(self, prompt: str | list[int], length: int) -> np.ndarray:
-        """A prompt's tokens, all of which the model can see."""
+        """Return a prompt's tokens; raises ApiError if they do not fit in the model's window."""
         window = self.engine.network.config.window
-        # Before the tokenizer, which a text of this length would keep busy.
+        # Checked before the tokenizer runs, which such a long text would keep busy.
         too_long = isinstance(prompt, str) and len(prompt) > window * self.words.longest
         tokens = prompt
         if isinstance(prompt, str) and not too_long:
@@ -149,14 +162,17 @@ class Service:
         return self._checked(tokens, length)
 
     async def _encoded(self, text: str) -> list[int]:
+        """Tokenize a text, in a thread if it is long."""
+
         def encode() -> list[int]:
             return self.words.tokenizer(text)["input_ids"]
 
         tokens = encode() if len(text) <= SHORT_TEXT else await self.beside(encode)
-        # A model of text starts at an end of text: an empty prompt is one.
+        # An empty prompt becomes the end-of-text token, after which the model begins a text.
         return tokens or [self.words.end or 0]
 
     def _checked(self, tokens: Sequence[int], length: int) -> np.ndarray:
+        """Return tokens as an array, checked against the vocabulary and the fixed positions."""
         config = self.engine.network.config
         outside = [token for token in tokens if not 0 <= token < config.n_vocab]
         if outside:
@@ -169,8 +185,8 @@ class Service:
         if config.pe == "fixed" and len(tokens) + length > config.seq:
             raise ApiError(
                 400,
-                f"prompt: {len(tokens)} + {length} tokens, but the model has positions for "
-                f"{config.seq}",
+                f"prompt: {len(tokens)} tokens and {length} of the answer, but the model has only "
+                f"{config.seq} positions",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -179,7 +195,7 @@ class Service:
 
 @dataclasses.dataclass
 class _Choice:
-    """One of a completion's answers; `answer` is made when the engine has taken its request."""
+    """One of a completion's answers; `answer` is None until the engine has accepted its request."""
 
     prompt: np.ndarray
     request: engines.Request
@@ -187,13 +203,14 @@ class _Choice:
 
 
 class Completion:
-    """The answers to one request of a client, as the engine makes them."""
+    """The answers to one client's request, as the engine generates them."""
 
-    def __init__(self, service: Service, asked: CompletionRequest):
+    def __init__(self, service: Service, body: CompletionRequest):
         self._service = service
-        self._asked = asked
+        self._body = body
         self._choices: list[_Choice] = []
-        self._news: asyncio.Queue[tuple[Sequence[int], engines.Progress]] = asyncio.Queue()
+        # The engine's updates, with the indices of the choices that they are for.
+        self._updates: asyncio.Queue[tuple[Sequence[int], engines.Progress]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -203,33 +220,34 @@ class Completion:
         }
 
     def add(self, prompt: np.ndarray, length: int, options: Sequence[SamplingOptions]) -> None:
-        """One more answer per options, all to one prompt, to be begun with the others.
+        """Add one answer to a prompt per element of `options`; `begin` starts all answers.
 
-        The prompt is scored once; answers of no tokens are one request.
+        The prompt is scored only once.  Answers of no tokens share one request to the engine.
         """
-        asked, first = self._asked, len(self._choices)
+        body, first = self._body, len(self._choices)
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
-        score = bool(asked.echo) and (asked.logprobs is not None or not length)
+        score = bool(body.echo) and (body.logprobs is not None or not length)
         for group in groups:
             request = engines.Request(
                 prompt,
                 length,
                 options[group[0] - first],
                 functools.partial(self._deliver, group),
-                stop=None if asked.ignore_eos else self._service.words.end,
-                logprobs=asked.logprobs is not None,
+                stop=None if body.ignore_eos else self._service.words.end,
+                logprobs=body.logprobs is not None,
                 score=score and group[0] == first,
             )
             self._choices += [_Choice(prompt, request) for _ in group]
 
     def _deliver(self, indices: Sequence[int], progress: engines.Progress) -> None:
-        # The loop is closed where the server was made to end before its requests did.
+        """Pass an update from the engine's thread to the event loop."""
+        # The event loop is closed if the server was stopped before its requests had finished.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._news.put_nowait, (indices, progress))
+            self._loop.call_soon_threadsafe(self._updates.put_nowait, (indices, progress))
 
     def begin(self) -> None:
-        """Hands all answers to the engine; raises ApiError where it does not take them."""
+        """Submit all answers to the engine; raises ApiError if it does not accept them."""
         requests = {id(choice.request): choice.request for choice in self._choices}
         try:
             self._service.engine.submit(list(requests.values()))
@@ -240,26 +258,26 @@ class Completion:
             raise _stopped(error) from None
 
     async def _answers(self) -> list[Answer]:
-        """An answer per choice; what a prompt's echo takes to compute is done beside the loop."""
+        """Return one answer per choice; echoes of prompts are computed in a thread."""
         words, echoes = self._service.words, dict[int, Echo]()
         for choice in self._choices:
             key = id(choice.prompt)
-            if self._asked.echo and key not in echoes:
+            if self._body.echo and key not in echoes:
                 numbers = choice.prompt.tolist()
                 echoes[key] = await self._service.beside(functools.partial(Echo, words, numbers))
-            choice.answer = Answer(words, self._asked.stops, choice.request.stop, echoes.get(key))
+            choice.answer = Answer(words, self._body.stops, choice.request.stop, echoes.get(key))
         return [choice.answer for choice in self._choices if choice.answer is not None]
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(index, piece) of all answers, as they come."""
+        """Yield the pieces of all answers as they come, each as (index, piece)."""
         answers = await self._answers()
         running = set(range(len(answers)))
         while running:
-            indices, progress = await self._news.get()
+            indices, progress = await self._updates.get()
             if isinstance(progress.error, StoppedEngineError):
                 raise _stopped(progress.error) from progress.error
             if progress.error is not None:
-                raise ApiError(500, "the model failed while it answered") from progress.error
+                raise ApiError(500, "the model failed during the answer") from progress.error
             for index in running.intersection(indices):
                 piece = answers[index].feed(progress)
                 if piece.finish is not None:
@@ -269,16 +287,16 @@ class Completion:
                     yield index, piece
 
     def cancel(self) -> None:
-        """Ends what is still running of it."""
+        """Cancel the answers that are still running."""
         for choice in self._choices:
             self._service.engine.cancel(choice.request)
 
     async def text(self) -> str:
-        """All of the text; of several answers, joined."""
+        """Return the complete text of the answer (of several answers, joined)."""
         return "".join([piece.text async for _, piece in self._pieces()])
 
     async def whole(self) -> AsyncIterator[str]:
-        """OpenAI's answer as one JSON object, once it is complete: in parts, as it may be long."""
+        """Wait for all answers, then return OpenAI's JSON response, in parts as it may be long."""
         joined = [Piece("", []) for _ in self._choices]
         async for index, piece in self._pieces():
             whole = joined[index]
@@ -288,22 +306,23 @@ class Completion:
         return self._parts(joined)
 
     async def _parts(self, joined: Sequence[Piece]) -> AsyncIterator[str]:
+        """Yield the JSON response in parts of about `PART_CHARACTERS`."""
         part = json.dumps(self._head)[:-1] + ', "choices": ['
         for index, piece in enumerate(joined):
             part += (", " if index else "") + json.dumps(self._choice(index, piece))
             if len(part) > PART_CHARACTERS:
                 yield part
                 part = ""
-                await asyncio.sleep(0)  # a client that reads fast must not keep others waiting
+                await asyncio.sleep(0)  # so that a client that reads fast cannot block the others
         yield part + f'], "usage": {json.dumps(self._usage())}}}'
 
     async def events(self) -> AsyncIterator[str]:
-        """OpenAI's answer as server-sent events."""
-        usage = self._asked.stream_options and self._asked.stream_options.include_usage
-        more = {"usage": None} if usage else {}
+        """Yield OpenAI's response as server-sent events."""
+        usage = self._body.stream_options and self._body.stream_options.include_usage
+        usage_key = {"usage": None} if usage else {}
         try:
             async for index, piece in self._pieces():
-                yield _event(self._head | {"choices": [self._choice(index, piece)]} | more)
+                yield _event(self._head | {"choices": [self._choice(index, piece)]} | usage_key)
         except ApiError as error:
             yield _event(error.body())
             return
@@ -320,7 +339,7 @@ class Completion:
         }
 
     def _logprobs(self, spots: Sequence[Spot]) -> dict[str, Any] | None:
-        count = self._asked.logprobs
+        count = self._body.logprobs
         if count is None:
             return None
         words = self._service.words
@@ -332,7 +351,7 @@ class Completion:
         }
 
     def _usage(self) -> dict[str, int]:
-        # A prompt that is answered several times counts once, as at OpenAI.
+        # A prompt with several answers counts once, as in OpenAI's API.
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self._choices}
         prompt = sum(prompts.values())
         completion = sum(choice.answer.tokens for choice in self._choices if choice.answer)
@@ -348,7 +367,10 @@ def _stopped(error: StoppedEngineError) -> ApiError:
 
 
 def _top(words: Words, spot: Spot, count: int) -> dict[str, float] | None:
-    """The likeliest tokens, and the token itself besides where it is none of them."""
+    """Return the logprobs, by name, of the `count` most likely tokens and of the token itself.
+
+    None if the token has no logprob, as the first of a prompt.
+    """
     if spot.token.logprob is None:
         return None
     top = {words[number]: logprob for number, logprob in spot.token.top[:count]}
@@ -362,17 +384,17 @@ def _event(value: dict[str, Any]) -> str:
 async def unless_gone(
     request: Request, work: Coroutine[Any, Any, Any], completion: Completion
 ) -> Any:
-    """What `work` returns; a completion that ends early, as when the client leaves, is cancelled.
+    """Return the result of `work`; if that ends early, the completion is cancelled.
 
     Raises:
-      ClientDisconnect: where there is nobody to answer.
+      ClientDisconnect: if the client disconnects first.
     """
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -283,7 +283,11 @@ def test_a_key_file_may_begin_with_a_byte_order_mark(serve, tmp_path):
 def test_key_files_that_hold_nothing(tmp_path):
     (tmp_path / "empty").write_text("\n# none\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name, found in [("empty", "holds no key"), ("absent", "cannot be read"), ("bytes", "read")]:
+    for name, found in [
+        ("empty", "contains no key"),
+        ("absent", "cannot be read"),
+        ("bytes", "read"),
+    ]:
         with pytest.raises(InputError, match=found):
             Keys(str(tmp_path / name))
 
