@@ -84,14 +84,14 @@ def continued(
 ) -> Iterator[list[int]]:
     """Yield the decoded tokens after each prompt of a batch, without the end-of-text token."""
     from mesh_transformer.generation.sampling import sampler_settings
+    from mesh_transformer.generation.stream import stream_tokens
 
-    end, count = tokenizer.eos_token_id, len(prompts)
-    batch = network.batch(network.batch_size)
-    first = batch.insert(range(count), prompts, length, sampler_settings({"temp": 0}, count))
-    rows = first.token[:, None]
-    while rows.shape[1] < length and not (rows == end).any(axis=1).all():
-        more = batch.decode(min(STEPS, length - rows.shape[1])).token[:count]
-        rows = np.concatenate([rows, more], axis=1)
+    end, settings = tokenizer.eos_token_id, sampler_settings({"temp": 0}, len(prompts))
+    batch, rows = network.batch(network.batch_size), np.empty((len(prompts), 0), np.uint32)
+    for new in stream_tokens(batch, prompts, length, settings, most=STEPS):
+        rows = np.concatenate([rows, new], axis=1)
+        if (rows == end).any(axis=1).all():
+            break
     for row in rows.tolist():
         yield row[: row.index(end)] if end in row else row
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.sampling import EVALUATION, SamplingOptions
+from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.network import Network
 from mesh_transformer.util import HostError, InputError, bucket
 
@@ -165,10 +166,12 @@ class NetworkLM(TemplateLM):
             generation.options(seed) for generation, seed in zip(generations, seeds, strict=True)
         ]
         settings = SamplingOptions.stacked(options)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        cut: list[str | None] = []
         # Insert all rows at once, which fills the replicas of a mesh equally.
-        first = batch.insert(range(len(prompts)), prompts, lengths, settings)
-        tokens = [[int(token)] for token in first.token]
-        while True:
+        for new in stream_tokens(batch, prompts, lengths, settings, most=STEPS):
+            for row, more, length in zip(tokens, new, lengths, strict=True):
+                row += more[: length - len(row)].tolist()
             self._check_stopped()
             texts = [self.tokenizer.decode(row) for row in tokens]
             cut = [
@@ -176,11 +179,8 @@ class NetworkLM(TemplateLM):
                 for generation, text, row in zip(generations, texts, tokens, strict=True)
             ]
             if None not in cut:
-                return [text for text in cut if text is not None]
-            left = max(n - len(row) for n, row in zip(lengths, tokens, strict=True))
-            new = batch.decode(min(STEPS, left)).token
-            for row, more, length in zip(tokens, new, lengths, strict=False):
-                row += more[: length - len(row)].tolist()
+                break
+        return [text for text in cut if text is not None]
 
 
 class Rehearsal(NetworkLM):

@@ -18,6 +18,7 @@ from mesh_transformer.generation import decode
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts, Weights
 from mesh_transformer.generation.prompts import check_prompts, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
+from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.mesh.program import compiled
@@ -96,7 +97,6 @@ def compile_decode(
 SMALLEST_PROMPT = 16
 # Likewise for the slots of a cache: every growth compiles a new program.
 SMALLEST_CACHE = 256
-MOST_STEPS = 32  # per decode call
 # Tokens per prefill call and replica.  Attention's memory grows with this times T.
 PREFILL_TOKENS = 4096
 
@@ -178,24 +178,19 @@ class Generator:
         options: dict[str, Any],
     ) -> np.ndarray:
         """See `CausalTransformer.generate`."""
-        tokens, length = check_prompts(ctx, ctx_length, gen_length)
-        count = len(tokens)
-        settings = sampler_settings(options, count)
-        prompts = [row[len(row) - n :] for row, n in zip(tokens, length, strict=True)]
+        prompts = check_prompts(ctx, ctx_length, gen_length)
+        settings = sampler_settings(options, len(prompts))
         replicas = len(self.rows.replicas)
-        batch = self.batch(params, replicas * bucket(-(-count // replicas), 1))
+        batch = self.batch(params, replicas * bucket(-(-len(prompts) // replicas), 1))
         longest = None
         if not self.rows.alone:
             # All processes must compile for the same sizes.  They have the same T, so it stands
             # for the length of the longest prompt, which only one of them may have.
-            longest = tokens.shape[1]
+            longest = np.shape(ctx)[1]
             batch.reserve(longest + gen_length)
-        first = batch.insert(range(count), prompts, gen_length, settings, longest=longest)
-        parts, generated = [first.token[:, None]], 1
-        while generated < gen_length:
-            parts.append(batch.decode(min(gen_length - generated, MOST_STEPS)).token[:count])
-            generated += parts[-1].shape[1]
-        return np.concatenate(parts, axis=1)
+        insert = functools.partial(batch.insert, longest=longest)
+        tokens = stream_tokens(batch, prompts, gen_length, settings, insert=insert)
+        return np.concatenate(list(tokens), axis=1)
 
 
 class Batch:

@@ -15,10 +15,8 @@ def check_length(gen_length: int) -> None:
         raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
 
 
-def check_prompts(
-    ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompts [B, T] and their lengths [B] as numpy arrays.
+def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> list[np.ndarray]:
+    """Return the prompts of `ctx` [B, T], right-aligned with lengths [B], as numpy arrays.
 
     Checks everything but the token ids, which `check_texts` checks.
 
@@ -38,7 +36,7 @@ def check_prompts(
             f"generate: ctx_length has values from {length.min()} to {length.max()}, expected "
             f"1 to {tokens.shape[1]}, the width of ctx"
         )
-    return tokens, length
+    return [row[len(row) - n :] for row, n in zip(tokens, length, strict=True)]
 
 
 def check_texts(

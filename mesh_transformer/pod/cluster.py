@@ -29,7 +29,8 @@ from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.data.storage import local_path
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_prompts
-from mesh_transformer.generation.sampling import RANGES, sampler_settings
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.placement import gathered, places, share
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
@@ -224,16 +225,10 @@ class TPUCluster:
         sampler_options: dict[str, Any] | None = None,
     ) -> np.ndarray:
         """See `CausalTransformer.generate`."""
-        tokens, length = check_prompts(ctx, ctx_length, gen_length)
-        count = len(tokens)
-        settings = dict(zip(RANGES, sampler_settings(sampler_options or {}, count), strict=True))
-        # The hosts compile for the width of `ctx`, so it is cut to that of the longest prompt.
-        rows = {"ctx": tokens[:, -int(length.max()) :], "length": length, **settings}
-        padded = {name: self._padded(values) for name, values in rows.items()}
-        arguments = [
-            (own.pop("ctx"), own.pop("length"), gen_length, own) for (own,) in self._shares(padded)
-        ]
-        return self._joined(self.call("generate", *arguments), count)
+        prompts = check_prompts(ctx, ctx_length, gen_length)
+        settings = sampler_settings(sampler_options or {}, len(prompts))
+        batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
+        return np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
 
     def batch(self, rows: int) -> ClusterBatch:
         """See `CausalTransformer.batch`, over all replicas; it replaces the previous batch."""

@@ -1,4 +1,4 @@
-"""Prompts typed one after another, answered as the tokens come."""
+"""An interactive prompt: prompts are read from the terminal and their answers streamed to it."""
 
 import contextlib
 import sys
@@ -9,29 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.prompts import check_length
 from mesh_transformer.generation.sampling import TERMINAL, SamplingOptions
+from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.network import Batch, Network
 from mesh_transformer.util import InputError, cache_folder
 
-GREETING = "Type a prompt; an empty line, Ctrl-D or Ctrl-C ends. /help tells of the settings."
-PIECE_SECONDS = 0.1  # how long the screen may wait for the next tokens
+GREETING = "Type a prompt; an empty line, Ctrl-D or Ctrl-C exits. /help lists the settings."
+PIECE_SECONDS = 0.1  # target time between pieces of an answer
 COMMANDS = {
-    "temp": "temperature; 0 is greedy",
-    "top_p": "the nucleus; 1 is off",
-    "top_k": "the likeliest tokens alone; 0 is off",
-    "repetition_penalty": "above 1 repeats less; 1 is off",
-    "seed": "for the same answer again; none is another each time",
-    "length": "tokens of an answer, at most",
-    "stop": "text that ends an answer, \\n for a new line; none is none",
+    "temp": "sampling temperature; 0 is greedy",
+    "top_p": "probability mass of the nucleus to sample from; 1 is off",
+    "top_k": "number of most likely tokens to sample from; 0 is off",
+    "repetition_penalty": "penalty for tokens that have occurred; 1 is off",
+    "seed": "seed of a reproducible answer; none is random",
+    "length": "maximum tokens per answer",
+    "stop": "text that ends an answer, with \\n for a new line; none is off",
 }
 
 
 @dataclass(frozen=True)
 class Settings(SamplingOptions):
-    """How an answer is drawn and where it ends.
+    """The sampling settings of an answer, its maximum length, and the text that ends it.
 
     Raises:
       InputError: at construction, for a value out of range.
@@ -46,11 +46,11 @@ class Settings(SamplingOptions):
         check_length(self.length)
 
     def changed(self, command: str) -> "Settings":
-        """A copy after a command as it is typed: "/temp 0.7"."""
+        """Return a copy changed by a typed command, such as "/temp 0.7"."""
         name, _, value = command.removeprefix("/").partition(" ")
         name, value = name.replace("-", "_"), value.strip()
         if name not in COMMANDS:
-            raise InputError(f"/{name}: no such setting; /help tells of those there are")
+            raise InputError(f"/{name}: no such setting; /help lists the settings")
         kind = {"stop": str, "top_k": int, "seed": int, "length": int}.get(name, float)
         if value == "none" and name in ("seed", "stop"):
             return replace(self, **{name: None})
@@ -63,7 +63,7 @@ class Settings(SamplingOptions):
             raise InputError(f"/{name} {value}: expected {expected}") from None
 
     def __str__(self) -> str:
-        """The commands that lead here, and what each does."""
+        """Return one line per setting: the command that sets its present value, and its meaning."""
         shown = {name: "none" if value is None else value for name, value in asdict(self).items()}
         rows = [
             (f"/{name} {shown[name]}".replace("\n", "\\n"), COMMANDS[name]) for name in COMMANDS
@@ -72,92 +72,88 @@ class Settings(SamplingOptions):
 
 
 class Repl:
-    """A model that answers prompts; what is no answer goes to stderr.
+    """An interactive prompt for a network; everything except the answers is printed to stderr.
 
     Attributes:
-      settings: of the next answer.
+      settings: the settings of the next answer.
     """
 
     def __init__(self, network: Network, tokenizer: Any, settings: Settings):
         self.settings = settings
         self._network = network
         self._tokenizer = tokenizer
-        self._kept: Batch | None = None
+        self._batch: Batch | None = None  # reused by the next answer
 
     def run(self) -> None:
-        """Asks and answers until an empty line, Ctrl-D, or Ctrl-C at the prompt."""
-        _tell(GREETING)
+        """Read and answer prompts until an empty line, Ctrl-D, or Ctrl-C at the prompt."""
+        _message(GREETING)
         try:
             with _line_editing():
                 while line := input(">>> "):
-                    self._take(line)
+                    self._handle(line)
         except (EOFError, KeyboardInterrupt):
-            _tell("")  # so that what the shell says begins a line
+            _message("")  # so that the shell's prompt begins a line
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         try:
-            self._obey(line) if line.startswith("/") else self._say(line)
+            self._run_command(line) if line.startswith("/") else self._print_answer(line)
         except InputError as error:
-            _tell(f"error: {error}")
+            _message(f"error: {error}")
 
-    def _obey(self, command: str) -> None:
+    def _run_command(self, command: str) -> None:
         if command.rstrip() == "/help":
-            _tell(str(self.settings))
+            _message(str(self.settings))
         else:
             self.settings = self.settings.changed(command)
 
-    def _say(self, prompt: str) -> None:
-        start, made = time.perf_counter(), 0
+    def _print_answer(self, prompt: str) -> None:
+        start, generated = time.perf_counter(), 0
         try:
             for piece, tokens in self.answer(prompt):
                 print(piece, end="", flush=True)
-                made += tokens
+                generated += tokens
             print()
-        except KeyboardInterrupt:  # ends this answer; at the prompt it ends the conversation
+        except KeyboardInterrupt:  # ends only this answer, unlike Ctrl-C at the prompt
             print()
-        _tell(f"[{made} tokens, {made / (time.perf_counter() - start):.1f} tokens/s]")
+        _message(f"[{generated} tokens, {generated / (time.perf_counter() - start):.1f} tokens/s]")
 
     def answer(self, prompt: str) -> Iterator[tuple[str, int]]:
-        """The pieces of an answer as they come, each with how many tokens it took.
+        """Yield the pieces of an answer as they are generated, each with its number of tokens.
 
-        It ends at the settings' length or stop, or where the model ends its text.
+        The answer ends at the settings' length or stop text, or at the end-of-text token.
         """
         settings, end = self.settings, self._tokenizer.eos_token_id
-        # A model of text starts at an end of text: an empty prompt is one.
+        # An empty prompt becomes the end-of-text token, after which the model begins a text.
         tokens = self._tokenizer(prompt)["input_ids"] or [end]
         window = self._network.config.window
         if len(tokens) > window:
-            _tell(f"the prompt has {len(tokens)} tokens: the last {window}, one window, are used")
+            _message(
+                f"the prompt has {len(tokens)} tokens; only the last {window} (the window) are used"
+            )
         stream = TextStream(self._tokenizer.decode, [settings.stop] if settings.stop else [])
-        for new in self._chosen(tokens, settings):
-            said = new[: new.index(end)] if end in new else new
-            yield stream.push(said), len(said)
-            if stream.stopped or len(said) < len(new):
+        for new in self._generate(tokens, settings):
+            before_end = new[: new.index(end)] if end in new else new
+            yield stream.push(before_end), len(before_end)
+            if stream.stopped or len(before_end) < len(new):
                 break
         yield stream.finish(), 0
 
-    def _chosen(self, prompt: list[int], settings: Settings) -> Iterator[list[int]]:
-        """The tokens of an answer, as many at once as take `PIECE_SECONDS`."""
-        # An interrupted call leaves nothing to go on with: it is put back where all went well.
-        batch, self._kept = self._kept or self._network.batch(self._network.dp), None
+    def _generate(self, prompt: list[int], settings: Settings) -> Iterator[list[int]]:
+        """Yield the tokens of an answer, about as many at a time as take `PIECE_SECONDS`."""
+        # An interrupted call leaves the batch unusable, so `_batch` is set only between calls.
+        batch, self._batch = self._batch or self._network.batch(self._network.dp), None
         options = SamplingOptions.stacked([settings])
-        yield batch.insert([0], [np.asarray(prompt)], settings.length, options).token.tolist()
-        steps = 1
-        while left := int(batch.left[0]):
-            steps = min(steps, left, MOST_STEPS)
-            start = time.perf_counter()
-            found = batch.decode(steps).token[0].tolist()
-            self._kept = batch
-            yield found
-            self._kept = None
-            seconds = time.perf_counter() - start
-            steps = max(int(steps * PIECE_SECONDS / seconds), 1)
-        self._kept = batch
+        tokens = [np.asarray(prompt)]
+        for new in stream_tokens(batch, tokens, settings.length, options, seconds=PIECE_SECONDS):
+            self._batch = batch
+            yield new[0].tolist()
+            self._batch = None
+        self._batch = batch
 
 
 @contextlib.contextmanager
 def _line_editing() -> Iterator[None]:
-    """Editing and a history that outlives the program, where a person types."""
+    """Enable line editing and a persistent history while stdin is a terminal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -174,5 +170,6 @@ def _line_editing() -> Iterator[None]:
             readline.write_history_file(history)
 
 
-def _tell(line: str) -> None:
+def _message(line: str) -> None:
+    """Print a line that is not part of an answer."""
     print(line, file=sys.stderr)
