@@ -100,8 +100,8 @@ class Service:
         room = self.engine.rows + self.engine.queue
         if len(prompts) * count > room:
             message = (
-                f"n: {count} answers to each of {len(prompts)} prompts, but the server has room for "
-                f"only {room} answers"
+                f"n: {count} answers to each of {len(prompts)} prompts, but the server has room "
+                f"for only {room} answers"
             )
             raise ApiError(400, message, param="n")
         seed = secrets.randbits(32) if body.seed is None else body.seed

@@ -276,7 +276,8 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
 
 def test_what_does_not_go_together_is_refused(runs, tmp_path):
     folder, config = runs
-    with pytest.raises(InputError, match=r"lora_rank is 2: adapters are trained on a model; load"):
+    message = "lora_rank is 2, but adapters are trained on an existing model; load one first"
+    with pytest.raises(InputError, match=message):
         run(config, tmp_path, 1)
     with pytest.raises(InputError, match=r"a run that trains a whole model .* has lora_rank 2"):
         run(config, folder / "base", 3)

@@ -73,7 +73,7 @@ def test_answers_are_those_of_generate(network, repl, capsys):
 def test_a_long_prompt_is_cut_from_the_left_and_told(network, repl, capsys):
     repl("x" * 20 + "y" * 32)
     out, err = capsys.readouterr()
-    assert "the prompt has 52 tokens: the last 32, one window, are used" in err
+    assert "the prompt has 52 tokens; only the last 32 (the window) are used" in err
     assert out == text_of(network, "y" * 32, QUIET) + "\n"
 
 
@@ -112,7 +112,7 @@ def test_commands_change_one_setting():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("/heat 1", "/heat: no such setting; /help tells of those there are"),
+        ("/heat 1", "/heat: no such setting; /help lists the settings"),
         ("/temp", "/temp : expected a number"),
         ("/temp warm", "/temp warm: expected a number"),
         ("/top_k 1.5", "/top_k 1.5: expected a whole number"),
