@@ -21,7 +21,7 @@ from typing import Any
 from mesh_transformer.cli.arguments import positive
 from mesh_transformer.config import Config
 from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
-from mesh_transformer.util import InputError, run_script
+from mesh_transformer.util import InputError
 
 # Environment variables that affect the measurements; they are reported with the command.
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
@@ -350,7 +350,3 @@ def main() -> None:
         print(report.row(result))
     else:
         print(report.lines(result))
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -31,7 +31,7 @@ from mesh_transformer.data.documents import (
 )
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
-from mesh_transformer.util import InputError, run_script
+from mesh_transformer.util import InputError
 
 FILE_TYPES = (".jsonl", ".jsonl.zst")
 TOGETHER = 1000  # pairs per call of the tokenizer, which distributes them over the cores
@@ -190,7 +190,3 @@ def main(arguments: list[str] | None = None) -> None:
         written, index, count = write_set(options.output_dir, options.name, chain([first], rows))
     skipped = f"; skipped: {told(bad.counts)}" if bad.count else ""
     print(f"{written}: {count} records of {options.seq} tokens; listed in {index}{skipped}")
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -12,7 +12,7 @@ from mesh_transformer.checkpoint import conversion
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.checkpoint.source import FORMATS
 from mesh_transformer.config import Config
-from mesh_transformer.util import InputError, StoppedError, run_script
+from mesh_transformer.util import InputError, StoppedError
 
 
 def parse_args() -> argparse.Namespace:
@@ -124,7 +124,3 @@ def run(args: argparse.Namespace) -> None:
         print(f"logits differ by {difference:.1e} of their spread; {bound:.0e} is the limit")
         if not difference <= bound:
             raise StoppedError(f"{target}: its logits differ from those of {source}; do not use it")
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mesh_transformer.cli.arguments import positive
 from mesh_transformer.config import Config
-from mesh_transformer.util import InputError, run_script
+from mesh_transformer.util import InputError
 
 
 def parse_args() -> argparse.Namespace:
@@ -133,7 +133,3 @@ def main() -> None:
         result = make_plan(changed, slice_, fast=args.fast)
     print(json.dumps(dataclasses.asdict(result)) if args.json else result.table())
     sys.exit(not result.fits)
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -21,11 +21,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mesh_transformer.cli.arguments import positive
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
 from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, told
 from mesh_transformer.data.packing import Order, publish, sequences, write_parts
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
-from mesh_transformer.util import InputError, run_script
+from mesh_transformer.util import InputError
 
 # The options that the result depends on, besides the tokenizer and the text files.
 SETTINGS = (
@@ -108,13 +109,6 @@ def add_cleaning(parser: argparse.ArgumentParser) -> None:
         help="skip sequences with fewer distinct tokens, whose gradients can be large; 200 is a "
         "good value (default 0: keep all)",
     )
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
 
 
 @contextlib.contextmanager
@@ -256,7 +250,3 @@ def main(arguments: list[str] | None = None) -> None:
         action = "written" if path.is_relative_to(options.output_dir) else "read"
         raise InputError(f"{path}: cannot be {action}: {error.strerror or error}") from error
     print(summary)
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -208,27 +208,23 @@ class Generation:
     options: tuple[tuple[str, str], ...] = ()
 
 
-def _gib(number: float) -> int:
-    return int(number * GIB)
-
-
 # Runtime versions are from the JAX table of cloud.google.com/tpu/docs/runtimes, tiers from
 # cloud.google.com/tpu/docs/spot and cloud.google.com/tpu/docs/preemptible.
 GENERATIONS = {
-    "v2": Generation("v2", "tpu-ubuntu2204-base", 1, 2, 2, _gib(7.48), "preemptible"),
-    "v3": Generation("v3", "tpu-ubuntu2204-base", 1, 2, 2, _gib(15.48), "preemptible"),
+    "v2": Generation("v2", "tpu-ubuntu2204-base", 1, 2, 2, int(7.48 * GIB), "preemptible"),
+    "v3": Generation("v3", "tpu-ubuntu2204-base", 1, 2, 2, int(15.48 * GIB), "preemptible"),
     "v4": Generation(
         "v4",
         "tpu-ubuntu2204-base",
         2,
         3,
         1,
-        _gib(30.75),
+        int(30.75 * GIB),
         options=(("chip_config_name", "megacore"),),
     ),
-    "v5e": Generation("v5litepod", "v2-alpha-tpuv5-lite", 1, 2, 1, _gib(15.75)),
-    "v5p": Generation("v5p", "v2-alpha-tpuv5", 2, 3, 1, _gib(95.74)),
-    "v6e": Generation("v6e", "v2-alpha-tpuv6e", 1, 2, 1, _gib(31.25)),
+    "v5e": Generation("v5litepod", "v2-alpha-tpuv5-lite", 1, 2, 1, int(15.75 * GIB)),
+    "v5p": Generation("v5p", "v2-alpha-tpuv5", 2, 3, 1, int(95.74 * GIB)),
+    "v6e": Generation("v6e", "v2-alpha-tpuv6e", 1, 2, 1, int(31.25 * GIB)),
 }
 CLOUD_GENERATIONS = {generation.cloud_name: generation for generation in GENERATIONS.values()}
 
