@@ -21,7 +21,7 @@ class Base(NamedTuple):
     """The base model that adapters were trained on.
 
     Attributes:
-      path: where it was at that time.
+      path: its path at that time.
       checksums: {dtype: {leaf: checksum of the leaf, cast to that dtype}}.
     """
 
@@ -86,7 +86,7 @@ def merged_leaves(
     unmerged values are verified: reading raises InputError if they are not those of `base`.
 
     Args:
-      scale: the factor of the adapters' product.
+      scale: the factor by which the product of an adapter's two matrices is multiplied.
       where: the checkpoint of the adapters, for error messages.
       dtype: the dtype to return (default: each leaf's own).
     """

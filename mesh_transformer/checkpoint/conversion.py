@@ -133,7 +133,7 @@ def convert(
     tokenizer: str | None = None,
     base: AnyPath | None = None,
 ) -> Written:
-    """Convert the checkpoint `source` to another format, dtype or number of shards, at `target`.
+    """Convert a checkpoint to another format, dtype or number of shards.
 
     At most two parts are in memory: the one being written and the next one.  A part is one layer
     of a leaf, or a whole leaf that is not stacked over layers.

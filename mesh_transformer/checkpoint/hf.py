@@ -39,7 +39,7 @@ _SIZES = {
     "rotary_dim": "pe_rotary_dims",
 }
 _DEFAULTS = {"n_positions": 2048, "rotary_dim": 64}
-# Keys of Hugging Face's GPT-J config that our model does not have, with the only value that it
+# Keys of Hugging Face's GPT-J config that ours does not have, with the only value that our model
 # supports.  A missing key means that value.
 _FIXED = {
     "activation_function": "gelu_new",

@@ -23,7 +23,7 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.util import InputError
 
-DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by the codes of safetensors
+DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by safetensors' code
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _MAPPED = 1 << 28  # bytes to read from a .bin file before it is mapped again
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 
     Attributes:
       path: the file.
-      dtype: the safetensors code of the dtype, such as "BF16"; torch's name of one without a code.
+      dtype: safetensors' code of the dtype, such as "BF16", or torch's name if it has none.
       shape: the tensor's shape.
       read: returns the values, possibly as a view of the mapped file: copy them and drop the view.
     """

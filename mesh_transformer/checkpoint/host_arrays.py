@@ -18,7 +18,7 @@ FLOATS: dict[str, np.dtype] = {
 
 
 def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """Return `value` itself if it has this dtype, else a copy in it; infinities are kept.
+    """Cast an array, without copying it if it already has the dtype; infinities are kept.
 
     Args:
       where: the start of the error message: what holds the value.
@@ -67,7 +67,8 @@ class LazyLeaf:
 
         Args:
           shape, dtype: those of the whole array.
-          read: returns one layer in this dtype, or, called with None, a leaf without layers.
+          read: returns the layer of an index, or for None all of a leaf that has no layers, in this
+            dtype.
           layers: whether the first axis is that of the layers.
         """
         self.shape, self.dtype = shape, dtype

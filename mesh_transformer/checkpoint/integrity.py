@@ -215,7 +215,12 @@ def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, 
 def check_sums(
     step: epath.Path, record: Integrity, path: Path, first: int, sums: Sequence[int]
 ) -> None:
-    """Raise InputError if the checksums of a leaf's layers, from layer `first` on, are wrong."""
+    """Raise InputError if the checksums of a leaf's layers differ from those in the record.
+
+    Args:
+      first: the index of the first of these layers.
+      sums: the checksums of consecutive layers.
+    """
     saved = record.leaves.get(".".join(path))
     if saved is None:
         return  # not a leaf of that step, which `check_match` reports
@@ -226,7 +231,7 @@ def check_sums(
 
 
 def damaged(step: epath.Path, what: str) -> InputError:
-    """Return the error for a step of which a file or leaf is not what was saved."""
+    """Return the error for a step in which `what`, a file or leaf, is not what was saved."""
     return InputError(
         f"checkpoint {step}: {what} is damaged: it is not what was saved; restore another step or "
         "copy this one again"

@@ -16,7 +16,7 @@ from mesh_transformer.data.storage import reason
 
 POLL_SECONDS = (0.005, 0.5)  # between polls: the first pause and the longest
 
-_numbers = itertools.count()  # alike everywhere: all processes make the same saves
+_numbers = itertools.count()  # of saves; equal in all processes, which make the same saves
 
 
 class JointSave:
@@ -25,7 +25,7 @@ class JointSave:
     Every process calls `begin` once per save, then the same barriers, or `fail`.
 
     Attributes:
-      alone: whether there is only one process; no method does anything then.
+      alone: whether there is only one process; the methods then do nothing.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class JointSave:
         return distributed.global_state.client
 
     def begin(self) -> None:
-        """Start a save: no failure has broken its barriers yet."""
+        """Start a new save, with barriers that no failure has broken yet."""
         if self.alone:
             return
         if self._prefix:

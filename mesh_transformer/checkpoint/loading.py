@@ -26,7 +26,7 @@ from mesh_transformer.util import InputError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
-    """Return a compiled function from a PRNG key to new adapters, without the base's parameters."""
+    """Return a jitted function from a PRNG key to new adapters, without the base's parameters."""
     declared = gptj.declarations(config)
 
     def fresh(key: Array) -> Any:
@@ -37,7 +37,7 @@ def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
 
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
-    """Return a compiled function from frozen parameters to their checksums after a cast to `dtype`.
+    """Return a jitted function from frozen parameters to their checksums after a cast to `dtype`.
 
     Args:
       mesh: the mesh that the parameters are on.

@@ -114,7 +114,7 @@ class Checkpoints:
         self._sums: dict[str, list[int]] = {}  # of the leaves being saved, by name
         self._saved = functools.cache(lambda step: SavedStep(self._path(step)))
         self._checkpointer = self._new_checkpointer()
-        hush_failures(_is_news)
+        hush_failures(_should_log)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -332,7 +332,7 @@ class Checkpoints:
             _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
 
     def _clear_uncommitted(self) -> int:
-        """Delete what interrupted saves and deletions left; return how many such folders."""
+        """Delete what interrupted saves and deletions have left; return the number of folders."""
         if jax.process_index() != 0:
             return 0
         unfinished = [path for path in entries(self.folder) if _is_unfinished(path)]
@@ -408,7 +408,10 @@ def _absolute(path: str) -> epath.Path:
 
 
 def _save_args(leaf: Any) -> ocp.SaveArgs:
-    """Return a leaf's chunking: stacked leaves in whole layers, which are contiguous."""
+    """Return Orbax's save options for a leaf: one that is stacked is chunked by whole layers.
+
+    This keeps each layer contiguous.
+    """
     return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if leaf.ndim > 2 else ())
 
 
@@ -417,9 +420,9 @@ def _is_committed(path: epath.Path) -> bool:
 
 
 def _is_unfinished(path: epath.Path) -> bool:
-    """Return whether a folder is what an unfinished save or deletion of a step has left.
+    """Return whether a folder is left from an unfinished save or deletion of a step.
 
-    A folder of another program that is named step_<N> is not.
+    Other programs' folders that are named step_<N> do not count.
     """
     name, temporary, _ = path.name.partition(_TEMPORARY)
     if step_number(name) is None or not path.is_dir() or _is_committed(path):
@@ -449,7 +452,7 @@ def delete_step(path: epath.Path) -> None:
     delete_tree(path)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _should_log(record: logging.LogRecord) -> bool:
     """Return whether to show a log record; those of failures that are also raised are dropped."""
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
         return False  # from the other reads or writes after one has failed

@@ -21,7 +21,7 @@ SAVE_SECONDS = 20 * 60  # time limit of a save
 
 
 class HostArrayHandler(handlers.NumpyHandler):
-    """Saves numpy arrays without copying them, and `LazyLeaf`s without holding all of one.
+    """Saves numpy arrays without copying them, and `LazyLeaf`s without reading them whole.
 
     For a single process.  Does not write OCDBT, which would buffer everything being written.
 
@@ -90,7 +90,7 @@ def _parts(
 
 
 def _layers(value: np.ndarray | LazyLeaf) -> Sequence[int | None]:
-    """Return the parts to write a leaf in: its layers if they are separate chunks, else [None]."""
+    """Return the layers of a leaf, if they are separate chunks; else only None: the whole leaf."""
     return range(value.shape[0]) if value.ndim > 2 else (None,)
 
 

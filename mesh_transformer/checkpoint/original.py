@@ -190,7 +190,7 @@ def _entry(
     config: Config,
     declared: Any,
 ) -> Entry:
-    """Return the entry of the original's leaf `theirs` `their_leaf`, and of ours."""
+    """Return the entry of the leaf `their_leaf` in the original's module `theirs`."""
     name = f"{theirs} {their_leaf}"
     if leaf not in declared[part][module]:
         return Entry(name, part, module, leaf, layer, (config.d_model,), Rule.UNUSED)
@@ -444,7 +444,8 @@ def _blocks(
 def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
     """Return the sum of the shards' parts, in f32, if `summed`; else their mean.
 
-    Equal parts, as the original writes them, are not added up, which would round more often.
+    Equal parts, as the original writes them, are multiplied by their number rather than added up,
+    and the mean is one of them, as adding would round more often.
     """
     if all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
         return parts[0].astype(np.float32) * np.float32(len(parts)) if summed else parts[0]
@@ -455,7 +456,10 @@ def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
 def _leaves(
     state: dict[str, Any], parameters: list[Entry], dtype: np.dtype | None, shards: int
 ) -> list[Callable[[], Iterable[np.ndarray]]]:
-    """Return for each leaf, in the original's order, a function to its parts, one per shard."""
+    """Return functions that make the leaves, in the original's order, for `original_files.write`.
+
+    Each function returns the parts of one leaf, one per shard.
+    """
 
     def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:
         return [partial(_parts, tree, entry, dtype, moment, shards) for entry in parameters]

@@ -94,7 +94,7 @@ def read_index(folder: str) -> dict[str, Any]:
 
 
 def write_index(path: str, index: dict[str, Any], step: int) -> None:
-    """Write a meta.json whose last checkpoint, which the original resumes from, is `step`.
+    """Write a meta.json that lists `step` last, which is the step that the original resumes from.
 
     Args:
       index: the contents of the meta.json to extend.
@@ -159,8 +159,8 @@ class Shard:
           shape: the shape that the leaf must have.
 
         Raises:
-          InputError: if the leaf is damaged, pickled or of another shape.  What its header shows
-            is reported before its values are read.
+          InputError: if the leaf is damaged, pickled or of another shape.  Errors that its header
+            shows are raised before its values are read.
         """
         with self._opened(index, name, shape) as (stream, dtype):
             return npy.read_array(stream, allow_pickle=False).view(dtype)

@@ -28,7 +28,9 @@ from mesh_transformer.checkpoint.state_tree import (
 from mesh_transformer.data.storage import failures_as, reason, step_number
 from mesh_transformer.util import InputError
 
-_CAST_BYTES = 1 << 30  # of leaves to cast that are restored together, unless one is larger
+_CAST_BYTES = (
+    1 << 30
+)  # limit of the leaves to cast that are restored at once; one leaf may exceed it
 
 
 class SavedStep:
@@ -78,7 +80,7 @@ class SavedStep:
 
     @functools.cached_property
     def leaves(self) -> dict[Path, Any]:
-        """{path: metadata} of the leaves, with shapes and dtypes; no array is read for it."""
+        """The metadata of all leaves (shape and dtype), by path; no array is read."""
         try:
             return leaves(ocp.PyTreeCheckpointHandler().metadata(self.path / "state").tree)
         except Exception as error:  # Orbax has no exception class for damaged metadata
@@ -178,7 +180,7 @@ class SavedStep:
         return error if isinstance(error, InputError) else self._unreadable(error, self.record)
 
     def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:
-        """As `_damaged`, for an integrity record that may not have been read."""
+        """As `_damaged`, but with the integrity record passed: None if it could not be read."""
         if isinstance(error, InputError):
             return error
         if (name := integrity.damaged_file(self.path, record)) is not None:

@@ -33,8 +33,7 @@ class Source:
           kind: its format (default: detected).
 
         Raises:
-          InputError: if there is no checkpoint, or with `kind` "native", none of that format.  The
-            other formats are not checked if passed as `kind`.
+          InputError: if there is no checkpoint; not checked if `kind` is "original" or "hf".
         """
         self.path = local_path(path)
         self.step: SavedStep | None = None
@@ -86,7 +85,7 @@ class Source:
 
     @functools.cached_property
     def adapters(self) -> Base | None:
-        """The base model that its adapters were trained on; None if it is a whole model."""
+        """The base model of the checkpoint's adapters; None if the checkpoint is a whole model."""
         return None if self.step is None else saved_base(self.step.aux, self.path)
 
 

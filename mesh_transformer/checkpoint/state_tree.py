@@ -149,7 +149,7 @@ def check_names(state: Any) -> None:
 def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any]) -> None:
     """Raise InputError for the first leaf in which a checkpoint differs from the expected leaves.
 
-    Top-level keys that are not expected may be in the checkpoint.
+    The checkpoint may have more top-level keys than expected.
 
     Args:
       path: the checkpoint, for error messages.
