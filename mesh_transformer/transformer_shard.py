@@ -194,7 +194,7 @@ class CausalTransformer:
         return self._rows.fetch(self._logits(self._params(), padded), len(tokens))
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprobs of all `tokens` [B, T] but the first, each given the tokens before.
+        """Return the logprob of each of `tokens` [B, T] except the first, given the ones before it.
 
         Args:
           tokens: token ids; T is from 2 to `config.seq` + 1.
@@ -434,7 +434,7 @@ def _fitted(saved: Config) -> Config:
 
     mp becomes the largest common divisor of its saved value and the number of devices.  On CPUs it
     becomes 1: virtual devices would share the same cores, and add communication.  `attention`
-    becomes "auto", because the saved backend was chosen for the devices of the training.
+    becomes "auto", because the saved backend was chosen for the devices that trained it.
     """
     saved = saved.replace(attention="auto")
     assert saved.tpu_size is not None

@@ -110,7 +110,7 @@ class Generator:
 
     def __init__(self, config: Config, mesh: Mesh, rows: Rows):
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        # The weights are split over mp only, also where ZeRO splits the training state over dp.
+        # The weights are split over mp only, even if ZeRO splits the training state over dp.
         config = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
         self._weights = compile_weights(config, mesh)
         self.config = config.merged()
@@ -184,8 +184,8 @@ class Generator:
         batch = self.batch(params, replicas * bucket(-(-len(prompts) // replicas), 1))
         longest = None
         if not self.rows.alone:
-            # All processes must compile for the same sizes.  They have the same T, so it stands
-            # for the length of the longest prompt, which only one of them may have.
+            # All processes must compile for the same sizes.  T is the same in all of them, but the
+            # length of the longest prompt may not be.
             longest = np.shape(ctx)[1]
             batch.reserve(longest + gen_length)
         insert = functools.partial(batch.insert, longest=longest)

@@ -1,4 +1,4 @@
-"""Cached generation as pure functions on a running batch, each of whose rows has its own position.
+"""Cached generation as pure functions on a running batch, whose rows are at different positions.
 
 A row's keys and values are stored in a ring buffer of S slots, position p in slot p mod S, so that
 beyond the window a new position overwrites the oldest.  `prefill` inserts prompts while the other

@@ -159,52 +159,22 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
     logits_BV = logits_BV.astype(jnp.float32)
     top_p_B1, top_k_B1 = _limits(logits_BV, top_p, top_k)
     probability_BV = jax.nn.softmax(logits_BV)
-    order_BV = _order(logits_BV)
-
-    def above(edge_B1: Array) -> tuple[Array, Array]:
-        """Return the probability and number of the tokens that rank above the edge."""
-        above_BV = order_BV > edge_B1
-        mass_B1 = jnp.sum(jnp.where(above_BV, probability_BV, 0), axis=-1, keepdims=True)
-        return mass_B1, jnp.sum(above_BV, axis=-1, keepdims=True)
-
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low_B1, high_B1 = bounds
-        middle_B1 = low_B1 + (high_B1 - low_B1) // 2
-        mass_B1, count_B1 = above(middle_B1)
-        room_B1 = (mass_B1 <= top_p_B1) & (count_B1 < top_k_B1)
-        return (
-            jnp.where(room_B1, low_B1, middle_B1 + 1),
-            jnp.where(room_B1, middle_B1, high_B1),
-        )
-
-    # The lowest kept logit, found by bisection over its bits: a sort takes ten times as long.
-    largest_B1 = jnp.max(order_BV, axis=-1, keepdims=True)
-    _, edge_B1 = jax.lax.fori_loop(0, 32, halve, (jnp.zeros_like(largest_B1), largest_B1))
-    mass_B1, count_B1 = above(edge_B1)
-    at_edge_BV = order_BV == edge_B1
-    tied_B1 = jnp.max(jnp.where(at_edge_BV, probability_BV, 0), axis=-1, keepdims=True)
-    # Of the tokens tied at the edge, each with probability `tied`, keep as many as fit.
-    nucleus_B1 = jnp.floor((top_p_B1 - mass_B1) / jnp.maximum(tied_B1, 1e-30)) + 1
-    room_B1 = jnp.minimum(nucleus_B1, top_k_B1 - count_B1)
-    keep_BV = (order_BV > edge_B1) | (at_edge_BV & (jnp.cumsum(at_edge_BV, axis=-1) <= room_B1))
+    # A stable sort, so that of equal logits the lower token ranks first.
+    ranked_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
+    mass_BV = jnp.cumsum(jnp.take_along_axis(probability_BV, ranked_BV, axis=-1), axis=-1)
+    before_BV = jnp.pad(mass_BV, ((0, 0), (1, 0)))[:, :-1]
+    kept_BV = (before_BV <= top_p_B1) & (jnp.arange(logits_BV.shape[-1]) < top_k_B1)
+    keep_BV = jnp.take_along_axis(kept_BV, jnp.argsort(ranked_BV, axis=-1), axis=-1)
     return jnp.where(keep_BV, logits_BV, REMOVED)
 
 
 def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
-    """Return the highest probability above a kept token, and the number of tokens to keep."""
+    """Return two limits [B, 1]: the probability that may rank above a kept token, and the count."""
     top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
     # A sum of 50,000 rounded probabilities may exceed 1 before its last term.
     top_p_B1 = jnp.where(top_p_B1 >= 1, jnp.inf, top_p_B1)
     top_k_B1 = _per_row(top_k, logits_BV)
     return top_p_B1, jnp.where(top_k_B1 > 0, top_k_B1, logits_BV.shape[-1])
-
-
-def _order(x: Array) -> Array:
-    """Map f32 values to uint32 values with the same order."""
-    # -0 becomes 0, as the two are equal.
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    sign = jnp.uint32(2**31)
-    return jnp.where(bits & sign, ~bits, bits | sign)
 
 
 def _argmax(logits_BV: Array) -> Array:
@@ -303,13 +273,13 @@ def _inside(
     a kept token after `MOST_ROUNDS` gets the most likely one.
 
     Args:
-      draw: function from the round's number and the mask of tokens to draw among to tokens [B].
+      draw: function (round number, mask of the tokens to draw from) -> tokens [B].
     """
     probability_BV = jax.nn.softmax(logits_BV)
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
 
     def before(token_B1: Array) -> Array:
-        """Return the mask of the tokens ranked above one; both filters keep the first tokens."""
+        """Return the mask of the tokens ranked above one; both filters keep the highest-ranked."""
         logit_B1 = jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
         return (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (tokens_V < token_B1))
 
@@ -372,10 +342,10 @@ def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
 def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: Array) -> Array:
     """Choose each row's next token, uint32 [B]: penalty, nucleus, top k, then temperature.
 
-    The `made_B`-th token of a row is drawn with `fold_in(key(seed), made)`.  A draw takes few
-    random numbers: one per token of the vocabulary would take longer than a small model's layers.
-    Steps that no row's settings need are skipped.  NaN logits yield some token, in bounded time,
-    and do not affect other rows.
+    The token at index `made` of a row's answer is drawn with `fold_in(key(seed), made)`.  A draw
+    takes few random numbers: one per token of the vocabulary would take longer than the layers of a
+    small model.  Steps that no row's settings need are skipped.  NaN logits yield some token, in
+    bounded time, and do not affect other rows.
     """
     logits_BV = finite(logits_BV)
     logits_BV = jax.lax.cond(

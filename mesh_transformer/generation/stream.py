@@ -1,4 +1,4 @@
-"""Generation as a stream: prompts into a running batch, new tokens as they are decoded."""
+"""Streaming generation: yields the new tokens of a running batch as they are decoded."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +24,15 @@ def stream_tokens(
 ) -> Iterator[np.ndarray]:
     """Yield the new tokens [rows, n] of prompts in the first rows of an idle batch.
 
-    First come the prompts' first tokens (n = 1), then as many as one decode call makes.  A row
-    that is complete before the others gets tokens that have no meaning.
+    The first item has each prompt's first token (n = 1), every further one the tokens of one decode
+    call.  In rows that finish before the others, the tokens after the end are meaningless.
 
     Args:
       batch: a `network.Batch`.
-      lengths: the number of tokens of each answer, one number or one per prompt.
-      most: the largest n.
-      seconds: the time that one decode call should take; n is adapted to it.
-      insert: called in place of `batch.insert`.
+      lengths: number of tokens to generate, one number or one per prompt.
+      most: maximum n.
+      seconds: target time of a decode call, to which n is adapted; None always decodes `most`.
+      insert: called instead of `batch.insert`.
     """
     count = len(prompts)
     first = (insert or batch.insert)(range(count), prompts, lengths, settings)

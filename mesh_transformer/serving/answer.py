@@ -59,7 +59,7 @@ class Spot(NamedTuple):
 
 @dataclasses.dataclass
 class Piece:
-    """The next part of an answer that is final; the pieces, joined, are the answer."""
+    """Text and tokens of an answer that have become final; the pieces, joined, are the answer."""
 
     text: str
     spots: list[Spot]

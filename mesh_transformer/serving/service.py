@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """A model that answers requests.
+    """A model that answers HTTP requests through an engine.
 
     Args:
       name: the model's name for clients.
@@ -220,7 +220,7 @@ class Completion:
         }
 
     def add(self, prompt: np.ndarray, length: int, options: Sequence[SamplingOptions]) -> None:
-        """Add one answer to a prompt per element of `options`; `begin` starts all answers.
+        """Add answers to a prompt, one per element of `options`; `begin` starts all answers.
 
         The prompt is scored only once.  Answers of no tokens share one request to the engine.
         """
@@ -384,7 +384,9 @@ def _event(value: dict[str, Any]) -> str:
 async def unless_gone(
     request: Request, work: Coroutine[Any, Any, Any], completion: Completion
 ) -> Any:
-    """Return the result of `work`; if that ends early, the completion is cancelled.
+    """Return the result of `work`, unless the client disconnects first.
+
+    If the completion is still running when this returns or raises, it is cancelled.
 
     Raises:
       ClientDisconnect: if the client disconnects first.
