@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.sampling import SamplerSettings
@@ -87,13 +86,6 @@ class TrainableNetwork(Network, Protocol):
     def init(self) -> None: ...
     def open_train_set(self) -> TrainSet: ...
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
-    def generate(
-        self,
-        ctx: ArrayLike,
-        ctx_length: ArrayLike,
-        gen_length: int,
-        sampler_options: dict[str, Any] | None = None,
-    ) -> np.ndarray: ...
     def claim(self, folder: str) -> None: ...
     @property
     def save_failed(self) -> bool: ...

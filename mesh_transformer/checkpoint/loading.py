@@ -1,5 +1,6 @@
 """Loading checkpoints of any format onto a mesh, with every leaf in its layout at rest."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -121,7 +122,7 @@ def load_base(
             source = Source.of(place)
             name = source.place
         except InputError:
-            rejected.append(f"{place} (no checkpoint there)")
+            rejected.append(f"{os.fspath(place)} (no checkpoint there)")
             continue
         if source.adapters is not None:
             rejected.append(f"{name} (adapters, not a base model)")

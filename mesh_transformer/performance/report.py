@@ -52,11 +52,6 @@ def _cells(mode: str) -> list[Cell]:
     return [*_WHERE, *_OF_MODE[mode], ("command", lambda result: f"`{result['command']}`")]
 
 
-def _versions(result: dict[str, Any]) -> str:
-    """Format the versions of JAX and Python."""
-    return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-
-
 def _shape(result: dict[str, Any]) -> str:
     """Format the size of the model and of its batch, and the settings that affect speed."""
     config = result["config"]
@@ -87,7 +82,7 @@ def _limits(result: dict[str, Any]) -> str:
 _WHERE: list[Cell] = [
     ("date", lambda result: result["date"]),
     ("hardware", lambda result: result["device"]),
-    ("versions", _versions),
+    ("versions", lambda result: ", ".join(map(" ".join, result["versions"].items()))),
     ("model, batch x microbatches x sequence", _shape),
     ("dp x mp", lambda result: f"{result['dp']} x {result['mp']}"),
     ("hardware peak", _limits),

@@ -143,7 +143,7 @@ def search(
     papers = [_with_room(setting, hardware, topology, fixed or {}) for setting in settings]
     hopeful = [
         setting
-        for paper, setting in sorted(papers, key=_paper_seconds)
+        for paper, setting in sorted(papers, key=lambda pair: pair[0].seconds)
         if paper.memory_bytes <= topology.hbm
     ]
     tried = _compile(hopeful, topology, limit)
@@ -257,10 +257,6 @@ def _is_larger(config: Config, other: Plan) -> bool:
         and config.per_replica_batch >= other.per_replica_batch
         and (config.gradient_accumulation_steps > 1 or other.accumulation == 1)
     )
-
-
-def _paper_seconds(pair: tuple[Paper, Config]) -> float:
-    return pair[0].seconds
 
 
 def _speed(pair: tuple[Config, Plan]) -> float:

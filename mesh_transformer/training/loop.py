@@ -226,8 +226,8 @@ class _Run:
                     self._step(received)
             except StoppedError:  # a non-finite loss or lost hosts: do not save
                 raise
-            except Exception as error:
-                self._save_before(error)
+            except Exception:
+                self._save_before_end()
                 raise
             self._finish()
         if received:
@@ -260,7 +260,7 @@ class _Run:
             self.network.wait()
         self.log.upload()
 
-    def _save_before(self, error: Exception) -> None:
+    def _save_before_end(self) -> None:
         """Save before an error ends the run, so that it can resume from this step."""
         try:
             self._finish()
