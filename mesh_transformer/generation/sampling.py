@@ -269,7 +269,7 @@ def _inside(
     """Draw one token per row among those that nucleus and top k keep.
 
     Rejection sampling: a draw outside them is repeated among the tokens ranked above it, which
-    include every kept token.  This takes a round or two, where the filter takes 32.  A row without
+    include every kept token.  This takes a round or two, where a filter would sort the vocabulary.  A row without
     a kept token after `MOST_ROUNDS` gets the most likely one.
 
     Args:
