@@ -269,8 +269,8 @@ def _inside(
     """Draw one token per row among those that nucleus and top k keep.
 
     Rejection sampling: a draw outside them is repeated among the tokens ranked above it, which
-    include every kept token.  This takes a round or two, where a filter would sort the vocabulary.  A row without
-    a kept token after `MOST_ROUNDS` gets the most likely one.
+    include every kept token.  This takes a round or two, where a filter would sort the vocabulary.
+    A row without a kept token after `MOST_ROUNDS` gets the most likely one.
 
     Args:
       draw: function (round number, mask of the tokens to draw from) -> tokens [B].
