@@ -8,7 +8,7 @@ setup(
     description="GPT-J in JAX and Haiku, model-parallel over a (dp, mp) mesh",
     license="Apache-2.0",
     python_requires=">=3.11",
-    package_data={"mesh_transformer.serving": ["page.html"]},
+    package_data={"mesh_transformer": ["py.typed"], "mesh_transformer.serving": ["page.html"]},
     packages=find_packages(include=["mesh_transformer", "mesh_transformer.*"]),
     install_requires=[
         "jax>=0.10,<0.13",
