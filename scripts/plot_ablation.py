@@ -1,4 +1,4 @@
-"""Plot the output of `scripts/benchmark.py --ablate --json`, one file per mesh."""
+"""Plot the results of `scripts/benchmark.py --ablate --json`, from one JSON file for each mesh."""
 
 import argparse
 from typing import Any
@@ -17,13 +17,21 @@ def parse_args() -> argparse.Namespace:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read one measurement; raises InputError for any other file."""
+    """Read a JSON file written by `benchmark.py --ablate --json`.
+
+    Raises:
+      InputError: if the file is not such a measurement.
+    """
     printed_by = "benchmark.py --ablate --json"
     return pictures.read_object(path, keys={"mode": "ablate"}, printed_by=printed_by)
 
 
 def draw(measured: list[dict[str, Any]], picture: str) -> None:
-    """Draw each variant's values as bars, relative to the first variant, the unchanged library."""
+    """Draw one row of bar charts for each measurement, and save the picture.
+
+    A bar shows a variant's step time or memory divided by that of the first variant, which is the
+    library with all optimisations on.
+    """
     figure, axes = pictures.pyplot().subplots(
         len(measured),
         len(COLUMNS),

@@ -16,10 +16,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read the rows of a metrics.jsonl.
+    """Read a metrics.jsonl file, which has one row of metrics per line.
 
     Raises:
-      InputError: if the file cannot be read, is not JSON lines or has no rows.
+      InputError: if the file cannot be read, is not in the JSON Lines format, or has no rows.
     """
     try:
         with open(path, encoding="utf-8") as file:

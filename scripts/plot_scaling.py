@@ -1,4 +1,4 @@
-"""Plot the output of `scripts/plan.py --scaling --json`: link time relative to compute time."""
+"""Plot communication time relative to compute time, from `scripts/plan.py --scaling --json`."""
 
 import argparse
 import dataclasses
@@ -17,11 +17,15 @@ def parse_args() -> argparse.Namespace:
 
 
 def draw(scaling: dict[str, Any], picture: str) -> None:
-    """Draw link time over compute time: by mp on each generation, and by the number of devices."""
+    """Draw two charts of link time divided by compute time, and save the picture.
+
+    Link time is the time that communication between devices takes.  The left chart is over mp, with
+    one line for each TPU generation.  The right chart is over the number of devices.
+    """
     figure, (by_mp, by_devices) = pictures.pyplot().subplots(
         1, 2, figsize=(9, 3.6), sharey=True, layout="constrained"
     )
-    sizes = scaling["mp_sizes"][1:]  # the first is 1, and has no links
+    sizes = scaling["mp_sizes"][1:]  # the first size is 1, which needs no communication
     for generation, shares in scaling["mp_shares"].items():
         by_mp.plot(sizes, shares[1:], marker="o", label=generation)
     by_mp.set(title="mp only", xlabel="mp", ylabel="link time / compute time")
@@ -50,7 +54,7 @@ def draw(scaling: dict[str, Any], picture: str) -> None:
 
 
 def use_log2_ticks(axes: Any, ticks: list[int]) -> None:
-    """Make the horizontal axis logarithmic in powers of two, with these ticks."""
+    """Make the horizontal axis logarithmic with base 2, and set its ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
 

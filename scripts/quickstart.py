@@ -1,8 +1,8 @@
 """Quickstart: train, reshard and sample a tiny GPT-J in minutes, with one command per step.
 
-Fetches real text, creates TFRecords, trains on a 2x4 mesh over two hosts (processes on this
-machine), resumes the run in one process on a 1x8 mesh, plots the loss and samples from the model.
-All output goes to build/quickstart.
+The script fetches real text and creates TFRecords.  It then trains on a 2x4 mesh over two hosts,
+which are processes on this machine, and resumes the run in one process on a 1x8 mesh.  Finally, it
+plots the loss and samples from the model.  All output is written to build/quickstart.
 """
 
 import json
@@ -21,7 +21,7 @@ RESHARD_AT, END = 120, 160
 
 
 def call(*words: object) -> None:
-    """Print a command and run it with this Python; if it fails, exit with its status."""
+    """Print a Python command and run it; if it fails, exit this script with the same status."""
     command = [str(word) for word in words]
     print(f"\n$ python {shlex.join(command)}", flush=True)
     status = subprocess.run([sys.executable, *command], check=False).returncode
@@ -53,7 +53,8 @@ def main() -> int:
         "ckpt_every": 40,
     }
     model = FOLDER / "model"
-    # dp 2 x mp 4, then dp 1 x mp 8 with twice the batch per replica: 16 sequences per step in both.
+    # First dp 2 x mp 4, then dp 1 x mp 8.  The second config has twice the batch per replica, so a
+    # step has 16 sequences with either.
     first = write_config("tiny_2x4", **data)
     second = write_config("tiny_1x8", **data, cores_per_replica=8, per_replica_batch=16)
     until = ("--model-dir", model, "--max-steps")

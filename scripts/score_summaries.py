@@ -1,8 +1,8 @@
 """Score a model's summaries of prompts by ROUGE, with the given completions as references.
 
-The pairs have the format of create_completion_tfrecords.py: the article and a separator in
-`prompt`, the abstract in `completion`.  Summaries are decoded greedily, so that the same model and
-pairs give the same scores.
+The input has the format of create_completion_tfrecords.py: each line has an article and a separator
+in `prompt`, and its reference summary in `completion`.  Summaries are decoded greedily, so the same
+model and input always give the same scores.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from mesh_transformer.data.documents import Bad, find_files, told
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
-STEPS = 16  # tokens decoded between checks for the end of text
+STEPS = 16  # tokens to decode between checks whether all summaries have ended
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -50,7 +50,8 @@ def parse_arguments() -> argparse.Namespace:
 def summaries(network: Any, tokenizer: Any, prompts: Sequence[str], length: int) -> list[str]:
     """Return the greedily decoded summary of each prompt.
 
-    Only the end of a prompt is read if it does not fit into the model's `seq` beside the summary.
+    The prompt and the summary must together fit into the model's `seq`.  If a prompt is too long,
+    only its last tokens are used.
 
     Args:
       length: the maximum number of tokens per summary.
@@ -82,7 +83,10 @@ def summaries(network: Any, tokenizer: Any, prompts: Sequence[str], length: int)
 def continued(
     network: Any, prompts: Sequence[np.ndarray], length: int, tokenizer: Any
 ) -> Iterator[list[int]]:
-    """Yield the decoded tokens after each prompt of a batch, without the end-of-text token."""
+    """Yield the tokens generated after each prompt of a batch, up to the end-of-text token.
+
+    The end-of-text token is not included.
+    """
     from mesh_transformer.generation.sampling import sampler_settings
     from mesh_transformer.generation.stream import stream_tokens
 
@@ -97,7 +101,11 @@ def continued(
 
 
 def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the mean F1, precision and recall of each metric, and the standard error of F1."""
+    """Return the mean F1, precision and recall of each ROUGE metric, and the standard error of F1.
+
+    Raises:
+      InputError: if the package rouge-score is not installed.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -142,7 +150,11 @@ def write(path: str, contents: dict[str, Any]) -> None:
 
 
 def read(options: argparse.Namespace) -> list[Pair]:
-    """Read the pairs of all input files, up to `--limit`; raises InputError if there are none."""
+    """Read the pairs of prompt and completion in all input files, and return the first `--limit`.
+
+    Raises:
+      InputError: if the files have no pairs.
+    """
     bad = Bad(options.skip_bad)
     files = find_files(options.pairs, FILE_TYPES)
     pairs = [pair for file in files for pair in read_pairs(file, bad, int)]

@@ -1,1 +1,1 @@
-"""Native, original and Hugging Face checkpoints, and conversion between them."""
+"""Native, mesh-transformer-jax and Hugging Face checkpoints, and conversion between them."""

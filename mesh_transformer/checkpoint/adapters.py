@@ -1,4 +1,4 @@
-"""Base models of LoRA adapters: how they are recorded, and merging adapters into them."""
+"""Base models of LoRA adapters: their records in checkpoints, and merging adapters into them."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from mesh_transformer.checkpoint.integrity import host_checksum
 from mesh_transformer.model.lora import adapter_names
 from mesh_transformer.util import InputError
 
-# The remedy in errors about a base model that is not where it was.
+# The end of errors about a base model that is no longer at its recorded path.
 MOVED = (
     "put it back, or give its new path: as --tune-model-path to resume the run, or as --base to "
     "merge the adapters with convert_checkpoint.py"
@@ -21,25 +21,25 @@ class Base(NamedTuple):
     """The base model that adapters were trained on.
 
     Attributes:
-      path: its path at that time.
-      checksums: {dtype: {leaf: checksum of the leaf, cast to that dtype}}.
+      path: the base model's path when the adapters were trained.
+      checksums: {dtype: {leaf name: checksum of the leaf's values after a cast to dtype}}.
     """
 
     path: str
     checksums: dict[str, dict[str, int]]
 
     def strictest(self, leaf: str) -> tuple[str, int | None]:
-        """Return the most precise dtype with checksums, and the leaf's checksum in that dtype.
+        """Return the most precise dtype that has checksums, and a leaf's checksum in that dtype.
 
-        The checksum is None for an unknown leaf.
+        The checksum is None if the base model has no such leaf.
         """
         dtype = "float32" if "float32" in self.checksums else "bfloat16"
         return dtype, self.checksums[dtype].get(leaf)
 
     def difference(self, other: "Base") -> str | None:
-        """Return the first leaf that differs between two models; None if there is none.
+        """Return the name of the first leaf that differs between two models; None if none differs.
 
-        Checksums are compared in the most precise dtype that both models have them in.
+        The checksums compared are those in the most precise dtype for which both models have some.
         """
         common = self.checksums.keys() & other.checksums.keys()
         one, two = (base.checksums[max(common)] for base in (self, other))
@@ -47,7 +47,9 @@ class Base(NamedTuple):
 
 
 def saved_base(aux: Any, where: str) -> Base | None:
-    """Return the base model recorded in a checkpoint's `aux`; None if it holds a whole model.
+    """Return the base model recorded in a checkpoint's `aux`.
+
+    Returns None if there is no record, because the checkpoint holds a whole model, not adapters.
 
     Args:
       where: the checkpoint, for error messages.
@@ -80,15 +82,19 @@ def merged_leaves(
     *,
     dtype: DTypeLike | None = None,
 ) -> dict[str, Any]:
-    """Return the parameters with `adapters` merged in, as `LazyLeaf`s.
+    """Return the base model's parameters with `adapters` merged in, as `LazyLeaf`s.
 
-    The merged values are computed in f32 and rounded once.  When all of a leaf has been read, its
-    unmerged values are verified: reading raises InputError if they are not those of `base`.
+    The merged values are computed in f32 and rounded once.  The checksum of each leaf's unmerged
+    values is compared with that in `base` once all layers of the leaf have been read.  If they
+    differ, the read of the last layer raises InputError.
 
     Args:
+      params: the parameters of the base model.
+      adapters: nested dicts of adapter matrices, in the structure of `params`.
       scale: the factor by which the product of an adapter's two matrices is multiplied.
+      base: the record of the base model that the adapters were trained on.
       where: the checkpoint of the adapters, for error messages.
-      dtype: the dtype to return (default: each leaf's own).
+      dtype: the dtype of the merged leaves (default: each leaf keeps its own).
     """
 
     def leaf(part: str, module: str, name: str, values: Any) -> LazyLeaf:
@@ -115,9 +121,15 @@ def _merged(
     dtype: np.dtype,
     where: str,
 ) -> LazyLeaf:
-    """Return one leaf with its adapter's two factors, if it has any, merged in."""
+    """Return one leaf of the base model, with its adapter merged in if it has one.
+
+    Args:
+      source: the leaf's values in the base model.
+      factors: the adapter's two matrices; an empty list if the leaf has no adapter.
+      path: the part, module and name of the leaf.
+    """
     layers, name = path[0] == "layers", "/".join(path)
-    sums: dict[int | None, int] = {}  # by layer
+    sums: dict[int | None, int] = {}  # the checksum of each layer read so far
     checksum_dtype, expected = base.strictest(name)
 
     def read(layer: int | None) -> np.ndarray:
@@ -140,5 +152,8 @@ def _merged(
 
 
 def told(base: Base | None) -> dict[str, Any]:
-    """Return the entries of a checkpoint's `aux` that record its base, for `saved_base`."""
+    """Return the entries of a checkpoint's `aux` that record a base model; {} for None.
+
+    `saved_base` reads them.
+    """
     return {} if base is None else {"lora": {"base": base.path, "checksums": base.checksums}}

@@ -19,16 +19,16 @@ from mesh_transformer.data.storage import (
 )
 from mesh_transformer.util import InputError
 
-_PAUSE = 0.5  # seconds between searches for files to flush
+_PAUSE = 0.5  # seconds between two scans for files to flush
 
 
 @contextlib.contextmanager
 def whole_folder(path: str) -> Iterator[str]:
-    """Yield a temporary folder beside `path`, to be filled; it is renamed to `path` at the end.
+    """Yield a temporary folder for the caller to fill; rename it to `path` when the block ends.
 
-    Its files are flushed to disk before it is renamed.  On any failure, Ctrl-C included, it is
-    deleted.  Temporary folders that killed processes of this host have left for the same `path`
-    are deleted first.
+    The temporary folder is beside `path`.  Its files are flushed to disk before it is renamed.  On
+    any failure, Ctrl-C included, it is deleted.  Temporary folders for the same `path` that killed
+    processes of this host have left behind are deleted first.
 
     Raises:
       InputError: if `path` already exists or is a URI, or if storage fails.
@@ -59,10 +59,10 @@ def whole_folder(path: str) -> Iterator[str]:
 
 
 def _delete_abandoned(parent: str, name: str) -> None:
-    """Delete the temporary folders that processes which no longer run have left for `name`.
+    """Delete the temporary folders for `parent`/`name` that ended processes have left behind.
 
-    Only processes of this host count: it is not known whether those of other hosts, which may
-    share the disk, still run.
+    Only the folders of this host's processes are deleted.  Other hosts may share the disk, and
+    whether their processes are still running cannot be checked from here.
     """
     host = re.escape(socket.gethostname())
     pattern = re.compile(rf"\.{re.escape(name)}\.{host}\.(\d+)\.tmp")
@@ -73,7 +73,7 @@ def _delete_abandoned(parent: str, name: str) -> None:
 
 
 def _is_running(process: int) -> bool:
-    """Return whether a process with this id is running, other than this one."""
+    """Return whether a process other than this one is running with the id `process`."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -87,10 +87,10 @@ def _is_running(process: int) -> bool:
 def _flush_in_background(folder: str) -> Iterator[None]:
     """Flush files while the folder is being filled, so that little is left to flush at the end.
 
-    If a flush fails, its error is raised at the end, as the system reports a failed write only
-    once.
+    If a flush fails, its error is raised when the block ends.  It must not be lost, because the
+    operating system reports a failed write only once.
     """
-    done, flushed = threading.Event(), dict[str, int]()  # each file's modification time
+    done, flushed = threading.Event(), dict[str, int]()  # flushed: each file's modification time
 
     def flush() -> None:
         while not done.wait(_PAUSE):
@@ -114,7 +114,7 @@ def _flush_in_background(folder: str) -> Iterator[None]:
 
 
 def _flush(folder: str) -> None:
-    """Flush all files and folders in a folder, and the folder itself."""
+    """Flush a folder and everything in it, recursively, to disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             _sync(os.path.join(root, name))

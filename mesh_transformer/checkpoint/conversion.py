@@ -1,8 +1,9 @@
-"""Conversion between the checkpoint formats: native, the original's and Hugging Face's.
+"""Conversion between the checkpoint formats: native, mesh-transformer-jax's and Hugging Face's.
 
-Each format is read into, and written from, the same host state: nested dicts of numpy arrays of
-global shapes in the native structure, with the keys "params", "step" and optionally "opt_state".
-`compare` checks that two checkpoints hold the same model, by their logits on a fixed prompt.
+Each format is read into, and written from, the same "host state": nested dicts of numpy arrays
+with the keys "params", "step" and optionally "opt_state".  The structure is that of native
+checkpoints, and the arrays are unsharded.  `compare` checks that two checkpoints hold the same
+model, by comparing their logits on a fixed prompt.
 """
 
 import functools
@@ -27,14 +28,14 @@ from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError, to_f32
 
-GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # GPT-J's vocabulary is GPT-2's, padded
+GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # vocabulary sizes; GPT-J's is GPT-2's, padded
 
 
 class Written(NamedTuple):
     """The result of a conversion.
 
     Attributes:
-      path: the step_N that was written, or the Hugging Face folder.
+      path: the folder that was written: a step_N or a Hugging Face folder.
       config: the model's config.
       dtype: the dtype of the embedding, and of all other weights unless the source mixes dtypes.
       optimizer: whether the optimizer state was written.
@@ -55,14 +56,15 @@ def read(
     lazy: bool = False,
     base: AnyPath | None = None,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a checkpoint's config and host state; adapters are merged into their base model.
+    """Return a checkpoint's config and host state, with adapters merged into their base model.
 
     Args:
       source: the checkpoint, of any format.
-      config: the config of the same model (default: the one that the checkpoint stores).
+      config: a config of the checkpoint's model (default: the one that the checkpoint stores).
       dtype: the dtype to cast the parameters to as they are read (default: their own).
-      optimizer: whether to read Adam's moments if there are any; those of adapters never are.
-      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
+      optimizer: whether to read Adam's moments if there are any.  The moments of adapters are never
+        read.
+      lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
       base: the path of the adapters' base model, if it has moved.
 
     Raises:
@@ -82,7 +84,7 @@ def read(
     if source.step is not None:
         return native_state.read(source.step, config=config, **options)
     if config is None:
-        config = source.config  # raises: the original's format stores none
+        config = source.config  # raises: mesh-transformer-jax stores no config
     return config, original.read(source.path, config, **options)
 
 
@@ -93,11 +95,12 @@ def _merged(
     moved: AnyPath | None,
     dtype: DTypeLike | None,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return the config and lazy host state of a source's adapters, merged into their base.
+    """Return the config and lazy host state of the base model of a source, with adapters merged in.
 
     Args:
-      recorded: the base as the adapters' checkpoint records it.
-      moved: the path of the base, if it is no longer the recorded one.
+      source: the checkpoint of the adapters.
+      recorded: the base model, as recorded in that checkpoint.
+      moved: the current path of the base model, if it is no longer at the recorded path.
     """
     assert source.step is not None
     own, adapters = native_state.read(source.step, optimizer=False)
@@ -135,23 +138,27 @@ def convert(
 ) -> Written:
     """Convert a checkpoint to another format, dtype or number of shards.
 
-    At most two parts are in memory: the one being written and the next one.  A part is one layer
-    of a leaf, or a whole leaf that is not stacked over layers.
+    Leaves are converted in parts: one layer at a time for leaves that are stacked over layers,
+    other leaves whole.  At most two parts are in memory: the one being written and the next one.
 
     Args:
       source: a model folder (its newest step, or `step`), a step_N or a Hugging Face folder.
+      source_kind, target_kind: the formats of `source` and `target`.
       target: the model folder, step_N or Hugging Face folder to write, which must not exist yet.
       config: the model's config (default: the one stored in the source).
-      shards: the number of shards in the original's format (default: cores_per_replica).
+      shards: the number of shards to write, if `target_kind` is "original", the format of
+        mesh-transformer-jax (default: the config's cores_per_replica).
       dtype: the dtype to cast the parameters to (default: their own).
-      slim: whether to leave out Adam's moments, which are converted if both formats store them.
-      trim_vocab: whether to cut the padding off the vocabulary, in Hugging Face's format.
+      slim: whether to leave out Adam's moments.  Otherwise they are converted if `source` has them
+        and the target format can store them.
+      step: the step to convert, if `source` is a model folder (default: its newest).
+      trim_vocab: whether to cut the padding off the vocabulary, if `target_kind` is "hf".
       tokenizer: a tokenizer to use in place of the config's.
-      base: see `read`.
+      base: the path of the adapters' base model, if it has moved.
 
     Raises:
-      InputError: if the source cannot be read or the target cannot be written; nothing is left at
-        `target` then.
+      InputError: if the source cannot be read or the target cannot be written.  In that case
+        nothing is left at `target`.
     """
     target = local_path(target)
     _check_target(target, target_kind)
@@ -160,7 +167,7 @@ def convert(
         config = (config or opened.config).merged()
         if source_kind == "hf" and target_kind == "original":
             _check_rows(target, config, shards)
-        # Check the tokenizer before the long read: that it exists and fits the model.
+        # Check before the long read that the tokenizer exists and fits the model.
         if tokenizer is not None:
             config = config.replace(tokenizer=tokenizer)
             Tokenizer.of(tokenizer, config, must_fit=True)
@@ -185,7 +192,11 @@ def convert(
 
 
 def _check_rows(target: str, config: Config, shards: int | None) -> None:
-    """Raise InputError if the shards do not divide a vocabulary whose padding was cut off."""
+    """Raise InputError if the vocabulary cannot be split evenly into the target's shards.
+
+    This happens if the padding of a Hugging Face folder's vocabulary was cut off.  The error names
+    an `n_vocab` that works.
+    """
     rows, count = config.n_vocab, shards or config.cores_per_replica
     if rows % count:
         as_gptj = rows == GPT2_ROWS and not GPTJ_ROWS % count
@@ -197,7 +208,11 @@ def _check_rows(target: str, config: Config, shards: int | None) -> None:
 
 
 def _check_target(target: str, kind: Format) -> None:
-    """Raise InputError if `target` exists, is misnamed, or is beside steps of another format."""
+    """Raise InputError if `target` exists, is misnamed, or is beside steps of another format.
+
+    Args:
+      kind: the format to write.
+    """
     check_free(target)
     if kind == "hf":
         return
@@ -225,7 +240,9 @@ def _check_kind(path: AnyPath, kind: Format) -> None:
 
 
 def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
-    """Return the folder of a model folder's `step`; `path` itself if `step` is None.
+    """Return the path of the folder of `step` in the model folder `path`.
+
+    If `step` is None, or `path` is already that step's folder, returns `path`.
 
     Raises:
       InputError: if there is no such step, or `path` is another step or a Hugging Face folder.
@@ -248,12 +265,13 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
 
 
 def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> str:
-    """Return the model folder that `target` is, or is a step of.
+    """Return the model folder to write to: `target`, or its parent if `target` is a step_N.
 
-    A Hugging Face folder stores no step, so a state read from one gets the step in `target`'s name.
+    Hugging Face folders do not store a step.  If the state was read from one and `target` is a
+    step_N, the state's step is set to N.
 
     Raises:
-      InputError: if the name of `target` has another step than the state.
+      InputError: if `target` is a step_N, but the state was read at another step than N.
     """
     named = step_number(target)
     if named is None:
@@ -269,9 +287,9 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
 
 
 _PROMPT_LENGTH = 64
-# The largest difference that `compare` allows, by the target's dtype.  In f32 only a bias that is
-# folded or split is rounded; f16 and bf16 round every weight (by 2^-11 and 2^-8), and the errors
-# add up over the layers.
+# The largest difference allowed between the logits that `compare` compares, by the target's dtype.
+# In f32, only biases are rounded: those that are folded into the embedding or divided among shards.
+# f16 and bf16 round every weight (by 2^-11 and 2^-8), and the errors add up over the layers.
 LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -283,31 +301,34 @@ def compare(
     config: Config,
     base: AnyPath | None = None,
 ) -> tuple[float, float]:
-    """Return the largest difference of two checkpoints' logits on a fixed prompt, and its limit.
+    """Return the largest difference between two checkpoints' logits, and the difference allowed.
 
-    Both are relative to the spread of the source's logits: their maximum minus their median.  The
-    limit depends on the target's dtype.  The checkpoints are read one after the other.
+    The logits are computed on a fixed prompt.  Both results are relative to the spread of the
+    source's logits, which is their maximum minus their median.  The allowed difference depends on
+    the target's dtype.  The checkpoints are read one after the other.
 
     Args:
-      base: the path of the source's base model; see `read`.
+      source_kind, target_kind: the formats of `source` and `target`.
+      config: the config of the model.
+      base: the path of the base model of the source's adapters, if it has moved.
     """
     one, other = Source(source, source_kind), Source(target, target_kind)
-    # A Hugging Face vocabulary may lack the padding that the config's has.
+    # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
     sizes = [opened.config.n_vocab for opened in (one, other) if opened.kind == "hf"]
     tokens = min([config.n_vocab, *sizes])
     before, _ = _logits(one, config, tokens, base)
     after, dtype = _logits(other, config, tokens, None)
-    spread = before.max() - np.median(before)  # unchanged if a constant is added to all
+    spread = before.max() - np.median(before)  # the same if a constant is added to all logits
     return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
 
 
 def _logits(
     source: Source, config: Config, tokens: int, base: AnyPath | None
 ) -> tuple[np.ndarray, str]:
-    """Return logits [T, tokens] at each position of a fixed prompt, and the weights' dtype.
+    """Return the logits [T, tokens] of a fixed prompt, and the name of the weights' dtype.
 
-    Only the first `tokens` tokens of the vocabulary are used.  The logits are computed in f32 for
-    weights of any dtype, on one device; the layers' weights are cast one layer at a time.
+    The prompt and the returned logits cover only the first `tokens` tokens of the vocabulary.  The
+    logits are computed in f32, whatever the weights' dtype, on one device.
     """
     own = None if source.kind == "hf" else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base)

@@ -29,7 +29,7 @@ from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
-# Hugging Face's config key -> ours.
+# Hugging Face's config keys -> our config keys.
 _SIZES = {
     "n_layer": "layers",
     "n_embd": "d_model",
@@ -54,8 +54,8 @@ _FILLER = re.compile(r"<\|extratoken_\d+\|>")
 def read_config(folder: str) -> Config:
     """Return the config of the model that a folder's config.json describes.
 
-    Keys that only our config has are left at their defaults, except `tokenizer`: it is the folder
-    itself if that holds a tokenizer other than GPT-2's.
+    Keys that only our config has are left at their defaults.  The exception is `tokenizer`, which
+    is set to the folder if the folder holds a tokenizer other than GPT-2's.
 
     Raises:
       InputError: if the model is not GPT-J, or is a variant that our model does not support.
@@ -109,7 +109,7 @@ def _tokenizer_in(folder: str) -> str:
 def _read_vocabulary(path: str) -> tuple[Any, set[str]]:
     """Return the vocabulary and the added tokens of a tokenizer.json.
 
-    Only some kinds of tokenizer have a dict as their vocabulary.
+    The vocabulary is returned as it is stored, which is a dict only for some kinds of tokenizer.
     """
     values = read_json(path)
     try:
@@ -175,7 +175,7 @@ SHARD_BYTES = 5_000_000_000
 # The head's bias for padding tokens: low enough that their probability is 0 in f32, and within the
 # range of f16.
 PADDING_BIAS = -1e4
-_BLOCK = 16  # rows copied at once: transposing them within the cache is five times as fast
+_BLOCK = 16  # rows copied at once; transposing blocks that fit the CPU cache is five times as fast
 
 # Hugging Face's name below transformer.h.<i>. -> our (module, leaf) in one layer.
 _LAYER = {
@@ -198,7 +198,8 @@ _OUTER = {
     "lm_head.weight": ("proj", "projection/head", "w"),
     _HEAD_BIAS: ("proj", "projection/head", "b"),
 }
-_BY_VOCABULARY = (_EMBEDDING, "lm_head.weight", _HEAD_BIAS)  # first axis: vocabulary
+# The tensors whose first axis is the vocabulary.
+_BY_VOCABULARY = (_EMBEDDING, "lm_head.weight", _HEAD_BIAS)
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attn.embed_positions")  # constants, not weights
 
 
@@ -218,16 +219,16 @@ class _Place(NamedTuple):
     transposed: bool
 
     def find(self, params: gptj.Params) -> Any:
-        """Return the leaf that the tensor is, or is one layer of."""
+        """Return our leaf that holds the tensor, by itself or as one of its layers."""
         return params[self.part][self.module][self.leaf]
 
     def shape(self, params: gptj.Params) -> tuple[int, ...]:
-        """Return the shape in Hugging Face's orientation."""
+        """Return the tensor's shape in Hugging Face's orientation."""
         shape = self.find(params).shape[self.layer is not None :]
         return shape[::-1] if self.transposed else shape
 
     def values(self, params: gptj.Params) -> np.ndarray:
-        """Return the values in Hugging Face's orientation."""
+        """Return the tensor's values in Hugging Face's orientation."""
         leaf = self.find(params)
         values = np.asarray(leaf if self.layer is None else leaf[self.layer])
         return values.T if self.transposed else values
@@ -245,16 +246,16 @@ def read(
     The embedding's bias, which Hugging Face's GPT-J does not have, is zero.
 
     Args:
-      config: the config to return in place of the folder's; it must be of the same model, but its
-        `n_vocab` may be larger.  The vocabulary is then padded: embedding rows and head columns
-        with zeros, the head's bias with `PADDING_BIAS`, so that the added tokens have probability
-        0 and do not change the loss.
-      dtype: the dtype to cast the parameters to (default: the files').
-      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
+      config: the config to return in place of the folder's.  It must describe the same model,
+        except that its `n_vocab` may be larger.  In that case the vocabulary is padded: embedding
+        rows and head columns with zeros, the head's bias with `PADDING_BIAS`.  The added tokens
+        then have probability 0 and do not change the loss.
+      dtype: the dtype to cast the parameters to (default: the dtype in the files).
+      lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
 
     Raises:
-      InputError: if the folder is not a GPT-J, is damaged or inconsistent, or does not fit
-        `config`.
+      InputError: if the folder does not hold a GPT-J model, is damaged or inconsistent, or does not
+        fit `config`.
     """
     stored_config = read_config(folder)
     if config is not None:
@@ -291,19 +292,20 @@ def write(
 ) -> None:
     """Write a host state's weights to a new folder that transformers can load.
 
-    The embedding's bias, which Hugging Face's GPT-J does not have, is folded into its rows.
+    The embedding's bias, which Hugging Face's GPT-J does not have, is added to each row of the
+    embedding.
 
     Args:
       dtype: the dtype to cast the parameters to (default: each leaf's own).
       trim_vocab: whether to cut the vocabulary to the tokenizer's size.
       tokenizer: the tokenizer to save with the weights: a folder, or another name that
-        `load_tokenizer` accepts (default: `config.tokenizer`, which is left out if it has more
-        tokens than the model).
-      shard_bytes: the largest size of a file of several tensors.
+        `load_tokenizer` accepts.  Default: `config.tokenizer`, which is not saved if it has more
+        tokens than the model.
+      shard_bytes: the maximum size in bytes of a file that holds more than one tensor.
 
     Raises:
       InputError: if Hugging Face's GPT-J cannot represent the model, `folder` already exists, or
-        storage fails; nothing is left at `folder` then.
+        storage fails.  In the last case nothing is left at `folder`.
     """
     check_expressible(config)
     check_state(state, gptj.declarations(config))
@@ -329,7 +331,7 @@ def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def _places(config: Config) -> dict[str, _Place]:
-    """Return Hugging Face's tensor names, in its order, with their places in our parameters."""
+    """Return {Hugging Face's tensor name: its place in our parameters}, in Hugging Face's order."""
     places = {_EMBEDDING: _Place("embed", "embedding", "w", None, False)}
     for layer in range(config.layers):
         for name, (module, leaf) in _LAYER.items():
@@ -342,7 +344,10 @@ def _places(config: Config) -> dict[str, _Place]:
 
 
 def _check_same(folder: str, stored: Config, config: Config) -> None:
-    """Raise InputError if the folder's model, of the config `stored`, is not that of `config`."""
+    """Raise InputError if `config` does not describe the folder's model, whose config is `stored`.
+
+    `config` may have a larger `n_vocab`.
+    """
     where = os.path.join(folder, "config.json")
     for key in ("layers", "d_model"):
         if getattr(stored, key) != getattr(config, key):
@@ -361,10 +366,11 @@ def _check_same(folder: str, stored: Config, config: Config) -> None:
 def _select_weights(
     folder: str, stored: dict[str, Stored], places: dict[str, _Place]
 ) -> dict[str, Stored]:
-    """Return the stored tensors that are weights.
+    """Return the stored tensors that are weights, without constant buffers.
 
     Raises:
-      InputError: if their names are not those of `places`.
+      InputError: if a tensor of `places` is missing, or if a stored tensor is neither in `places`
+        nor a buffer.
     """
     for name in places:
         if name not in stored:
@@ -382,7 +388,11 @@ def _select_weights(
 def _check_stored(
     stored: dict[str, Stored], places: dict[str, _Place], expected: gptj.Params
 ) -> None:
-    """Raise InputError for the first tensor of another shape than `expected`, or not of floats."""
+    """Raise InputError if a tensor's shape is not the expected one, or its dtype not floating.
+
+    Args:
+      expected: our parameters, of which only the shapes are used.
+    """
     for name, tensor in stored.items():
         shape = places[name].shape(expected)
         if tensor.shape != shape:
@@ -400,7 +410,9 @@ def _check_stored(
 def _leaf_dtypes(
     stored: dict[str, Stored], places: dict[str, _Place], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
-    """Return the dtype of each of our leaves: `dtype`, or if that is None its tensors' own.
+    """Return the dtype to read each of our leaves in.
+
+    This is `dtype`, or if that is None, the dtype of the leaf's tensors.
 
     Raises:
       InputError: if `dtype` is None and the layers of a leaf differ in dtype.
@@ -449,7 +461,7 @@ def _lazy(
 def _tensors(
     params: gptj.Params, config: Config, rows: int, dtype: np.dtype | None
 ) -> Iterator[Tensor]:
-    """Yield the tensors to write, whose values are computed when they are written."""
+    """Yield the tensors to write.  Each tensor's values are computed only when it is written."""
     bias = np.asarray(params["embed"]["embedding"]["b"])
     for name, place in _places(config).items():
         shape = place.shape(params)
@@ -477,7 +489,10 @@ def _tensor_values(
 def _copy(
     target: np.ndarray, source: np.ndarray, name: str, bias: np.ndarray | None = None
 ) -> None:
-    """Copy `source`, plus `bias` in f32 if given, to `target` in its dtype, block by block."""
+    """Copy `source` to `target` block by block, and cast it to the dtype of `target`.
+
+    If `bias` is passed, it is added to each row in f32 before the cast.
+    """
     if source.ndim == 2 and not source.flags.c_contiguous:
         target, source = target.T, source.T
     for start in range(0, len(source), _BLOCK):

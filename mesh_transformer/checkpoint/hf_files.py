@@ -1,8 +1,9 @@
 """The tensor files of Hugging Face folders, read and written one tensor at a time.
 
-`.safetensors` files are handled here, not by the safetensors library: the library maps whole files,
-whose pages then count as this process's memory, does not support bfloat16 in numpy, and can only
-write arrays that are all in memory.  The format: https://github.com/huggingface/safetensors
+`.safetensors` files are handled here instead of by the safetensors library, for three reasons.  The
+library memory-maps whole files, and the pages that it reads count as this process's memory.  It
+does not support bfloat16 in numpy.  It can write a file only if all of the file's arrays are in
+memory.  The format is described at https://github.com/huggingface/safetensors
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.util import InputError
 
-DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # by safetensors' code
+DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors' code -> dtype
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _MAPPED = 1 << 28  # bytes to read from a .bin file before it is mapped again
@@ -35,9 +36,11 @@ class Stored(NamedTuple):
 
     Attributes:
       path: the file.
-      dtype: safetensors' code of the dtype, such as "BF16", or torch's name if it has none.
+      dtype: safetensors' code of the dtype, such as "BF16"; torch's name of the dtype if it is
+        another dtype in a .bin file.
       shape: the tensor's shape.
-      read: returns the values, possibly as a view of the mapped file: copy them and drop the view.
+      read: returns the values.  They may be a view of a memory-mapped file, so the caller must copy
+        them and drop the view.
     """
 
     path: str
@@ -47,7 +50,10 @@ class Stored(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor to write; `values` returns its array, and is called when it is written."""
+    """One tensor to write.
+
+    `values` returns the tensor's array.  It is called only when the tensor is written.
+    """
 
     name: str
     dtype: np.dtype
@@ -63,8 +69,8 @@ class Tensor(NamedTuple):
 def find(folder: str) -> dict[str, Stored]:
     """Return all tensors of a folder by name, in the order in which its files hold them.
 
-    The files are model.safetensors or the shards that its index lists; without these,
-    pytorch_model.bin or its shards, which require torch.
+    They are read from model.safetensors, or from the shards that its index lists.  If the folder
+    has neither, they are read from pytorch_model.bin or its shards, which requires torch.
 
     Raises:
       InputError: if a file or tensor is missing or damaged.
@@ -119,7 +125,7 @@ def _sharded(
 
 
 def _safetensors(path: str) -> dict[str, Stored]:
-    """Return the tensors of one .safetensors file, in the order of their positions in it."""
+    """Return the tensors of one .safetensors file, in the order of their positions in the file."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
@@ -167,7 +173,11 @@ def _span(path: str, code: str, shape: tuple[int, ...], start: int, begin: int, 
 
 
 def _pickled(path: str) -> dict[str, Stored]:
-    """Return the tensors of one .bin file, whose pickle may contain nothing but tensors."""
+    """Return the tensors of one .bin file.
+
+    Raises:
+      InputError: if the file is damaged, or if its pickle contains anything but tensors.
+    """
     if not zipfile.is_zipfile(path):
         raise InputError(
             f"{path}: is truncated or not an archive of torch.save (a plain pickle is refused as "
@@ -181,9 +191,10 @@ def _pickled(path: str) -> dict[str, Stored]:
 
 
 class _TorchFile:
-    """A .bin file, mapped again after every `_MAPPED` bytes read.
+    """A memory-mapped .bin file, which is mapped again after every `_MAPPED` bytes read.
 
-    This bounds the process's memory, in which pages of the mapping count once they are read.
+    The pages of a mapping count as the process's memory once they have been read.  Mapping the file
+    again frees them, and so bounds the process's memory.
     """
 
     def __init__(self, path: str) -> None:
@@ -193,7 +204,7 @@ class _TorchFile:
         self._left = 0  # bytes to read before the next mapping
 
     def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return each tensor's dtype, as in `Stored`, and shape."""
+        """Return {name: (dtype, shape)} of all tensors, with dtypes named as in `Stored`."""
         torch = self.torch
         codes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         return {
@@ -287,7 +298,7 @@ def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
         header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data start at a multiple of 8
-    # While one tensor is written, the next one is made.
+    # While one tensor is written, the next one is computed.
     arrays = Prefetch((tensor.values() for tensor in tensors), 1)
     with contextlib.closing(arrays), open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)

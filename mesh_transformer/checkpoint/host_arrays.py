@@ -18,10 +18,12 @@ FLOATS: dict[str, np.dtype] = {
 
 
 def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
-    """Cast an array, without copying it if it already has the dtype; infinities are kept.
+    """Cast an array to `dtype`; an array that already has this dtype is returned without a copy.
+
+    Infinities are kept.
 
     Args:
-      where: the start of the error message: what holds the value.
+      where: the start of the error message, which names what holds the array.
 
     Raises:
       InputError: if a finite number is too large for `dtype`.
@@ -29,7 +31,7 @@ def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     if value.dtype == dtype:
         return value
     result = np.empty(value.shape, dtype)
-    # One layer at a time: comparing a whole stacked leaf would take as much memory again.
+    # One layer at a time: the check of a whole stacked leaf would take as much memory again.
     for target, source in zip(result, value, strict=True) if value.ndim > 2 else [(result, value)]:
         with np.errstate(over="ignore"):
             target[...] = source
@@ -49,10 +51,11 @@ def _max(dtype: np.dtype) -> float:
 
 
 class LazyLeaf:
-    """An array that is read on use: one layer by `leaf[layer]`, all of it by `np.asarray(leaf)`.
+    """An array that stays on disk until it is used.
 
-    States may hold these in place of numpy arrays.  Functions that take a state read each of them
-    only once.
+    `leaf[layer]` reads one layer, and `np.asarray(leaf)` reads the whole array.  A host state may
+    hold `LazyLeaf`s in place of numpy arrays.  Functions that take a state read each of its
+    `LazyLeaf`s only once.
     """
 
     def __init__(
@@ -66,10 +69,11 @@ class LazyLeaf:
         """Create a leaf.
 
         Args:
-          shape, dtype: those of the whole array.
-          read: returns the layer of an index, or for None all of a leaf that has no layers, in this
-            dtype.
-          layers: whether the first axis is that of the layers.
+          shape, dtype: the shape and dtype of the whole array.
+          read: a function that reads from disk and returns values of this dtype.  With `layers`, it
+            is called with the index of one layer and returns that layer.  Without, it is called
+            with None and returns the whole array.
+          layers: whether the array is stacked over layers along its first axis.
         """
         self.shape, self.dtype = shape, dtype
         self._read, self._layers = read, layers
@@ -114,7 +118,10 @@ class LazyLeaf:
 
 
 def in_memory(tree: Any) -> Any:
-    """Return nested dicts whose `LazyLeaf`s have been read, showing a progress bar."""
+    """Return nested dicts with each `LazyLeaf` replaced by a numpy array of its values.
+
+    Shows a progress bar while reading.
+    """
     total = sum(_lazy_bytes(tree))
     if not total:
         return tree

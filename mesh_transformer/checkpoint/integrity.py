@@ -4,12 +4,13 @@
                                "files": {"aux/metadata": SHA-256},
                                "digest": SHA-256 of the other two}
 
-The file is written before the step is committed.  Steps saved by earlier versions do not have one.
+The file is written before the step is committed.  Steps saved by earlier versions do not have this
+file.
 
-A checksum is the same on every mesh, and in numpy: each entry's bits are hashed with the entry's
-index, and the hashes are added modulo 2^32.  The sum does not depend on the order of its terms, and
-so not on the layout.  The hash of an entry is a bijection of its bits, so a change to a single
-entry always changes the sum.
+A checksum is the same on every mesh, and in numpy: the bits of each array entry are hashed together
+with the entry's index, and the hashes are added modulo 2^32.  The order of the additions does not
+matter, so the sharding does not either.  The hash of an entry is a bijection of its bits, so a
+change to a single entry always changes the checksum.
 """
 
 import functools
@@ -33,14 +34,14 @@ from mesh_transformer.util import InputError
 _INDEX = 0x9E3779B1
 _ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # (shift, factor) of MurmurHash3's last steps
 _CHUNK = 1 << 16  # entries that numpy hashes at once, few enough for the processor's cache
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes per entry
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # bytes per entry -> integer type
 
 
 def checksum(values: Array, *, layers: bool = False) -> Array:
-    """Return the checksum of an array, uint32 [], or of each layer of its first axis, [L].
+    """Return the checksum of an array, uint32 []; with `layers`, that of each layer, uint32 [L].
 
-    Entries are indexed from the start of the whole array, so the layers' checksums add up to the
-    array's, modulo 2^32.
+    Layers are stacked along the array's first axis.  Entries are indexed from the start of the
+    whole array, so the checksums of all layers add up to the array's checksum, modulo 2^32.
     """
     if values.dtype == jnp.bool:
         values = values.astype(jnp.uint8)
@@ -57,11 +58,13 @@ def checksum(values: Array, *, layers: bool = False) -> Array:
 
 
 def host_checksum(values: np.ndarray, first: int = 0, dtype: DTypeLike | None = None) -> int:
-    """Return what `checksum` returns, computed in numpy, for a contiguous part of an array.
+    """Return the checksum of a contiguous part of an array, computed in numpy.
+
+    The checksums of all parts of an array add up to the array's `checksum`, modulo 2^32.
 
     Args:
-      values: the part.
-      first: the index of its first entry in the whole array.
+      values: the values of the part.
+      first: the index in the whole array of the part's first entry.
       dtype: the dtype to cast the entries to first (default: their own).
     """
     flat, total = values.reshape(-1), 0
@@ -89,22 +92,23 @@ def is_stacked(path: tuple[str, ...]) -> bool:
 
 
 def tree_checksums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...], list[int]]:
-    """Return the checksums of each leaf's layers, or of the whole leaf if it has none.
+    """Return each leaf's checksums: one per layer, or a single one if the leaf has no layers.
 
     Waits for the result.  If the leaves are on a mesh of several processes, every process must
-    call this function, and all get all checksums.
+    call this function, and each process gets the checksums of all leaves.
     """
     meshes = {getattr(leaf.sharding, "mesh", None) for leaf in leaves.values()}
     layout = None
     if len(meshes) == 1 and (mesh := meshes.pop()) is not None:
         layout = NamedSharding(mesh, P())
-    # One program for all leaves: many small ones with collectives at once abort XLA on CPU devices.
+    # One program for all leaves: on CPU devices, XLA aborts if many small programs with collectives
+    # run at once.
     return {path: np.asarray(sums).tolist() for path, sums in _compiled(layout)(leaves).items()}
 
 
 @functools.cache
 def _compiled(layout: NamedSharding | None) -> Any:
-    """Return the jitted computation of `tree_checksums`, with its results in a layout."""
+    """Return the jitted computation of `tree_checksums`, with its results sharded as `layout`."""
 
     def sums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...], Array]:
         return {
@@ -129,9 +133,9 @@ class Integrity(NamedTuple):
     """The integrity record of a step.
 
     Attributes:
-      leaves: the checksums of each leaf's layers (a single one for a leaf without layers), by the
-        leaf's keys joined with dots, as Orbax names leaves.
-      files: the SHA-256 of each JSON file, by its path in the step.
+      leaves: {leaf name: its checksums, one per layer, or a single one if it has no layers}.  A
+        leaf's name is its keys joined with dots, as in Orbax.
+      files: {path in the step's folder: SHA-256} of the JSON files.
     """
 
     leaves: dict[str, list[int]]
@@ -142,7 +146,7 @@ def write(step: epath.Path, sums: Mapping[str, Sequence[int]]) -> None:
     """Write the integrity record of a step whose other files are complete.
 
     Args:
-      sums: the checksums of each leaf's layers, by the leaf's name.
+      sums: {leaf name: its checksums}, as in `Integrity.leaves`.
     """
     names = [name for name in _FILES if (step / name).exists()]
     if (step / _PER_PROCESS).is_dir():
@@ -178,7 +182,7 @@ def read(step: epath.Path) -> Integrity | None:
 
 @functools.cache
 def _warn(step: str) -> None:
-    """Warn that a step has no checksums; once per step and process."""
+    """Warn that a step has no checksums, at most once per step in this process."""
     _log.warning(
         "checkpoint %s has no checksums, as an earlier version saved it: damage to it cannot be "
         "detected",
@@ -187,13 +191,19 @@ def _warn(step: str) -> None:
 
 
 def check_file(step: epath.Path, record: Integrity | None, name: str, content: bytes) -> None:
-    """Raise InputError if a file's content is not what was saved."""
+    """Raise InputError if `content`, read from the step's file `name`, is not what was saved.
+
+    Without a record, nothing is checked.
+    """
     if record is not None and record.files.get(name, _sha256(content)) != _sha256(content):
         raise damaged(step, f"its file {name}")
 
 
 def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
-    """Return the first JSON file of a step that is missing or not what was saved, if any."""
+    """Return the name of the first JSON file of a step that is missing or not what was saved.
+
+    Returns None if all files are intact or the step has no record.
+    """
     for name, digest in record.files.items() if record else ():
         path = step / name
         if not path.exists() or _sha256(path.read_bytes()) != digest:
@@ -202,9 +212,10 @@ def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
 
 
 def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, Any]) -> None:
-    """Raise InputError for the first leaf on a mesh whose values are not what was saved.
+    """Raise InputError if the values of any of the restored leaves are not what was saved.
 
-    Every process of the mesh must call this function.
+    If the leaves are on a mesh of several processes, every process must call this function.
+    Without a record, nothing is checked.
     """
     if record is None:
         return
@@ -218,12 +229,12 @@ def check_sums(
     """Raise InputError if the checksums of a leaf's layers differ from those in the record.
 
     Args:
-      first: the index of the first of these layers.
-      sums: the checksums of consecutive layers.
+      first: the index of the layer that `sums` starts with.
+      sums: the checksums of consecutive layers, computed from the values that were read.
     """
     saved = record.leaves.get(".".join(path))
     if saved is None:
-        return  # not a leaf of that step, which `check_match` reports
+        return  # the step has no such leaf; `check_match` reports that
     for layer, actual in enumerate(sums, first):
         if actual != saved[layer]:
             part = f" (layer {layer})" if len(saved) > 1 else ""
@@ -231,7 +242,7 @@ def check_sums(
 
 
 def damaged(step: epath.Path, what: str) -> InputError:
-    """Return the error for a step in which `what`, a file or leaf, is not what was saved."""
+    """Return the error to raise if `what`, a file or leaf of a step, is not what was saved."""
     return InputError(
         f"checkpoint {step}: {what} is damaged: it is not what was saved; restore another step or "
         "copy this one again"

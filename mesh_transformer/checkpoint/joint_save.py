@@ -1,7 +1,8 @@
 """Barriers for a save by several processes; a failure in one process ends the wait of the others.
 
-Orbax's own barriers do not detect failures: if one process cannot write its part, the others wait
-for it for 20 minutes.  These barriers are made of keys in JAX's coordination service.
+Orbax's own barriers do not detect failures: if one process cannot write its part of a checkpoint,
+the others wait 20 minutes for it.  The barriers in this module are built from keys in JAX's
+coordination service.
 """
 
 import contextlib
@@ -14,15 +15,16 @@ from jax._src import distributed  # has no public name; Orbax imports it too
 
 from mesh_transformer.data.storage import reason
 
-POLL_SECONDS = (0.005, 0.5)  # between polls: the first pause and the longest
+POLL_SECONDS = (0.005, 0.5)  # the first and the longest pause between two polls
 
-_numbers = itertools.count()  # of saves; equal in all processes, which make the same saves
+_numbers = itertools.count()  # of saves; the same in all processes, which make the same saves
 
 
 class JointSave:
     """Barriers for saves that all processes make one after the other.
 
-    Every process calls `begin` once per save, then the same barriers, or `fail`.
+    Every process calls `begin` once per save.  After that it waits at the same barriers as the
+    other processes, or calls `fail`.
 
     Attributes:
       alone: whether there is only one process; the methods then do nothing.
@@ -39,7 +41,7 @@ class JointSave:
         return distributed.global_state.client
 
     def begin(self) -> None:
-        """Start a new save, with barriers that no failure has broken yet."""
+        """Start a new save.  Failures of earlier saves do not affect its barriers."""
         if self.alone:
             return
         if self._prefix:
@@ -53,24 +55,27 @@ class JointSave:
         """Wait until all processes have reached this barrier.
 
         Args:
-          key: the barrier's name within this save.
+          key: the barrier's name, unique within this save.
+          timeout_ms: the longest time to wait, in milliseconds.
 
         Raises:
-          BrokenSaveError: if a process has failed in this save; the message says why, and which.
-          TimeoutError: after `timeout_ms`.
+          BrokenSaveError: if a process has failed in this save; the message gives its rank and the
+            reason.
+          TimeoutError: if not all processes reach the barrier within `timeout_ms`.
         """
         if self.alone:
             return
         self._meet(key, timeout_ms / 1000, raise_failures=True)
 
     def fail(self, error: Exception, seconds: float) -> None:
-        """Break all barriers of this save, and wait until all processes have given it up.
+        """Report to all processes that this save has failed, and wait until all have called `fail`.
 
-        The others give it up once they have finished writing.
+        From then on, `barrier` raises BrokenSaveError in the other processes.  They call `fail`
+        themselves once they have finished writing.
 
         Args:
-          error: the reason, which the others report.
-          seconds: the longest time to wait for the others.
+          error: the reason for the failure, which the other processes report.
+          seconds: the longest time to wait for the other processes.
         """
         if self.alone:
             return
@@ -80,9 +85,11 @@ class JointSave:
             self._meet("given up", seconds, raise_failures=False)
 
     def _meet(self, key: str, seconds: float, *, raise_failures: bool) -> None:
-        """Record that this process has reached a barrier, and wait until all have.
+        """Record that this process has reached a barrier, and wait until all processes have.
 
         Args:
+          key: the barrier's name, unique within this save.
+          seconds: the longest time to wait; TimeoutError is raised after that.
           raise_failures: whether to stop waiting and raise if a process has failed in this save.
         """
         barrier = f"{self._prefix}/at/{key.replace('/', ':')}"

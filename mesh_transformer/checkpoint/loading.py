@@ -1,4 +1,4 @@
-"""Loading checkpoints of any format onto a mesh, with every leaf in its layout at rest."""
+"""Loading checkpoints of any format onto a mesh, in the layout of the training state."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from mesh_transformer.util import InputError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
-    """Return a jitted function from a PRNG key to new adapters, without the base's parameters."""
+    """Return a jitted function (PRNG key) -> new adapters, without the base model's parameters."""
     declared = gptj.declarations(config)
 
     def fresh(key: Array) -> Any:
@@ -38,7 +38,7 @@ def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
 
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
-    """Return a jitted function from frozen parameters to their checksums after a cast to `dtype`.
+    """Return a jitted function (frozen parameters) -> checksums of their values cast to `dtype`.
 
     Args:
       mesh: the mesh that the parameters are on.
@@ -55,7 +55,7 @@ class Loaded(NamedTuple):
 
     Attributes:
       state: a state with the key "params", and "opt_state" if it was read.
-      base: the base model that the state's adapters are trained on, if it has adapters.
+      base: the base model of the adapters in `state`; None if it has no adapters.
     """
 
     state: steps.State
@@ -63,19 +63,24 @@ class Loaded(NamedTuple):
 
 
 def saved_part(state: steps.State, config: Config) -> steps.State:
-    """Return the part of a state, or of its template, that is saved: all but frozen parameters."""
+    """Return the part of a state that checkpoints store: everything but the frozen parameters.
+
+    Args:
+      state: a state, or a template of one.
+    """
     return state | {"params": partition(gptj.declarations(config), state["params"])[0]}
 
 
 def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
-    """Load a checkpoint's weights, and with `optimizer` Adam's moments if there are any.
+    """Load a checkpoint's weights, and Adam's moments if it has any and `optimizer` is True.
 
-    If the config has a `lora_rank`, the result has adapters: those of the source, on the base model
-    that they were trained on, or if the source has none, new ones with the source as their base.
-    If it has no `lora_rank`, adapters are merged into their base.
+    If the config does not set `lora_rank`, adapters in the checkpoint are merged into their base
+    model.  If it does, the result has adapters.  They are those in the checkpoint, loaded together
+    with their base model.  If the checkpoint has no adapters, new ones are created, and the
+    checkpoint becomes their base model.
 
     Raises:
-      InputError: if the source cannot be read or is not of the config's model.
+      InputError: if the source cannot be read or does not fit the config.
     """
     template = steps.abstract_state(config, mesh)
     del template["step"]
@@ -101,19 +106,19 @@ def load_base(
     places: Sequence[AnyPath | Source],
     recorded: Base | None,
 ) -> tuple[Any, Base]:
-    """Load the frozen parameters from the first of `places` that has them, and return their base.
+    """Load the base model of adapters from the first of `places` that holds it.
 
     Args:
       where: the checkpoint of the adapters, for error messages.
       places: the checkpoints to try, in this order.
-      recorded: the base that the adapters were trained on, which the parameters must match; None
-        accepts any base model.
+      recorded: the base model that the adapters were trained on.  A checkpoint whose checksums
+        differ from it is skipped.  None accepts any base model.
 
     Returns:
-      The frozen parameters, and the base model that they are.
+      The base model's parameters, which are frozen, and a record of its path and checksums.
 
     Raises:
-      InputError: if none of the checkpoints has them.
+      InputError: if no checkpoint in `places` holds the base model.
     """
     _, template = partition(gptj.declarations(config), steps.abstract_state(config, mesh)["params"])
     rejected = []
@@ -140,7 +145,10 @@ def load_base(
 
 
 def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Return {dtype: {leaf: checksum}} of the frozen parameters, in the config's dtype and bf16."""
+    """Return {dtype: {leaf name: checksum}} of the frozen parameters.
+
+    The dtypes are bfloat16 and, if it is another one, the config's dtype.
+    """
     sums_by_dtype = {}
     for dtype in sorted({config.dtype, "bfloat16"}):
         sums = leaves(compile_checksums(mesh, dtype)(frozen))
@@ -149,7 +157,10 @@ def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, i
 
 
 def _read(source: Source, config: Config, template: steps.State) -> steps.State:
-    """Return the template's leaves that a source has, in its layouts; adapters are merged."""
+    """Read those leaves of the template that the source has, in the template's layouts.
+
+    If the source holds adapters, they are merged into their base model.
+    """
     if source.step is not None and source.adapters is None:
         return _read_native(source.step, config, template)
     dtype = template["params"]["embed"]["embedding"]["w"].dtype

@@ -1,13 +1,14 @@
 """Native checkpoints, `<folder>/step_<N>/`: asynchronous, atomic, restorable on any mesh.
 
 Orbax writes them.  A step holds two items, which are committed together: `state`, the tree of
-arrays, and `aux`, JSON such as the config and the loader's position.  Checksums of both are saved
-with them and verified when they are read (`integrity`).
+arrays, and `aux`, JSON such as the config and the data loader's position.  Checksums of both are
+saved with them and verified when they are read (`integrity`).
 
-There is no index besides the folder itself.  A step counts once Orbax has written its commit file,
-which it does last.  A step that Orbax has marked as its own but not committed is left over from an
-interrupted save or deletion, and the next writer deletes it.  Nothing else named `step_*` is
-touched.  A folder has one writer at a time, which may span many processes; a lock keeps others out.
+A model folder has no index file: its steps are found by listing it.  A step is complete if it has a
+commit file, which Orbax writes last.  A step folder that has Orbax's metadata file but no commit
+file is left over from an interrupted save or deletion, and the next writer deletes it.  Anything
+else named `step_*` is left alone.  A model folder has one writer at a time, which may consist of
+many processes; a lock keeps other writers out.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ from mesh_transformer.data.storage import (
 from mesh_transformer.util import InputError
 
 _COMMIT_FILE = "commit_success.txt"
-_MARK = "_CHECKPOINT_METADATA"  # Orbax writes it first, and `delete_step` deletes it last
+_MARK = "_CHECKPOINT_METADATA"  # file that Orbax writes first and `delete_step` deletes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes of a leaf per read or write; up to 128 of these run at once
 _PRUNE_SECONDS = 30  # how long `wait` waits for old steps to be deleted
@@ -92,8 +93,8 @@ class Checkpoints:
           keep_n: the number of newest steps to keep after each save; older ones are deleted.
           keep_every: also keep every step that is a multiple of this number (default: none).
           read_only: whether `save` and `claim` raise RuntimeError.
-          host: whether states to save hold numpy arrays and `LazyLeaf`s instead of jax Arrays;
-            in a single process only.
+          host: whether the states to save hold numpy arrays and `LazyLeaf`s instead of jax Arrays.
+            This is supported only in a single process.
 
         Raises:
           InputError: if `keep_n` or `keep_every` is below 1.
@@ -111,7 +112,7 @@ class Checkpoints:
         self._lock: FolderLock | None = None
         self._pruning: threading.Thread | None = None
         self._joint = JointSave()
-        self._sums: dict[str, list[int]] = {}  # of the leaves being saved, by name
+        self._sums: dict[str, list[int]] = {}  # checksums of the leaves being saved
         self._saved = functools.cache(lambda step: SavedStep(self._path(step)))
         self._checkpointer = self._new_checkpointer()
         hush_failures(_should_log)
@@ -131,12 +132,12 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def claim(self) -> None:
-        """Lock the folder against other writers until `close`; delete what interrupted saves left.
+        """Lock the folder against other writers until `close`.
 
-        Creates the folder if necessary.
+        Creates the folder if necessary, and deletes what interrupted saves have left in it.
 
         Raises:
-          InputError: if another process writes to the folder, or it cannot be written.
+          InputError: if another process has locked the folder, or the folder cannot be written.
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only")
@@ -148,15 +149,19 @@ class Checkpoints:
             self._clear_uncommitted()
 
     def save(self, step: int, state: Any, aux: dict[str, Any]) -> None:
-        """Start saving nested dicts of arrays and a JSON-serialisable dict as a step.
+        """Start saving a state and a JSON dict as step number `step`.
 
-        Waits for the previous save.  Returns once jax Arrays have been copied to the host, so the
-        caller may donate them; numpy arrays must not change until `wait`.  Does nothing if `step`
-        is the step that this object saved or restored last.
+        Waits for the previous save first.  Returns once all jax Arrays have been copied to the
+        host, so the caller may donate them.  numpy arrays must not change until `wait` has
+        returned.  Does nothing if `step` is the step that this object saved or restored last.
+
+        Args:
+          state: nested dicts of arrays.
+          aux: a JSON-serialisable dict.
 
         Raises:
-          InputError: if another step of this number exists, the save cannot start, or the previous
-            save failed.
+          InputError: if this step already exists, the save cannot start, or the previous save
+            failed.
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only")
@@ -171,7 +176,7 @@ class Checkpoints:
             state=StateSave(state, save_args=chunked), aux=ocp.args.JsonSave(aux)
         )
         self._joint.begin()
-        # From here on, the other processes must learn of any failure.
+        # Any failure from here on must be reported to the other processes.
         with failures_as(lambda error: self._failure(step, n_bytes, error)):
             self.claim()
             self._check_vacant(step)
@@ -180,7 +185,7 @@ class Checkpoints:
             self._saving = step
             self._saved.cache_clear()
             self._sums.clear()
-            if not self._host:  # host arrays: computed as they are written
+            if not self._host:  # those of host arrays are computed during the write
                 sums = tree_checksums(leaves(state))
                 self._sums |= {".".join(path): sums[path] for path in sums}
             # Orbax checks again that the step is vacant.  The other processes must skip that check,
@@ -190,7 +195,7 @@ class Checkpoints:
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
 
     def _check_vacant(self, step: int) -> None:
-        """Raise InputError if a step exists that is not left over from an interrupted save."""
+        """Raise InputError if the step exists, unless it is left over from an interrupted save."""
         if self._path(step).exists() and not _is_unfinished(self._path(step)):
             raise InputError(
                 f"checkpoint folder {self.folder}: step_{step} already exists and was not saved "
@@ -199,7 +204,7 @@ class Checkpoints:
 
     @property
     def save_failed(self) -> bool:
-        """Whether the save in the background has already failed, which `wait` will raise."""
+        """Whether the save in the background has already failed; `wait` will raise its error."""
         pending = self._pending
         return pending is not None and pending[2].done() and pending[2].exception() is not None
 
@@ -213,7 +218,7 @@ class Checkpoints:
         Then waits up to `_PRUNE_SECONDS` for old steps to be deleted.
 
         Raises:
-          InputError: if the save failed; only once per save.
+          InputError: if the save failed.  Later calls do not raise it again.
         """
         if self._pending is None:
             return
@@ -244,7 +249,7 @@ class Checkpoints:
                 self._lock = None
 
     def saved(self, step: int | None = None) -> SavedStep:
-        """Return a committed step (None: the newest).
+        """Return a committed step; None stands for the newest.
 
         Raises:
           InputError: if there is no such step.
@@ -259,16 +264,17 @@ class Checkpoints:
         return self._saved(steps[-1] if step is None else step)
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """Restore the state of a step (None: the newest); see `SavedStep.restore`."""
+        """Restore the state of a step; None stands for the newest.  See `SavedStep.restore`."""
         saved = self.saved(step)
         restored = saved.restore(template, only=only)
         self._known = saved.number
         return restored
 
     def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
-        """Return an Orbax checkpointer that writes as this module describes."""
+        """Return an Orbax checkpointer that saves steps as the module's docstring describes."""
         handlers, joint = ocp.type_handlers, self._joint
-        # To Orbax, each process is on its own; they synchronise at `joint`'s barriers instead.
+        # Orbax sees each process as the only one.  The processes synchronise at `joint`'s barriers
+        # instead of Orbax's.
         processes = ocp.options.MultiprocessingOptions(
             active_processes=None if joint.alone else {jax.process_index()}
         )
@@ -300,7 +306,7 @@ class Checkpoints:
         )
 
     def _write_integrity(self) -> None:
-        """Write the checksums into the step being saved; Orbax calls this before its commit."""
+        """Write the checksums into the step being saved; Orbax calls this before committing it."""
         (step,) = (
             path
             for path in self.folder.iterdir()
@@ -332,7 +338,7 @@ class Checkpoints:
             _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
 
     def _clear_uncommitted(self) -> int:
-        """Delete what interrupted saves and deletions have left; return the number of folders."""
+        """Delete the folders left by interrupted saves and deletions; return their number."""
         if jax.process_index() != 0:
             return 0
         unfinished = [path for path in entries(self.folder) if _is_unfinished(path)]
@@ -342,10 +348,11 @@ class Checkpoints:
         return len(unfinished)
 
     def _clear_after_failure(self) -> None:
-        """Delete a failed save's files until its other writes, which cannot be awaited, have ended.
+        """Delete the files of a failed save, repeatedly until its remaining writes have ended.
 
-        Each of these creates its folder again.  After a few seconds the rest is left to the next
-        save; without a commit file it never counts as a step.
+        These writes cannot be waited for, and each creates its folder again.  After a few seconds
+        this gives up and leaves the remaining files for the next save to delete.  Without a commit
+        file they are never taken for a complete step.
         """
         quiet = 0
         for _ in range(50):
@@ -366,7 +373,7 @@ class Checkpoints:
         self._checkpointer = self._new_checkpointer()
         if self._lock is not None:  # else the files may be another writer's
             self._clear_after_failure()
-        if isinstance(error, InputError):  # such as that of a `LazyLeaf` that cannot be read
+        if isinstance(error, InputError):  # for example, a `LazyLeaf` could not be read
             return error
         try:
             newest = self.newest()
@@ -380,7 +387,7 @@ class Checkpoints:
 
 
 def find(path: str) -> SavedStep:
-    """Return a model folder's newest step, or the step that `path` itself is.
+    """Return the newest step of the model folder `path`; if `path` is a step, return that step.
 
     Raises:
       InputError: if `path` does not exist or has no committed step.
@@ -408,9 +415,10 @@ def _absolute(path: str) -> epath.Path:
 
 
 def _save_args(leaf: Any) -> ocp.SaveArgs:
-    """Return Orbax's save options for a leaf: one that is stacked is chunked by whole layers.
+    """Return Orbax's save options for a leaf.
 
-    This keeps each layer contiguous.
+    Leaves that are stacked over layers are chunked along the layers first, so that each layer is
+    contiguous.
     """
     return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if leaf.ndim > 2 else ())
 
@@ -420,9 +428,9 @@ def _is_committed(path: epath.Path) -> bool:
 
 
 def _is_unfinished(path: epath.Path) -> bool:
-    """Return whether a folder is left from an unfinished save or deletion of a step.
+    """Return whether a folder is left over from an unfinished save or deletion of a step.
 
-    Other programs' folders that are named step_<N> do not count.
+    Returns False for folders named step_<N> that other programs created.
     """
     name, temporary, _ = path.name.partition(_TEMPORARY)
     if step_number(name) is None or not path.is_dir() or _is_committed(path):
@@ -439,8 +447,9 @@ def _committed_steps(folder: epath.Path) -> list[int]:
 def delete_step(path: epath.Path) -> None:
     """Delete a step; if it is a symbolic link, only the link.
 
-    The commit file is deleted first, so that a partial step never counts as one.  Orbax's mark is
-    deleted last, so that an interrupted deletion can be recognised and completed.
+    The commit file is deleted first, so that a partly deleted step is never taken for a complete
+    one.  Orbax's metadata file is deleted last, so that an interrupted deletion can be recognised
+    and completed.
     """
     if os.path.islink(path):
         delete_tree(path)
@@ -453,9 +462,12 @@ def delete_step(path: epath.Path) -> None:
 
 
 def _should_log(record: logging.LogRecord) -> bool:
-    """Return whether to show a log record; those of failures that are also raised are dropped."""
+    """Return whether to show a log record.
+
+    Returns False for records of failures that are also raised as exceptions.
+    """
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
-        return False  # from the other reads or writes after one has failed
+        return False  # of reads or writes that failed after the first failure
     if record.levelno < logging.ERROR:
-        return "Skipping merge of OCDBT" not in record.getMessage()  # expected of host arrays
+        return "Skipping merge of OCDBT" not in record.getMessage()  # expected for host arrays
     return "/orbax/checkpoint/" not in record.pathname and _TEMPORARY not in record.getMessage()

@@ -35,14 +35,14 @@ def read(
 ) -> tuple[Config, dict[str, Any]]:
     """Return the config and host state of a native checkpoint.
 
-    If the config has a `lora_rank`, the parameters are only the adapters.
+    If the config sets `lora_rank`, only the adapters are returned as the parameters.
 
     Args:
       path: a model folder (its newest step) or a step_N.
-      config: a config to use in place of the saved one; it must be of the same model.
+      config: a config to use in place of the saved one; it must describe the same model.
       dtype: the dtype to cast the parameters to (default: their own); moments are not cast.
       optimizer: whether to read Adam's moments if there are any.
-      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
+      lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
 
     Returns:
       The config, and nested dicts of numpy arrays with the keys "params", "step" and, if there are
@@ -70,9 +70,10 @@ def read(
 
 
 def write(folder: str, state: dict[str, Any], config: Config) -> None:
-    """Write a state, as `read` returns it, to `folder`/step_N.
+    """Write a state, as `read` returns it, to `folder`/step_N, where N is the state's step.
 
-    The step appears complete or not at all, and so does `folder` if it is new and local.
+    The step appears complete or not at all.  If `folder` is new and local, the same is true of
+    `folder`.
 
     Raises:
       InputError: if the step already exists or storage fails.

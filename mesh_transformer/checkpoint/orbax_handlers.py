@@ -1,4 +1,4 @@
-"""Orbax handlers for saving: host arrays layer by layer, and states by several processes."""
+"""Orbax handlers that save host arrays layer by layer, and states from several processes."""
 
 import contextlib
 import dataclasses
@@ -23,11 +23,11 @@ SAVE_SECONDS = 20 * 60  # time limit of a save
 class HostArrayHandler(handlers.NumpyHandler):
     """Saves numpy arrays without copying them, and `LazyLeaf`s without reading them whole.
 
-    For a single process.  Does not write OCDBT, which would buffer everything being written.
+    Works only in a single process.  Does not use the OCDBT format, which would buffer everything
+    being written.
 
     Args:
-      sums: a dict that receives the checksums of each leaf's layers, by the leaf's name, as it is
-        written.
+      sums: a dict to which {leaf name: checksums} is added for each leaf as it is written.
     """
 
     def __init__(self, sums: dict[str, list[int]]):
@@ -41,7 +41,7 @@ class HostArrayHandler(handlers.NumpyHandler):
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[futures.Future]:
         saving = _save(values, infos, args or [ocp.SaveArgs()] * len(values), self._sums)
-        # Orbax runs it in a thread of its own, once the folders exist.
+        # Orbax runs this coroutine in a thread of its own, once the folders exist.
         return [futures.CommitFutureAwaitingContractedSignals(saving, name="host-arrays")]
 
 
@@ -74,7 +74,10 @@ async def _save(
 def _parts(
     values: Sequence[np.ndarray | LazyLeaf], infos: Sequence[Any], sums: dict[str, list[int]]
 ) -> Iterator[np.ndarray]:
-    """Yield the leaves' parts as `_layers` lists them; put their checksums in `sums`."""
+    """Yield the parts of all leaves in order, and add the leaves' checksums to `sums`.
+
+    A part is one layer or a whole leaf, as `_layers` specifies.
+    """
     for value, info in zip(values, infos, strict=True):
         leaf_sums = sums[info.name] = []
         stacked = is_stacked(tuple(info.name.split(".")))
@@ -90,12 +93,15 @@ def _parts(
 
 
 def _layers(value: np.ndarray | LazyLeaf) -> Sequence[int | None]:
-    """Return the layers of a leaf, if they are separate chunks; else only None: the whole leaf."""
+    """Return the indices of a leaf's layers, if it is written layer by layer.
+
+    Returns (None,) for a leaf that is written whole.
+    """
     return range(value.shape[0]) if value.ndim > 2 else (None,)
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Writes arrays once the first process has created the folders for them."""
+    """Checkpoint handler that starts to write once process 0 has created the folders."""
 
     def __init__(self, joint: JointSave, **options: Any):
         super().__init__(**options)
@@ -113,7 +119,8 @@ class StateSave(ocp.args.PyTreeSave):
     pass
 
 
-# Unused, as `SavedStep` restores, but Orbax requires that a handler has one.
+# Unused, because `SavedStep` restores without this handler, but Orbax requires that every handler
+# has a class of restore arguments.
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):

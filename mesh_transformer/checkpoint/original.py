@@ -1,8 +1,10 @@
-"""Reading and writing the original's checkpoints: `step_N/shard_i/{0..15}.npz` and `meta.json`.
+"""Reading and writing checkpoints of the original mesh-transformer-jax.
 
-The files do not name their arrays, so this module defines the order and meaning of the arrays;
-`original_files` reads and writes the files.  A full checkpoint holds the counts of Adam and of the
-schedule, both moments, the parameters and the step; a slim one holds the parameters and the step.
+A checkpoint consists of `step_N/shard_i/{0..15}.npz` and `meta.json`.  The files do not name their
+arrays, so this module defines the order and meaning of the arrays; `original_files` reads and
+writes the files.  A full checkpoint holds the step counts of Adam and of the learning-rate
+schedule, Adam's two moments, the parameters and the step.  A slim one holds only the parameters and
+the step.
 """
 
 import enum
@@ -25,7 +27,7 @@ from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
-# The original's module below layer_<i>/~/ -> (our module, {the original's name: our name}).
+# mesh-transformer-jax's module below layer_<i>/~/ -> (our module, {its leaf name: our leaf name}).
 _LAYER = {
     "linear": ("layer/q", {"w": "w"}),
     "linear_1": ("layer/v", {"w": "w"}),
@@ -38,11 +40,11 @@ _ROOT = "causal_transformer_shard/~/"
 
 
 class Rule(enum.Enum):
-    """What the shards hold of a parameter.
+    """How a parameter is divided among the shards of a checkpoint.
 
-    Adam's moments follow the same rule, with two exceptions: the moments of a SUMMED parameter are
-    whole and equal in all shards, and where a shard keeps a FIRST parameter's initial value, the
-    moments are zeros.
+    Adam's moments follow the rule of their parameter, with two exceptions.  For a SUMMED parameter,
+    every shard holds the full moments.  For a FIRST parameter, shard 0 holds the moments, and the
+    other shards hold zeros.
     """
 
     SPLIT = "each shard holds a block along one axis"
@@ -54,15 +56,17 @@ class Rule(enum.Enum):
 
 
 class Entry(NamedTuple):
-    """One parameter of the original, in one layer: its place in our tree and in the shards.
+    """One parameter of a mesh-transformer-jax checkpoint: its place in our tree and in the shards.
+
+    A parameter that every layer has is one entry per layer, but a single stacked leaf in our tree.
 
     Attributes:
-      name: the original's module and leaf, separated by a space.
+      name: mesh-transformer-jax's names of the module and the leaf, separated by a space.
       part, module, leaf: the path of our leaf.
       layer: the index into our leaf's layers; None if the leaf is not stacked.
-      shape: the shape of the whole parameter, without our axis of layers.
-      rule: what the shards hold of it.
-      axis: the axis that the shards split, for SPLIT.
+      shape: the shape of the unsharded parameter, without our axis of layers.
+      rule: how the parameter is divided among the shards.
+      axis: the axis that is split among the shards, for SPLIT.
     """
 
     name: str
@@ -75,7 +79,10 @@ class Entry(NamedTuple):
     axis: int = 0
 
     def shard_shape(self, shards: int) -> tuple[int, ...]:
-        """Return the shape in each of `shards` shards, which must divide the axis they split."""
+        """Return the shape of the parameter's array in each of `shards` shards.
+
+        For SPLIT, `shards` must divide the size of the axis that is split.
+        """
         if self.rule is Rule.STACKED:
             return self.shape[1:]
         if self.rule is Rule.SPLIT:
@@ -84,7 +91,14 @@ class Entry(NamedTuple):
         return self.shape
 
     def block(self, shard: int, shards: int) -> tuple[Any, ...]:
-        """Return the index of a shard's part in the whole parameter, for SPLIT and STACKED."""
+        """Return the index that selects one shard's part of the unsharded parameter.
+
+        Defined only for SPLIT and STACKED.
+
+        Args:
+          shard: the number of the shard.
+          shards: the number of shards.
+        """
         if self.rule is Rule.STACKED:
             return (shard,)
         size = self.shape[self.axis] // shards
@@ -92,13 +106,15 @@ class Entry(NamedTuple):
 
 
 def entries(config: Config, declared: Any) -> list[Entry]:
-    """Return the model's parameters in the original's order: sorted by module, then by name.
+    """Return an entry for each of the model's parameters, in the order of the checkpoint's arrays.
+
+    They are sorted by mesh-transformer-jax's module name, then by its leaf name.
 
     Args:
       declared: the declarations of the config's parameters.
 
     Raises:
-      InputError: if version 1 of the original cannot represent the model.
+      InputError: if checkpoints of mesh-transformer-jax (version 1) cannot represent the model.
     """
     _check_expressible(config)
     placed = [(f"{_ROOT}embedding_shard/~/linear", x, "embed", "embedding", x) for x in ("b", "w")]
@@ -135,7 +151,7 @@ def check_shards(
     Args:
       parameters: the model's parameters, from `entries`.
       where: the checkpoint, for error messages.
-      remedy: the end of the error message.
+      remedy: the end of the error message, which says what to do.
     """
     if shards < 1:
         raise InputError(f"{where}: {shards} shards, expected at least 1")
@@ -156,7 +172,7 @@ def check_shards(
 
 
 def _check_expressible(config: Config) -> None:
-    """Raise InputError if the original cannot represent the config's model."""
+    """Raise InputError if mesh-transformer-jax checkpoints cannot represent the config's model."""
     if config.block != "gptj":
         raise InputError(
             f"config: block is {config.block}, but the original's checkpoints support only gptj"
@@ -169,9 +185,9 @@ def _check_expressible(config: Config) -> None:
 
 
 def _norm_leaves(config: Config) -> tuple[str, tuple[str, ...]]:
-    """Return the original's name of the norm's module, and the names of the leaves it stores.
+    """Return mesh-transformer-jax's name of the norm's module, and the names of its stored leaves.
 
-    For layernorm-nobias these include an offset, which is not used.
+    For layernorm-nobias these include an offset, although it is not used.
     """
     kind = config.norm
     if kind.startswith("layernorm"):
@@ -190,7 +206,13 @@ def _entry(
     config: Config,
     declared: Any,
 ) -> Entry:
-    """Return the entry of the leaf `their_leaf` in the original's module `theirs`."""
+    """Return the entry of one parameter of mesh-transformer-jax.
+
+    Args:
+      theirs, their_leaf: mesh-transformer-jax's names of the module and the leaf.
+      part, module, leaf, layer: see `Entry`.
+      declared: the declarations of the config's parameters.
+    """
     name = f"{theirs} {their_leaf}"
     if leaf not in declared[part][module]:
         return Entry(name, part, module, leaf, layer, (config.d_model,), Rule.UNUSED)
@@ -218,7 +240,10 @@ class _Source(NamedTuple):
     """An opened checkpoint.
 
     Attributes:
-      first: the index of the first leaf of each group, such as "params", in a shard.
+      layers: the number of layers of the model.
+      shards: the checkpoint's shards, in order.
+      entries: the model's parameters, from `entries`.
+      first: {group of leaves, such as "params": index in a shard of the group's first leaf}.
     """
 
     layers: int
@@ -235,7 +260,7 @@ def read(
     optimizer: bool = True,
     lazy: bool = False,
 ) -> dict[str, Any]:
-    """Return the host state of a checkpoint, its shards merged.
+    """Read a checkpoint of mesh-transformer-jax, and merge its shards into a host state.
 
     The number of shards may differ from `config.cores_per_replica`.
 
@@ -243,15 +268,16 @@ def read(
       folder: a model folder (its newest step) or a step_N.
       dtype: the dtype to cast the parameters to (default: their own); moments are not cast.
       optimizer: whether to read Adam's moments if there are any.
-      lazy: whether leaves are `LazyLeaf`s, read (and found to be damaged) only when used.
+      lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
 
     Returns:
       Nested dicts of numpy arrays with the keys "params", "step" and, if there are moments to read,
-      "opt_state": {"count", "mu", "nu"}.  The step is the schedule's count if there is one, because
-      fine-tuning in the original restarts this count but neither Adam's nor the step's.
+      "opt_state": {"count", "mu", "nu"}.  For a full checkpoint, "step" is the count of the
+      learning-rate schedule instead of the stored step.  The two can differ: fine-tuning in
+      mesh-transformer-jax restarts the schedule's count, but not the stored step or Adam's count.
 
     Raises:
-      InputError: if files are damaged, missing or do not fit `config`.
+      InputError: if files are missing, are damaged or do not fit `config`.
     """
     path = original_files.step_folder(folder)
     source = _open(path, config)
@@ -277,19 +303,21 @@ def write(
     shards: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> str:
-    """Write a state to the model folder `folder`, as the original does; return its step_N.
+    """Write a state to a model folder in mesh-transformer-jax's format; return the step_N's path.
 
-    The step appears complete or not at all.  Besides the state, one layer of a leaf is in memory.
-    For layernorm-nobias, the offset that the original stores but never reads is zeros.
+    The step appears complete or not at all.  The state is converted one layer at a time, so little
+    memory is needed besides that of the state.  For layernorm-nobias, mesh-transformer-jax stores
+    an offset that it never reads; zeros are written for it.
 
     Args:
-      state: a state as `read` returns it; without "opt_state", the checkpoint is slim.
+      folder: the model folder, which is created if necessary.
+      state: a state as `read` returns it.  If it has no "opt_state", the checkpoint is slim.
       shards: the number of shards (default: `config.cores_per_replica`).
       dtype: the dtype to cast the parameters to (default: their own); moments are cast to f32.
 
     Raises:
-      InputError: if the shards do not divide the model, a leaf does not fit `config`, the step
-        already exists, or storage fails.
+      InputError: if the model cannot be split into `shards` shards, a leaf does not fit `config`,
+        the step already exists, or storage fails.
     """
     count = config.cores_per_replica if shards is None else shards
     declared = gptj.declarations(config)
@@ -316,7 +344,8 @@ def _open(path: str, config: Config) -> _Source:
     """Open all shards of a step.
 
     Raises:
-      InputError: if the shards do not fit each other or `config`.
+      InputError: if a shard is missing, the shards contradict each other, or they do not fit
+        `config`.
     """
     numbers = original_files.numbered(path, "shard")
     missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
@@ -348,7 +377,10 @@ def _open(path: str, config: Config) -> _Source:
 
 
 def _layers_in(held: int, parameters: list[Entry], config: Config) -> str:
-    """Return " (N layers, full)" or " (N layers, slim)" for a number of leaves; "" if none fits."""
+    """Describe the checkpoint whose shards have `held` leaves, for an error message.
+
+    Returns " (N layers, full)" or " (N layers, slim)", or "" if neither fits this number of leaves.
+    """
     others = sum(entry.layer is None for entry in parameters)
     per_layer = (len(parameters) - others) // config.layers
     for kind, size in (("full", held / 3 - 1), ("slim", held - 1)):
@@ -359,7 +391,7 @@ def _layers_in(held: int, parameters: list[Entry], config: Config) -> str:
 
 
 def _read_count(source: _Source, name: str) -> np.ndarray:
-    """Return one of the counts, int32 []; all shards hold the same."""
+    """Return the count called `name`, int32 [], from the first shard; all shards hold the same."""
     shard, index = source.shards[0], source.first[name]
     value = shard.read(index, name, ())
     if value.dtype.kind not in "iu":
@@ -368,26 +400,30 @@ def _read_count(source: _Source, name: str) -> np.ndarray:
 
 
 def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
-    """Return the parameters, or one of the two moments, as lazy leaves in our structure."""
+    """Return the parameters or one of Adam's moments as `LazyLeaf`s in our tree's structure.
+
+    Args:
+      group: "params", "mu" or "nu".
+    """
     numbers: dict[tuple[str, str, str], list[int]] = {}
     for number, entry in enumerate(source.entries):
         if entry.rule is not Rule.UNUSED:
             numbers.setdefault((entry.part, entry.module, entry.leaf), []).append(number)
     tree: Tree = {}
     for (part, module, leaf), layers in numbers.items():
-        # The original's order has layer_10 before layer_2.
+        # The entries are sorted by name, so layer_10 comes before layer_2.
         layers.sort(key=lambda number: source.entries[number].layer or 0)
         tree.setdefault(part, {}).setdefault(module, {})[leaf] = _lazy(source, group, layers, dtype)
     return tree
 
 
 def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
-    """Return one of our leaves, read from its entries, one per layer.
+    """Return one of our leaves as a `LazyLeaf`, each layer of which is read from one entry.
 
-    The dtype of the first entry in the first shard is required of all the others.
+    The arrays of all these entries, in all shards, must have the same dtype.
 
     Args:
-      numbers: the indices of the entries, by layer.
+      numbers: the indices of the entries, in the order of the layers.
     """
     entry, first = source.entries[numbers[0]], source.shards[0]
     index, name = source.first[group] + numbers[0], f"{group}: {entry.name}"
@@ -411,12 +447,12 @@ def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | Non
 def _blocks(
     source: _Source, group: str, number: int, dtype: np.dtype, first_place: str
 ) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Yield an entry in parts: (the part's name in error messages, its index, its values).
+    """Yield an entry in blocks: (name for error messages, index in the parameter, values).
 
     Args:
       number: the index of the entry.
-      dtype: the dtype that the parts must have.
-      first_place: the leaf that has set this dtype, for error messages.
+      dtype: the dtype that each shard's array must have.
+      first_place: an array that has this dtype, for error messages.
     """
     entry, shards = source.entries[number], source.shards
     index, name = source.first[group] + number, f"{group}: {entry.name}"
@@ -444,8 +480,8 @@ def _blocks(
 def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
     """Return the sum of the shards' parts, in f32, if `summed`; else their mean.
 
-    Equal parts, as the original writes them, are multiplied by their number rather than added up,
-    and the mean is one of them, as adding would round more often.
+    mesh-transformer-jax writes equal parts.  Their sum is computed as one part times the number of
+    parts, and their mean is one part.  Adding them up would round more often.
     """
     if all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
         return parts[0].astype(np.float32) * np.float32(len(parts)) if summed else parts[0]
@@ -456,9 +492,9 @@ def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
 def _leaves(
     state: dict[str, Any], parameters: list[Entry], dtype: np.dtype | None, shards: int
 ) -> list[Callable[[], Iterable[np.ndarray]]]:
-    """Return functions that make the leaves, in the original's order, for `original_files.write`.
+    """Return one function per leaf, in the order of the file format, for `original_files.write`.
 
-    Each function returns the parts of one leaf, one per shard.
+    Each function returns the arrays of its leaf, one per shard.
     """
 
     def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:
@@ -481,7 +517,13 @@ def _leaves(
 def _parts(
     tree: Tree, entry: Entry, dtype: np.dtype | None, moment: bool, shards: int
 ) -> Iterator[np.ndarray]:
-    """Yield what each of `shards` shards holds of an entry of the parameters or of a moment."""
+    """Yield the array that each shard holds for one entry.
+
+    Args:
+      tree: the parameters or one of Adam's moments.
+      moment: whether `tree` is a moment.
+      shards: the number of shards.
+    """
     leaves = tree[entry.part][entry.module]
     if entry.rule is Rule.UNUSED:
         yield from [np.zeros(entry.shape, dtype or leaves["scale"].dtype)] * shards

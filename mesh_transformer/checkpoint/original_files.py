@@ -1,4 +1,4 @@
-"""The files of the original's checkpoints: a model folder's index, and 16 pieces per shard."""
+"""The files of mesh-transformer-jax checkpoints: a model folder's index, 16 pieces per shard."""
 
 import contextlib
 import itertools
@@ -45,8 +45,8 @@ def numbered(folder: str, kind: str) -> list[int]:
 def step_folder(path: str) -> str:
     """Return `path` itself if it is a step_<N>, else the newest step_<N> in this model folder.
 
-    The newest is the last of meta.json's `checkpoints`, or without a meta.json the one of the
-    highest N.
+    The newest step is the last one listed in meta.json.  If there is no meta.json, it is the one
+    with the highest N.
 
     Raises:
       InputError: if there is no checkpoint.
@@ -94,10 +94,13 @@ def read_index(folder: str) -> dict[str, Any]:
 
 
 def write_index(path: str, index: dict[str, Any], step: int) -> None:
-    """Write a meta.json that lists `step` last, which is the step that the original resumes from.
+    """Write a meta.json that lists `step` last.
+
+    mesh-transformer-jax resumes from the step that is listed last.
 
     Args:
-      index: the contents of the meta.json to extend.
+      path: the file to write.
+      index: the contents of the previous meta.json; {} if there is none.
     """
     steps = [*(s for s in index.get("checkpoints", []) if s != step), step]
     values = {"step": step, "checkpoints": steps, "aux": {**index.get("aux", {}), str(step): {}}}
@@ -108,7 +111,9 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
 
 
 def split(leaves: int) -> list[tuple[int, int]]:
-    """Return for each piece which leaves it holds: the first, and the one after the last.
+    """Return the range of leaves that each of a shard's pieces holds, as pairs (first, end).
+
+    `end` is the index after that of the last leaf in the piece.
 
     Args:
       leaves: the number of leaves in a shard.
@@ -141,17 +146,19 @@ class Shard:
         return len(self._places)
 
     def where(self, index: int, name: str) -> str:
-        """Describe a leaf for error messages: its file, its name there, and what it is."""
+        """Describe a leaf for error messages: its file, its name in the file, and `name`."""
         path, member = self._places[index]
         return f"{path}: {member.removesuffix('.npy')} ({name})"
 
     def dtype(self, index: int, name: str, shape: tuple[int, ...]) -> np.dtype:
-        """Return the dtype in a leaf's header; raises as `read` does."""
+        """Return the dtype of a leaf, from its header; see `read` for arguments and errors."""
         with self._opened(index, name, shape) as (_, dtype):
             return dtype
 
     def read(self, index: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the values of a leaf; 2-byte voids are taken for bfloat16.
+        """Return the values of a leaf.
+
+        A dtype of 2-byte voids, as numpy stores bfloat16, is returned as bfloat16.
 
         Args:
           index: the position of the leaf in the shard.
@@ -159,8 +166,8 @@ class Shard:
           shape: the shape that the leaf must have.
 
         Raises:
-          InputError: if the leaf is damaged, pickled or of another shape.  Errors that its header
-            shows are raised before its values are read.
+          InputError: if the leaf is damaged, pickled or of another shape.  The header is checked
+            first, so the values of a pickled leaf are never read.
         """
         with self._opened(index, name, shape) as (stream, dtype):
             return npy.read_array(stream, allow_pickle=False).view(dtype)
@@ -252,9 +259,10 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
 def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndarray]]]) -> None:
     """Create the shards' folders and write the 16 pieces of each, leaf by leaf.
 
-    The files are those of `np.savez`, byte for byte.
+    Each file is byte for byte what `np.savez` would write.
 
     Args:
+      folders: the folders to create, one per shard.
       leaves: for each leaf, a function that returns its arrays, one per shard.
     """
     for folder in folders:
@@ -278,7 +286,10 @@ def _write_piece(paths: Sequence[str], arrays: Iterator[list[np.ndarray]], count
 
 
 def _write_array(stream: Any, values: np.ndarray) -> None:
-    """Write what np.save writes, without its copies; bfloat16, unknown to numpy, is "<V2"."""
+    """Write an array as `np.save` would, without the copies that `np.save` makes.
+
+    bfloat16, a dtype that numpy does not know, is written as "<V2".
+    """
     values = np.asarray(values, order="C")
     header = {"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}
     npy.write_array_header_1_0(stream, header)

@@ -28,9 +28,8 @@ from mesh_transformer.checkpoint.state_tree import (
 from mesh_transformer.data.storage import failures_as, reason, step_number
 from mesh_transformer.util import InputError
 
-_CAST_BYTES = (
-    1 << 30
-)  # limit of the leaves to cast that are restored at once; one leaf may exceed it
+# The maximum size of the leaves to cast that are restored at once; a single leaf may exceed it.
+_CAST_BYTES = 1 << 30
 
 
 class SavedStep:
@@ -65,7 +64,7 @@ class SavedStep:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The values of the config that the step was saved with.
+        """The config that the step was saved with, as a dict.
 
         Raises:
           InputError: if `aux` has no config.
@@ -87,10 +86,13 @@ class SavedStep:
             raise self._damaged(error) from error
 
     def open_leaf(self, path: Path) -> LazyLeaf:
-        """Return one leaf, which is read on use, and verified part by part as it is read.
+        """Return one leaf as a `LazyLeaf`.
+
+        Its checksums are verified when it is read: each layer's, or the leaf's if it has no layers.
 
         Raises:
-          InputError: if the leaf cannot be opened; on use, if its data are damaged.
+          InputError: if the leaf cannot be opened.  Reading the `LazyLeaf` raises InputError if its
+            data are damaged.
         """
         info = self._info(path)
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=self._context[0])
@@ -113,21 +115,22 @@ class SavedStep:
         """Restore the saved tree; each leaf is read directly into its sharding, and verified.
 
         Args:
-          template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  They may lack
-            top-level keys of the saved tree, but must match it below those they have.  Floating
-            leaves are cast to the template's dtypes.
+          template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  It may lack
+            top-level keys of the saved tree.  Below each top-level key that it has, its structure
+            must be that of the saved tree.  Floating leaves are cast to the template's dtypes.
           only: the template's top-level keys to read (default: all).
 
         Raises:
-          InputError: before any array is read, if a leaf is missing or unexpected, or differs in
-            shape or integer dtype; later, if a leaf is not what was saved.
+          InputError: if a leaf is missing or unexpected, or differs from the template in shape or
+            integer dtype; this is checked before any array is read.  Also if the values of a leaf
+            are not what was saved.
         """
         template = template if only is None else {key: template[key] for key in only}
         expected = leaves(template)
         check_match(self.path, self.leaves, expected)
         restored: dict[Path, Any] = {}
         for group in cast_groups(self.leaves, expected, _CAST_BYTES):
-            # Read in the saved dtypes, which the checksums are of, and cast afterwards.
+            # The checksums are those of the saved dtypes, so the leaves are cast after the check.
             read = self._read({path: expected[path] for path in group})
             integrity.check_leaves(self.path, self.record, read)
             for path in group:
@@ -136,7 +139,11 @@ class SavedStep:
         return map_leaves(lambda path, _: restored[path], template)
 
     def _read(self, expected: dict[Path, Any]) -> dict[Path, jax.Array]:
-        """Return leaves in their saved dtypes, each in the sharding of its expected leaf."""
+        """Read leaves in their saved dtypes.
+
+        Args:
+          expected: the template's leaves, whose shapes and shardings are used.
+        """
         arguments = [
             ocp.ArrayRestoreArgs(
                 sharding=leaf.sharding,
@@ -158,7 +165,7 @@ class SavedStep:
         return dict(zip(expected, arrays, strict=True))
 
     def _info(self, path: Path) -> ocp.type_handlers.ParamInfo:
-        """Return Orbax's description of where a leaf is."""
+        """Return Orbax's description of where a leaf is stored."""
         name, folder = ".".join(path), self.path / "state"
         ocdbt, context = self._context
         return ocp.type_handlers.ParamInfo(
@@ -171,7 +178,7 @@ class SavedStep:
 
     @functools.cached_property
     def _context(self) -> tuple[bool, tensorstore.Context]:
-        """Whether the arrays are in OCDBT, and the tensorstore context to read them in."""
+        """Whether the arrays are in OCDBT format, and the tensorstore context to read them in."""
         ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(self.path / "state")
         return ocdbt, ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
 
@@ -180,7 +187,11 @@ class SavedStep:
         return error if isinstance(error, InputError) else self._unreadable(error, self.record)
 
     def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:
-        """As `_damaged`, but with the integrity record passed: None if it could not be read."""
+        """Return the error to raise for a failed read; InputErrors are returned unchanged.
+
+        Args:
+          record: the integrity record; None if there is none or it could not be read.
+        """
         if isinstance(error, InputError):
             return error
         if (name := integrity.damaged_file(self.path, record)) is not None:

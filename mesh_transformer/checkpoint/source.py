@@ -1,4 +1,4 @@
-"""Checkpoints by path: their format, step, config and base, each determined once per load."""
+"""`Source`: the checkpoint at a path, with its format, step, config and base model."""
 
 import functools
 import os
@@ -18,22 +18,25 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 class Source:
     """A checkpoint to read from.  Its metadata are read on first use, and only once.
 
-    This does not initialise JAX's devices, so virtual ones can still be configured.
+    Reading the metadata does not initialise JAX's devices, so virtual devices can be configured
+    afterwards.
 
     Attributes:
       path: the absolute path: a model folder, a step_N in one, or a Hugging Face folder.
       kind: the format.
-      step: the step that `path` means, for native checkpoints; else None.
+      step: for native checkpoints, the step at `path`, or its newest step if `path` is a model
+        folder; None for other formats.
     """
 
     def __init__(self, path: AnyPath, kind: Format | None = None):
         """Open the checkpoint at `path`.
 
         Args:
-          kind: its format (default: detected).
+          kind: the checkpoint's format (default: detected).
 
         Raises:
-          InputError: if there is no checkpoint; not checked if `kind` is "original" or "hf".
+          InputError: if there is no checkpoint at `path`.  This is not checked if `kind` is
+            "original" or "hf".
         """
         self.path = local_path(path)
         self.step: SavedStep | None = None
@@ -59,9 +62,9 @@ class Source:
 
     @functools.cached_property
     def place(self) -> str:
-        """The path of the checkpoint itself: for a model folder, of the step that `path` means.
+        """The path of the checkpoint itself; if `path` is a model folder, that of its newest step.
 
-        A model folder's newest step changes as its run continues, but this path does not.
+        It is determined once, so it stays the same if the model folder gets a newer step.
         """
         if self.kind == "original":
             return original_files.step_folder(self.path)
@@ -72,7 +75,7 @@ class Source:
         """The model's config.
 
         Raises:
-          InputError: for the original's format, which does not store a config.
+          InputError: for checkpoints of mesh-transformer-jax, which do not store a config.
         """
         if self.step is not None:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
@@ -90,7 +93,10 @@ class Source:
 
 
 def _is_original(folder: str) -> bool:
-    """Return whether a folder or a step in it has shards, or its meta.json lists checkpoints."""
+    """Return whether a folder holds a checkpoint of mesh-transformer-jax.
+
+    It does if the folder or a step in it has shards, or if its meta.json lists checkpoints.
+    """
     if is_uri(folder) or not os.path.isdir(folder):
         return False
     steps = [name for name in os.listdir(folder) if step_number(name) is not None]
@@ -104,7 +110,7 @@ def _is_original(folder: str) -> bool:
 
 
 def check_vacant(folder: AnyPath) -> None:
-    """Raise InputError if a folder without native checkpoints has one of another format."""
+    """Raise InputError if a folder without native checkpoints holds one in another format."""
     if kind := other_format(folder, "native"):
         raise InputError(
             f"{folder}: holds a checkpoint in {kind} format, which a run cannot resume from; give "
@@ -113,7 +119,7 @@ def check_vacant(folder: AnyPath) -> None:
 
 
 def other_format(folder: AnyPath, own: Format) -> Format | None:
-    """Return the format of a folder's checkpoint; None if that is `own` or there is none."""
+    """Return the format of a folder's checkpoint; None if it is `own` or there is no checkpoint."""
     try:
         kind = Source(folder).kind
     except InputError:

@@ -14,18 +14,20 @@ from mesh_transformer.util import InputError
 
 
 def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
-    """Raise InputError if the saved weights are of a model that computes something else.
+    """Raise InputError if saved weights are of a model that computes something else than this one.
 
-    Their shapes may agree nevertheless: these do not show the number of heads, the norm or the
-    rotary dimensions.
+    The configs are compared, because the shapes of the weights may agree nevertheless: they do not
+    show the number of heads, the norm or the rotary dimensions.
 
     Args:
+      config: the config of this model.
       saved: the values of the config that the weights were saved with.
       where: the checkpoint, for error messages.
     """
     saved_config = Config.from_dict(saved, f"{where}: saved config")
     keys = ["block", "norm", "pe", "n_heads", "head_size", "pe_rotary_dims"]
-    # If only one has adapters, the weights become their base or are merged with them.
+    # If only the new config has adapters, the saved weights become their base model.  If only the
+    # saved one has them, they are merged into their base model.
     if saved_config.lora_rank and config.lora_rank:
         keys += ["lora_rank", "lora_alpha", "lora_targets"]
     for key in keys:
@@ -47,7 +49,7 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
     """Raise InputError if a run cannot resume from a state saved with another config.
 
     Args:
-      saved: the values of that config.
+      saved: the values of the config that the state was saved with.
       where: the checkpoint, for error messages.
     """
     check_same_model(config, saved, where)
@@ -80,7 +82,7 @@ def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
 
 
 def nested(flat: dict[Path, Any]) -> dict[str, Any]:
-    """Return nested dicts with these leaves; the inverse of `leaves`."""
+    """Return nested dicts that hold the leaves of `flat`; the inverse of `leaves`."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
         subtree = tree
@@ -93,10 +95,11 @@ def nested(flat: dict[Path, Any]) -> dict[str, Any]:
 def cast_groups(
     saved: dict[Path, Any], expected: dict[Path, Any], max_bytes: int
 ) -> list[list[Path]]:
-    """Group the leaves to restore, so that few of those to cast are held in two dtypes at once.
+    """Group the leaves of a checkpoint, to be restored and cast one group at a time.
 
-    The first group is all leaves that keep their dtype.  Each further group holds at most
-    `max_bytes` bytes as saved, or a single leaf; the largest leaves come first.
+    While a group is cast, its leaves are in memory in both dtypes, so small groups save memory.
+    The first group has all leaves that keep their dtype.  Each further group has at most
+    `max_bytes` bytes in the saved dtypes, or a single leaf.  The largest leaves come first.
     """
     sizes = {
         path: math.prod(saved[path].shape) * saved[path].dtype.itemsize
@@ -115,9 +118,9 @@ def cast_groups(
 
 
 def placed(host: Any, template: Any) -> Any:
-    """Return a host tree's leaves in the template's layouts and dtypes; empties the host tree.
+    """Put a host tree's leaves on the devices, in the template's layouts and dtypes.
 
-    Only one of its `LazyLeaf`s is in memory at a time.
+    Each leaf is removed from the host tree, so that only one `LazyLeaf` is in memory at a time.
     """
     if isinstance(template, dict):
         return {key: placed(host.pop(key), leaf) for key, leaf in template.items()}
@@ -147,7 +150,7 @@ def check_names(state: Any) -> None:
 
 
 def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError for the first leaf in which a checkpoint differs from the expected leaves.
+    """Raise InputError if a checkpoint's leaves differ from the expected ones.
 
     The checkpoint may have more top-level keys than expected.
 
@@ -164,14 +167,20 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
 
 
 def check_state(state: dict[str, Any], declared: Any) -> None:
-    """Raise InputError for the first leaf of a state, with or without moments, not as declared."""
+    """Raise InputError if a leaf of a state is not as declared.
+
+    The state may have Adam's moments or not.
+
+    Args:
+      declared: the declarations of the parameters.
+    """
     expected_leaves = expected(declared, optimizer=True)
     expected_leaves = {key: leaf for key, leaf in expected_leaves.items() if key[0] in state}
     _check_leaves("the state", leaves(state), expected_leaves)
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError for the first leaf that differs from the expected one, if there is any."""
+    """Raise InputError, naming the first such leaf, if a leaf differs from the expected one."""
     for key in sorted(expected.keys() | actual.keys()):
         if difference := _difference(actual.get(key), expected.get(key)):
             raise InputError(
@@ -181,9 +190,9 @@ def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]
 
 
 def _difference(actual: Any, expected: Any) -> str | None:
-    """Return how a leaf differs from the expected one; None if it can be used in its place.
+    """Return how a leaf differs from the expected one; None if it can be used in that one's place.
 
-    Floating dtypes may differ, as they can be cast.
+    Any floating dtype can be used in place of any other, because it can be cast.
     """
     if actual is None:
         return f"is missing; the config expects shape {_shape(expected)}"

@@ -1,1 +1,1 @@
-"""The commands and their arguments."""
+"""The command-line scripts and their arguments."""

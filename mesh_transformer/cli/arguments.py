@@ -20,14 +20,14 @@ class RunOptions(TypedDict):
 
 
 def positive(text: str) -> int:
-    """Parse a flag's positive integer."""
+    """Parse the text of a flag as a positive integer, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
 def run_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the flags of every training run."""
+    """Return a parser with the flags that all training scripts share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, help="config file, JSON or YAML")
     parser.add_argument(
@@ -63,7 +63,7 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
-    """Return the config, the model folder and the options given by `run_parser`'s flags.
+    """Return (config, model folder, options) from the values of `run_parser`'s flags.
 
     Raises:
       InputError: if flags contradict each other, or the config is invalid.
@@ -102,7 +102,13 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
-    """Return the path of the model given by `model_parser`'s flags, and its config if given."""
+    """Return (path of the model, config) from the values of `model_parser`'s flags.
+
+    The config is None if the flag --config is not given.
+
+    Raises:
+      InputError: if the flags do not determine a model.
+    """
     if args.config is None and (args.model_path is None or args.version is not None):
         raise InputError("give --config or --model-path (--version requires --config)")
     config = Config.load(args.config, args.version) if args.config else None
@@ -110,11 +116,11 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the flags that choose a network's hosts, and its timeouts.
+    """Add the flags that choose the hosts of a network, and the timeouts for these hosts.
 
     Args:
-      required: whether hosts must be chosen; if not, the network can also run in the script's
-        own process.
+      required: whether the user must choose hosts.  If False, the network runs in the script's own
+        process unless hosts are chosen.
     """
     hosts = parser.add_mutually_exclusive_group(required=required)
     hosts.add_argument(
@@ -139,7 +145,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that describe the TPU that `--tpu` creates, and the login to its hosts."""
+    """Add the flags that describe the TPU created by `--tpu`, and the SSH login to its hosts."""
     group = parser.add_argument_group(
         "with --tpu", "the TPU to create; a flag with a config key overrides the key"
     )
@@ -187,7 +193,10 @@ def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_tpu_arguments(args: argparse.Namespace) -> None:
-    """Raise InputError if one of `add_tpu_arguments`' flags is given; for use without `--tpu`."""
+    """Raise InputError if a flag of `add_tpu_arguments` is given.
+
+    This must be called only if `--tpu` is not given.
+    """
     for name in (
         *TPU_KEYS,
         "preemptible",
@@ -203,7 +212,11 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
 
 
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
-    """Return the TPU described by `add_tpu_arguments`' flags and the config, and its login."""
+    """Return the TPU to create and the SSH login to its hosts.
+
+    Both are built from the values of the flags added by `add_tpu_arguments`.  The config supplies
+    the properties of the TPU for which no flag is given.
+    """
     changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
     ssh_flags = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
     ssh: dict[str, Any] = {name: value for name, value in ssh_flags.items() if value is not None}

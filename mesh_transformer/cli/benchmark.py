@@ -1,6 +1,6 @@
 """Measure a config's train step, decoding, checkpoints or record loader on this machine.
 
-Without an accelerator, it uses --dp x --mp virtual CPU devices.
+Without an accelerator, the measurement runs on --dp x --mp virtual CPU devices.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from mesh_transformer.config import Config
 from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
 from mesh_transformer.util import InputError
 
-# Environment variables that affect the measurements; they are reported with the command.
+# Environment variables that affect the measurements; they are included in the reported command.
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# Keys of transformer_shmap's two models, trained there on 32 microbatches of one sequence per
-# replica.
+# Config keys that the two models of the repository transformer_shmap have in common.  They were
+# trained with 32 microbatches per step, of one sequence per replica each.
 SHMAP = {
     "d_model": 4096,
     "n_heads": 16,
@@ -38,7 +38,7 @@ SHMAP = {
 }
 MODELS: dict[str, Any] = {  # a file in configs/, or config keys
     "tiny": "tiny.json",
-    "13M": {  # with four chunks of the loss, as in GPT-J
+    "13M": {  # the loss is computed in four chunks per sequence, as in GPT-J
         "layers": 6,
         "d_model": 256,
         "n_heads": 8,
@@ -65,7 +65,7 @@ MODELS: dict[str, Any] = {  # a file in configs/, or config keys
     "20B": "20B.json",
     "40B": "40B.json",
 }
-# Default model for --hardware; GPT-J for any other hardware.
+# Default model for each value of --hardware; GPT-J for values that are not listed.
 MODEL_OF = {"cpu": "tiny", "v2": "2.8B", "v3": "6.9B"}
 
 
@@ -166,12 +166,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """Return the name of the preset to measure if no config is given."""
+    """Return the name of the preset to measure if --config is not given."""
     return args.model or MODEL_OF.get(args.hardware, "gpt-j-6b" if args.hardware else "tiny")
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Return the config or preset, with the flags' changes and their mesh size."""
+    """Return the config of --config or of the preset, with the keys that flags override.
+
+    The size of the mesh comes from --dp and --mp.
+    """
     name = model_name(args)
     if args.config is not None:
         config = Config.load(args.config)
@@ -197,7 +200,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """Parse KEY=VALUE; a value that is not JSON remains text."""
+    """Parse KEY=VALUE and return (key, value); a value that is not JSON is returned as text."""
     key, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"--set is {text!r}, expected KEY=VALUE")
@@ -207,14 +210,18 @@ def key_value(text: str) -> tuple[str, Any]:
 
 
 def mode_of(args: argparse.Namespace) -> str:
-    """Return the name of what the flags measure; "train" by default."""
+    """Return "decode", "checkpoint", "loader" or "ablate" if that flag is given, else "train"."""
     modes = [mode for mode in ("decode", "checkpoint", "loader", "ablate") if getattr(args, mode)]
     return (modes or ["train"])[0]
 
 
 @contextlib.contextmanager
 def work_folder(parent: Path | None) -> Iterator[Path]:
-    """Yield a new folder inside `parent`, or the system's, and delete it afterwards."""
+    """Create a temporary folder, and delete it when the `with` block ends.
+
+    Args:
+      parent: the folder in which to create it; None for the system's temporary folder.
+    """
     if parent is not None and not parent.is_dir():
         raise InputError(f"--folder {parent} is not a folder; create it first")
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent) as folder:
@@ -223,9 +230,9 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Restrict this process to one core.
+    """Restrict this process to one CPU core inside the `with` block.
 
-    Threads started inside the context stay on that core even afterwards.
+    Threads that are started inside the block stay on that core even after the block has ended.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise InputError("--loader runs on one core, which this system cannot set; use Linux")
@@ -238,7 +245,7 @@ def one_core() -> Iterator[None]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the flags ask for; return the JSON object."""
+    """Run the measurement that the flags select, and return the object to print with --json."""
     config, mode = config_of(args), mode_of(args)
     if args.warmup < 0:
         raise InputError(f"--warmup is {args.warmup}, expected at least 0")
@@ -299,7 +306,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
-    """Return what was measured, where, when, and with which command."""
+    """Return the entries of the result that describe the measurement.
+
+    They are the mode, model, config, mesh, hardware, software versions, date and command.
+    """
     from mesh_transformer.model import flops
 
     words = [word for word in sys.argv[1:] if word not in ("--json", "--markdown")]

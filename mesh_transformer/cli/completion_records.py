@@ -1,14 +1,15 @@
 """The create_completion_tfrecords script: TFRecords of prompts and completions.
 
-Only the completions bear loss.  Each input line is a JSON object with the strings `prompt` and
-`completion`; a separator between the two must be part of one of them.  A record holds one such
-pair, the end-of-text token and padding, as the features `input_ids`, `labels` (the next tokens) and
-`input_mask` (1 where the label belongs to the completion or is the end-of-text token after it), as
-in Cerebras' records.
+Each input line is a JSON object with the strings `prompt` and `completion`.  No separator is added
+between the two, so it must be part of one of them.  Only the completions bear loss.
 
-With `--pack` a record holds as many pairs as fit, distinguished by `segment_ids`: each pair trains
-as it would in a record of its own, and less computation is wasted on padding.  Records keep the
-order of the lines.
+A record holds one pair of prompt and completion, the end-of-text token, and padding.  Its features
+are those of Cerebras' records: `input_ids`, `labels` (the next tokens) and `input_mask`, which is 1
+where the label is a token of the completion or the end-of-text token after it.
+
+With `--pack`, a record holds as many pairs as fit.  A further feature, `segment_ids`, keeps the
+pairs apart, so that each pair trains as it would in its own record.  Less computation is then
+wasted on padding.  Records are in the order of the input lines.
 """
 
 import argparse
@@ -34,11 +35,15 @@ from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
 from mesh_transformer.util import InputError
 
 FILE_TYPES = (".jsonl", ".jsonl.zst")
-TOGETHER = 1000  # pairs per call of the tokenizer, which distributes them over the cores
+TOGETHER = 1000  # pairs per call of the tokenizer, which uses all cores
 
 
 class Pair(NamedTuple):
-    """A prompt and its completion, with their location for error messages."""
+    """A prompt and its completion.
+
+    Attributes:
+      where: the file and line of the pair, for error messages.
+    """
 
     where: str
     prompt: str
@@ -47,10 +52,10 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A tokenised pair.
+    """A tokenised pair of prompt and completion.
 
     Attributes:
-      tokens: prompt, completion and the end-of-text token.
+      tokens: the tokens of the prompt, those of the completion, and the end-of-text token.
       prompt: the number of tokens in the prompt.
     """
 
@@ -58,7 +63,10 @@ class Text:
     prompt: int
 
     def __len__(self) -> int:
-        """The number of positions in a record: the end-of-text token is a label, never an input."""
+        """The number of positions that the pair takes in a record.
+
+        The end-of-text token is only a label and never an input, so it takes no position.
+        """
         return len(self.tokens) - 1
 
 
@@ -93,11 +101,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def read_pairs(path: str, bad: Bad, progress: Callable[[int], object]) -> Iterator[Pair]:
-    """Yield the pairs of a file.
+    """Yield the pairs of prompt and completion in a file.
 
     Args:
       bad: called for each unusable line.
-      progress: called with the number of bytes read since its last call.
+      progress: called repeatedly with the number of bytes read since its last call.
     """
     with opened(path, bad) as raw:
         before = 0
@@ -111,7 +119,11 @@ def read_pairs(path: str, bad: Bad, progress: Callable[[int], object]) -> Iterat
 
 
 def pair_of(value: Any, where: str) -> Pair:
-    """Return the pair in a line's JSON value; raises BadInputError if it is not one."""
+    """Return the pair of prompt and completion in the JSON value of an input line.
+
+    Raises:
+      BadInputError: if the value is not a pair; the message starts with the location `where`.
+    """
     mapping = value if isinstance(value, dict) else {}
     texts = [mapping[key] for key in Pair._fields[1:] if isinstance(mapping.get(key), str)]
     if len(texts) < 2 or not texts[1]:
@@ -124,9 +136,9 @@ def pair_of(value: Any, where: str) -> Pair:
 def read_records(
     pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad, *, pack: bool
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the records of the pairs.
+    """Yield the records that hold the pairs, as the features described in `record`.
 
-    Each record holds one pair or, with `pack`, as many consecutive pairs as fit.
+    Each record holds one pair or, if `pack` is true, as many consecutive pairs as fit.
     """
     texts: list[Text] = []
     for text in tokenized(pairs, tokenizer, seq, bad):
@@ -139,7 +151,7 @@ def read_records(
 
 
 def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad) -> Iterator[Text]:
-    """Yield the tokenised pairs; those longer than `seq` go to `bad`."""
+    """Yield the tokenised pairs, except those longer than `seq`, for which `bad` is called."""
     pairs = iter(pairs)
     while batch := list(islice(pairs, TOGETHER)):
         prompts, completions = (
@@ -156,13 +168,17 @@ def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad) -> Iterator[
 
 
 def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
-    """Return the features of a record, [seq] each: the texts one after another, then padding."""
+    """Return the features of a record by name, [seq] each.
+
+    A feature holds the values for the texts, one text after another, and then padding.  If `pack`
+    is true, the record also has the feature `segment_ids`.
+    """
     columns = {
         "input_ids": [text.tokens[:-1] for text in texts],
         "labels": [text.tokens[1:] for text in texts],
         "input_mask": [[i >= text.prompt for i in range(1, len(text) + 1)] for text in texts],
     }
-    if pack:  # the padding is segment 0
+    if pack:  # the texts are segments 1, 2 and so on, and the padding is segment 0
         columns["segment_ids"] = [[n] * len(text) for n, text in enumerate(texts, 1)]
     padding = dict.fromkeys(columns, 0) | {"input_ids": end, "labels": end}
     return {

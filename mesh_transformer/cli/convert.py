@@ -1,5 +1,6 @@
-"""Convert checkpoints between the original's format, the native one and Hugging Face's.
+"""Convert checkpoints between mesh-transformer-jax's format, the native one and Hugging Face's.
 
+Example:
 convert_checkpoint.py --from original step_383500 --to hf gpt-j --config configs/6B_roto_256.json
 """
 
@@ -82,7 +83,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    # SIGTERM exits by an exception, as Ctrl-C does, so that an unfinished target is removed.
+    # Make SIGTERM raise an exception, as Ctrl-C does, so that an unfinished target is removed.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(parse_args())
@@ -91,10 +92,10 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert the checkpoint; with --verify, also compare it with its source.
+    """Convert a checkpoint; with --verify, also compare the logits of source and target.
 
     Raises:
-      StoppedError: if their logits differ by more than rounding explains.
+      StoppedError: if the logits differ by more than rounding explains.
     """
     (source_kind, source), (target_kind, target) = args.source, args.target
     written = conversion.convert(

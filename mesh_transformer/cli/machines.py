@@ -1,4 +1,4 @@
-"""The hosts that a command's flags ask for, and a network that runs on them."""
+"""Provides the hosts that a command's flags choose, and a network that runs on them."""
 
 import argparse
 import contextlib
@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 def machines_of(
     args: argparse.Namespace, config: Config
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """Return a context manager for a function that returns the hosts of each new attempt.
+    """Return a context manager that provides the hosts chosen by the command's flags.
 
-    `add_host_arguments`' flags decide between a TPU's hosts and local processes.
+    The hosts are those of a TPU (--tpu) or processes on this machine (--local-hosts).  The context
+    manager yields a function that returns the hosts; call it once for each attempt to run on them.
+
+    Args:
+      args: the values of the flags added by `add_host_arguments`.
     """
     if args.tpu is not None:
         return tpu_machines(config, *tpu_arguments(args, config))
@@ -40,12 +44,13 @@ def running_model(
     *,
     only_generate: bool = False,
 ) -> "Iterator[CausalTransformer | LastingCluster]":
-    """Yield a network with the weights at `path`, for inference.
+    """Return a context manager that yields a network for inference, with the weights at `path`.
 
     Args:
-      args: `add_host_arguments`' flags.  Without them the network runs in this process.
-      config: by default, that of `path`.
-      only_generate: see `CausalTransformer.only_generate`.
+      args: the values of the flags added by `add_host_arguments`.  If neither --tpu nor
+        --local-hosts is given, the network runs in this process.
+      config: the network's config; None to use the one stored at `path`.
+      only_generate: whether to call `CausalTransformer.only_generate`, which frees memory.
     """
     if args.tpu is None and args.local_hosts is None:
         from mesh_transformer.transformer_shard import load

@@ -1,6 +1,7 @@
 """Predict whether a config's training or generation fits a TPU slice, without a TPU.
 
-Compiles the real step with libtpu (`make libtpu`).  The exit status is 0 if it fits, 1 if not.
+The real training or decoding step is compiled with libtpu, which `make libtpu` installs.  The exit
+status is 0 if the step fits into memory, and 1 if it does not.
 """
 
 import argparse
@@ -67,13 +68,16 @@ def parse_args() -> argparse.Namespace:
 
 
 def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> int:
-    """Return mp, given dp, mp, both, or neither.
+    """Return the number of devices per replica.
 
     Args:
-      default: mp if neither is given, or the number of devices if that is smaller.
+      dp: the number of replicas; None if --dp is not given.
+      mp: the number of devices per replica; None if --mp is not given.
+      default: the result if neither is given, unless there are fewer devices.
+      devices: the number of devices, all of which are used.
 
     Raises:
-      InputError: if dp and mp do not use all of the devices.
+      InputError: if dp x mp cannot be the number of devices.
     """
     if mp is None:
         mp = min(default, devices) if dp is None else devices // max(dp, 1)
@@ -86,9 +90,10 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
 
 
 def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
-    """Return the config keys that flags replace, with their values.
+    """Return the config keys that the flags override, with their new values.
 
-    With --search, cores_per_replica is among them only if --dp or --mp is given.
+    The key cores_per_replica is always included, except that with --search it is included only if
+    --dp or --mp is given.
     """
     changes: dict[str, Any] = {
         "zero": args.zero,

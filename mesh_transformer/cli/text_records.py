@@ -1,12 +1,14 @@
-"""The create_finetune_tfrecords script: text files and archives to TFRecords of token sequences.
+"""The create_finetune_tfrecords script: converts text files and archives to TFRecords of sequences.
 
-Documents are tokenised once, file by file, into a work folder beside the result.  Shuffling and
-packing then only move the numbers of documents, so a corpus may be larger than memory.  If a run is
-interrupted at any point, the same command resumes it, with a byte-identical result.
+Documents are tokenised once, file by file, and stored in a work folder next to the result.
+Shuffling and packing then move only the numbers of documents, so a corpus may be larger than
+memory.  If a run is interrupted at any point, the same command resumes it.  The result is then
+byte-identical to that of an uninterrupted run.
 
-The records have the original's format.  For one epoch they hold the original's sequences, in the
-same order if seed and file order are equal.  Original: the tokens left over after a shuffled epoch,
-and a last sequence that was exactly full, were lost; here they begin the next epoch.
+The records have the format of the original mesh-transformer-jax.  For one epoch, they hold the same
+sequences as the original's records, in the same order if the seed and the order of files are equal.
+One difference is at the end of a shuffled epoch: the original dropped the remaining tokens, and
+also a last sequence if it was exactly full.  Here, the next epoch begins with the remaining tokens.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from mesh_transformer.data.packing import Order, publish, sequences, write_parts
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.util import InputError
 
-# The options that the result depends on, besides the tokenizer and the text files.
+# The options that determine the result, together with the tokenizer and the text files.
 SETTINGS = (
     "seq",
     "normalize_with_ftfy",
@@ -115,8 +117,8 @@ def add_cleaning(parser: argparse.ArgumentParser) -> None:
 def work_folder(folder: Path, new: bool) -> Iterator[None]:
     """Create the folder in which a record set is built, and lock it against other runs.
 
-    The folder is removed when the block completes, or if it raises InputError before any progress
-    was saved; otherwise it remains, so that a later run can resume.
+    The folder is removed when the `with` block completes, or if the block raises InputError before
+    any progress was saved.  In all other cases the folder remains, so that a later run can resume.
 
     Args:
       new: whether to discard the progress of an earlier run.
@@ -140,13 +142,16 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
             if not (folder / PROGRESS).exists():
                 shutil.rmtree(folder)
             raise
-        # The progress first: if the clean-up is interrupted, the next run starts over.
+        # Delete the progress first: if the clean-up is interrupted, the next run starts over.
         (folder / PROGRESS).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
 def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
-    """Build the record set in the folder `work` and publish it as `base`.
+    """Build the record set in the folder `work`, and move it to its final place.
+
+    Args:
+      base: the final path of the record set, without a file name ending.
 
     Returns:
       A line that describes the result.
@@ -173,7 +178,7 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
     packed = sequences(corpus, order_of(options), tokenizer, generator)
     first = next(packed, None)
     if first is None:
-        (work / PROGRESS).unlink()  # a resumed run would fail here again
+        (work / PROGRESS).unlink()  # otherwise the next run would resume and fail here again
         raise nothing_found(options, corpus, skipped)
     parts = write_parts(work, chain([first], packed), options.sequences_per_file)
     manifest = {
@@ -207,7 +212,7 @@ def order_of(options: argparse.Namespace) -> Order:
 def nothing_found(
     options: argparse.Namespace, corpus: Corpus, skipped: dict[str, int]
 ) -> InputError:
-    """Return the error for text that makes no sequence."""
+    """Return the error to raise if the text does not yield a single sequence."""
     skipped_text = f" (skipped: {told(skipped)})" if skipped else ""
     if not len(corpus.sizes):
         return InputError(
@@ -229,7 +234,10 @@ def skipped_in(sources: list[Source]) -> dict[str, int]:
 
 
 def manifested(source: Source) -> dict[str, Any]:
-    """Return a source's manifest entry, without the modification time, which copying changes."""
+    """Return the manifest entry of a source.
+
+    The modification time is left out, because copying a file changes it.
+    """
     values = dataclasses.asdict(source)
     del values["changed"]
     return values

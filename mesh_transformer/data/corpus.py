@@ -1,7 +1,7 @@
 """Tokenised documents on disk, written by a run that can be interrupted and resumed at any point.
 
-Used by create_finetune_tfrecords.py.  Memory does not grow with the amount of text: it holds a few
-batches of pieces and, once everything is tokenised, 8 bytes per document.
+Used by create_finetune_tfrecords.py.  Only a few batches of text are in memory at once, whatever
+the size of the corpus.  Once everything is tokenised, memory holds 8 bytes per document.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from mesh_transformer.util import InputError
 
 BATCH_CHARACTERS = 1 << 21  # 128 pieces of a long document, enough to occupy 128 cores
 BATCH_PIECES = 1 << 14
-BATCHES_AHEAD = 2  # batches read while one is tokenised
-SAVE_EVERY = 16  # batches
+BATCHES_AHEAD = 2  # batches that are read while another is tokenised
+SAVE_EVERY = 16  # batches between saves of the progress
 PROGRESS = "progress.json"
 ENDS = np.dtype(np.int64)
 
@@ -35,7 +35,7 @@ class Corpus:
 
     Args:
       tokens: the tokens of all documents, [number of tokens].
-      ends: the position after each document's last token, [number of documents].
+      ends: for each document, the position in `tokens` after its last token, [number of documents].
     """
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray):
@@ -46,16 +46,16 @@ class Corpus:
 
 @dataclasses.dataclass
 class Source:
-    """A text file, and what it contributed to the corpus.
+    """A text file, with counts of its documents and tokens in the corpus.
 
     Attributes:
       name: the file's name without its folder.
-      bytes: its size.
-      changed: its modification time in nanoseconds.
-      sha256: the hash of its content, set once the file has been read to its end.
-      documents: the number of its documents in the corpus.
-      tokens: the number of its tokens in the corpus.
-      skipped: the number of skipped items by reason.
+      bytes: the file's size.
+      changed: the file's modification time in nanoseconds.
+      sha256: the hash of the file's content; empty until the whole file has been read.
+      documents: the number of the file's documents in the corpus.
+      tokens: the number of the file's tokens in the corpus.
+      skipped: the number of skipped items in the file, by reason.
     """
 
     name: str
@@ -77,17 +77,17 @@ class Source:
 
 @dataclasses.dataclass
 class Progress:
-    """How much of the corpus on disk is valid, as saved in progress.json.
+    """The progress of a tokenisation run, as saved in progress.json.
 
     Attributes:
-      settings: everything besides the files that the corpus depends on.
-      names: the names of all files, in reading order.
-      sources: the finished files.
-      current: the file after them, if it is partly done.
-      pieces: the number of finished pieces of the file in progress.
-      tokens: the number of valid tokens on disk; any tokens after them are discarded.
+      settings: the settings that the corpus depends on, besides the text files.
+      names: the names of all text files, in reading order.
+      sources: the text files that are completely tokenised.
+      current: the file that is partly tokenised, or None.
+      pieces: the number of tokenised pieces of the file `current`.
+      tokens: the number of valid tokens on disk; a resumed run discards any tokens after them.
       documents: the number of complete documents in the corpus.
-      last_end: the number of tokens in these documents.
+      last_end: the number of tokens in the complete documents.
     """
 
     settings: dict[str, Any]
@@ -122,11 +122,17 @@ class Progress:
     def checked(self, new: "Progress", files: list[str], folder: Path) -> "Progress":
         """Return this progress if the run described by `new` can resume from it.
 
-        If the file in progress was modified, it is read again from its start; the finished files
-        must be unchanged.
+        Text files that are completely tokenised must be unchanged.  If the file that is partly
+        tokenised was modified, the returned progress starts that file over.
+
+        Args:
+          new: the empty progress of the new run, with its settings and names.
+          files: the paths of the new run's text files, in reading order.
+          folder: the folder of the corpus, named in the error message.
 
         Raises:
-          InputError: if the settings, the files or a finished file differ; the message lists what.
+          InputError: if the settings, the list of files or a completed file differ; the message
+            lists the differences.
         """
         new_settings = json.loads(json.dumps(new.settings))
         different = [key for key, value in new_settings.items() if self.settings.get(key) != value]
@@ -142,7 +148,7 @@ class Progress:
             )
         current = self.current
         if current and not current.is_same_file(Source.of(files[len(self.sources)])):
-            # For example, bad input in it was fixed: only this file is read again.
+            # The user may have fixed bad input in this file, so this file alone is read again.
             self.current, self.pieces = None, 0
             self.tokens = self.last_end = sum(source.tokens for source in self.sources)
             self.documents = sum(source.documents for source in self.sources)
@@ -150,10 +156,10 @@ class Progress:
 
 
 class Batch(NamedTuple):
-    """A batch of pieces to be tokenised together.
+    """A batch of pieces of text to be tokenised together.
 
     Attributes:
-      items: pieces; each file's `Source` follows its last piece.
+      items: pieces in reading order; after the last piece of a file comes the file's `Source`.
       current: the file that the last item belongs to; None in the last batch of a run.
     """
 
@@ -168,10 +174,10 @@ class Tokenizing:
     """A run that tokenises text files into a corpus, or resumes an interrupted one.
 
     Args:
-      folder: where the corpus and its progress are kept; it must exist.
+      folder: an existing folder, in which the corpus and its progress are stored.
       files: the paths of the text files, in reading order.
-      settings: everything besides the files that the corpus depends on; a run only resumes one
-        with equal settings.
+      settings: the settings that the corpus depends on, besides the text files.  An interrupted
+        run can only be resumed with equal settings.
       clean: a function applied to each piece of text before tokenisation.
       skip_bad: whether to skip and count unusable input instead of raising InputError.
     """
@@ -193,7 +199,7 @@ class Tokenizing:
             self.progress = Progress.load(folder / PROGRESS).checked(self.progress, files, folder)
 
     def run(self) -> Corpus:
-        """Tokenise everything that is not done yet, and return the corpus."""
+        """Tokenise all text that is not tokenised yet, and return the complete corpus."""
         progress = self.progress
         with (
             self._open_valid("tokens", progress.tokens * self.dtype.itemsize) as tokens,
@@ -215,7 +221,11 @@ class Tokenizing:
         )
 
     def _open_valid(self, name: str, size: int) -> IO[bytes]:
-        """Truncate a file of the corpus to its valid `size` in bytes and open it for appending."""
+        """Truncate a file of the corpus to its first `size` bytes, and open it for appending.
+
+        Raises:
+          InputError: if the file has fewer than `size` bytes.
+        """
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
@@ -224,7 +234,10 @@ class Tokenizing:
         return open(path, "ab")
 
     def _encoded(self, bar: tqdm) -> Iterator[tuple[Batch, list[list[int]]]]:
-        """Yield batches with their pieces' tokens; the next ones are read during tokenisation."""
+        """Yield (batch, tokens of each of its pieces).
+
+        While a batch is tokenised, up to BATCHES_AHEAD further batches are read.
+        """
         pending: deque[tuple[Batch, Future]] = deque()
         with ThreadPoolExecutor(1) as pool:
             for batch in self._batches(bar):
@@ -237,7 +250,7 @@ class Tokenizing:
                 yield batch, encoded.result()
 
     def _batches(self, bar: tqdm) -> Iterator[Batch]:
-        """Read the remaining pieces of all files, in batches."""
+        """Yield the text that is not tokenised yet, as batches of pieces."""
         finished, pieces = len(self.progress.sources), self.progress.pieces
         bar.update(sum(source.bytes for source in self.progress.sources))
         items, characters = [], 0
@@ -254,7 +267,10 @@ class Tokenizing:
             yield Batch(items, None)
 
     def _items(self, file: str, source: Source, pieces: int, bar: tqdm) -> Iterator[Piece | Source]:
-        """Yield the file's cleaned pieces after the first `pieces`, then its completed `source`."""
+        """Yield the cleaned pieces of a file, without the first `pieces`, and then `source`.
+
+        Before `source` is yielded, its hash and its counts of skipped items are filled in.
+        """
         bad = Bad(self.skip_bad)
         all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
         for piece in islice(all_pieces, pieces, None):
@@ -267,7 +283,7 @@ class Tokenizing:
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
     ) -> None:
-        """Append a batch to the corpus files and record it in the progress."""
+        """Append the tokens of a batch to the corpus files, and update the progress in memory."""
         progress, rows = self.progress, iter(encoded)
         for item in batch.items:
             if isinstance(item, Source):
@@ -294,7 +310,7 @@ class Tokenizing:
         progress.current = batch.current if progress.pieces else None
 
     def _save(self, *written: IO[bytes]) -> None:
-        """Sync the corpus files to disk before saving the progress that refers to them."""
+        """Flush the corpus files to disk, and then save the progress, which refers to them."""
         for file in written:
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Documents read from text files and archives, in pieces that fit in memory, and text clean-up."""
+"""Reads documents from text files and archives, in pieces that fit in memory; cleans up text."""
 
 import collections
 import contextlib
@@ -21,11 +21,11 @@ from mesh_transformer.util import InputError
 
 
 def wikitext_detokenize(text: str) -> str:
-    """Undo WikiText's spacing of punctuation, by the original's rules in the original's order.
+    """Remove the extra spaces that the WikiText data set has around punctuation.
 
-    Original: one more rule, for years written as `' 90s`, used the regular expression syntax of
-    another language, so it never matched such a year and damaged the text it did match.  It is
-    omitted here.
+    The replacement rules and their order are those of the original mesh-transformer-jax, except
+    that one of its rules is omitted.  That rule was meant for years written as `' 90s`, but its
+    regular expression never matched them and damaged other text.
     """
     text = text.replace("s '", "s'")
     for mark in "-,.":
@@ -47,8 +47,8 @@ def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
     """Return a function that applies the chosen clean-up steps to a text.
 
     Args:
-      use_ftfy: whether to repair garbled text with ftfy; this is the first step.
-      use_wikitext: whether to undo WikiText's spacing of punctuation.
+      use_ftfy: whether to repair garbled text with the package ftfy; this is the first step.
+      use_wikitext: whether to apply `wikitext_detokenize`.
     """
     steps: list[Callable[[str], str]] = []
     if use_ftfy:
@@ -74,16 +74,17 @@ DAMAGE = (
     zlib.error,
     zstandard.ZstdError,
 )
-COMPRESSED_BYTES = 1 << 14  # per read: this much of a frame can decompress to 500 MB of zeros
-LONGEST_LINE = 1 << 27  # bytes; the most that is held in memory of a file without line ends
-SHOWN = 20  # skipped items that are printed per `Bad`; further ones are only counted
+# Compressed bytes per read.  The value is small because even so few bytes can decompress to 500 MB.
+COMPRESSED_BYTES = 1 << 14
+LONGEST_LINE = 1 << 27  # bytes; limits the memory that a file without line ends can take
+SHOWN = 20  # number of skipped items that each `Bad` prints; further ones are only counted
 
 
 class BadInputError(InputError):
-    """A document, a line or the rest of a file is unusable, but the rest of the input is not.
+    """A document, a line or the rest of a file is unusable; the remaining input can still be read.
 
     Attributes:
-      reason: a short category, by which skipped items are counted.
+      reason: a short category, such as "not JSON"; skipped items are counted by category.
     """
 
     def __init__(self, reason: str, message: str):
@@ -92,7 +93,10 @@ class BadInputError(InputError):
 
 
 class Bad:
-    """Handler of bad input: raises InputError or, if `skip` is true, counts it by reason.
+    """Handler for unusable input.  To report an item, call it with a BadInputError.
+
+    If `skip` is false, the call raises InputError.  If `skip` is true, the call counts the item by
+    the error's reason, and prints the first few.
 
     Attributes:
       counts: the number of skipped items by reason.
@@ -115,16 +119,18 @@ class Bad:
 
 
 def told(counts: dict[str, int]) -> str:
-    """Format counts by reason, the largest first: "3 not JSON, 1 no text"."""
+    """Format counts by reason, with the largest count first: "3 not JSON, 1 no text"."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {reason}" for reason, count in ordered)
 
 
 def find_files(path: str, types: tuple[str, ...]) -> list[str]:
-    """Return the file `path`, or the files directly in the folder `path`, sorted by name.
+    """Return `path` itself if it is a file, or the files in the folder `path`, sorted by name.
+
+    Files in subfolders are not included.
 
     Args:
-      types: the accepted endings of file names.
+      types: the accepted endings of file names; a folder's other files are left out.
 
     Raises:
       InputError: if the path does not exist, or no file has an accepted ending.
@@ -143,7 +149,10 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
 
 @contextlib.contextmanager
 def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes; if its content proves damaged, end the block and call `bad`.
+    """Open a file for reading bytes, as a context manager.
+
+    If the code in the `with` block raises one of the errors in DAMAGE, the block ends and `bad` is
+    called with a BadInputError that says that the file is damaged.
 
     Raises:
       InputError: if the file cannot be read.
@@ -160,13 +169,13 @@ def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
 class ZstandardReader(io.RawIOBase):
     """A stream of the decompressed contents of zstandard frames.
 
-    Unlike the zstandard package's reader, it raises ZstdError if the last frame is incomplete, or
-    if there is none.
+    Unlike the reader of the zstandard package, it raises ZstdError if the last frame is incomplete
+    or if the input has no frames.
     """
 
     def __init__(self, raw: IO[bytes]):
         self._raw = raw
-        self._frame: Any = None  # the decompressor of an incomplete frame
+        self._frame: Any = None  # the decompressor of a frame that is only partly read
         self._compressed, self._contents = b"", memoryview(b"")
         self._is_empty = True
 
@@ -193,9 +202,10 @@ class ZstandardReader(io.RawIOBase):
 
 
 def json_lines(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, Any]]:
-    """Yield (location, value) of each non-blank line of a .jsonl or .jsonl.zst file.
+    """Yield (location, parsed value) for each non-blank line of a .jsonl or .jsonl.zst file.
 
-    The location names file and line in messages.  Over-long and invalid lines go to `bad`.
+    The location is text for error messages that names the file and the line.  `bad` is called for
+    each line that is too long or not valid JSON.
     """
     stream: IO[bytes] = raw
     if path.endswith(".zst"):
@@ -216,7 +226,11 @@ def json_lines(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, Any]]:
 
 
 def json_value(line: bytes, where: str) -> Any:
-    """Parse a line of JSON; raises BadInputError with the location `where` if it is invalid."""
+    """Parse a line of JSON.
+
+    Raises:
+      BadInputError: if the line is not valid JSON; the message starts with the location `where`.
+    """
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -233,15 +247,18 @@ def not_utf8(where: str, invalid: bytes) -> BadInputError:
 
 
 def whole_characters(text: str) -> str:
-    """Replace unpaired surrogates with `?`: JSON can hold them, but UTF-8 cannot encode them."""
+    """Replace unpaired surrogates with `?`, because UTF-8 cannot encode them.
+
+    Text parsed from JSON can contain them.
+    """
     return text.encode(errors="replace").decode()
 
 
 FILE_TYPES = (".jsonl.zst", ".txt", ".xz", ".tar.gz", ".jsonl")
-# Longer documents are cleaned and tokenised in pieces, so that they need not fit in memory; the
-# tokenizer is fastest at about this size.
+# Documents longer than this are cleaned and tokenised in pieces, so that they need not fit in
+# memory.  The tokenizer is fastest with pieces of about this size.
 PIECE_CHARACTERS = 1 << 14
-LONGEST_RUN = 1 << 20  # characters; a longer run without a safe place to cut is cut anyway
+LONGEST_RUN = 1 << 20  # characters; longer text without a safe place to cut is cut anyway
 
 
 class Piece(NamedTuple):
@@ -249,8 +266,8 @@ class Piece(NamedTuple):
 
     Attributes:
       is_end: whether this is the document's last piece.
-      is_bad: whether the document is unusable: its earlier pieces must be dropped, and no more
-        follow.
+      is_bad: whether the document is unusable.  If true, the document's earlier pieces must be
+        dropped, and it has no further pieces.
     """
 
     text: str
@@ -266,10 +283,10 @@ def read_pieces(
     Args:
       separator: the text that separates documents; empty documents are dropped.
       bad: called for each unusable document or file.
-      progress: called with the number of bytes read since its last call.
+      progress: called repeatedly with the number of bytes read since its last call.
 
     Raises:
-      InputError: for a bad document or file, unless `bad` skips it.
+      InputError: if a document or the file is unusable and `bad` does not skip it.
     """
     reported, is_open = 0, False
     with opened(path, bad) as raw:
@@ -285,7 +302,11 @@ def read_pieces(
 
 
 def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterator[Piece]:
-    """Yield the pieces of a text's documents; documents that are not UTF-8 go to `bad`."""
+    """Yield the pieces of a text's documents, checked for invalid UTF-8.
+
+    `bad` is called for each document that is not valid UTF-8.  If `bad` skips it and some of its
+    pieces were already yielded, a piece with `is_bad` follows.
+    """
     number, is_first, is_dropped = 1, True, False
     for text, is_end in pieces:
         if not is_dropped and (invalid := undecoded(text)):
@@ -301,9 +322,9 @@ def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterat
 
 
 def undecoded(text: str) -> bytes:
-    """Return the first run of bytes that was not valid UTF-8, or b"" if there is none.
+    """Return the first bytes of the encoded text that were not valid UTF-8, or b"" if all were.
 
-    The text must have been decoded with `surrogateescape`.
+    The text must have been decoded with the error handler `surrogateescape`.
     """
     if text.isascii():
         return b""
@@ -315,11 +336,15 @@ def undecoded(text: str) -> bytes:
 
 
 def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
-    """Split a text of any length into (piece, is_end); `is_end` marks a document's last piece.
+    """Split a text of any length into documents, and long documents into pieces.
 
-    A long document is cut only before a newline (or, in a long line, a space) that follows a
-    visible character.  No match of GPT-2's word pattern crosses such a place, so the pieces' tokens
-    are exactly the document's.  A run without such a place is nevertheless cut at LONGEST_RUN.
+    Yields (piece, is_end), where `is_end` marks the last piece of a document.
+
+    A long document is cut only where a visible character is followed by a newline or, if there is
+    no such newline, by a space.  The cut is before the newline or space.  The regular expression by
+    which GPT-2's tokenizer splits text never matches across such a cut, so tokenising the pieces
+    gives exactly the tokens of the document.  If LONGEST_RUN characters have no such place, the
+    document is cut anyway.
     """
     rest, started, searched = "", False, 0
     while block := text.read(PIECE_CHARACTERS):
@@ -341,9 +366,10 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
 
 
 def _last_safe_cut(text: str, start: int) -> int:
-    """Find the last newline, or else space, that follows a visible character.
+    """Return the position of the last newline that directly follows a visible character.
 
-    Only positions from `start` on are searched.  Returns 0 if there is none.
+    If there is no such newline, a space is searched for instead.  Only positions from `start` on
+    are searched.  Returns 0 if neither is found.
     """
     for mark in "\n ":
         cut = text.rfind(mark, start)
@@ -355,9 +381,10 @@ def _last_safe_cut(text: str, start: int) -> int:
 
 
 def _texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
-    """Yield (location, text) of each text in a file.
+    """Yield (location, text) for each text in a file.
 
-    These are the texts of its JSON lines, the members of an archive, or the whole file.
+    A JSON Lines file has one text per line, an archive has one per member, and any other file is a
+    single text.
     """
     if path.endswith((".jsonl", ".jsonl.zst")):
         yield from _json_texts(raw, path, bad)
@@ -372,11 +399,14 @@ def _texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
 def _decoded(stream: IO[bytes], where: str, newline: str | None) -> Iterator[tuple[str, TextIO]]:
     text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline=newline)
     yield where, text
-    text.detach()  # otherwise it would close the stream, whose position is still read
+    text.detach()  # otherwise `text` would close the stream, whose position is still needed
 
 
 def _xz_texts(raw: IO[bytes], where: str) -> Iterator[tuple[str, TextIO]]:
-    """Yield the texts of a compressed tar (OpenWebText's form) or of a single compressed text."""
+    """Yield the texts of an .xz file: the members of a tar archive, or a single text.
+
+    OpenWebText is distributed as tar archives in .xz files.
+    """
     with lzma.open(raw) as decompressed:
         stream = io.BufferedReader(decompressed, tarfile.BLOCKSIZE)  # type: ignore[arg-type]
         if stream.peek(tarfile.BLOCKSIZE)[257:262] == b"ustar":
@@ -397,15 +427,15 @@ def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, T
                 yield from _xz_texts(contents, where)
             else:
                 yield from _decoded(contents, where, newline="")
-    # Read to the end, where the decompressor verifies its checksums.
+    # Read to the end of the stream, because only there does the decompressor verify its checksums.
     while stream.read(tarfile.RECORDSIZE):
         pass
 
 
 def _json_texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
-    """Yield the texts of JSON lines.
+    """Yield (location, text) for each line of a JSON Lines file.
 
-    A line is a string, or an object whose `text` is a string or a list of paragraphs.
+    A line must be a string, or an object whose `text` is a string or a list of paragraphs.
     """
     for where, value in json_lines(raw, path, bad):
         text: Any = value.get("text") if isinstance(value, dict) else value

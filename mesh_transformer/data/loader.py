@@ -1,4 +1,4 @@
-"""Data loader: batches from indexed TFRecords, with a resumable position exact to the record."""
+"""Data loader: reads batches from indexed TFRecords, and can resume from any record."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,38 +13,40 @@ from mesh_transformer.data.record_set import Position, RecordSet, Row, random
 from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4
-DRAWN_TOGETHER = 4096  # choices of a set per random generator
+DRAWN_TOGETHER = 4096  # records for which one random generator chooses the sets
 
 
 class TFRecordNewInputs:
     """Iterator over batches of token records, endless or (`repeat=False`) over one epoch.
 
-    A batch holds `obs` and `target`, uint32 [*batch_size, T].  If the records of any set say which
-    tokens bear loss, it also has `loss_mask` (uint8, 1 = bears loss); if they hold several texts
-    each, `segment_ids` (int32), the number of the text that a token belongs to.
+    A batch is a dict of arrays, each of shape [*batch_size, T].  It always has `obs` and `target`
+    (uint32).  It also has `loss_mask` (uint8, 1 where a token bears loss) if the records of any set
+    have a loss mask, and `segment_ids` (int32, the number of each token's text) if the records of
+    any set hold several texts each.
 
-    Records come in the index's order, or shuffled (see `RecordSet`).  A batch continues into the
-    next file and epoch, so the sequence of records is the same for any batch size.  A background
-    thread reads a few batches ahead.
+    Records are read in the index's order, or shuffled (see `RecordSet`).  A batch can span the end
+    of a file or of an epoch, so the sequence of records is the same for any batch size.  A
+    background thread reads a few batches ahead.
 
     Args:
-      index_path: the path of an index, or a mixture: a mapping from index paths to the weights by
-        which each record's set is drawn.  An exhausted set of a mixture restarts independently of
-        the others.
+      index_path: the path of an index, or a mixture: a mapping from index paths to weights.  In a
+        mixture, each record comes from a randomly chosen set, with probability proportional to the
+        set's weight.  An exhausted set restarts independently of the others.
       batch_size: the leading dimensions of a batch.
-      sample_size: T.
-      n_vocab: the size of the vocabulary, which token ids are checked against.
-      repeat: whether a new epoch follows each one.
-      partial: whether, if `repeat` is False, the last records make a shorter batch when they do not
-        fill one; requires a `batch_size` that is a single number.
-      columns: which indices along the last dimension of `batch_size` to return; the other records
+      sample_size: T, the number of tokens per sequence.
+      n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
+      repeat: whether to start another epoch after each one.
+      partial: whether to return the last records as a smaller batch if they do not fill a whole
+        one.  For use with `repeat` False; requires an integer `batch_size`.
+      columns: the indices to return along the last dimension of `batch_size`; the other records
         are read from disk but not parsed.
       shuffle_buffer: the number of records that are shuffled together; 0 for the index's order.
-      seed: the seed of mixture and shuffle.
-      restore_state: a `state()` to resume from.
+      seed: the random seed for mixing and shuffling.
+      restore_state: a result of `state`, to resume from.
 
     Raises:
-      InputError: for anything wrong with the files, at construction or when a record is reached.
+      InputError: if a file is missing, damaged or unsuitable.  Some problems are found at
+        construction, others only when the record is read.
     """
 
     def __init__(
@@ -86,14 +88,18 @@ class TFRecordNewInputs:
         return self.get_samples()
 
     def get_samples(self) -> Row:
-        """Return the next batch; raises StopIteration after the last one if not `repeat`."""
+        """Return the next batch.
+
+        Raises:
+          StopIteration: if `repeat` is False and all batches have been returned.
+        """
         if self._ahead is None:
             self._ahead = Prefetch(self._batches(), BATCHES_AHEAD)
         batch, self._place = next(self._ahead)
         return batch
 
     def _batches(self) -> Iterator[tuple[Row, "Place"]]:
-        """Yield batches, each with the place after it."""
+        """Yield (batch, the place of the record after the batch)."""
         records = self._mixture.records(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
         while chunk := list(islice(records, count)):
@@ -108,28 +114,29 @@ class TFRecordNewInputs:
             yield batch, chunk[-1][1]
 
     def sample_once(self) -> "TFRecordNewInputs":
-        """Return a new iterator over one epoch of the records, unshuffled, for validation."""
+        """Return a new iterator over one unshuffled epoch of the same records, for validation."""
         index_path, batch_size, sample_size, n_vocab = self._validation_arguments
         return TFRecordNewInputs(index_path, batch_size, sample_size, n_vocab=n_vocab, repeat=False)
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last returned batch as a JSON-serialisable dict.
 
-        It counts records, so a loader with another batch size resumes at the same record.
+        The position is counted in records, so a loader with another batch size can resume from it.
         """
         return self._mixture.state(self._place)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume after the batch at which `state` was taken.
+        """Continue from the position in `state`, a result of the method `state`.
 
         Raises:
-          InputError: if the state is of other indexes, another order or another mixture.
+          InputError: if the state was saved with other indexes, another number of sets, or other
+            shuffle settings.
         """
         self.close()
         self._place = self._mixture.checked_place(state)
 
     def close(self) -> None:
-        """Stop the reading thread; requesting another batch starts it again."""
+        """Stop the background thread; the next call of `get_samples` starts a new one."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead = None
@@ -140,7 +147,8 @@ def open_train_set(
 ) -> TFRecordNewInputs:
     """Open a config's training set, in batches of [A, batch_size, T].
 
-    A is the config's `gradient_accumulation_steps`; `columns` is that of `TFRecordNewInputs`.
+    A is the config's `gradient_accumulation_steps`, and T is its `seq`.  For `columns`, see
+    `TFRecordNewInputs`.
     """
     assert config.train_set is not None
     return TFRecordNewInputs(
@@ -155,17 +163,24 @@ def open_train_set(
 
 
 class Place(NamedTuple):
-    """A position in a mixture: the number of records drawn, and the position in each set."""
+    """A position in a mixture.
+
+    Attributes:
+      drawn: the number of records read so far, from all sets together.
+      positions: the position in each set.
+    """
 
     drawn: int
     positions: tuple[Position, ...]
 
 
 class Mixture:
-    """Records drawn at random from several sets by weight, or simply the records of a single set.
+    """Records drawn at random from several sets; a single set is read in its own order.
+
+    The probability of drawing from a set is proportional to its weight.
 
     Raises:
-      InputError: at construction, if a weight is negative or all are 0.
+      InputError: at construction, if a weight is negative or all weights are 0.
     """
 
     def __init__(self, sets: Sequence[RecordSet], weights: Sequence[float], seed: int):
@@ -177,13 +192,13 @@ class Mixture:
                 f"train_set: the weights are {list(weights)}, expected none below 0 and one above 0"
             )
         self.shares = np.cumsum(np.array(weights) / total)
-        self.shares[-1] = 1.0  # despite the rounding of the sum
+        self.shares[-1] = 1.0  # the sum may differ from 1 by rounding
         self.beginning = Place(0, (Position(),) * len(sets))
 
     def records(self, place: Place, *, repeat: bool) -> Iterator[tuple[Callable[[], Row], Place]]:
-        """Yield (function returning the row, place after it) for each record from `place` on.
+        """Yield (function, next place) for each record, starting with the record at `place`.
 
-        The record is only parsed when the function is called.
+        The function takes no arguments; it parses the record and returns its row.
         """
         drawn, positions = place.drawn, list(place.positions)
         sources = [
@@ -200,7 +215,10 @@ class Mixture:
             yield row, Place(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
-        """Yield the number of the set that each record comes from, after the first `drawn`."""
+        """Yield the index of the set to read each record from, without the first `drawn` records.
+
+        The generator is endless.
+        """
         while True:
             block, past = divmod(drawn, DRAWN_TOGETHER)
             numbers = random(self.seed, "sets", block).random(DRAWN_TOGETHER)
@@ -208,7 +226,7 @@ class Mixture:
             drawn += DRAWN_TOGETHER - past
 
     def state(self, place: Place) -> dict[str, Any]:
-        """Return a place as a JSON-serialisable dict; for a single set it is that set's state."""
+        """Return a place as a JSON-serialisable dict; for a single set, the state of that set."""
         states = [
             record_set.state(position)
             for record_set, position in zip(self.sets, place.positions, strict=True)
@@ -216,7 +234,11 @@ class Mixture:
         return states[0] if len(states) == 1 else {"drawn": place.drawn, "sets": states}
 
     def checked_place(self, state: dict[str, Any]) -> Place:
-        """Return the place in a saved state; raises InputError if it is not of these sets."""
+        """Return the place stored in a saved state.
+
+        Raises:
+          InputError: if the state is damaged, or was saved with other sets or another record order.
+        """
         states = state.get("sets", [state])
         drawn = state.get("drawn", 0)
         if len(states) != len(self.sets) or not isinstance(drawn, int) or drawn < 0:

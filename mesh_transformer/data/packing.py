@@ -1,8 +1,8 @@
 """Packing of tokenised documents into sequences of equal length, reshuffled for each epoch.
 
-Only the numbers of documents and sequences are shuffled: memory holds about 24 bytes per document
-and 8 per sequence.  A set of record files, with its index and manifest, is published completely or
-not at all.
+Shuffling moves only the numbers of documents and sequences, not their tokens.  It takes about 24
+bytes of memory per document and 8 per sequence.  The index of a record set is written last, when
+all other files of the set are complete.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from mesh_transformer.data.tfrecords import write_records
 
 
 class Order(NamedTuple):
-    """Options that determine the sequences and their order.
+    """Options that determine which sequences are written and in which order.
 
     Attributes:
       length: tokens per sequence.
-      epochs: how many times the text is packed.
+      epochs: how many times the whole text is packed into sequences.
       is_shuffled: whether documents and sequences are shuffled in each epoch.
-      min_unique_tokens: sequences with fewer distinct tokens are skipped.
+      min_unique_tokens: the minimum number of distinct tokens; other sequences are skipped.
       verbose: whether skipped sequences are printed.
     """
 
@@ -41,9 +41,10 @@ class Order(NamedTuple):
 
 
 class Packing:
-    """The sequences of an epoch, cut from the concatenation of `carry` and the documents.
+    """The sequences of one epoch, cut from the concatenation of `carry` and the documents.
 
-    Sequences are read from the corpus on access; `len` is the number of complete ones.
+    `len(packing)` is the number of complete sequences.  `packing[i]` reads the tokens of sequence
+    `i` from the corpus.
 
     Args:
       order: the numbers of the documents, in the order in which they are concatenated.
@@ -53,7 +54,8 @@ class Packing:
 
     def __init__(self, corpus: Corpus, order: np.ndarray, carry: np.ndarray, length: int):
         self.corpus, self.order, self.carry, self.length = corpus, order, carry, length
-        # The end of each part: part 0 is the carry, part i is document order[i - 1].
+        # The end of each part of the concatenation: part 0 is `carry`, and part i is document
+        # order[i - 1].
         self.ends = len(carry) + np.cumsum(np.concatenate([[0], corpus.sizes[order]]))
 
     def __len__(self) -> int:
@@ -82,9 +84,10 @@ class Packing:
 def sequences(
     corpus: Corpus, order: Order, tokenizer, generator: random.Random
 ) -> Iterator[tuple[Packing, int]]:
-    """Yield the sequences of all epochs in writing order, as (packing, number in the packing).
+    """Yield (packing, number of the sequence in it) for the sequences of all epochs.
 
-    Their tokens are not read here, so skipping sequences that are already written costs nothing.
+    They are yielded in the order in which they are to be written.  The tokens of a sequence are not
+    read here, so a resumed run can skip the sequences that are already written at no cost.
     """
     documents = array("q", range(len(corpus.sizes)))
     carry = corpus.tokens[:0]
@@ -101,7 +104,7 @@ def sequences(
 
 
 def select(packing: Packing, order: Order, tokenizer) -> Iterator[int]:
-    """Yield the numbers of the sequences with enough distinct tokens."""
+    """Yield the numbers of the sequences with at least `min_unique_tokens` distinct tokens."""
     for number in range(len(packing)):
         if order.min_unique_tokens > 0:
             distinct = len(np.unique(packing[number]))
@@ -116,13 +119,15 @@ def select(packing: Packing, order: Order, tokenizer) -> Iterator[int]:
 def write_parts(
     folder: Path, sequences: Iterator[tuple[Packing, int]], most: int | None
 ) -> list[tuple[Path, int]]:
-    """Write sequences to numbered record files in a folder; existing files are kept as they are.
+    """Write sequences to numbered record files in a folder.
+
+    A file that already exists is complete and is not written again.
 
     Args:
       most: the maximum number of sequences per file; None for a single file.
 
     Returns:
-      The path and the number of sequences of each file.
+      (path, number of sequences) for each file.
     """
     parts = []
     with tqdm(desc="writing", unit=" sequences") as bar:
@@ -151,9 +156,10 @@ def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any])
     """Move the record files to their final names, then write the manifest and the index.
 
     Args:
-      base: the set's path without an ending.
-      parts: the path and the number of sequences of each record file.
-      manifest: entries of the manifest; the files and the number of sequences are added.
+      base: the path of the record set, without a file name ending.
+      parts: (path, number of sequences) for each record file.
+      manifest: entries for the manifest; the total number of sequences and a list of the files are
+        added to them.
 
     Returns:
       The path of the index.

@@ -11,17 +11,17 @@ SECONDS_TO_END = 5.0
 
 
 class Prefetch(Generic[Item]):
-    """Iterator over the items of `items`, with up to `depth` of them produced in advance.
+    """Iterator over `items`; a background thread produces up to `depth` items in advance.
 
-    An exception of `items` is raised in place of the item that it prevented, and again on every
-    later call.  The thread ends when the object is closed or garbage-collected.
+    If `items` raises an exception, `next` raises it after all earlier items have been returned, and
+    again on every later call.  The thread ends when this object is closed or garbage-collected.
     """
 
     def __init__(self, items: Iterator[Item], depth: int):
         self._queue: queue.Queue[Item | _End] = queue.Queue(depth)
         self._end: _End | None = None
         stop = threading.Event()
-        # The thread must not refer to this object, which could then never be garbage-collected.
+        # The thread must not refer to this object, or the object would never be garbage-collected.
         thread = threading.Thread(target=_fill, args=(self._queue, items, stop), daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end_thread, thread, self._queue, stop)
@@ -56,10 +56,10 @@ def _fill(ahead: queue.Queue, items: Iterator, stop: threading.Event) -> None:
 
 
 def _end_thread(thread: threading.Thread, ahead: queue.Queue, stop: threading.Event) -> None:
-    """Stop the thread and wait for it, but at most SECONDS_TO_END seconds.
+    """Tell the thread to stop, and wait at most SECONDS_TO_END seconds for it to end.
 
-    The thread may be blocked by a full queue, which is emptied here, or by a slow read, which is
-    not interrupted.
+    If the thread is blocked because the queue is full, emptying the queue here unblocks it.  A slow
+    read in the thread is not interrupted.
     """
     stop.set()
     waited = 0.0

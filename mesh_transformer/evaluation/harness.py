@@ -15,17 +15,17 @@ from mesh_transformer.util import InputError
 if TYPE_CHECKING:
     from mesh_transformer.network import Network
 
-# The tasks in the original's configs, by the names that lm-eval has now.
+# The tasks in the configs of the original mesh-transformer-jax, by their current lm-eval names.
 DEFAULT_TASKS = ("lambada", "piqa", "hellaswag", "winogrande", "mathqa", "pubmedqa")
 
 
 class Harness:
-    """Loaded lm-eval tasks, whose questions were checked to fit the config's model.
+    """Loaded lm-eval tasks, whose questions have been checked to fit the config's model.
 
     Args:
       names: lm-eval tasks, tasks in the folder `include_path`, or YAML files.
       num_fewshot: number of examples before each question; None: each task's default.
-      limit: number of questions per task, or below 1 the fraction of them; None: all.
+      limit: number of questions per task; a value below 1 is a fraction of them; None: all.
 
     Raises:
       InputError: if lm-eval is not installed, or a task cannot be loaded or does not fit the model.
@@ -70,19 +70,25 @@ class Harness:
 
 @functools.cache
 def opened(config: Config) -> Harness | None:
-    """Return the config's `eval_harness_tasks`, loaded once per config; None if it has none."""
+    """Load the config's `eval_harness_tasks`, or return None if it has none.
+
+    The tasks are loaded only once per config.
+    """
     if not config.eval_harness_tasks:
         return None
     return Harness(config, config.eval_harness_tasks, limit=config.eval_harness_limit)
 
 
 def numbers(results: dict[str, Any]) -> dict[str, float]:
-    """Flatten results to `<task>/<metric>`, followed by `,<filter>` if the task has filters."""
+    """Return the values of all metrics by `<task>/<metric>`, or `<task>/<metric>,<filter>`.
+
+    The name of the filter is included if the task has filters.
+    """
     values: dict[str, float] = {}
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
             metric, comma, source = name.partition(",")
-            # Other entries are the task's title, and standard errors that are not known.
+            # Other entries are the task's title, and standard errors that could not be computed.
             if comma and isinstance(value, int | float) and math.isfinite(value):
                 values[f"{task}/{metric if source == 'none' else name}"] = float(value)
     return values

@@ -22,7 +22,7 @@ MOST_TOKENS = 256  # per generated answer, if a task does not set max_gen_toks
 STEPS = 16  # tokens generated between checks for stop sequences
 IN_FLIGHT = 2  # batches dispatched before the scores of the oldest are read
 
-Encoded = tuple[Any, list[int], list[int]]  # lm-eval's (texts, context, continuation)
+Encoded = tuple[Any, list[int], list[int]]  # lm-eval's (texts, context tokens, continuation tokens)
 
 
 class StoppedAskingError(Exception):
@@ -32,7 +32,8 @@ class StoppedAskingError(Exception):
 class NetworkLM(TemplateLM):
     """lm-eval's model interface, implemented by a network.
 
-    The network returns losses and hits per token, not logits.
+    For each token, the network returns the loss and whether the token was the most likely one.  It
+    does not return logits.
 
     Args:
       stopped: called between batches; if it returns True, StoppedAskingError is raised.
@@ -63,7 +64,10 @@ class NetworkLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the logprob of each whole text in nats, scored in windows of the model's `seq`."""
+        """Return the logprob of each complete text in nats.
+
+        Long texts are scored in windows of at most the model's `seq` tokens.
+        """
         windows: list[Encoded] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
@@ -82,7 +86,7 @@ class NetworkLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's logprob in nats, and whether it is the greedy one."""
+        """Return each continuation's logprob in nats, and whether it is the greedy continuation."""
         texts = [
             _joined(context, continuation, self.max_length) for _, context, continuation in requests
         ]
@@ -99,7 +103,8 @@ class NetworkLM(TemplateLM):
             bar.update(len(group))
 
         with _bar("scoring", len(texts), disable_tqdm) as bar:
-            # All batches have about the same number of tokens, and so more rows of shorter texts.
+            # All batches have about the same number of tokens: batches of shorter texts have more
+            # rows.
             for width, rows, group in _groups(
                 map(len, texts), self.network.batch_size, self.max_length, self.max_length
             ):
@@ -117,7 +122,7 @@ class NetworkLM(TemplateLM):
         return [results[index] for index in range(len(texts))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return each context's continuation, up to the first stop sequence of its task."""
+        """Return each context's continuation, cut before the first of its task's stop sequences."""
         generations = [_Generation(request.args[1]) for request in requests]
         end = self.tokenizer.decode([self.eot_token_id])
         prompts = [
@@ -128,18 +133,25 @@ class NetworkLM(TemplateLM):
         with _bar("generating", len(generations), disable_tqdm) as bar:
             for _, _, group in _groups(map(len, prompts), self.network.batch_size, self.max_length):
                 chosen = [generations[index] for index in group]
-                # The seeds differ, since some tasks ask for several answers to one prompt.
+                # Each answer has its own seed (its index), because some tasks ask for several
+                # answers to one prompt.
                 arguments = [prompts[index] for index in group], chosen, group, end
                 try:
                     texts = self._continued(*arguments)
-                except HostError:  # a LastingCluster restarts its hosts; others fail again
+                except HostError:  # a LastingCluster restarts its hosts; other networks fail again
                     texts = self._continued(*arguments)
                 answers |= zip(group, texts, strict=True)
                 bar.update(len(group))
         return [answers[index] for index in range(len(generations))]
 
     def _prompt(self, context: str, length: int) -> np.ndarray:
-        """Return the last tokens of a context that leave room for an answer; at least one token."""
+        """Return as many of the context's last tokens as leave room for an answer.
+
+        If the context is empty, the prompt is the prefix token.
+
+        Args:
+          length: maximum number of tokens in the answer.
+        """
         room = self.max_length - length
         if room < 1:
             raise InputError(
@@ -159,7 +171,11 @@ class NetworkLM(TemplateLM):
         seeds: Sequence[int],
         end: str,
     ) -> list[str]:
-        """Generate a batch of answers until all are complete; `end` is the end-of-text token."""
+        """Generate a batch of answers until all are complete.
+
+        Args:
+          end: the end-of-text token, as text.
+        """
         batch = self.network.batch(self.network.batch_size)
         lengths = np.array([generation.length for generation in generations])
         options = [
@@ -226,11 +242,19 @@ class _Generation:
         self._sampling = SamplingOptions(top_p, top_k, temp)
 
     def options(self, seed: int) -> SamplingOptions:
-        """Return the sampling settings of an answer with this seed."""
+        """Return the sampling settings with this seed."""
         return dataclasses.replace(self._sampling, seed=seed)
 
     def cut(self, text: str, end: str, complete: bool) -> str | None:
-        """Return `text` up to its first stop sequence, all of it if `complete`, else None."""
+        """Return the final text of an answer, or None if more tokens are needed.
+
+        The final text is `text` up to its first stop sequence.  If `text` has no stop sequence but
+        is `complete`, the final text is all of it.
+
+        Args:
+          end: the end-of-text token, as text.
+          complete: whether the answer has reached its maximum length.
+        """
         ends = [at for stop in (*self.until, end) if stop and (at := text.find(stop)) >= 0]
         if ends:
             return text[: min(ends)]
@@ -238,7 +262,11 @@ class _Generation:
 
 
 def _joined(context: list[int], continuation: list[int], longest: int) -> list[int]:
-    """Return a continuation after as much of its context's end as fits, at least one token."""
+    """Return the last `longest` + 1 tokens of a context followed by its continuation.
+
+    Raises:
+      InputError: if the continuation is empty or has more than `longest` tokens.
+    """
     if not 0 < len(continuation) <= longest:
         raise InputError(
             f"a continuation has {len(continuation)} tokens, expected 1 to the model's seq "
@@ -254,10 +282,17 @@ def _bar(description: str, total: int, disable: bool) -> Any:
 def _groups(
     lengths: Iterable[int], rows: int, longest: int, row_width: int | None = None
 ) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Yield batches of texts, the longest first, as (padded width, rows, indexes of texts).
+    """Yield batches of texts, the longest texts first.
 
-    A batch has `rows` rows.  With `row_width` it has more if its texts are shorter: as many rows
-    as fit side by side in `rows` rows of that width.
+    Args:
+      lengths: number of tokens in each text.
+      rows: number of rows in a batch.
+      longest: maximum padded width.
+      row_width: if given, batches of shorter texts have more rows: as many as have, in total, no
+        more tokens than `rows` rows of this width.
+
+    Yields:
+      For each batch: its padded width, its number of rows, and the indices of its texts.
     """
     sizes = list(lengths)
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])

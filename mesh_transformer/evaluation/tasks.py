@@ -32,17 +32,21 @@ class Tasks(NamedTuple):
 
 
 def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
-    """Load tasks by name or pattern: lm-eval's, those in the folder `include_path`, or YAML files.
+    """Load tasks by name or pattern.
+
+    Args:
+      names: lm-eval tasks, tasks in the folder `include_path`, or YAML files.
 
     Raises:
       InputError: if a task does not exist, or its questions cannot be loaded.
     """
     if include_path is not None and not os.path.isdir(include_path):
         raise InputError(f"--include-path {include_path}: no such folder; give a folder of tasks")
-    # Try without the tasks that lm-eval ships: there are thousands, which take seconds to read.
+    # Try first without the thousands of tasks that lm-eval ships, because reading them takes
+    # seconds.
     own = _match(_manager(include_path, shipped=False), names)
     if all(own.values()):
-        with contextlib.suppress(InputError):  # they may be groups of tasks that lm-eval ships
+        with contextlib.suppress(InputError):  # the names may be groups of tasks that lm-eval ships
             return _load(_manager(include_path, shipped=False), own)
     manager = _manager(include_path, shipped=True)
     matched = _match(manager, names)
@@ -61,7 +65,7 @@ def _manager(include_path: str | None, shipped: bool) -> TaskManager:
 
 
 def _match(manager: TaskManager, names: Sequence[str]) -> dict[str, list[str]]:
-    """Map each name, which may be a pattern, to the names of tasks that it matches."""
+    """Map each name, which may be a pattern, to the names of the tasks that it matches."""
     return {name: [name] if os.path.isfile(name) else manager.match_tasks([name]) for name in names}
 
 
@@ -80,7 +84,10 @@ def _load(manager: TaskManager, matched: dict[str, list[str]]) -> Tasks:
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed the global generators, which some tasks shuffle with, and restore them at the end."""
+    """Seed the global random generators, which some tasks use for shuffling.
+
+    The previous states of the generators are restored at the end.
+    """
     before = random.getstate(), np.random.get_state()
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])
@@ -99,10 +106,10 @@ def rehearse(
     num_fewshot: int | None = None,
     limit: float | None = None,
 ) -> None:
-    """Check all questions without a model, in the same way as `evaluate` will ask them.
+    """Check all questions that `evaluate` will ask, without running a model.
 
     Raises:
-      InputError: naming the task, if one has a question that the model cannot answer.
+      InputError: if a task has a question that the model cannot answer; the message names the task.
     """
     model = Rehearsal(config, tokenizer)
     for name, task in tasks.by_name.items():
@@ -126,7 +133,7 @@ def evaluate(
 
     Args:
       num_fewshot: number of examples before each question; None: each task's default.
-      limit: number of questions per task, or below 1 the fraction of them; None: all.
+      limit: number of questions per task; a value below 1 is a fraction of them; None: all.
       stopped: called between batches; if it returns True, the evaluation ends and returns None.
 
     Raises:
@@ -144,13 +151,13 @@ def evaluate(
 def _ask(
     model: NetworkLM, tasks: Tasks, *, num_fewshot: int | None, limit: Any, bootstraps: int
 ) -> Any:
-    """Same as lm-eval's `simple_evaluate`, for loaded tasks and without its process pool.
+    """Evaluate loaded tasks, as lm-eval's `simple_evaluate` does, but without its process pool.
 
-    The pool is forked, which is unsafe because JAX's threads do not survive a fork.
+    lm-eval forks this pool, which is unsafe because JAX's threads do not survive a fork.
     """
     for task in tasks.by_name.values():
         configured = task.get_config("num_fewshot")
-        if num_fewshot is not None and configured != 0:  # a task with 0 has no examples
+        if num_fewshot is not None and configured != 0:  # 0 means that the task never uses examples
             task.set_config(key="num_fewshot", value=num_fewshot)
         elif configured is None:
             task.set_config(key="num_fewshot", value=0)

@@ -26,13 +26,13 @@ class StoppedScoringError(Exception):
 
 @dataclasses.dataclass
 class Scores:
-    """Sums over the tokens of a set that bear loss.
+    """Sums over those tokens of a validation set that count toward the loss.
 
     Attributes:
       nats: sum of the losses, in nats.
       tokens: number of tokens.
-      correct: number of tokens that were the network's most likely ones.
-      bytes: number of bytes of text that the tokens stand for; 0 if not counted.
+      correct: number of tokens that the network predicted as the most likely token.
+      bytes: number of bytes in the tokens' text; 0 if not counted.
     """
 
     nats: float = 0.0
@@ -42,13 +42,19 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """Mean loss in nats per token; NaN if no token bears loss."""
+        """Mean loss in nats per token; NaN if there are no tokens."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     def add(
         self, sample: dict[str, np.ndarray], losses: dict[str, Any], bytes_of: np.ndarray | None
     ) -> None:
-        """Add a batch, with the losses and hits that `TrainableNetwork.eval` returned for it."""
+        """Add the tokens of a batch.
+
+        Args:
+          sample: the batch.
+          losses: the result of `TrainableNetwork.eval` for this batch.
+          bytes_of: number of bytes of text per token id; None: bytes are not counted.
+        """
         bearing = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
         self.nats += float(np.asarray(losses["all_loss"], np.float64)[bearing].sum())
         self.tokens += int(bearing.sum())
@@ -69,7 +75,10 @@ HEADING = (
 
 
 def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
-    """Open a validation set for one epoch in its index's order; the last batch may be smaller."""
+    """Open a validation set for one epoch, in the order of its index file.
+
+    The last batch may be smaller than the others.
+    """
     config = network.config
     return TFRecordNewInputs(
         path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
@@ -77,7 +86,10 @@ def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
 
 
 def _filled(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-    """Pad a batch to `size` rows, the compiled shape; the added rows bear no loss."""
+    """Pad a batch to `size` rows, so that all batches have the same compiled shape.
+
+    The added rows do not count toward the loss.
+    """
     missing = size - len(sample["obs"])
     if not missing:
         return sample
@@ -95,12 +107,12 @@ def score(
     show: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Scores:
-    """Score the first `val_batches` batches of a set.
+    """Score the first `val_batches` batches of the validation set whose index file is `path`.
 
     Args:
-      bytes_of: number of bytes of text that each token id stands for, [n_vocab].
+      bytes_of: number of bytes of text per token id, [n_vocab]; None: bytes are not counted.
       show: whether to show a progress bar.
-      stopped: called between batches.
+      stopped: called before each batch; if it returns True, scoring ends.
 
     Raises:
       StoppedScoringError: if `stopped` returns True.
@@ -122,7 +134,7 @@ def score(
 
 
 def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
-    """Load the weights at `path`, and print scores of every `val_set` and of lm-eval tasks.
+    """Load the weights at `path`, and print their scores on every `val_set` and on lm-eval tasks.
 
     Returns:
       The scores of the validation sets, by name.

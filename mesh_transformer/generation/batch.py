@@ -35,7 +35,7 @@ def decode_specs(config: Config) -> decode.DecodeState:
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """Return a function from parameters, in any layout, to the weights of the functions below."""
+    """Return a function that converts parameters, in any layout, to the weights for generation."""
     return jax.jit(
         functools.partial(decode.weights_of, config=config),
         out_shardings=named(mesh, decode.weight_specs(config)),
@@ -69,9 +69,9 @@ def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[...
 
 
 def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
-    """Return a function (weights, batch, prompts) -> (batch, chosen), which donates the old batch.
+    """Return a function (weights, batch, prompts) -> (batch, chosen).
 
-    See `decode.prefill`.
+    The old batch is donated.  See `decode.prefill`.
     """
     rows, state = P("dp"), decode_specs(config)
     prompts = decode.Prompts(rows, rows, rows, state.settings)
@@ -83,9 +83,9 @@ def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Cal
 def compile_decode(
     config: Config, mesh: Mesh, alternatives: int | None, most: int
 ) -> Callable[..., Any]:
-    """Return a function (weights, batch, left, steps) -> (batch, chosen), donating the old batch.
+    """Return a function (weights, batch, left, steps) -> (batch, chosen).
 
-    See `decode.decode`.
+    The old batch is donated.  See `decode.decode`.
     """
     state = decode_specs(config)
     function = functools.partial(decode.decode, alternatives=alternatives, most=most)
@@ -95,17 +95,19 @@ def compile_decode(
 
 # Prompts are padded to this width times a power of two, so that few programs are compiled.
 SMALLEST_PROMPT = 16
-# Likewise for the slots of a cache: every growth compiles a new program.
+# The number of cache slots is also rounded up to this times a power of two, because every new
+# number of slots compiles a new program.
 SMALLEST_CACHE = 256
-# Tokens per prefill call and replica.  Attention's memory grows with this times T.
+# Maximum number of tokens per prefill call and replica, unless one prompt alone has more.  The
+# memory of attention grows with this number times the width that the prompts are padded to.
 PREFILL_TOKENS = 4096
 
 
 class Generator:
     """The compiled functions of generation on a mesh, and the weights that they read.
 
-    The weights are computed once from the parameters, in a dtype that is fast on the devices: f32
-    on CPUs, whose bf16 matmuls are slow, else `config.dtype`.
+    The weights are computed once from the parameters.  Their dtype is f32 on CPUs, where bf16
+    matmuls are slow, and `config.dtype` on other devices.
     """
 
     def __init__(self, config: Config, mesh: Mesh, rows: Rows):
@@ -116,7 +118,7 @@ class Generator:
         self.config = config.merged()
         self.mesh = mesh
         self.rows = rows
-        self._made: tuple[Any, Weights] | None = None  # parameters or None, and their weights
+        self._made: tuple[Any, Weights] | None = None  # (parameters or None, their weights)
         self.empty = compile_empty(self.config, mesh)
         self.grow = compile_grow(self.config, mesh)
         self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
@@ -124,9 +126,10 @@ class Generator:
         self.decode = functools.cache(functools.partial(compile_decode, self.config, mesh))
 
     def weights(self, params: Any | None) -> Weights:
-        """Return the weights of `params`, which are cached until other parameters are passed.
+        """Return the weights for generation, computed from `params`.
 
-        None returns the cached weights.
+        The weights are cached until other parameters are passed.  If `params` is None, the cached
+        weights are returned.
 
         Raises:
           InputError: if `params` is None and no weights are cached.
@@ -134,19 +137,22 @@ class Generator:
         if params is None and self._made is None:
             raise InputError("the model has no weights yet; restore or load a checkpoint first")
         if self._made is None or (params is not None and self._made[0] is not params):
-            self._made = None  # first, so that the old and new weights are never both in memory
+            self._made = None  # free the old weights first, so that both are never in memory
             self._made = (params, self._weights(params))
         return self._made[1]
 
     def keep(self, params: Any) -> None:
-        """Cache the weights of `params` without a reference to `params`, which may then be freed.
+        """Cache the weights of `params`, but keep no reference to `params`.
 
-        `forget` does not drop these weights.
+        The memory of `params` can then be freed.  `forget` does not drop these weights.
         """
         self._made = (None, self.weights(params))
 
     def forget(self) -> None:
-        """Drop the cached weights, and free their memory, because their parameters will change."""
+        """Drop the cached weights and free their memory; call this before the parameters change.
+
+        Weights that were cached by `keep` are not dropped.
+        """
         if self._made is not None and self._made[0] is not None:
             self._made = None
 
@@ -161,7 +167,11 @@ class Generator:
         return jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
 
     def batch(self, params: Any, rows: int) -> "Batch":
-        """Return a batch of `rows` idle rows of this process, a multiple of its replicas."""
+        """Return a batch with `rows` idle rows in this process.
+
+        Raises:
+          InputError: if `rows` is not a multiple of the number of this process's replicas.
+        """
         if rows < 1 or rows % len(self.rows.replicas):
             raise InputError(
                 f"generate: the batch has {rows} rows, expected a multiple of this process's "
@@ -184,8 +194,8 @@ class Generator:
         batch = self.batch(params, replicas * bucket(-(-len(prompts) // replicas), 1))
         longest = None
         if not self.rows.alone:
-            # All processes must compile for the same sizes.  T is the same in all of them, but the
-            # length of the longest prompt may not be.
+            # All processes must compile for the same sizes.  The width of `ctx` is the same in all
+            # processes, but the length of the longest prompt may differ.
             longest = np.shape(ctx)[1]
             batch.reserve(longest + gen_length)
         insert = functools.partial(batch.insert, longest=longest)
@@ -194,13 +204,13 @@ class Generator:
 
 
 class Batch:
-    """Rows that generate side by side, each with its own prompt, settings and length.
+    """Rows that generate in parallel, each with its own prompt, settings and length.
 
-    A row's tokens depend only on its own prompt, settings and seed.  With several processes, all
-    of them make the same calls, each for its own rows.
+    A row's tokens depend only on its own prompt, settings and seed.  With several processes, every
+    process must make the same calls, each for its own rows.
 
     Attributes:
-      rows: number of rows in this process, the same number for each of its replicas.
+      rows: total number of rows in this process, divided equally among its replicas.
       left: number of tokens that each row may still generate, int32 [rows].
     """
 
@@ -218,10 +228,11 @@ class Batch:
         )
 
     def reserve(self, positions: int) -> None:
-        """Make room for `positions` positions in each row, or for the window if that is smaller.
+        """Make room in the cache for `positions` positions per row, but at most for the window.
 
-        `insert` and `decode` do this for this process's rows.  All processes need the same size,
-        so with several of them the caller must reserve the maximum over all of their rows first.
+        `insert` and `decode` reserve as much as the rows of this process need.  All processes must
+        reserve the same size.  With several processes, the caller must therefore first call this
+        with the maximum over the rows of all processes.
         """
         slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
         if slots > self._state.slots:
@@ -238,31 +249,35 @@ class Batch:
         longest: int | None = None,
         most: int | None = None,
     ) -> Chosen:
-        """Put prompts into `rows`, replacing their contents, and choose a token for each prompt.
+        """Put prompts into `rows`, and choose the first token of each prompt's answer.
+
+        The previous contents of these rows are discarded.
 
         Args:
-          prompts: one array of token ids per prompt.  Only the last `config.window` are used.
+          rows: the row of each prompt.
+          prompts: one array of token ids per prompt.  Only the last `config.window` tokens of a
+            prompt are used.
           lengths: number of tokens to generate per prompt, including the one chosen by this call.
           settings: one value per prompt.
           alternatives: number of most likely tokens to return, with logprobs; None returns neither
             these tokens nor any logprobs.
-          longest: with several processes, the length of the longest prompt in any of them.
-          most: with several processes, the largest number of prompts that any of them gives to one
-            replica; a process may then give none.  Default: this process's own largest number,
-            which must then be the same in all processes.
+          longest: with several processes, the length of the longest prompt in any process.
+          most: with several processes, the largest number of prompts that any process inserts into
+            one replica.  A process may then insert no prompts.  By default, this is the largest
+            number in this process, and it must then be the same in all processes.
 
         Returns:
-          One token per prompt, as numpy arrays.
+          The first token of each answer, as numpy arrays.
 
         Raises:
-          InputError: for an empty prompt, for tokens outside the vocabulary, or if pe is fixed and
-            has fewer positions than there are tokens in prompt and answer.
+          InputError: for an empty prompt, for tokens outside the vocabulary, or if `pe` is fixed
+            and a prompt and its answer together have more tokens than there are positions.
         """
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
         width = bucket(min(longest or length.max(), window), SMALLEST_PROMPT, window)
         self.reserve(width)
-        # The last row is a dummy prompt, for the empty places of a call.
+        # The last row is a dummy prompt, which fills the unused places of a prefill call.
         tokens = np.zeros((len(texts) + 1, width), np.uint32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
@@ -281,15 +296,15 @@ class Batch:
         return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
-        """Make rows idle whose texts have ended early; they generate no more tokens."""
+        """Make `rows` idle, so that they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
 
     def _groups(self, rows: Sequence[int], width: int, most: int | None) -> list[np.ndarray]:
-        """Divide the prompts over prefill calls.
+        """Divide the prompts among prefill calls.
 
         Returns:
-          The indices of each call's prompts, in the order of the replicas and the same number for
-          each replica.  -1 marks an empty place.
+          One array per call, with the indices of its prompts.  Each array has the same number of
+          places for every replica, in the order of the replicas.  -1 marks an unused place.
         """
         replica = np.asarray(rows) // (self.rows // self._replicas)
         queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
@@ -308,7 +323,7 @@ class Batch:
         return self._fetched(chosen)
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """Generate `steps` more tokens in every row, or fewer in rows with fewer left.
+        """Generate `steps` more tokens in every row, but no more than the row has left.
 
         Args:
           steps: from 1 to `MOST_STEPS`.
@@ -330,7 +345,7 @@ class Batch:
         return jax.tree.map(lambda x: x[:, :steps], self._fetched(chosen))
 
     def _fetched(self, chosen: Chosen) -> Chosen:
-        """Return this process's rows as numpy arrays."""
+        """Return this process's rows of `chosen` as numpy arrays."""
         rows = self._generator.rows
         count = chosen.token.shape[0] // rows.dp * self._replicas
         return jax.tree.map(lambda x: np.asarray(rows.fetch(x, count)), chosen)

@@ -1,12 +1,12 @@
 """Cached generation as pure functions on a running batch, whose rows are at different positions.
 
-A row's keys and values are stored in a ring buffer of S slots, position p in slot p mod S, so that
-beyond the window a new position overwrites the oldest.  `prefill` inserts prompts while the other
-rows wait, and `decode` advances all rows.  The layers are unrolled here, each with its own arrays,
-because a loop over stacked arrays would copy the slice of each layer.
+A row's keys and values are stored in a ring buffer of S slots: position p is stored in slot
+p mod S.  When the buffer is full, each new position overwrites the oldest one.  `prefill` inserts
+prompts while the other rows wait, and `decode` advances all rows.  The layers are unrolled here,
+each with its own arrays, because a loop over stacked arrays would copy each layer's slice.
 
-Array names end in their shape: B rows of the batch, P inserted prompts, T prompt, S slots,
-D model, H heads, K head size, V vocabulary, M tokens of one call, N alternatives.
+Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt,
+S slots, D model, H heads, K head size, V vocabulary, M tokens of one call, N alternatives.
 """
 
 from typing import Any, NamedTuple
@@ -31,22 +31,25 @@ from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
 
 Weights = dict[str, Any]
-MATRICES = ("layers", "proj")  # the modules whose matrices `int8_weights` quantizes
-# The settings of idle rows: greedy, which is the fastest, and without a repetition penalty.
+MATRICES = ("layers", "proj")  # the modules whose matrices are quantized with `int8_weights`
+# The settings of idle rows: greedy decoding, which is the fastest, and no repetition penalty.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 
 
 class Prompts(NamedTuple):
-    """Prompts to insert into a batch, left-aligned; the padding behind a prompt is ignored."""
+    """Prompts to insert into a batch, left-aligned; the padding after a prompt is ignored."""
 
     tokens_PT: Any
     length_P: Any
-    row_P: Any  # each prompt's row, among the rows this program sees; if out of range: dropped
+    row_P: Any  # each prompt's row within its replica; a prompt with a row out of range is dropped
     settings: SamplerSettings
 
 
 class Chosen(NamedTuple):
-    """Chosen tokens and, if requested, the logprobs of the model, before any sampling settings."""
+    """Chosen tokens and, if requested, their logprobs and the most likely tokens.
+
+    Logprobs are the model's own: they do not depend on the sampling settings.
+    """
 
     token: Any  # [B], or [B, M]
     logprob: Any = None  # of `token`, in nats
@@ -73,8 +76,8 @@ class DecodeState(NamedTuple):
 def weights_of(params: gptj.Params, config: Config) -> Weights:
     """Return the weights that generation reads.
 
-    These are the parameters with the layers unstacked and any adapters merged, in `config.dtype`;
-    with `int8_weights` the matrices of `MATRICES` are quantized.
+    These are the parameters in `config.dtype`, with the layers unstacked and any adapters merged.
+    With `int8_weights`, the matrices in the modules `MATRICES` are quantized.
     """
     declared = weight_declarations(config)
 
@@ -91,7 +94,7 @@ def weights_of(params: gptj.Params, config: Config) -> Weights:
 
 
 def weight_declarations(config: Config) -> Weights:
-    """Return the declarations of the arrays of `weights_of`, as they are before quantization."""
+    """Return the declarations of the arrays in `weights_of`'s result, before any quantization."""
     declared = gptj.declarations(config.merged())
     layer = map_declared(lambda d: d.unstack(), declared["layers"])
     return declared | {"layers": (layer,) * config.layers}
@@ -107,7 +110,10 @@ def weight_specs(config: Config) -> Weights:
 
 
 def empty(config: Config, rows: int, slots: int) -> DecodeState:
-    """Return a batch of `rows` idle rows, as global arrays; choose their layout when jitting."""
+    """Return a batch of `rows` idle rows, each with `slots` cache slots.
+
+    The arrays are global; jit this function with `out_shardings` to choose their layout.
+    """
     shape = (rows, config.n_heads, slots, config.d_head)
 
     def zeros(dtype: Any = jnp.int32) -> Array:
@@ -127,10 +133,10 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 
 
 def grow(state: DecodeState, slots: int) -> DecodeState:
-    """Return the same rows with room for `slots` positions.
+    """Return the same batch with `slots` cache slots per row.
 
-    No row may be longer than its old slots: positions that wrapped around would be in the wrong
-    slots of the larger ring.
+    No row may have more tokens than the old number of slots.  Its positions would have wrapped
+    around, and would be in the wrong slots of the larger ring buffer.
     """
     padding = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
     return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches))
@@ -146,7 +152,7 @@ def _forward(
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Return the residual stream x_BTD before the final norm, and each layer's cache.
 
-    Without `caches`, the returned ones are the keys and values of `tokens_BT`.
+    If `caches` is None, the returned caches hold only the keys and values of `tokens_BT`.
     """
     parts = gptj.transforms(config, par)
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
@@ -168,7 +174,7 @@ def _context(
     config: Config,
     par: Parallel,
 ) -> Context:
-    """Return the layers' context, with the bias that masks keys and adds relative positions."""
+    """Return the layers' context, with the bias for the mask and any relative positions."""
     bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
     if config.pe == "t5":
         relative = gptj.transforms(config, par)["relative"]
@@ -177,19 +183,22 @@ def _context(
 
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Return the logits over the part of the vocabulary that this program holds."""
+    """Return the logits for this device's shard of the vocabulary."""
     projection = int8.restore(weights["proj"], config.dtype, x_BTD)
     return gptj.transforms(config, par)["proj"].apply(projection, x_BTD)
 
 
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Return the logits [B, V] of x's only position, over the whole vocabulary on every device."""
+    """Return the logits [B, V] of `x_BTD`, which has a single position (T = 1).
+
+    Every device receives the logits of the full vocabulary.
+    """
     logits_BTV = _own_logits(weights, x_BTD, config, par)
     return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
 
 
 def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
-    """Return the tokens, with logprobs unless `alternatives` is None."""
+    """Return `token_B` as a `Chosen`, with logprobs unless `alternatives` is None."""
     if alternatives is None:
         return Chosen(token_B)
     log_sum_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
@@ -207,17 +216,24 @@ def score(
     config: Config,
     par: Parallel,
 ) -> Chosen:
-    """Return the logprobs [B, T] of the tokens `following` each of `tokens`, and alternatives.
+    """Return the logprobs of given texts, and the most likely tokens at each position.
 
-    `Chosen.token` is `following`.  Each device computes only its own part of the vocabulary's
-    logits; no device holds all of them.
+    No device holds the logits of the full vocabulary: each computes those of its own shard.
+
+    Args:
+      following_BT: the token that follows each of `tokens_BT` in its text.
+      alternatives: number of most likely tokens to return for each position.
+
+    Returns:
+      The logprobs of `following_BT` [B, T] and the most likely tokens [B, T, N].  The field `token`
+      is `following_BT`.
     """
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
     context = _context(weights, positions_1T, positions_1T, None, config, par)
     x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
     logits_BTV = _own_logits(weights, x_BTD, config, par)
     loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
-    # The most likely tokens of each part of the vocabulary, then the most likely of those.
+    # Find the most likely tokens of each shard of the vocabulary, then the most likely of these.
     top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
     token_BTN = par.gather(token_BTN + par.rank() * logits_BTV.shape[-1])
     top_BTN, at_BTN = jax.lax.top_k(par.gather(top_BTN), alternatives)
@@ -234,7 +250,9 @@ def prefill(
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """Put prompts into rows of the batch, replacing their contents, and choose a token for each.
+    """Put prompts into rows of the batch, and choose the first token of each prompt's answer.
+
+    The previous contents of these rows are discarded.
 
     Args:
       alternatives: number of most likely tokens to return, with logprobs; None for no logprobs.
@@ -285,7 +303,8 @@ def _step(
     """Write the pending tokens into the cache, and choose the next token of each active row."""
     last_B1 = state.length_B[:, None]
     slots_1S = jnp.arange(state.slots)[None]
-    # The position that each slot holds: the newest up to the pending token's, negative if none.
+    # The position that each slot holds: the newest one stored in this slot, up to the position of
+    # the pending token.  It is negative if the slot is empty.
     key_positions_BS = last_B1 - (last_B1 - slots_1S) % state.slots
     slot_B = state.length_B % state.slots
     context = _context(weights, last_B1, key_positions_BS, slot_B, config, par)
@@ -317,15 +336,16 @@ def decode(
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """Generate `steps` more tokens in every row, or fewer in rows with fewer left.
+    """Generate `steps` more tokens in every row, but no more than the row has left.
 
     Args:
       left_B: number of tokens that each row may still generate, int32; rows with 0 are idle.
-      steps: at most `most`; unlike `most` it may be traced.
+      steps: number of steps, at most `most`.  Unlike `most`, it may be a traced value.
       alternatives: as for `prefill`.
 
     Returns:
-      The new state and the tokens [B, most]; in each row only the first min(steps, left) are valid.
+      The new state and the tokens [B, most].  In each row, only the first min(steps, left) tokens
+      are valid.
     """
     shapes = jax.eval_shape(
         lambda s: _step(weights, s, left_B > 0, alternatives, config, par)[1], state

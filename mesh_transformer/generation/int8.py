@@ -1,7 +1,7 @@
 """Weights as 8-bit integers with one scale per output column, in a quarter of the memory of f32.
 
-For generation only.  A weight changes by at most 1/254 of the largest magnitude in its column.
-Sums, norms, biases, embeddings and the cache keep their precision.
+This is used for generation only.  Rounding changes a weight by at most 1/254 of the largest
+magnitude in its column.  Sums, norms, biases, embeddings and the cache keep their precision.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,11 @@ LARGEST = 127
 
 
 class Int8(NamedTuple):
-    """A quantized matrix, or its layout: `value` times `scale`, whose input axis has size 1."""
+    """A quantized matrix: the product of `value` (int8) and `scale` (f32).
+
+    `scale` has size 1 along the input axis of the matrix.  In a tree of layouts, the fields are the
+    layouts of the two arrays.
+    """
 
     value: Any
     scale: Any
@@ -25,7 +29,8 @@ class Int8(NamedTuple):
 
 def _input_axis(declared: Declaration) -> int:
     """Return the axis of a matrix along which its inputs run."""
-    # An output matrix by head groups is [H, C, D]: groups, inputs of a group, outputs.
+    # An output matrix that is divided by head groups has the shape [H, C, D]: groups, inputs per
+    # group, outputs.
     return 1 if len(declared.shape) == 3 and declared.spec[0] == "mp" else 0
 
 
@@ -59,11 +64,14 @@ def layout(declared: Any) -> Any:
 
 
 def restore(weights: Any, dtype: Any, after: Array) -> Any:
-    """Dequantize matrices where they are used; a tree without `Int8` is returned unchanged.
+    """Dequantize matrices just before they are used.
+
+    A tree without `Int8` is returned unchanged.
 
     Args:
-      after: a value computed earlier, on which the result is made to depend.  Otherwise the
-        compiler would dequantize all layers before the loop over tokens, and keep them in memory.
+      after: an array on which the result is made to depend, such as the input of the layer.
+        Otherwise the compiler would dequantize all layers before the loop over tokens, and keep
+        them in memory.
     """
     zero = (0 * after.ravel()[0]).astype(jnp.int8)
 

@@ -16,9 +16,13 @@ def check_length(gen_length: int) -> None:
 
 
 def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> list[np.ndarray]:
-    """Return the prompts of `ctx` [B, T], right-aligned with lengths [B], as numpy arrays.
+    """Return the prompts in `ctx` as one numpy array per prompt, without padding.
 
-    Checks everything but the token ids, which `check_texts` checks.
+    The token ids are not checked here; `check_texts` checks them.
+
+    Args:
+      ctx: token ids [B, T], right-aligned.
+      ctx_length: number of prompt tokens in each row [B].
 
     Raises:
       InputError: if the shapes do not match, a length is not from 1 to T, or `gen_length` is less
@@ -42,10 +46,14 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
 def check_texts(
     config: Config, prompts: Sequence[np.ndarray], lengths: ArrayLike
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Return the last window of each prompt, its length, and the length of its answer.
+    """Check prompts and the lengths of their answers.
 
     Args:
-      lengths: number of tokens to generate for each prompt, or for all of them.
+      lengths: number of tokens to generate; one number for all prompts, or one per prompt.
+
+    Returns:
+      The last `config.window` tokens of each prompt, the number of these tokens per prompt, and
+      the number of tokens to generate per prompt.
 
     Raises:
       InputError: see `Batch.insert`.

@@ -2,7 +2,8 @@
 
 Array names end in their shape: B batch (independent rows), V vocabulary.
 
-Settings are scalars or [B], and may be traced, so that one compiled program serves every request.
+Settings are scalars or arrays [B].  They may be traced, so that one compiled program serves every
+request.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ REMOVED = -1e10  # logit of a removed token; finite, so that no row can become N
 # Logits are clipped to this magnitude, so that their differences and quotients stay finite.
 LARGEST = 1e30
 GREEDY_BELOW = 1e-6  # lower temperatures take the most likely token
-# Rounds of rejection sampling from the nucleus.  Each redraw halves, on average, the probability
+# Maximum number of rounds of rejection sampling.  Each redraw halves, on average, the probability
 # ranked above the draw: with 50,000 tokens, fewer than one row in 1e25 needs more rounds.
 MOST_ROUNDS = 64
 
@@ -57,8 +58,8 @@ RANGES = {
 class SamplerSettings(NamedTuple):
     """Sampling settings with one value per row; see `nucleus_sample`.
 
-    `penalty` is the repetition penalty of `penalize`; 1 disables it.  As an argument's spec, the
-    fields are layouts instead of values.
+    `penalty_B` is the repetition penalty of `penalize`; 1 disables it.  When this class is used as
+    a sharding spec, the fields are layouts instead of values.
     """
 
     top_p_B: Any
@@ -74,7 +75,8 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
     Floating-point settings are checked in the device's precision, f32.
 
     Args:
-      options: one number or one per row, by the names in `RANGES`; missing ones take the defaults.
+      options: maps the names in `RANGES` to one number or to one number per row.  Settings that are
+        missing take their defaults.
       rows: number of rows; () returns scalars.
 
     Raises:
@@ -106,8 +108,8 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
 class SamplingOptions:
     """The sampling settings of one text.
 
-    `RANGES` has their bounds and `nucleus_sample` their meaning.  If `seed` is None, every text
-    gets a new random seed.
+    See `RANGES` for their bounds and `nucleus_sample` for their meaning.  If `seed` is None, every
+    text gets a new random seed.
 
     Raises:
       InputError: at construction, for a value out of range.
@@ -123,7 +125,10 @@ class SamplingOptions:
         sampler_settings(self.options(), ())
 
     def options(self) -> dict[str, Any]:
-        """Return the settings by name, as `generate` takes them; a seed of None becomes random."""
+        """Return the settings by name, as `generate` expects them.
+
+        If `seed` is None, the returned seed is random.
+        """
         seed = secrets.randbits(32) if self.seed is None else self.seed
         return {name: getattr(self, name) for name in RANGES} | {"seed": seed}
 
@@ -135,7 +140,7 @@ class SamplingOptions:
 
 
 # The default settings of each interface.
-PYTHON = SamplingOptions()  # `generate`, and the original server's /complete
+PYTHON = SamplingOptions()  # for `generate`, and for /complete of the original mesh-transformer-jax
 TERMINAL = SamplingOptions(temp=0.8)
 OPENAI = SamplingOptions(top_p=1.0)
 EVALUATION = SamplingOptions(top_p=1.0, temp=0.0)
@@ -150,16 +155,17 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
     """Return the logits in f32, with `REMOVED` for tokens outside the nucleus or the top k.
 
     The nucleus is the smallest set of most likely tokens whose probability (at temperature 1)
-    exceeds `top_p`; 1 or more keeps all tokens.  `top_k` keeps at most that many tokens; 0 or less
-    keeps all.  The most likely token is always kept.  Of equal logits the lower token ranks first,
-    as in argmax.
+    exceeds `top_p`.  If `top_p` is 1 or more, the nucleus contains all tokens.  `top_k` is the
+    maximum number of tokens to keep; 0 or less means no maximum.  The most likely token is always
+    kept.  Among equal logits, the lower token id ranks first, as in argmax.
 
-    Original: `nucleaus_filter`, whose top_k never removed token 0.
+    This function replaces `nucleaus_filter` of the original mesh-transformer-jax, whose `top_k`
+    never removed token 0.
     """
     logits_BV = logits_BV.astype(jnp.float32)
     top_p_B1, top_k_B1 = _limits(logits_BV, top_p, top_k)
     probability_BV = jax.nn.softmax(logits_BV)
-    # A stable sort, so that of equal logits the lower token ranks first.
+    # The sort is stable, so that among equal logits the lower token id ranks first.
     ranked_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
     mass_BV = jnp.cumsum(jnp.take_along_axis(probability_BV, ranked_BV, axis=-1), axis=-1)
     before_BV = jnp.pad(mass_BV, ((0, 0), (1, 0)))[:, :-1]
@@ -169,7 +175,11 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
 
 
 def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
-    """Return two limits [B, 1]: the probability that may rank above a kept token, and the count."""
+    """Return the limits of nucleus and top k for each row, both [B, 1].
+
+    The first is the largest total probability that may rank above a kept token.  The second is the
+    largest number of kept tokens.
+    """
     top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
     # A sum of 50,000 rounded probabilities may exceed 1 before its last term.
     top_p_B1 = jnp.where(top_p_B1 >= 1, jnp.inf, top_p_B1)
@@ -178,9 +188,10 @@ def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array
 
 
 def _argmax(logits_BV: Array) -> Array:
-    """Return the first index of the maximum, like `jnp.argmax`, which is slow on CPUs.
+    """Return the first index of the maximum, like `jnp.argmax`, but faster on CPUs.
 
-    That one reduces over pairs of value and index; this one over values, then indices.
+    `jnp.argmax` reduces over pairs of value and index.  This function reduces over values first,
+    and then over indices.
     """
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
     is_largest_BV = logits_BV == jnp.max(logits_BV, axis=-1, keepdims=True)
@@ -190,7 +201,8 @@ def _argmax(logits_BV: Array) -> Array:
 def top_tokens(logits_V: Array, count: int) -> tuple[Array, Array]:
     """Return the `count` largest logits [..., count] and their tokens, like `jax.lax.top_k`.
 
-    They are all in the `count` blocks of V with the largest maxima, so only these are searched.
+    The vocabulary is split into blocks.  The `count` largest logits are all in the `count` blocks
+    with the largest maxima, so only these blocks are searched.
     """
     vocabulary = logits_V.shape[-1]
     size = math.ceil(vocabulary**0.5)
@@ -198,14 +210,17 @@ def top_tokens(logits_V: Array, count: int) -> tuple[Array, Array]:
         return jax.lax.top_k(logits_V, count)
     blocks_NM = _blocks(logits_V)
     _, block_C = jax.lax.top_k(jnp.max(blocks_NM, axis=-1), count)
-    block_C = jnp.sort(block_C, axis=-1)  # so that of equal logits the lower token ranks first
+    block_C = jnp.sort(block_C, axis=-1)  # among equal logits, the lower token id ranks first
     logits_CM = jnp.take_along_axis(blocks_NM, block_C[..., None], axis=-2)
     top_C, at_C = jax.lax.top_k(logits_CM.reshape(*block_C.shape[:-1], -1), count)
     return top_C, jnp.take_along_axis(block_C, at_C // size, axis=-1) * size + at_C % size
 
 
 def _blocks(logits_V: Array) -> Array:
-    """Split logits [..., V] into about sqrt(V) blocks of about sqrt(V), padded with -inf."""
+    """Split logits [..., V] into about sqrt(V) blocks of about sqrt(V) logits.
+
+    The last block is padded with -inf.
+    """
     vocabulary = logits_V.shape[-1]
     size = math.ceil(vocabulary**0.5)
     padding = [(0, 0)] * (logits_V.ndim - 1) + [(0, -vocabulary % size)]
@@ -228,7 +243,8 @@ def _with_noise(key: Array, logits_BV: Array, temp: ArrayLike) -> Array:
     """Return scores whose argmax is a draw from softmax(logits / temp)."""
     temp_B1 = _per_row(temp, logits_BV)
     greedy_B1 = temp_B1 < GREEDY_BELOW
-    # With the largest logit shifted to 0, a small temperature cannot make it overflow.
+    # The logits are shifted so that the largest is 0.  Dividing by a small temperature then cannot
+    # make it overflow.
     scaled_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
     scaled_BV /= jnp.where(greedy_B1, 1.0, temp_B1)
     rows_B = jnp.arange(logits_BV.shape[0])
@@ -246,10 +262,12 @@ def nucleus_sample(
     top_k: ArrayLike = 0,
     temp: ArrayLike = 1.0,
 ) -> Array:
-    """Draw one token per row, uint32 [B]: nucleus first, then top k, then temperature.
+    """Draw one token per row, uint32 [B], from the tokens that nucleus and top k keep.
 
-    Keys are as in `softmax_sample`, settings as in `nucleus_filter`.
-    Original: `nucleaus_sample`.
+    The draw uses the temperature `temp`, but the nucleus is computed at temperature 1.  `key` and
+    `temp` are as in `softmax_sample`; `top_p` and `top_k` are as in `nucleus_filter`.
+
+    This function replaces `nucleaus_sample` of the original mesh-transformer-jax.
     """
     logits_BV = finite(logits_BV.astype(jnp.float32))
     score_BV = _with_noise(key, logits_BV, temp)
@@ -268,18 +286,21 @@ def _inside(
 ) -> Array:
     """Draw one token per row among those that nucleus and top k keep.
 
-    Rejection sampling: a draw outside them is repeated among the tokens ranked above it, which
-    include every kept token.  This takes a round or two, where a filter would sort the vocabulary.
-    A row without a kept token after `MOST_ROUNDS` gets the most likely one.
+    This is rejection sampling.  If the drawn token is not kept, the draw is repeated among the
+    tokens ranked above it, which include every kept token.  One or two rounds are usually enough,
+    and unlike `nucleus_filter` this does not sort the vocabulary.  A row that has not drawn a kept
+    token after `MOST_ROUNDS` rounds gets the most likely token.
 
     Args:
       draw: function (round number, mask of the tokens to draw from) -> tokens [B].
+      top_p_B1: first result of `_limits`.
+      top_k_B1: second result of `_limits`.
     """
     probability_BV = jax.nn.softmax(logits_BV)
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
 
     def before(token_B1: Array) -> Array:
-        """Return the mask of the tokens ranked above one; both filters keep the highest-ranked."""
+        """Return the mask of the tokens that rank above `token_B1` in the same row."""
         logit_B1 = jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
         return (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (tokens_V < token_B1))
 
@@ -309,12 +330,13 @@ def _inside(
 def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
     """Draw one token per row from softmax(logits): first a block of tokens, then one of its tokens.
 
-    This takes Gumbel noise for about 2 sqrt(V) values per row instead of V.
+    This needs about 2 sqrt(V) values of Gumbel noise per row instead of V.  The largest logit of
+    each row must be 0.
     """
     logits_BNM = _blocks(logits_BV)
     _, blocks, size = logits_BNM.shape
     noise_B = jax.vmap(lambda key: jax.random.gumbel(key, (blocks + size,)))(keys_B)
-    # The largest logit is 0, so the sums neither overflow nor all underflow.
+    # Because the largest logit is 0, no sum overflows, and not all sums underflow.
     mass_BN = jnp.sum(jnp.exp(logits_BNM), axis=-1)
     block_B = _argmax(jnp.log(mass_BN) + noise_B[:, :blocks])
     logits_BM = jnp.take_along_axis(logits_BNM, block_B[:, None, None], axis=1)[:, 0]
@@ -340,12 +362,20 @@ def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
 
 
 def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: Array) -> Array:
-    """Choose each row's next token, uint32 [B]: penalty, nucleus, top k, then temperature.
+    """Choose each row's next token, uint32 [B].
 
-    The token at index `made` of a row's answer is drawn with `fold_in(key(seed), made)`.  A draw
-    takes few random numbers: one per token of the vocabulary would take longer than the layers of a
-    small model.  Steps that no row's settings need are skipped.  NaN logits yield some token, in
-    bounded time, and do not affect other rows.
+    The repetition penalty is applied first, then nucleus, top k and temperature.  Steps that no
+    row's settings need are skipped.
+
+    The token at index `made_B` of a row's answer is drawn with `fold_in(key(seed), made_B)`.  A
+    draw uses only about 2 sqrt(V) random numbers, because generating one for each token of the
+    vocabulary would take longer than the layers of a small model.
+
+    A row with NaN logits still gets a token in bounded time, and does not affect other rows.
+
+    Args:
+      made_B: number of tokens chosen so far.
+      seen_BV: whether the row's prompt or answer contains the token.
     """
     logits_BV = finite(logits_BV)
     logits_BV = jax.lax.cond(
@@ -360,7 +390,7 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
             settings.seed_B, made_B
         )
         temp_B1 = jnp.where(greedy_B, 1, settings.temp_B)[:, None]
-        # As in `_with_noise`.
+        # Shifted and scaled as in `_with_noise`.
         scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temp_B1
 
         def draw(round_: ArrayLike, among_BV: ArrayLike) -> Array:
@@ -376,7 +406,7 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
         )
 
     def unused() -> Array:
-        return settings.seed_B  # has the shape and dtype of tokens; no row takes it
+        return settings.seed_B  # any array with the shape and dtype of tokens; no row uses it
 
     argmax_B = jax.lax.cond(jnp.any(greedy_B), lambda: _argmax(logits_BV), unused)
     drawn_B = jax.lax.cond(jnp.all(greedy_B), unused, drawn)

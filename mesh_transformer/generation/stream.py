@@ -22,16 +22,18 @@ def stream_tokens(
     seconds: float | None = None,
     insert: Callable[..., Any] | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yield the new tokens [rows, n] of prompts in the first rows of an idle batch.
+    """Insert prompts into the first rows of an idle batch, and yield their new tokens.
 
-    The first item has each prompt's first token (n = 1), every further one the tokens of one decode
-    call.  In rows that finish before the others, the tokens after the end are meaningless.
+    Each item is an array [prompts, n].  The first item holds the first token of each answer
+    (n = 1), and each later item holds the tokens of one decode call.  If a row finishes before the
+    others, its tokens after its end are meaningless.
 
     Args:
       batch: a `network.Batch`.
-      lengths: number of tokens to generate, one number or one per prompt.
+      lengths: number of tokens to generate; one number for all prompts, or one per prompt.
       most: maximum n.
-      seconds: target time of a decode call, to which n is adapted; None always decodes `most`.
+      seconds: target time of a decode call, reached by adapting n; None decodes `most` tokens per
+        call.
       insert: called instead of `batch.insert`.
     """
     count = len(prompts)

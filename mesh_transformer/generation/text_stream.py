@@ -1,4 +1,4 @@
-"""Incremental decoding of tokens to text: whole characters only, up to a stop sequence."""
+"""Incremental decoding of tokens to text: complete characters only, up to a stop sequence."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,11 +7,11 @@ MOST_PENDING = 8  # an upper bound on the tokens of one character, which has at 
 
 
 class TextStream:
-    """The text of a growing list of tokens, in pieces.
+    """Converts a growing list of tokens to text, piece by piece.
 
-    The pieces, joined, are the text of all tokens up to the stop sequence that ends first,
-    regardless of how the tokens were divided into calls of `push`.  The time per token is bounded,
-    regardless of the length of the text before it.
+    The pieces, joined, are the text of all tokens up to the stop sequence that ends first.  They do
+    not depend on how the tokens were divided among calls of `push`.  The time per token does not
+    grow with the length of the text.
 
     Args:
       decode: function from a list of token ids to their text, such as a tokenizer's `decode`.
@@ -26,14 +26,17 @@ class TextStream:
         self._decode = decode
         self._stop = [sequence for sequence in stop if sequence]
         # Tokens already converted to text.  They are decoded again together with `_tokens`, because
-        # a decoder may treat the first token of a list specially.
+        # a decoder may treat the first token of a list differently.
         self._before: list[int] = []
         self._tokens: list[int] = []  # pending tokens, whose text may still change
-        self._read = 0  # number of characters of `_tokens` that have been processed
+        self._read = 0  # number of characters in the text of `_tokens` that have been processed
         self._held = ""  # processed text that may be the beginning of a stop sequence
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens and return the text that they make final; empty after a stop sequence."""
+        """Add tokens, and return the text that has become final.
+
+        After a stop sequence, the result is empty.
+        """
         if self.stopped is not None:
             return ""
         self._tokens += map(int, tokens)
@@ -47,13 +50,16 @@ class TextStream:
         return self._until_stop(piece)
 
     def _shorten(self) -> None:
-        """Drop pending tokens whose text is final, because their bytes are part of no character."""
+        """Drop pending tokens whose text can no longer change.
+
+        This limits the number of pending tokens if their bytes never form a valid character.
+        """
         text = self._pending()
         for cut in range(len(self._tokens) - 1, 0, -1):
             head, tail = self._tokens[:cut], self._tokens[cut:]
             head_text = self._text_after(self._before, head)
             tail_text = self._text_after(head, tail)
-            # If the tail has text, no byte of the head can belong to a later character.
+            # If the tail has text of its own, no byte of the head belongs to a later character.
             if tail_text and text == head_text + tail_text and self._read >= len(head_text):
                 self._before, self._tokens = head[-MOST_PENDING:], tail
                 self._read -= len(head_text)
@@ -64,7 +70,7 @@ class TextStream:
             self._tokens = visible
 
     def finish(self) -> str:
-        """Return the text that was held back; call this after the last token."""
+        """Return the remaining text, which was held back; call this after the last token."""
         if self.stopped is not None:
             return ""
         piece = self._until_stop(self._pending()[self._read :])
@@ -77,16 +83,20 @@ class TextStream:
         return self._text_after(self._before, self._tokens)
 
     def _text_after(self, before: list[int], tokens: list[int]) -> str:
-        """Return the text that `tokens` add to that of `before`."""
+        """Return the text that `tokens` add to the text of the preceding tokens `before`."""
         prefix = self._decode(before) if before else ""
         return self._decode(before + tokens)[len(prefix) :] if tokens else ""
 
     def _until_stop(self, piece: str) -> str:
-        """Return the held text and `piece` up to a stop sequence, holding back a possible start."""
+        """Return the held text followed by `piece`, up to the first stop sequence.
+
+        If the text ends with a possible beginning of a stop sequence, that beginning is held back.
+        """
         text = self._held + piece
         ends = [(start + len(s), -len(s), s) for s in self._stop if (start := text.find(s)) >= 0]
         if ends:
-            # The one that ends first, so that the result does not depend on the division in pieces.
+            # Take the sequence that ends first, so that the result does not depend on how the text
+            # is divided into pieces.
             end, length, self.stopped = min(ends)
             self._held = ""
             return text[: end + length]
@@ -96,6 +106,6 @@ class TextStream:
 
 
 def _overlap(text: str, sequence: str) -> int:
-    """Return how many characters at the end of `text` are a proper prefix of `sequence`."""
+    """Return the length of the longest end of `text` that is a proper prefix of `sequence`."""
     longest = min(len(text), len(sequence) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(sequence[:n])), 0)

@@ -25,11 +25,11 @@ class Hardware:
 
     Attributes:
       name: the short name that users give, such as "v5e".
-      kind: a substring of the device's `device_kind` that starts at a word boundary.
+      kind: text that the `device_kind` of matching devices contains, starting at a word boundary.
       peak: dense bf16 FLOP/s.
       hbm: memory bandwidth in bytes/s.
-      interconnect: bytes/s that the device can send over all its links together.
-      links: the number of those links; a ring along one axis of a torus uses two of them.
+      interconnect: total bytes/s that the device can send over all its interconnect links.
+      links: number of interconnect links; a ring along one axis of a torus uses two of them.
       source: where the figures come from.
     """
 
@@ -54,14 +54,14 @@ class Hardware:
 _DOCS = "cloud.google.com/tpu/docs"
 _TRAINING = "Jouppi et al. 2020 (A domain-specific supercomputer for training neural networks)"
 _NVIDIA = "NVIDIA's data sheet"
-# Vendors' bidirectional link figures are halved.  A device takes the first row whose kind matches,
-# so more specific kinds come first.
+# Where vendors give bidirectional link bandwidths, this table has half of them.  `hardware_of`
+# selects the first row whose kind matches the device, so more specific kinds come first.
 HARDWARE = (
-    # 4 links per chip, of 496 Gbit/s (v2) and 656 Gbit/s (v3).
+    # Each chip has 4 links of 496 Gbit/s (v2) or 656 Gbit/s (v3); a device has half the bandwidth.
     Hardware("v2", "TPU v2", 22.5e12, 350e9, 124e9, 4, f"{_DOCS}/v2; links: {_TRAINING}"),
     Hardware("v3", "TPU v3", 61.5e12, 450e9, 164e9, 4, f"{_DOCS}/v3; links: {_TRAINING}"),
     Hardware("v4i", "TPU v4 lite", 138e12, 614e9, 100e9, 2, "Jouppi et al. 2021 (Ten lessons)"),
-    # 6 links of 50 GB/s (Jouppi et al. 2023, TPU v4).
+    # Each chip has 6 links of 50 GB/s (Jouppi et al. 2023, TPU v4).
     Hardware("v4", "TPU v4", 275e12, 1228e9, 300e9, 6, f"{_DOCS}/v4"),
     Hardware("v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e"),
     Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e"),
@@ -92,10 +92,10 @@ class Device(Protocol):
 
 
 def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
-    """Return the specifications for a name in the table, or "cpu" for this machine.
+    """Return the specifications of the accelerator `name`, or of this machine's CPUs for "cpu".
 
-    The CPU's are measured when asked for, its peak with matmuls in `dtype`; the table's peaks are
-    for bf16 whatever `dtype` is.
+    Accelerators are looked up in `HARDWARE`; their peaks are for bf16, whatever `dtype` is.  CPUs
+    are measured, once per process; their peak is measured with matmuls in `dtype`.
 
     Raises:
       InputError: if the name is unknown.
@@ -111,13 +111,13 @@ def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """Return an accelerator's row of `HARDWARE`, or None for CPUs and unlisted kinds."""
+    """Return the row of `HARDWARE` for `device`, or None for a CPU or an unlisted accelerator."""
     matching = (row for row in HARDWARE if re.search(rf"\b{row.kind}", device.device_kind))
     return None if device.platform == "cpu" else next(matching, None)
 
 
 def peak_flops(device: Device, dtype: str = "bfloat16") -> float | None:
-    """Return the peak FLOP/s of one device, or None for an accelerator that is not listed.
+    """Return the peak FLOP/s of one device, or None for an accelerator not in `HARDWARE`.
 
     For accelerators this is the dense bf16 peak, whatever `dtype` is.  For CPUs, which have no
     data sheet, it is the median of a few matmuls in `dtype`, measured once per process and divided
@@ -130,9 +130,10 @@ def peak_flops(device: Device, dtype: str = "bfloat16") -> float | None:
 
 
 def _run_seconds(function: Callable[[], Any], runs: int = 5, at_least: float = 0.0) -> list[float]:
-    """Return the seconds that each of `runs` calls takes.
+    """Call `function` repeatedly and return the seconds that each call takes.
 
-    More calls follow until their total is `at_least` seconds.  One warm-up call is not timed.
+    There are at least `runs` calls.  Further calls are made until all calls together have taken
+    `at_least` seconds.  A first warm-up call is not timed.
     """
     function()
     seconds: list[float] = []
@@ -149,10 +150,11 @@ def _measured_flops(dtype: str) -> float:
 
 
 def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.05) -> float:
-    """Measure the FLOP/s of all of this machine's CPU cores together, by matmuls in `dtype`.
+    """Measure the total FLOP/s of this machine's CPU cores, with matmuls in `dtype`.
 
-    For each size, square matrices are multiplied at least three times and for at least `seconds`
-    seconds, and the median taken.  Returns the result of the fastest size.
+    For each size, a matmul of square matrices is run at least three times and for at least
+    `seconds` seconds in total, and its median time is taken.  Returns the FLOP/s of the fastest
+    size.
     """
     device = jax.local_devices(backend="cpu")[0]
     multiply = jax.jit(jnp.matmul)
@@ -167,7 +169,11 @@ def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.
 
 @functools.cache
 def _measured_copy(size: int = 2**28) -> float:
-    """Measure memory bandwidth, reads plus writes in bytes/s, as all cores copy `size` bytes."""
+    """Measure memory bandwidth, in bytes/s (reads plus writes), by copying on all CPU cores.
+
+    Args:
+      size: total bytes to copy.
+    """
     threads = os.cpu_count() or 1
     sources = [np.ones(size // threads, np.uint8) for _ in range(threads)]
     targets = [np.empty_like(part) for part in sources]
@@ -183,19 +189,20 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A TPU generation: how Google Cloud names it, and what the compiler needs to know about it.
+    """A TPU generation: its names on Google Cloud, and its properties that the compiler needs.
 
     Attributes:
-      cloud_name: the first part of its accelerator types, such as "v5litepod" in "v5litepod-8".
+      cloud_name: the first part of accelerator types, such as "v5litepod" in "v5litepod-8".
       runtime_version: the TPU software version for JAX.
-      units: how much one JAX device adds to the number in an accelerator type.  The number counts
-        cores for v3, v4 and v5p; a device is one core on v3, but two on v4 and v5p.
+      units: the number at the end of an accelerator type, divided by the number of JAX devices.
+        For v2, v3, v4 and v5p the number in the type counts cores; a JAX device is one core on v2
+        and v3, but two cores on v4 and v5p.
       dimensions: number of dimensions of the grid that links the chips.
       devices: JAX devices per chip.
-      hbm: bytes of memory available to a program on one device; the compiler enforces it.
-      cheap: the tier whose TPUs Google may reclaim at any time; those of the older "preemptible"
-        tier also end after 24 hours.
-      options: further libtpu options for compiling without a TPU.
+      hbm: bytes of memory available to a program on one device; the compiler enforces this limit.
+      cheap: the discounted tier, whose TPUs Google may reclaim at any time.  TPUs of the older
+        "preemptible" tier are also stopped after 24 hours.
+      options: additional libtpu options for compiling without a TPU, as (name, value) pairs.
     """
 
     cloud_name: str
@@ -230,7 +237,9 @@ CLOUD_GENERATIONS = {generation.cloud_name: generation for generation in GENERAT
 
 
 def accelerator_type(generation: str, devices: int) -> str:
-    """Return the Cloud API's name of a slice with so many JAX devices: ("v4", 8) is "v4-16".
+    """Return the accelerator type of a TPU slice with `devices` JAX devices.
+
+    For example, the accelerator type for ("v4", 8) is "v4-16".
 
     Raises:
       InputError: if the generation is unknown.

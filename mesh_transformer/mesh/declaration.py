@@ -1,4 +1,4 @@
-"""Parameter declarations: global shape, layout over mp, and the properties derived from them."""
+"""Parameter declarations: shape, layout over mp, and how training treats each parameter."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,17 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 @dataclass(frozen=True)
 class Declaration:
-    """The properties of one parameter that layouts, weight decay and conversion depend on.
+    """Properties of one parameter, which determine its layout, weight decay and conversion.
 
     Attributes:
       shape: the global shape.
       spec: the layout over mp.
-      decay: whether weight decay applies.
-      summed: whether this is a bias that the original adds on every shard before its psum, so that
-        each of the original's shards holds b / mp.
+      decay: whether weight decay applies to the parameter.
+      summed: whether this is a bias that the original mesh-transformer-jax stores once per shard.
+        It adds these copies up (in a psum over mp), so each copy is 1 / mp of the bias stored here.
       adapter: whether this is a LoRA factor.
-      frozen: whether training leaves it unchanged, as all but the adapters in a LoRA run.
-      stacked: whether the first axis is that of the layers.
+      frozen: whether training leaves the parameter unchanged.  In a LoRA run, all parameters
+        except the adapters are frozen.
+      stacked: whether the parameters of all layers are stacked along the first axis.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +46,11 @@ class Declaration:
         return replace(self, shape=self.shape[1:], spec=spec, stacked=False)
 
     def zero_axis(self, dp: int) -> int | None:
-        """Return the axis that ZeRO splits over dp.
+        """Return the axis that ZeRO splits over dp, or None if ZeRO does not split this parameter.
 
-        This is the longest axis, other than the layers' and the one split over mp, whose size dp
-        divides.  None if there is no such axis, and for parameters that mp does not split: these,
-        and those with no axis besides the one split over mp, are small.
+        The axis is the longest one whose size is a multiple of dp, excluding the layer axis and
+        the axis split over mp.  ZeRO does not split a parameter without such an axis, nor one that
+        is not split over mp.  Most of these parameters are small.
         """
         axes = tuple(self.spec)
         if "mp" not in axes:
@@ -62,18 +63,18 @@ class Declaration:
         return max(free, key=lambda axis: self.shape[axis], default=None)
 
     def at_rest(self, dp: int) -> P:
-        """Return the layout under ZeRO of this parameter's part of the state between steps."""
+        """Return the layout of this parameter and its Adam moments between steps, with ZeRO."""
         split = self.zero_axis(dp)
         return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
 
 
 def is_spec(node: Any) -> bool:
-    """Whether a node is a PartitionSpec; an `is_leaf` for trees of them."""
+    """Return whether a tree node is a PartitionSpec; for use as JAX's `is_leaf` argument."""
     return isinstance(node, P)
 
 
 def is_declaration(node: Any) -> bool:
-    """Whether a node is a Declaration; an `is_leaf` for trees of them."""
+    """Return whether a tree node is a Declaration; for use as JAX's `is_leaf` argument."""
     return isinstance(node, Declaration)
 
 
@@ -83,7 +84,10 @@ def map_declared(function: Callable[..., Any], declared: Any, *trees: Any) -> An
 
 
 def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
-    """Split nested dicts into two: the trained leaves and the frozen leaves."""
+    """Split the nested dicts `tree` into its trained leaves and its frozen leaves.
+
+    `declared` contains the `Declaration` of each leaf and has the same structure as `tree`.
+    """
     trained, frozen = {}, {}
     for name, node in declared.items():
         if is_declaration(node):
@@ -96,7 +100,7 @@ def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """Merge two nested dicts without common leaves; the inverse of `partition`."""
+    """Merge two nested dicts that have no leaves in common; the inverse of `partition`."""
     both = {name: joined(one[name], other[name]) for name in one.keys() & other.keys()}
     return one | other | both
 
@@ -108,7 +112,10 @@ _declarations: ContextVar[dict[str, dict[str, Declaration]] | None] = ContextVar
 
 @contextlib.contextmanager
 def record_declarations() -> Iterator[dict[str, dict[str, Declaration]]]:
-    """Collect what `param` declares inside the context, as {module: {name: declaration}}."""
+    """Yield a dict that collects the declarations made by `param` inside the context.
+
+    The dict has the form {module: {name: declaration}}.
+    """
     declared: dict[str, dict[str, Declaration]] = {}
     token = _declarations.set(declared)
     try:
@@ -118,7 +125,7 @@ def record_declarations() -> Iterator[dict[str, dict[str, Declaration]]]:
 
 
 def declare(module: str, name: str, declaration: Declaration) -> None:
-    """Record a parameter's declaration, if inside `record_declarations`; else does nothing."""
+    """Record a parameter's declaration if inside `record_declarations`; otherwise do nothing."""
     declarations = _declarations.get()
     if declarations is not None:
         declarations.setdefault(module, {})[name] = declaration

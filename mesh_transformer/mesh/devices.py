@@ -15,15 +15,15 @@ from mesh_transformer.util import InputError
 
 
 def use_virtual_devices(count: int) -> None:
-    """Make the CPU backend show `count` devices, unless the caller has chosen a number.
+    """Make the CPU backend provide `count` virtual devices, unless a number is already set.
 
-    An accelerator remains the default backend.  Does nothing once JAX's backends have started, or
-    if `XLA_FLAGS` or `jax_num_cpu_devices` already sets the number.
+    This function does nothing if JAX's backends have already started, or if `XLA_FLAGS` or
+    `jax_num_cpu_devices` already sets the number.  An accelerator remains the default backend.
     """
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if chosen or jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]
         return
-    # JAX raises once its backends have started; the caller's devices are then used unchanged.
+    # JAX raises RuntimeError if its backends have already started; their devices are then kept.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
 
@@ -50,7 +50,7 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def abstract(shapes: Any, layout: Any) -> Any:
-    """Combine a tree of shapes and dtypes with one of NamedShardings into ShapeDtypeStructs."""
+    """Return a tree of ShapeDtypeStructs from a tree of shapes and dtypes and one of shardings."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

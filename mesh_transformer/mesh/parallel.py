@@ -1,9 +1,13 @@
 """Collectives and layouts for model code: one interface with two ways to partition over mp.
 
-Model code runs inside `shard_map` and reaches the mesh only through a `Parallel`.  The collectives
-over dp are explicit: f32 reductions, and ZeRO's gathers and scatters.  The subclasses differ in mp.
-`Manual` also writes out Megatron's collectives, and arrays are this device's shards.  `Auto` leaves
-mp to the compiler, and arrays are global over mp.  Layers and steps need not know which they have.
+Model code runs inside `shard_map` and accesses the mesh only through a `Parallel`.  Collectives
+over dp are always explicit: f32 reductions, and ZeRO's gathers and scatters.  The two subclasses
+differ in how they partition over mp:
+
+* `Manual` also makes Megatron's collectives over mp explicit.  Each array is this device's shard.
+* `Auto` lets the compiler partition over mp.  Each array is global over mp.
+
+Layers and steps work with either subclass.
 """
 
 import abc
@@ -27,7 +31,7 @@ from mesh_transformer.mesh.declaration import Declaration, declare, is_spec, map
 def gather_cast(x: Array, axis: int, dtype: Any) -> Array:
     """Cast f32 shards to `dtype` and all-gather them over dp along `axis`.
 
-    The gradient is summed over dp in f32.  Without the custom rule, the transpose would sum it in
+    The gradient is summed over dp in f32.  Without this custom gradient rule, JAX would sum it in
     `dtype`.
     """
     return lax.all_gather(x.astype(dtype), "dp", axis=axis, tiled=True)
@@ -55,17 +59,18 @@ def _is_axes(node: Any) -> bool:
 class Parallel(abc.ABC):
     """Collectives for code inside a `shard_map` over the mesh axes in `axes`.
 
-    Every value's type lists those of `axes` along which it varies between devices (`check_vma`).
-    The residual stream [B, T, D] is replicated on all devices of a replica or, with `split_stream`,
-    split by position over mp (sequence parallelism, Korthikanti 2022).
+    The type of each array lists the mesh axes along which the array varies, that is, differs
+    between devices (see `check_vma` of `shard_map`).  The residual stream [B, T, D] is replicated
+    on all devices of a replica.  With `split_stream` it is instead split by position over mp
+    (sequence parallelism, Korthikanti 2022).
 
     In all methods `declared` is a tree of the parameters' declarations.
 
     Attributes:
-      axes: the mesh axes that the program sees, whose collectives are explicit.
-      mp: the number of shards of a layer as the program sees it, 1 if the compiler splits mp.
+      axes: the mesh axes over which the program's collectives are explicit.
+      mp: the number of shards over mp that the program sees; 1 if the compiler partitions over mp.
       dp: the number of data-parallel replicas.
-      replicas: the number of separate gradients of one microbatch: `dp`, or 1 with ZeRO 3, whose
+      replicas: the number of separate gradients per microbatch: `dp`, or 1 with ZeRO 3, whose
         backward pass already sums over dp.
       attention: the backend for attention over a whole sequence (`attention_backend`).
       zero_stage: 0 (no ZeRO), 1 or 3.
@@ -91,65 +96,80 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        """Return the shape that the program sees of a global array split along `axes`."""
+        """Return the shape that an array with the global shape `shape` has inside the program.
+
+        Args:
+          axes: for each array axis, the mesh axis that splits it, or None.
+        """
 
     @abc.abstractmethod
     def fan_out(self, x: Array) -> Array:
-        """Megatron's f: return the whole residual stream; its gradient is summed over mp."""
+        """Megatron's f: all-gather x, [B, T, D], if `split_stream` splits it by position.
+
+        The gradient is summed over mp.
+        """
 
     @abc.abstractmethod
     def join(self, x: Array) -> Array:
-        """Megatron's g: sum [B, T, D] over mp into the residual stream's layout.
+        """Megatron's g: sum x, [B, T, D], over mp and return it in the residual stream's layout.
 
-        The gradient is whole on every device.
+        In the backward pass, every device receives the full, unsharded gradient.
         """
 
     @abc.abstractmethod
     def own_positions(self, x: Array) -> Array:
-        """Return the positions of a whole [B, T, D] that this device's residual stream holds."""
+        """Return the positions of x, [B, T, D], in this device's part of the residual stream.
+
+        x must contain all positions.
+        """
 
     @abc.abstractmethod
     def sum(self, x: Array) -> Array:
-        """Sum over mp; the backward pass is the identity."""
+        """Sum x over mp; the backward pass is the identity."""
 
     @abc.abstractmethod
     def max(self, x: Array) -> Array:
-        """Return the maximum over mp; has no gradient."""
+        """Return the maximum of x over mp; it has no gradient."""
 
     @abc.abstractmethod
     def rank(self) -> Array | int:
-        """Return the index over mp of the shard that this program holds."""
+        """Return the index along mp of the shard that this program holds."""
 
     @abc.abstractmethod
     def gather(self, x: Array, axis: int = -1) -> Array:
-        """All-gather the shards of x over mp along `axis`."""
+        """All-gather the shards of x over mp and concatenate them along the array axis `axis`."""
 
     @abc.abstractmethod
     def shard(self, x: Array, *axes: str | None) -> Array:
-        """Return x, constrained to be split along `axes` where the compiler partitions it."""
+        """Return x; if the compiler partitions over mp, constrain x to be split along `axes`."""
 
     @abc.abstractmethod
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
-        """Apply `function`, which has collectives over dp, to each mp shard of an array."""
+        """Wrap `function`, which has collectives over dp, to act on each mp shard of an array.
+
+        Args:
+          spec: the layout of the array.
+        """
 
     def on_blocks(
         self, function: Callable[..., Any], in_axes: Any, out_axes: Any
     ) -> Callable[..., Any]:
-        """Apply `function` to the mp shards of its arguments, unchecked by `check_vma`.
+        """Wrap `function` to act on the mp shards of its arguments, with `check_vma` disabled.
 
-        This is for kernels that do not declare along which mesh axes their outputs vary.  Results
-        are taken to vary along all axes.
+        This is for kernels that do not declare along which mesh axes their outputs vary.  All
+        results are typed as varying along all mesh axes that the program sees.
 
         Args:
-          in_axes: the `Axes` of each argument; those of a tree apply to all its leaves.
-          out_axes: likewise for the result.
+          in_axes: the `Axes` of each argument.  For an argument that is a tree, they apply to all
+            its leaves.
+          out_axes: the `Axes` of each result, in the same form.
         """
         if not self.axes:
             return function
 
         def untyped(x: Array) -> Array:
-            # Kernels compare the varying axes of their inputs.  Without check_vma every operation
-            # drops them; this one has no other effect.
+            # Kernels compare the varying axes of their inputs.  With check_vma disabled, every
+            # operation drops the varying axes from its result; this one has no other effect.
             return jnp.squeeze(jnp.expand_dims(x, 0), 0)
 
         def split(axes: Axes) -> P:
@@ -164,7 +184,7 @@ class Parallel(abc.ABC):
         return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
 
     def within(self, specs: Any) -> Any:
-        """Restrict PartitionSpecs to `axes`, as `shard_map` requires."""
+        """Remove all mesh axes except `axes` from PartitionSpecs, as `shard_map` requires."""
 
         def visible(spec: P) -> P:
             return P(*(axis if axis in self.axes else None for axis in spec))
@@ -172,23 +192,27 @@ class Parallel(abc.ABC):
         return jax.tree.map(visible, specs, is_leaf=is_spec)
 
     def _as_varying(self, x: Array, *axes: str | None) -> Array:
-        """Return x, typed as varying along those of `axes` that the program sees."""
+        """Return x typed as varying along `axes`; axes that are not in `self.axes` are ignored."""
         varying = tuple(axis for axis in self.axes if axis in axes)
         return lax.pcast(x, varying, to="varying") if varying else x
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Array:
-        """Return zeros of the program's own shape, split and varying along `axes`."""
+        """Return zeros that are split and varying along `axes`.
+
+        Args:
+          shape: the shape inside the program, as returned by `local`.
+        """
         return self.shard(self._as_varying(jnp.zeros(shape, dtype), *axes), *axes)
 
     def _zero_axis(self, declaration: Declaration) -> int | None:
-        # Frozen parameters have no moments or gradients to split.  Splitting them saves memory only
-        # where they are gathered one layer at a time, which is ZeRO 3.
+        # Frozen parameters have no moments or gradients to split.  Splitting the parameters
+        # themselves saves memory only with ZeRO 3, which gathers them one layer at a time.
         if not self.zero_stage or (declaration.frozen and self.zero_stage < 3):
             return None
         return declaration.zero_axis(self.dp)
 
     def at_rest(self, declared: Any) -> Any:
-        """Return the layouts of the parameters, or their moments, in the state between steps."""
+        """Return the layout of each parameter and of its Adam moments between steps."""
 
         def layout(d: Declaration) -> P:
             return d.spec if self._zero_axis(d) is None else d.at_rest(self.dp)
@@ -198,9 +222,9 @@ class Parallel(abc.ABC):
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
         """Convert the state's parameters to `dtype` for the forward pass, once per step.
 
-        ZeRO 1 also all-gathers the parameters that it splits over dp.  ZeRO 3 keeps them split, and
-        in f32 until `collect` casts them, so that their gradients are f32 too.  Frozen parameters,
-        which have no gradients, are cast here.
+        With ZeRO 1, parameters that are split over dp are also all-gathered here.  With ZeRO 3,
+        they stay split.  The trained ones also stay in f32 until `collect` casts them, so that
+        their gradients are in f32 too.  Frozen parameters have no gradients and are cast here.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
@@ -214,10 +238,11 @@ class Parallel(abc.ABC):
         return map_declared(copy, declared, params)
 
     def spread(self, params: Any, declared: Any) -> Any:
-        """Mark replicated parameters used by mp-varying code as varying, once per microbatch.
+        """Mark replicated parameters that mp-varying code uses as varying over mp.
 
-        Their gradients are then all-reduced over mp together, in f32, and not once per layer.
-        These are adapters and, with `split_stream`, all parameters that mp does not split.
+        These parameters are the adapters that mp does not split and, with `split_stream`, all
+        other parameters that mp does not split.  Marking them once per microbatch makes JAX
+        all-reduce their gradients over mp together, in f32, and not once per layer.
         """
 
         def one(d: Declaration, x: Array) -> Array:
@@ -229,14 +254,17 @@ class Parallel(abc.ABC):
         return map_declared(one, declared, params)
 
     def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
-        """Return parameters in `dtype`, split over mp only; called right before they are used."""
+        """Return parameters in `dtype`, gathered over dp and split over mp only.
+
+        Called right before the parameters are used.
+        """
 
         def whole(d: Declaration, x: Array) -> Array:
             axis = self._zero_axis(d) if self.zero_stage == 3 else None
             if axis is not None:
                 x = self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
-            # This also constrains the gradients, some of which TPUs would otherwise keep in another
-            # layout and convert by all-to-alls.
+            # This also constrains the gradients.  Without it, TPUs would keep some gradients in
+            # another layout and convert them by all-to-alls.
             return self.shard(x, *d.spec)
 
         return map_declared(whole, declared, params)
@@ -250,7 +278,7 @@ class Parallel(abc.ABC):
         return map_declared(zeros, declared, params)
 
     def mean(self, grads: Any, declared: Any) -> Any:
-        """Return the mean of the gradients over dp in the state's layout, once per step."""
+        """Return the mean of the gradients over dp, in the layout of the state between steps."""
 
         def sum_over_replicas(d: Declaration, g: Array) -> Array:
             axis = self._zero_axis(d)
@@ -267,23 +295,27 @@ class Parallel(abc.ABC):
         return map_declared(mean, declared, grads)
 
     def _sum_over(self, x: Array, axes: tuple[str, ...]) -> Array:
-        """Sum x over those of `axes` that the program sees."""
+        """Sum x over the mesh axes `axes`; axes that are not in `self.axes` are ignored."""
         seen = tuple(axis for axis in self.axes if axis in axes)
         return lax.psum(x, seen) if seen else x
 
     def _total(self, squares: Any, axes: Any) -> Array:
-        """Sum all leaves, each also over its own mesh axes in the tree `axes`."""
+        """Sum the scalars in the tree `squares` over all leaves and over devices.
+
+        Args:
+          axes: for each leaf, the mesh axes over which it is summed.
+        """
         by_axes: dict[tuple[str, ...], list[Array]] = {}
         jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
         sums = [self._sum_over(sum(xs[1:], xs[0]), names) for names, xs in by_axes.items()]
         return jnp.sum(jnp.stack(sums))
 
     def total(self, squares: Any, declared: Any) -> Array:
-        """Sum a scalar per leaf over all leaves and all their shards.
+        """Sum the scalars in the tree `squares` over all leaves and all shards of each leaf.
 
         Args:
-          squares: the scalars, each computed from this program's part of a leaf in the state's
-            layout.
+          squares: one scalar per leaf, computed from this program's shard of the leaf in the
+            state's layout.
         """
 
         def axes(d: Declaration) -> tuple[str, ...]:
@@ -293,12 +325,13 @@ class Parallel(abc.ABC):
         return self._total(squares, map_declared(axes, declared))
 
     def micro(self, grads: Any, declared: Any) -> Any:
-        """Return one microbatch's gradient on one of the `replicas`."""
-        # ZeRO 3 has already summed most leaves over dp; `mean` sums the others and divides.
+        """Return one microbatch's gradient on this replica; with ZeRO 3, its mean over dp."""
+        # With ZeRO 3 the backward pass has already summed most leaves over dp.  `mean` sums the
+        # other leaves and divides all of them by dp.
         return self.mean(grads, declared) if self.zero_stage == 3 else grads
 
     def micro_total(self, squares: Any, declared: Any) -> Array:
-        """Same as `total`, for scalars computed from the result of `micro`."""
+        """Same as `total`, for scalars computed from the gradient that `micro` returns."""
         if self.zero_stage == 3:
             return self.total(squares, declared)
         mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
@@ -314,9 +347,9 @@ def _mp_only(axes: Iterable[Any]) -> P:
 
 
 class Auto(Parallel):
-    """Explicit dp, with mp left to the compiler.
+    """Partitions over dp explicitly and leaves mp to the compiler.
 
-    Without a mesh: one device, no collectives.
+    Without a mesh, the program runs on one device and has no collectives.
     """
 
     def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0, **choices: Any):
@@ -357,15 +390,16 @@ class Auto(Parallel):
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
         if not self.axes:
             return function
-        # Otherwise the compiler would gather the shards over mp before the collective over dp.
+        # Without this shard_map, the compiler would gather the shards over mp before each
+        # collective over dp.
         split = _mp_only(spec)
         return jax.shard_map(function, in_specs=split, out_specs=split, axis_names={"mp"})
 
 
 class Manual(Parallel):
-    """Explicit dp and mp: arrays are this device's shards.
+    """Partitions over dp and mp explicitly; each array is this device's shard.
 
-    Megatron's f is a `pcast` to varying, whose transpose is a psum.
+    Without `split_stream`, Megatron's f is a `pcast` to varying, whose transpose is a psum.
     """
 
     axes = ("dp", "mp")
@@ -426,12 +460,12 @@ def param(
     summed: bool = False,
     adapter: bool = False,
 ) -> Array:
-    """Declare a parameter of the current Haiku module and return this program's part of it.
+    """Declare a parameter of the current Haiku module and return this program's shard of it.
 
     Args:
       shape: the global shape.
-      axes: the mesh axis that splits each array axis, or None.
-      decay: whether weight decay applies (the original decays only matrices).
+      axes: for each array axis, the mesh axis that splits it, or None.
+      decay: whether weight decay applies (only matrices decay, as in mesh-transformer-jax).
       summed, adapter: see `Declaration`.
     """
     declare(current_name(), name, Declaration(shape, P(*axes), decay, summed, adapter))

@@ -1,4 +1,4 @@
-"""Batch rows on a mesh that may span processes: placement on devices, and reassembly."""
+"""Placement of batch rows on a mesh that may span processes, and reassembly of the results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,9 @@ class Rows:
     """This process's batch rows on a (dp, mp) mesh that may span processes.
 
     Attributes:
-      replicas: the indices over dp, ascending, of the replicas that have devices in this process.
-        If a replica spans processes, each of them passes in and gets back the same batch rows.
+      replicas: ascending dp indices of the replicas that have devices in this process.  If a
+        replica spans several processes, each of these processes passes in and gets back the same
+        batch rows.
       alone: whether all of the mesh's devices belong to this process.
     """
 
@@ -33,7 +34,7 @@ class Rows:
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
 
     def pad(self, rows: np.ndarray) -> np.ndarray:
-        """Append copies of the first row, so that rows divide over this process's replicas."""
+        """Append copies of the first row until this process's replicas divide the rows equally."""
         missing = -len(rows) % len(self.replicas)
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
@@ -41,8 +42,8 @@ class Rows:
         """Make global arrays on the mesh from the rows of this process.
 
         Args:
-          tree: arrays with an equal number of rows for each of this process's replicas.
-          spec: the layout of the global arrays; rows are along the axis that it splits over dp.
+          tree: arrays with this process's rows, divided equally among its replicas.
+          spec: the layout of the global arrays.  The axis that is split over dp is the row axis.
         """
         sharding = NamedSharding(self.mesh, spec)
         if self.alone:
@@ -62,10 +63,11 @@ class Rows:
         return jax.tree.map(place, tree)
 
     def fetch(self, x: Array, count: int) -> Array | np.ndarray:
-        """Return the first `count` of this process's rows of x, split over dp on its first axis.
+        """Return the first `count` of this process's rows of x.
 
-        If the whole mesh belongs to this process, returns a device array without waiting for its
-        values; else a numpy array.
+        The rows are along the first axis of x, which is split over dp.  If all devices of the mesh
+        belong to this process, the result is a device array and this method does not wait for its
+        values.  Otherwise the result is a numpy array.
         """
         if self.alone:
             return x if count == len(x) else x[:count]
@@ -74,16 +76,19 @@ class Rows:
 
 
 def share(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
-    """Return the rows along `axis` that belong to `replicas`; dp must divide their number."""
+    """Return the rows of x along `axis` that belong to `replicas`.
+
+    The number of rows in x must be a multiple of dp.
+    """
     parts = np.split(x, dp, axis)
     return np.concatenate([parts[replica] for replica in replicas], axis)
 
 
 def places(replicas: list[list[int]], size: int) -> list[np.ndarray]:
-    """Return each process's row indices in the whole batch.
+    """Return, for each process, the indices of its rows in the global batch.
 
     Args:
-      replicas: the replicas that each process holds.
+      replicas: for each process, the dp indices of its replicas.
       size: rows per replica.
     """
     return [
@@ -93,11 +98,11 @@ def places(replicas: list[list[int]], size: int) -> list[np.ndarray]:
 
 
 def gathered(results: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarray:
-    """Assemble the rows of the whole batch from the results of all processes.
+    """Assemble the rows of the global batch from the results of all processes.
 
     Args:
       results: each process's rows.
-      at: each process's row indices (`places`); together they must cover every row.
+      at: each process's row indices, as returned by `places`; together they must cover every row.
 
     Raises:
       HostError: if two processes returned different bits for the same row.

@@ -18,15 +18,18 @@ VARIABLE = "MESH_TRANSFORMER_CACHE"
 
 
 def use_compilation_cache() -> None:
-    """Enable JAX's persistent cache in `$MESH_TRANSFORMER_CACHE` or the user's cache folder.
+    """Enable JAX's persistent compilation cache.
 
-    An empty variable disables it.  A cache folder already set in JAX's configuration is kept.
+    The cache is in `$MESH_TRANSFORMER_CACHE` or, if this variable is not set, in the user's cache
+    folder.  If the variable is empty, the cache is not enabled.  If a cache folder is already set
+    in JAX's configuration, it is kept.
     """
     folder = os.environ.get(VARIABLE, str(cache_folder() / "compiled"))
     if not folder or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_compilation_cache_dir", folder)
-    # By default JAX skips programs that compile within a second; a start has hundreds of those.
+    # By default JAX does not cache programs that compile in less than a second.  Every start of a
+    # script compiles hundreds of these.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if "://" not in folder:
         _write_in_every_process()
@@ -35,10 +38,11 @@ def use_compilation_cache() -> None:
 def _write_in_every_process() -> None:
     """Make every process write to the cache; by default JAX lets only process 0 write.
 
-    JAX's default suits storage that all processes share.  Here each host has its own disk, and all
-    hosts but the first would compile again at every start.  On CPUs, moreover, each process
-    compiles different programs.  JAX has no setting for this, so its private function is wrapped;
-    in a JAX version without it nothing changes.
+    JAX's default suits storage that all processes share.  A local cache folder is on each host's
+    own disk, so with JAX's default all hosts but the first would recompile their programs at every
+    start.  On CPUs, moreover, each process compiles different programs.  JAX has no setting for
+    this, so this function wraps a private JAX function.  In a JAX version that lacks the private
+    function, nothing changes.
     """
     try:
         from jax._src import compiler, distributed
@@ -58,24 +62,26 @@ def _write_in_every_process() -> None:
     compiler._cache_write = write_as_process_0
 
 
-# TPUs with a separate engine for collectives; on older ones the async options have no effect.
+# TPUs with a separate engine for collectives.  On older TPUs, the options for asynchronous
+# collectives (see `compiler_options`) have no effect.
 ASYNC_KINDS = ("TPU v5", "TPU v6")
 
 
 def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
-    """Return the compiler options of a training step on the mesh's devices, or None."""
+    """Return the compiler options for a training step on the mesh's devices, or None for none."""
     device = mesh.devices.flat[0]
     if device.platform != "tpu":
         return None
     options: dict[str, Any] = {}
     if config.zero == 3:
-        # This pass moves sums over replicas out of the loop over microbatches.  ZeRO 3 has none to
-        # move: its sums are reduce-scattered in the loop over layers.  On a prototype's sums there
-        # the pass crashed the compiler (libtpu 0.0.42), though small models compile with it.
+        # This pass moves all-reduces over replicas out of the loop over microbatches.  ZeRO 3 has
+        # none to move, because it reduce-scatters gradients in the loop over layers.  On a
+        # prototype of ZeRO 3 the pass crashed the compiler (libtpu 0.0.42), although small models
+        # compile with it.
         options["xla_disable_hlo_passes"] = "while-loop-all-reduce-code-motion"
     if any(kind in device.device_kind for kind in ASYNC_KINDS):
-        # Off by default.  They let the backward pass all-reduce the activations' gradients while
-        # it computes the weights' gradients, whose matmuls do not depend on that all-reduce.
+        # These options are off by default.  They let the backward pass all-reduce the activations'
+        # gradients while it computes the weights' gradients, which do not depend on the all-reduce.
         options["xla_enable_async_all_reduce"] = "true"
         options["xla_tpu_enable_async_collective_fusion_fuse_all_reduce"] = "true"
     return options or None
@@ -84,7 +90,7 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
 def parallel_of(
     config: Config, mesh: Mesh, *, attention: str = "xla", split_stream: bool = False
 ) -> Parallel:
-    """Return the `Parallel` that `config.partitioning` names, or one without collectives."""
+    """Return the `Parallel` for `config.partitioning`; for one device, one without collectives."""
     if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)
     kind = Auto if config.partitioning == "jit" else Manual
@@ -101,12 +107,14 @@ def partitioned(
     attention: str = "xla",
     split_stream: bool = False,
 ) -> Callable[..., Any]:
-    """Partition `function(*args, config=, par=)` over the mesh, as a function of global arrays.
+    """Return a function of global arrays that runs `function`, partitioned over the mesh.
 
     Args:
+      function: called with the arguments and the keyword arguments `config` and `par`, where `par`
+        is the program's `Parallel`.
       in_specs: the PartitionSpecs of the arguments.
       out_specs: the PartitionSpecs of the results.
-      attention: the backend for attention over whole sequences (`attention_backend`).
+      attention: the backend for attention over whole sequences (see `attention_backend`).
       split_stream: whether the residual stream is split by position over mp.
     """
     par = parallel_of(config, mesh, attention=attention, split_stream=split_stream)
@@ -138,7 +146,7 @@ def compiled(
     *,
     attention: str = "xla",
 ) -> Callable[..., Any]:
-    """Return `partitioned(function, ...)` under `jit`, with its layouts and donated arguments."""
+    """Wrap `partitioned(function, ...)` in `jit`, with the layouts `in_specs` and `out_specs`."""
     return jax.jit(
         partitioned(function, config, mesh, in_specs, out_specs, attention=attention),
         in_shardings=named(mesh, in_specs),

@@ -1,8 +1,14 @@
 """Attention: rotary embedding, masks, softmax attention, KV cache updates and fused kernels.
 
-For attention over whole sequences, `attention_backend` selects one backend per program: plain
-softmax attention, `blocks`, which never materialises the full T x S score matrix, splash attention
-(TPU) or cuDNN (GPU).  `attend_function` then builds the function that attends with it.
+For attention over whole sequences, `attention_backend` selects one of these backends per program:
+
+* `xla`: plain softmax attention.
+* `blocks`: softmax attention over one block of queries at a time, which never materialises the
+  full T x S score matrix.
+* `splash`: splash attention (TPU).
+* `cudnn`: cuDNN's fused attention (GPU).
+
+`attend_function` then returns a function that computes attention with the selected backend.
 
 Array names end in their shape: B batch, T query, S cache or key, H heads this program sees, K head
 size, R rotated part of a head, I coordinates of an index.
@@ -27,12 +33,14 @@ from mesh_transformer.util import InputError
 Attend = Callable[[Array, Array, Array], Array]
 MASKED = -1e10  # not -inf: a fully masked row must stay finite
 LANES = 128  # TPU vector lanes; splash attention requires sequences in multiples of this
-# The number of query blocks of the backend `blocks`.  One pass does (1 + 1/8) / 2 of the work of
-# `xla` in an eighth of its memory.  Twice as many would save little more, and double compile time.
+# The number of query blocks of the backend `blocks`.  With 8 blocks, one pass does (1 + 1/8) / 2 of
+# the work of `xla`, and its scores take an eighth of the memory.  Twice as many blocks would save
+# little more, and would double the compile time.
 BLOCKS = 8
 
 
-# For a scatter of new_BHK into cache_BHSK at index_BHI, a (row, slot) pair per row and head.
+# Dimension numbers for scattering new_BHK into cache_BHSK.  The indices, index_BHI, are a
+# (row, slot) pair for each batch row and head.
 _ONE_POSITION = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(2,),
     inserted_window_dims=(0, 2),
@@ -50,12 +58,18 @@ class LayerCache(NamedTuple):
 
 
 def block_length(length: int) -> int:
-    """Return the number of queries per block; short sequences have fewer than `BLOCKS` blocks."""
+    """Return the number of queries per block for the backend `blocks`.
+
+    A sequence has `BLOCKS` blocks, or fewer if it is too short for blocks of `LANES` queries.
+    """
     return max(-(-length // BLOCKS), LANES)
 
 
 def rotate(x_BTHK: Array, positions_BT: Array, dims: int) -> Array:
-    """Apply rotary embedding (Su 2021) to interleaved pairs of each head's first `dims`, in f32."""
+    """Apply rotary embedding (Su 2021) to the first `dims` entries of each head, in f32.
+
+    The pairs that are rotated are interleaved: entries 0 and 1, 2 and 3, and so on.
+    """
     frequency_R = 10000.0 ** (-np.arange(0, dims, 2) / dims)
     angle_BTR = positions_BT[..., None].astype(jnp.float32) * frequency_R.astype(np.float32)
     sin, cos = jnp.sin(angle_BTR)[:, :, None], jnp.cos(angle_BTR)[:, :, None]
@@ -66,10 +80,10 @@ def rotate(x_BTHK: Array, positions_BT: Array, dims: int) -> Array:
 
 
 def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Array:
-    """Return the f32 bias_BHTS, with H = 1: 0 where a query may see a key, else `MASKED`.
+    """Return the f32 bias_BHTS, with H = 1: 0 where a query may attend to a key, else `MASKED`.
 
-    A query sees itself and the `window` - 1 positions before it.  Keys at negative positions are
-    padding, which no query sees.
+    A query attends to its own position and the `window` - 1 positions before it.  Keys at negative
+    positions are padding, to which no query attends.
     """
     distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
     seen_BTS = (distance_BTS >= 0) & (distance_BTS < window) & (key_positions_BS >= 0)[:, None, :]
@@ -79,12 +93,12 @@ def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Ar
 def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Array:
     """Compute softmax attention of T queries over S keys, for the heads this program holds.
 
-    `bias_BHTS` contains the mask and any relative position bias.  Scores and softmax are in f32,
-    the inputs of both matmuls in the compute dtype.
+    `bias_BHTS` contains the mask and any relative position bias.  Scores and softmax are computed
+    in f32; the inputs of both matmuls are in the compute dtype.
     """
     scale = q_BTHK.shape[-1] ** -0.5
     if q_BTHK.shape[1] == 1:
-        # Without axis T, because with it XLA on CPUs transposes the keys of a one-row batch.
+        # Axis T is dropped, because with it XLA on CPUs transposes the keys of a one-row batch.
         scores_BHS = jnp.einsum(
             "BHK,BHSK->BHS", q_BTHK[:, 0], k_BHSK, preferred_element_type=jnp.float32
         )
@@ -98,7 +112,12 @@ def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Arr
 
 
 def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
-    """Write one position per row (S = 1 in `new`) into the cache at `slot_B`, in place."""
+    """Write one position per batch row into the cache, in place.
+
+    Args:
+      new: the keys and values to write, with S = 1.
+      slot_B: the cache slot that each row is written to.
+    """
     if len(slot_B) == 1:
         # On a device with one head, one row is a single update, which XLA on CPUs turns into an
         # operation that copies the whole cache.  Writing the row twice avoids that.
@@ -106,9 +125,9 @@ def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
         rows_B = jnp.zeros(2, jnp.int32)
     else:
         rows_B = jnp.arange(len(slot_B))
-    # Each head is an update of its own: if all heads of a row were one update, TPUs would change
-    # the layout of the caches, which copies them.  H is a batching dimension: if it were indexed,
-    # the compiler's partitioning (`Auto`) would all-gather the new entries over mp.
+    # Each head is a separate update.  If all heads of a row were one update, TPUs would change the
+    # layout of the caches, which copies them.  H is a batching dimension.  If it were indexed, the
+    # compiler's partitioning (`Auto`) would all-gather the new entries over mp.
     index_BI = jnp.stack((rows_B, slot_B), axis=-1)
     index_BHI = jnp.broadcast_to(index_BI[:, None], (*new.k_BHSK.shape[:2], 2))
 
@@ -120,7 +139,7 @@ def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
 
 
 SPLASH_BLOCKS = (512, 256, LANES)  # block sizes for queries and keys, in order of preference
-ATTENDED = "attended"  # checkpoint_name of what a kernel saves for its backward pass
+ATTENDED = "attended"  # checkpoint_name of the arrays that a kernel saves for its backward pass
 LONG = 2048  # tokens; beyond this, attention scores take more memory than the rest of a layer
 # (q_BHTK already scaled, k_BHSK, v_BHSK, text_BT or None) -> attended_BHTK; positions with equal
 # numbers in text_BT belong to the same text.
@@ -157,7 +176,10 @@ def attention_backend(config: Config, device: Device) -> str:
 
 
 def _obstacle(name: str, config: Config, device: Device) -> str | None:
-    """Return why a backend cannot be used, as a predicate ("requires a TPU, ..."), or None."""
+    """Return why the backend `name` cannot be used, or None if it can.
+
+    The reason is a phrase to follow the backend's name, such as "requires a TPU, ...".
+    """
     if name == "xla":
         return None
     if config.pe == "t5":
@@ -195,10 +217,10 @@ def _cudnn_obstacle(config: Config, device: Device) -> str | None:
 
 @functools.cache
 def _cudnn_disagrees(head_size: int) -> str | None:
-    """Return why cuDNN's attention cannot be used here, or None.
+    """Return why cuDNN's attention cannot be used on this machine, or None if it can.
 
-    Compares cuDNN with XLA on a small batch, forward and backward, because the kernels that a GPU
-    has depend on its driver and on cuDNN's version.
+    The check compares the outputs and gradients of cuDNN and XLA on a small batch.  It is needed
+    because the kernels available on a GPU depend on its driver and on cuDNN's version.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (1, LANES, 2, head_size)
@@ -220,7 +242,7 @@ def _cudnn_disagrees(head_size: int) -> str | None:
         actual, expected = both("cudnn", g, q, k, v), both("xla", g, q, k, v)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return f"fails here ({' '.join(str(error).split())[:200]})"
-    # The values are of order 1, and the two round to bf16's 8 bits at different points.
+    # The values are of order 1, and cuDNN and XLA round to bf16's 8 bits at different points.
     difference = max(float(jnp.abs(a - b).max()) for a, b in zip(actual, expected, strict=True))
     return None if difference < 0.1 else f"differs from XLA's attention by {difference:.2g} here"
 
@@ -234,16 +256,16 @@ def _dtype_obstacle(config: Config) -> str | None:
 def attend_function(
     config: Config, par: Parallel, length: int, text_BT: Array | None
 ) -> Attend | None:
-    """Return causal attention over whole sequences with the backend of `par`.
+    """Return a function that computes causal attention over whole sequences.
 
-    Returns None for the backend `xla`, which is `attend` with a bias.  If a kernel does not support
-    this length, or packed texts, the result is that of `blocks` for more than `LONG` tokens, else
-    None.
+    The backend is `par.attention`.  If its kernel does not support `length`, or does not support
+    packed texts, `blocks` is used instead for more than `LONG` tokens, and `xla` otherwise.  For
+    `xla` the result is None: the caller then uses `attend` with a bias.
 
     Args:
       length: the number of tokens in a sequence.
-      text_BT: a number per position for packed texts, or None.  Positions see each other only if
-        their numbers are equal.
+      text_BT: for packed texts, the number of the text at each position, else None.  A position
+        attends only to positions with the same number.
 
     Raises:
       InputError: if texts are packed and `config.attention` is "cudnn", which cannot separate them.
@@ -265,7 +287,8 @@ def attend_function(
     run = _differentiable(kernel, par)
 
     def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:
-        # Exact if the head size is a power of 4, such as GPT-J's 256; else q is rounded once more.
+        # This scaling is exact if the head size is a power of 4, such as GPT-J's 256.  Otherwise it
+        # rounds q once more.
         q_BHTK = jnp.moveaxis(q_BTHK * config.d_head**-0.5, 2, 1)
         return jnp.moveaxis(run(q_BHTK, k_BHSK, v_BHSK, text_BT), 1, 2)
 
@@ -273,10 +296,10 @@ def attend_function(
 
 
 def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
-    """Run `kernel` on each device's heads, with the kernel's own gradient.
+    """Wrap `kernel` to run on each device's heads and to use the kernel's own gradient.
 
-    The forward pass returns the kernel's vjp function, a pytree of the arrays saved for the
-    backward pass.  These stay on their devices.
+    The custom gradient's forward pass also returns the kernel's vjp function.  This function is a
+    pytree of the arrays saved for the backward pass, which stay on the devices that computed them.
     """
     heads: Axes = (None, "mp")
     saved: Axes = ("mp",)
@@ -341,11 +364,15 @@ def _splash(
 def _blocks(
     window: int, text_BT: Array | None, q_BTHK: Array, k_BHSK: Array, v_BHSK: Array
 ) -> Array:
-    """Attend one block of queries at a time, over the keys that at least one of them may see."""
+    """Compute causal attention over one block of queries at a time.
+
+    Each block uses only the keys that at least one of its queries may attend to.
+    """
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     block = block_length(length)
     position_1T = jnp.arange(length)[None]
-    # In f32, so that the sum of all blocks' gradients is not taken in the compute dtype.
+    # Keys and values are converted to f32 here, so that their gradients are summed over the blocks
+    # in f32.
     k_BHSK, v_BHSK = k_BHSK.astype(jnp.float32), v_BHSK.astype(jnp.float32)
 
     # The backward pass recomputes each block's scores.

@@ -1,8 +1,9 @@
 """Parameter counts, FLOPs per token, and utilisation (MFU and HFU).
 
-The 6N rule is from Kaplan et al. 2020: 2N FLOPs forward and 4N backward, 2N of them for the
-gradients of the weights.  The attention term, MFU and HFU follow Chowdhery et al. 2022 (PaLM),
-appendix B.  In formulas L is the number of layers, H heads, K head size and T sequence length.
+The 6N rule is from Kaplan et al. 2020: with N parameters, a token takes 2N FLOPs in the forward
+pass and 4N in the backward pass.  Of these 4N, 2N are for the gradients of the weights.  The
+attention term, MFU and HFU follow Chowdhery et al. 2022 (PaLM), appendix B.  In formulas, L is the
+number of layers, H the number of heads, K the head size and T the sequence length.
 """
 
 import math
@@ -16,10 +17,11 @@ from mesh_transformer.model.attention import block_length
 
 
 def matmul_params(config: Config) -> int:
-    """Return the number of entries of all weight matrices: layers, embedding and output head.
+    """Return the number of parameters in weight matrices: layers, embedding and output head.
 
-    The embedding counts for comparability with the original, which computes it as a one-hot
-    matmul.  Here it is a lookup, so 3 percent of GPT-J-6B's 6N is work that is not done.
+    The embedding is counted for comparability with the original mesh-transformer-jax, which
+    computes it as a one-hot matmul.  This library uses a lookup instead, so 6N overstates the FLOPs
+    it executes, for GPT-J-6B by 3 percent.
     """
     embedding_and_head = 2 * config.n_vocab * config.d_model
     return config.layers * _layer_matrices(config) + embedding_and_head
@@ -28,40 +30,43 @@ def matmul_params(config: Config) -> int:
 def n_params(config: Config) -> int:
     """Return the number of parameters, without adapters.
 
-    Biases that the original copies to every shard count once.
+    Each bias counts once, even if the original mesh-transformer-jax stores a copy on every shard.
     """
     declared = gptj.declarations(config.merged())
     return sum(math.prod(d.shape) for d in jax.tree.leaves(declared, is_leaf=is_declaration))
 
 
 def flops_per_token(config: Config) -> int:
-    """Return 6N: forward and backward FLOPs of one token without attention, N = `matmul_params`.
+    """Return 6N: forward and backward FLOPs per token without attention, N = `matmul_params`.
 
-    With `lora_rank` it is 4N, because frozen weights have no gradient; the FLOPs of the adapters
-    themselves are left out.
+    With `lora_rank` the result is 4N, because no gradients of frozen weights are computed.  The
+    FLOPs of the adapters themselves are not counted.
     """
     return (4 if config.lora_rank else 6) * matmul_params(config)
 
 
 def palm_flops_per_token(config: Config) -> int:
-    """Return 6N + 12 L H K T, which includes attention as PaLM counts it.
+    """Return 6N + 12 L H K T, the FLOPs per token including attention, as PaLM counts them.
 
-    The causal mask does not halve the attention term, and recomputation is not counted.
+    The attention term is not halved for the causal mask, and recomputation is not counted.
     """
     attention = config.layers * config.n_heads * config.d_head * config.seq
     return flops_per_token(config) + 12 * attention
 
 
 def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
-    """Return the FLOPs per token that a training step executes, recomputation included.
+    """Return the FLOPs per token that a training step executes, including recomputation.
 
-    The embedding is a lookup and does not count.  What is recomputed depends on `remat`:
+    The embedding is a lookup, which is not counted.  What the backward pass recomputes depends on
+    the config's `remat`:
 
-    * full: the forward pass of a layer, except its last matmuls, whose outputs no gradient needs.
-    * dots: the two matmuls of attention; the outputs of all others are saved.
-    * none: nothing.
+    * full: the forward pass of each layer, except the layer's last matmuls, whose outputs no
+      gradient needs.
+    * dots: the two matmuls of attention; the outputs of all other matmuls are saved.
+    * none: no matmul.
 
-    Logits that are computed in chunks are computed twice whatever `remat` is.
+    For any `remat`, attention backends that do not save the attention scores recompute them, and
+    logits that are computed in chunks are recomputed.
 
     Args:
       attention: the attention backend, as returned by `attention_backend`.
@@ -77,10 +82,11 @@ def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
 
 
 def _attention_flops_per_token(config: Config, attention: str) -> int:
-    """Return the FLOPs of attention: 2 matmuls forward, 4 backward and 2 recomputed with `remat`.
+    """Return the FLOPs per token of the attention matmuls.
 
-    Kernels do not save the scores, and always recompute them once more; so does `blocks`, except
-    with `remat` none.
+    There are 2 matmuls in the forward pass and 4 in the backward pass.  Unless `remat` is none, the
+    2 forward matmuls are recomputed.  Kernels do not save the scores, so their backward pass always
+    recomputes the scores once more.  So does the backend `blocks`, unless `remat` is none.
     """
     scores_saved = attention == "xla" or (attention == "blocks" and config.remat == "none")
     products = 6 + 2 * (config.remat != "none") + (not scores_saved)
@@ -89,11 +95,11 @@ def _attention_flops_per_token(config: Config, attention: str) -> int:
 
 
 def attended_pairs(config: Config, attention: str) -> int:
-    """Return the query-key pairs per sequence that one attention matmul of one head computes.
+    """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
-    `xla` computes all pairs, `blocks` each block's queries with all the keys it reads.  For kernels
-    only the pairs that the mask leaves visible count; the masked pairs that they also compute, in
-    partly visible tiles, do not.
+    `xla` computes all pairs.  `blocks` computes, for each block, the pairs of all its queries and
+    all keys that it reads.  For kernels only the unmasked pairs are counted, although kernels also
+    compute the masked pairs of tiles that are only partly masked.
     """
     length, window = config.seq, min(config.window, config.seq)
     if attention == "xla":
@@ -112,14 +118,14 @@ def attended_pairs(config: Config, attention: str) -> int:
 def decode_flops_per_token(config: Config) -> int:
     """Return the forward FLOPs of one token that attends to `seq` positions.
 
-    The embedding is a lookup and does not count.
+    The embedding is a lookup, which is not counted.
     """
     matrices = matmul_params(config) - config.n_vocab * config.d_model
     return 2 * matrices + 4 * config.layers * config.n_heads * config.d_head * config.seq
 
 
 def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
-    """Return model FLOPs utilisation, 0 to 1; `peak` is the FLOP/s of all devices together."""
+    """Return model FLOPs utilisation, 0 to 1; `peak` is the total peak FLOP/s of all devices."""
     return tokens_per_sec * palm_flops_per_token(config) / peak
 
 

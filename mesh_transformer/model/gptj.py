@@ -1,4 +1,6 @@
-"""GPT-J as pure functions of its parameters, which `par` splits over the mesh.
+"""GPT-J as pure functions of its parameters.
+
+In each function, `par` is the `Parallel` that partitions the computation over the mesh.
 
 Parameters are a dict with the parts "embed", "layers", "proj" and, with pe=t5, "relative"; each
 part is {module: {name: array}}.  The arrays of "layers" are stacked over layers on a first axis L.
@@ -37,7 +39,7 @@ Params = dict[str, Any]
 
 
 def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
-    """Return the parts of the model as pure init and apply functions."""
+    """Return the model's parts, by name, as pairs of pure init and apply functions."""
     parts: dict[str, Callable[..., Any]] = {
         "embed": lambda tokens, positions: Embedding(config, par)(tokens, positions),
         "layers": lambda x, context, cache: TransformerLayer(config, par)(x, context, cache),
@@ -49,7 +51,7 @@ def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
 
 
 def init(config: Config, key: Array) -> Params:
-    """Initialise global f32 parameters; call it under `jit` with the layout you want."""
+    """Initialise global f32 parameters; call it under `jit` with the desired output layout."""
     parts = transforms(config, Auto())
     keys = dict(zip(sorted(parts), jax.random.split(key, len(parts)), strict=True))
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -72,7 +74,7 @@ def init(config: Config, key: Array) -> Params:
 def declarations(config: Config) -> Params:
     """Return the `Declaration` of every parameter, in the structure of the parameters.
 
-    The declarations of "layers" are of the stacked arrays.
+    The declarations of "layers" describe the stacked arrays of all layers.
     """
     with record_declarations() as declared:
         shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
@@ -92,7 +94,7 @@ def declarations(config: Config) -> Params:
 
 @functools.cache
 def trained(config: Config) -> Params:
-    """Return the declarations of the trained parameters; with lora_rank, only the adapters'."""
+    """Return the declarations of the trained parameters: all or, with `lora_rank`, the adapters."""
     declared = declarations(config)
     return partition(declared, declared)[0]
 
@@ -100,8 +102,9 @@ def trained(config: Config) -> Params:
 def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
     """Wrap `run` so that the backward pass recomputes what the remat policy `kept` does not save.
 
-    Even "none" recomputes what lies between two matmuls, because it takes longer to write all of
-    that to memory and read it back.  It repeats no matmul and no collective over mp.
+    Even the policy "none" recomputes the operations between matmuls, because writing their results
+    to memory and reading them back would take longer.  It recomputes no matmul and no collective
+    over mp.
     """
     policies = jax.checkpoint_policies
     policy = {
@@ -112,7 +115,8 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
             policies.save_only_these_names(GATHERED, ATTENDED),
         ),
     }[kept]
-    # Safe in a scan, where the compiler cannot merge the recomputation with the forward pass.
+    # `prevent_cse=False` is safe because `run` is called in a scan, where the compiler cannot merge
+    # the recomputation with the forward pass.
     return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
@@ -131,7 +135,7 @@ def segment_runs(segments: Array) -> tuple[Array, Array]:
 def residual_stream(
     params: Params, tokens_BT: Array, config: Config, par: Parallel, segments_BT: Array | None
 ) -> Array:
-    """Return the residual stream x_BTD before the last norm; for segments see `logits`."""
+    """Return the residual stream x_BTD before the last norm; see `logits` for `segments_BT`."""
     parts, declared = transforms(config, par), declarations(config)
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
@@ -169,11 +173,12 @@ def logits(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Array:
-    """Return next-token logits_BTV in f32, over the shard of the vocabulary this program holds.
+    """Return next-token logits_BTV in f32 for this program's shard of the vocabulary.
 
     Args:
-      segments_BT: for sequences that pack several texts, a number per position: each run of equal
-        numbers is one text, which attends only to itself and starts at position 0.
+      segments_BT: a segment number per position, for sequences that pack several texts.  Each run
+        of equal numbers is one text.  Its positions start at 0, and its tokens attend only to
+        tokens of the same text.
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)

@@ -4,8 +4,10 @@ The same code runs on every mesh; `Parallel` supplies the collectives.
 
 Array names end in their shape: B batch, T query, S cache or key, D model, H heads this program
 sees, K head size, R rank of an adapter, F feed-forward, C columns of one head group, N columns
-of a projection, V vocabulary this program sees, L layers, G norm groups (1, or with
-layernorm-desync the shards that this program holds).
+of a projection, V vocabulary this program sees, L layers, G norm groups.
+
+The norm groups are the copies of a norm's output.  With layernorm-desync, which normalises
+differently on each shard, there is one per shard that this program holds; otherwise there is one.
 """
 
 import math
@@ -27,7 +29,7 @@ T5_MAX_DISTANCE = 128
 
 
 class Context(NamedTuple):
-    """Inputs that all layers share: positions of the queries, and which keys they see."""
+    """Inputs that all layers share: the queries' positions, and which keys they may attend to."""
 
     positions_BT: Array
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
@@ -36,7 +38,10 @@ class Context(NamedTuple):
 
 
 def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
-    """Return Haiku Linear's default: normal, truncated at two sigma, sigma = 1 / sqrt(fan_in)."""
+    """Return the default initialiser of the weights of Haiku's `Linear`.
+
+    It is a normal distribution with sigma = 1 / sqrt(fan_in), truncated at two sigma.
+    """
     return hk.initializers.TruncatedNormal(stddev=fan_in**-0.5)
 
 
@@ -46,9 +51,10 @@ def _output_init(config: Config) -> hk.initializers.Initializer:
 
 
 class Norm(hk.Module):
-    """The config's norm, computed in f32, followed by the fan-out over mp (Megatron's f).
+    """The norm that the config selects, computed in f32, followed by Megatron's f (`fan_out`).
 
-    Returns x_GBTD: one normed copy for all heads, or with layernorm-desync one per shard.
+    Calling the module returns x_GBTD.  With layernorm-desync it contains one normed copy of x per
+    shard, otherwise one copy for all heads.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -80,7 +86,10 @@ class Norm(hk.Module):
         )
 
     def _rms(self, x_BTD: Array) -> Array:
-        """Divide x by its 2-norm + 1e-5 and scale, from sqrt(D) at first, as in the original."""
+        """Divide x by its 2-norm plus 1e-5 and multiply by a learned scale.
+
+        As in the original mesh-transformer-jax, the scale is initialised to sqrt(D).
+        """
         width = x_BTD.shape[-1]
         shape, axes = ((width,), (None,)) if self.kind.startswith("rms") else ((), ())
         normed = x_BTD / (jnp.linalg.norm(x_BTD, axis=-1, keepdims=True) + 1e-5)
@@ -94,7 +103,10 @@ class Norm(hk.Module):
 
 
 def _norm_param(value: Array) -> Array:
-    """Return a norm's parameter in f32; one per shard, [G, D], is broadcast against x_GBTD."""
+    """Return a norm's parameter in f32, in a shape that broadcasts against x_GBTD.
+
+    A parameter with one row per shard, [G, D], is returned as [G, 1, 1, D].
+    """
     value = value.astype(jnp.float32)
     return value[:, None, None, :] if value.ndim == 2 else value
 
@@ -108,18 +120,19 @@ def _standardize(x_BTD: Array) -> Array:
 def _adapter(
     config: Config, par: Parallel, target: str, weight: str, shape: tuple[int, ...], axes: Axes
 ) -> tuple[Array, Array] | None:
-    """Return the LoRA factors (Hu 2021) of a weight in this module, or None if it has none.
+    """Return the LoRA factors (Hu 2021) of a weight, or None if the config does not adapt it.
 
-    The factors a [in, R] and b [R, out], with b initialised to zero, add `config.lora_scale` times
-    x @ a @ b to the weight's product.  They are split over mp like the weight.  If mp splits the
-    weight's first axis, its last axis is the output and all others are inputs; else its first axis
-    is the input and all others are outputs.
+    The factors are a, [in, R], and b, [R, out], in the current Haiku module.  The caller adds
+    `config.lora_scale` * x @ a @ b to the product of x and the weight.  The factor b is initialised
+    to zero.  Both factors are split over mp like the weight.  If mp splits the weight's first axis,
+    the weight's last axis is its output and all other axes are inputs.  Otherwise its first axis is
+    its input and all other axes are outputs.
 
     Args:
       target: the weight's name in `config.lora_targets`.
       weight: the weight's parameter name.
       shape: the weight's global shape.
-      axes: the mesh axes that split it.
+      axes: for each of the weight's axes, the mesh axis that splits it, or None.
     """
     if not config.adapts(target):
         return None
@@ -136,9 +149,10 @@ def _adapter(
 
 
 def _adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
-    """Return an adapter's addition, [B, T, columns], to a product whose columns mp splits.
+    """Return what an adapter adds to a product whose columns are split over mp, [B, T, columns].
 
-    Each column reads its own norm group.
+    The columns are divided equally among the norm groups.  The input of a column is the copy of the
+    norm's output, in x_GBTD, that belongs to the column's group.
     """
     a_DR, b = adapter
     b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
@@ -148,9 +162,11 @@ def _adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) 
 
 
 class Linear(hk.Module):
-    """A linear layer whose columns mp splits; each column reads its own norm group.
+    """A linear layer whose columns are split over mp.
 
-    The matmul's result is rounded once, to `dtype` (default: the inputs' dtype).
+    The columns are divided equally among the norm groups.  The input of a column is the copy of the
+    norm's output, in x_GBTD, that belongs to the column's group.  The matmul's result is rounded
+    once, to `dtype` (default: the inputs' dtype).
     """
 
     def __init__(
@@ -191,8 +207,9 @@ class Linear(hk.Module):
 def t5_bucket(distance: Array) -> Array:
     """Return the T5 bucket (Raffel 2020) of a query's distance to an earlier key.
 
-    Buckets are exact up to distance 15, then logarithmic.  The 128 cases are tabulated in NumPy,
-    because a logarithm in f32 rounds differently between backends.
+    Each distance up to 15 has its own bucket; larger distances share logarithmically spaced
+    buckets.  The buckets of distances below 128 are tabulated in NumPy, because a logarithm in f32
+    rounds differently between backends.  All larger distances are in the last bucket.
     """
     steps = np.arange(T5_MAX_DISTANCE)
     exact = T5_BUCKETS // 2
@@ -223,7 +240,8 @@ class RelativePosition(hk.Module):
 def lookup(w_VD: Array, row_BT: Array) -> Array:
     """Look up rows of a table.
 
-    The gradient is summed in f32, because for a frequent row it has thousands of terms.
+    The table's gradient is summed in f32, because the gradient of a row that is looked up often is
+    the sum of thousands of terms.
     """
     return w_VD[row_BT]
 
@@ -242,7 +260,10 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class Embedding(hk.Module):
-    """Token embedding, split by vocabulary over mp; with pe=fixed plus learned positions."""
+    """Token embedding, split by vocabulary over mp.
+
+    If the config's `pe` is "fixed", learned position embeddings are added.
+    """
 
     def __init__(self, config: Config, par: Parallel):
         super().__init__(name="embedding")
@@ -267,14 +288,15 @@ class Embedding(hk.Module):
 
 
 class TransformerLayer(hk.Module):
-    """Attention and feed-forward in parallel on one norm, with a single sum over mp for both.
+    """Attention and feed-forward in parallel on the same normed input, summed together over mp.
 
-    With a cache, there is one new token per row, which is written to the cache at `context.slot_B`
-    and attends to the whole cache.  Without a cache, the tokens attend to each other.
+    If a cache is given, there must be one new token per batch row.  The token's key and value are
+    written to the cache at `context.slot_B`, and the token attends to the whole cache.  If no cache
+    is given, the tokens attend to each other.
 
     Returns:
-      The layer's addition to the residual stream, and either the updated cache or the keys and
-      values of the tokens.
+      What the layer adds to the residual stream, and a cache.  This is the updated cache or, if no
+      cache was given, the keys and values of the tokens.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -317,7 +339,8 @@ class TransformerLayer(hk.Module):
     ) -> tuple[Array, LayerCache]:
         """Compute the geglu block, with one fused input matmul and one fused output matmul.
 
-        Both are stored by head group, so that their order does not depend on the mesh.
+        The weights of both matmuls are stored by head group, so that the order of their entries
+        does not depend on the mesh.
         """
         c, par = self.config, self.par
         hidden = c.d_ff // c.n_heads
@@ -345,9 +368,10 @@ class TransformerLayer(hk.Module):
 
     @hk.transparent
     def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
-        """Project x, [B, T, *inputs], to [B, T, D]; mp splits the first axis of `inputs`.
+        """Project x, [B, T, *inputs], to [B, T, D].
 
-        Returns this program's term of a sum over mp.
+        The first axis of `inputs` is split over mp.  The result is therefore only this program's
+        term of the projection; the caller must sum the terms over mp.
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
@@ -386,9 +410,9 @@ class TransformerLayer(hk.Module):
 
 
 class Projection(hk.Module):
-    """The last norm, x_BTD to x_GBTD, and the output head, x_GBTD to f32 logits_BTV.
+    """The last norm, which maps x_BTD to x_GBTD, and the output head.
 
-    The logits are those of this program's shard of the vocabulary.
+    The head maps x_GBTD to f32 logits_BTV for this program's shard of the vocabulary.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -397,7 +421,7 @@ class Projection(hk.Module):
         self.par = par
 
     def __call__(self, x: Array, *, norm: bool = True, head: bool = True) -> Array:
-        """Apply both, or only the one that the flags select."""
+        """Apply the norm if `norm` is set, then the output head if `head` is set."""
         if norm:
             x = Norm(self.config, self.par)(x)
         if head:

@@ -1,4 +1,4 @@
-"""LoRA (Hu 2021): names of low-rank adapters, and merging them into their weights."""
+"""LoRA (Hu 2021): names of low-rank adapters, and merging adapters into the model's weights."""
 
 from typing import Any
 
@@ -7,14 +7,15 @@ from jax import Array
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Return the names of a weight's two adapter factors, which are in the same Haiku module."""
+    """Return the names of a weight's two adapter factors, found in the weight's Haiku module."""
     return f"{weight}_lora_a", f"{weight}_lora_b"
 
 
 def merged(modules: dict[str, Any], scale: float) -> dict[str, Any]:
-    """Merge one layer's adapters, [in, R] and [R, out], into its weights.
+    """Merge one layer's adapters, [in, R] and [R, out], into the layer's weights.
 
-    Weights with adapters become f32; all others are returned unchanged.
+    Returns the weights without the adapters.  Weights that had adapters are in f32; all other
+    weights are unchanged.
     """
 
     def merge(leaves: dict[str, Array]) -> dict[str, Array]:

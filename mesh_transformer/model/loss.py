@@ -28,8 +28,10 @@ class Losses(NamedTuple):
 
     Attributes:
       loss_BT: -log p of the target.
-      log_sum_BT: log of the sum of exp(logit - largest logit); its square is the original's z-loss.
-      correct_BT: whether the target's logit is the largest, or the first of several largest.
+      log_sum_BT: log of the sum of exp(logit - largest logit).  Its square is the z-loss of the
+        original mesh-transformer-jax, before scaling by `config.z_loss`.
+      correct_BT: whether the target is the token with the largest logit.  If several tokens share
+        the largest logit, the first of them counts.
     """
 
     loss_BT: Array
@@ -41,13 +43,13 @@ class _Part(NamedTuple):
     """Partial results at every position from this program's shard of the vocabulary."""
 
     max_BT: Array
-    sum_BT: Array  # of exp(logit - max)
-    target_BT: Array  # the target's logit, 0 if it is in another shard
+    sum_BT: Array  # the sum of exp(logit - max)
+    target_BT: Array  # the target's logit, or 0 if the target is in another shard
     best_BT: Array  # the first token with the largest logit
 
 
 def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
-    """Compute partial results from a shard of the logits; `first` is its first token."""
+    """Compute partial results from a shard of the logits; `first` is the shard's first token id."""
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     sum_BT = jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1)
     ids_V = first + jnp.arange(logits_BTV.shape[-1])
@@ -62,8 +64,8 @@ def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
     max_BT = par.max(part.max_BT)
     log_sum_BT = jnp.log(par.sum(part.sum_BT * jnp.exp(part.max_BT - max_BT)))
     loss_BT = log_sum_BT - (par.sum(part.target_BT) - max_BT)
-    # The smallest token with the largest logit, as a maximum of negated tokens; shards without the
-    # largest logit contribute the smallest integer.
+    # The smallest token id with the largest logit is found as the maximum of the negated ids.
+    # Shards that do not contain the largest logit contribute the smallest integer.
     is_best_BT = part.max_BT == max_BT
     candidate_BT = jnp.where(is_best_BT, -part.best_BT, jnp.iinfo(jnp.int32).min)
     correct_BT = -par.max(candidate_BT) == targets_BT.astype(jnp.int32)
@@ -79,9 +81,10 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses
 def chunked_cross_entropy(
     head: Callable[[Array], Array], x_GBTD: Array, targets_BT: Array, par: Parallel, chunk: int
 ) -> Losses:
-    """Same as `cross_entropy(head(x), targets, par)`, with logits of `chunk` positions at a time.
+    """Same as `cross_entropy(head(x_GBTD), targets_BT, par)`, computed in chunks to save memory.
 
-    The backward pass recomputes the logits.  The loop over chunks has no collectives.
+    The logits of only `chunk` positions are computed at a time, and the backward pass recomputes
+    them.  The loop over chunks has no collectives.
     """
     length = x_GBTD.shape[2]
     if length <= chunk:
@@ -89,7 +92,7 @@ def chunked_cross_entropy(
     chunks = -(-length // chunk)
 
     def cut(x: Array, axis: int) -> Array:
-        """Split x along `axis` into chunks on a new axis 0; the last is padded with zeros."""
+        """Split x along `axis` into chunks on a new axis 0; the last chunk is padded with zeros."""
         widths = [(0, chunks * chunk - length if i == axis else 0) for i in range(x.ndim)]
         shape = (*x.shape[:axis], chunks, chunk, *x.shape[axis + 1 :])
         return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), axis, 0)
@@ -116,7 +119,7 @@ def losses(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Losses:
-    """Compute the losses at every position; for `segments_BT` see `logits`."""
+    """Compute the losses at every position; see `gptj.logits` for `segments_BT`."""
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
     projection = transforms(config, par)["proj"].apply
@@ -131,21 +134,24 @@ def losses(
 
 
 class LossWeights(NamedTuple):
-    """The weight of each position in the loss and in `last_loss`; each has mean 1 over a batch."""
+    """Weights of the positions: `every_BT` for the loss, `last_BT` for the metric `last_loss`.
+
+    Both have mean 1 over a batch.
+    """
 
     every_BT: Array
     last_BT: Array
 
 
 def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
-    """Return weights [..., T] under which a batch mean covers only positions with `mask` 1.
+    """Return weights [..., T] that restrict the mean loss of a batch to positions with `mask` 1.
 
-    The last position of a sequence, or of each of its `segments`, is the last one where `mask` is
-    1.  If `mask` is 0 everywhere, all weights are 0.
+    `last_BT` selects the last position with `mask` 1 in each sequence or, if `segments` is given,
+    in each segment.  If `mask` is 0 everywhere, all weights are 0.
     """
     every, length = mask.astype(jnp.float32), mask.shape[-1]
     runs = jnp.zeros_like(mask, jnp.int32) if segments is None else segment_runs(segments)[0]
-    # The index `length` stands for a position after the end, with mask 1 and a run of its own (-1).
+    # The index `length` stands for an extra position after the end, with mask 1 and run number -1.
     index = jnp.where(mask != 0, jnp.arange(length), length)
     nearest = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
     following = jnp.concatenate((nearest[..., 1:], jnp.full_like(nearest[..., :1], length)), -1)
@@ -165,9 +171,10 @@ def train_loss(
     weights: LossWeights | None = None,
     segments_BT: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return the mean loss that training minimises, and the mean loss of last positions.
+    """Return the mean loss that training minimises, and the mean loss at last positions.
 
-    Both include the z-loss.
+    The last positions are those that `weights.last_BT` selects or, without `weights`, the last
+    position of each sequence.  Both means include the z-loss.
     """
     result = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
     if weights is None:

@@ -1,1 +1,1 @@
-"""Benchmarks on devices that are present, and plans for devices that need not be."""
+"""Benchmarks of the devices that are present, and plans for devices that need not be present."""

@@ -1,6 +1,6 @@
 """Ablation of the train step: timings with one optimisation off at a time, and with all off.
 
-Optimisations without a config key are switched off by patching the library from this module, so
+Some optimisations have no config key.  This module switches them off by patching the library, so
 that the library itself needs no code for ablations.
 """
 
@@ -31,22 +31,24 @@ from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import StoppedError
 
-COMPARED_STEPS = 2  # steps whose losses are compared; the second loss follows an update
-# Relative tolerance of the losses, since sums in another order round differently.
+COMPARED_STEPS = 2  # number of steps whose losses are compared; the second loss follows an update
+# Relative tolerance when losses are compared.  Variants add the same numbers in different orders,
+# so their rounding errors differ.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A variant of the train step; with the default values, the library's own step.
+    """A variant of the train step.  The default values give the library's own step.
 
     Attributes:
-      keys: config keys to replace.
-      own_sums: no `fan_out`: the gradient of each use of the normed activations has its own
-        all-reduce.
-      unrolled: no scan over layers.
-      kept: the state is not donated.
-      plain: no remat: the backward pass reads everything that the forward pass computed.
+      keys: config keys to change, and their values.
+      own_sums: whether `fan_out` is switched off.  Each use of the normalised activations then
+        needs an all-reduce for its own gradient.
+      unrolled: whether the scan over layers is unrolled.
+      kept: whether the old state is kept, that is, not donated to the step.
+      plain: whether remat is switched off.  The backward pass then recomputes nothing and reads
+        everything that the forward pass computed.
     """
 
     name: str
@@ -58,10 +60,14 @@ class Variant:
 
 
 def variants(config: Config, mesh: Mesh) -> list[Variant]:
-    """Return the library's own step, one variant per optimisation off, and one with all off."""
+    """Return all variants for a config.
+
+    The first one is the library's own step.  Each of the others switches off or changes one
+    optimisation, except the last one, which switches all of them off.
+    """
     whole_loss = {"loss_chunk": config.seq}
-    # Under jit the compiler places the all-reduces, a single device has none, and with sharded
-    # activations `fan_out` is an all-gather.
+    # Whether `fan_out` affects the all-reduces.  It does not if the compiler places them (jit), if
+    # there is only one device, or if activations are sharded, where `fan_out` is an all-gather.
     manual = mesh.size > 1 and config.partitioning == "shard_map" and not config.shard_activations
     result = [Variant("as it is")]
     if config.loss_chunk < config.seq:
@@ -76,9 +82,10 @@ def variants(config: Config, mesh: Mesh) -> list[Variant]:
 
 
 class OwnSums(Manual):
-    """`Manual` without `fan_out`: JAX casts x to varying over mp for each use separately.
+    """`Manual` with a `fan_out` that returns its argument unchanged.
 
-    The gradient of each use then has its own psum.
+    JAX then casts x to varying over mp separately for each use of x, and the gradient of each use
+    has its own psum.
     """
 
     def fan_out(self, x: Array) -> Array:
@@ -87,9 +94,10 @@ class OwnSums(Manual):
 
 @contextlib.contextmanager
 def switched(variant: Variant) -> Iterator[None]:
-    """Patch the library for those options of a variant that have no config key.
+    """Return a context in which the library is patched as a variant requires.
 
-    The train step must be traced inside the context.
+    The patches switch off the optimisations that have no config key.  The train step must be traced
+    inside the context.
     """
     scan, jit, checkpoint = jax.lax.scan, jax.jit, jax.checkpoint
     unrolled = 0
@@ -102,7 +110,8 @@ def switched(variant: Variant) -> Iterator[None]:
         return scan(body, *args, **options | {"unroll": True})
 
     def checkpoint_outside_scan(function: Any, prevent_cse: bool = True, **options: Any) -> Any:
-        # Outside a scan the compiler would otherwise merge the recomputation with the original.
+        # Without a scan the compiler would otherwise merge the recomputed operations with those of
+        # the forward pass, and save their results instead of recomputing them.
         return checkpoint(function, prevent_cse=True, **options)
 
     def jit_without_donation(function: Any, donate_argnums: Any = None, **options: Any) -> Any:
@@ -124,7 +133,12 @@ def switched(variant: Variant) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A variant's compiled program, the losses of its first steps, and its compiler figures."""
+    """A variant's compiled program and the results of compiling it.
+
+    Attributes:
+      losses: losses of the first `COMPARED_STEPS` steps.
+      figures: compilation time, memory and all-reduces, by name.
+    """
 
     variant: Variant
     run: Any
@@ -135,9 +149,9 @@ class Compiled:
 def compile_variant(
     variant: Variant, config: Config, mesh: Mesh, state: Any, batch: Any
 ) -> Compiled:
-    """Compile a variant's step and run it `COMPARED_STEPS` times from `state`.
+    """Compile a variant's step and run it `COMPARED_STEPS` times, starting from `state`.
 
-    The state is donated unless the variant says otherwise.
+    The step donates `state`, which cannot be used afterwards, unless the variant has `kept` set.
     """
     began = time.perf_counter()
     with switched(variant):
@@ -165,13 +179,16 @@ def compile_variant(
 
 
 def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
-    """Time all variants in turn on one state, each round beginning with another variant.
+    """Time all variants of the train step.
+
+    In each round every variant runs one step.  All variants share one state, and each round starts
+    with a different variant.
 
     Returns:
-      The figures of all variants, as JSON-serialisable values.
+      The results for all variants, as JSON-serialisable values.
 
     Raises:
-      StoppedError: if a variant's losses differ from the library's.
+      StoppedError: if a variant's losses differ from those of the library's own step.
     """
     config = config.replace(warmup_steps=0)  # so that the first update affects the second loss
     rows = Rows(mesh)
@@ -205,7 +222,7 @@ def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
 
 
 def check_losses(programs: list[Compiled], tolerance: float) -> None:
-    """Raise StoppedError if a variant's losses differ from those of the first one."""
+    """Raise StoppedError if the losses of any variant differ from those of the first variant."""
     for compiled in programs[1:]:
         if not np.allclose(compiled.losses, programs[0].losses, rtol=tolerance, atol=0):
             raise StoppedError(
@@ -215,7 +232,13 @@ def check_losses(programs: list[Compiled], tolerance: float) -> None:
 
 
 def _summary(compiled: Compiled, seconds: list[float], library: list[float]) -> dict[str, Any]:
-    """Return a variant's figures; ratios are to the library's step of the same round."""
+    """Return a variant's results, as JSON-serialisable values.
+
+    Args:
+      seconds: the variant's time in each round.
+      library: the time of the library's own step in each round.  The ratios in the result are
+        `seconds` divided by `library`, round by round.
+    """
     ratios = [own / baseline for own, baseline in zip(seconds, library, strict=True)]
     return {
         "name": compiled.variant.name,

@@ -1,6 +1,6 @@
 """Speed of a config's train step and of its decoding, measured on the devices present.
 
-Measures the library's own compiled functions by the host's clock; each timing ends when the
+The library's own compiled functions are timed with the host's clock.  Each timing ends when the
 devices have finished.  Byte counts are per device unless stated otherwise.
 """
 
@@ -33,14 +33,20 @@ from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
 PROFILED_STEPS, TOLD_OPERATIONS = 3, 10
-# Matmul sizes, and seconds per size, for measuring a CPU's peak next to a step: long enough for
-# the speed to be sustained, and the fastest size counts.
+# For measuring a CPU's peak FLOP/s between steps: the sizes of the square matrices to multiply, and
+# the seconds per size, which are enough to measure a sustained speed.  The fastest size counts.
 PEAK_SIZES, PEAK_SECONDS = (512, 1024, 2048), 0.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Combined FLOP/s and bytes/s of all devices of a mesh, and the source of these figures."""
+    """Peak speed of all devices of a mesh together.
+
+    Attributes:
+      flops: FLOP/s.
+      bandwidth: memory bandwidth in bytes/s.
+      source: where these figures come from.
+    """
 
     hardware: str
     flops: float
@@ -49,10 +55,14 @@ class Limits:
 
 
 def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
-    """Return the limits of a mesh's devices, or of as many devices of the named hardware.
+    """Return the limits of a mesh's devices; None if they are not in the hardware table.
 
-    None for a device that is not in the hardware table.  CPU devices are virtual: all of them
-    together are one machine, whose limits are measured.
+    CPU devices are virtual: all of them together are one machine, whose limits are measured.
+
+    Args:
+      name: hardware whose limits to return, for a mesh of the same size.  None for the mesh's own
+        devices.
+      dtype: dtype of the matmuls that measure a CPU.
     """
     if name is None:
         device = mesh.devices.flat[0]
@@ -76,9 +86,10 @@ class Speed:
     """Throughput and utilisation of a train step, on all devices together.
 
     Attributes:
-      tflops: TFLOP/s, with the FLOPs counted as PaLM counts them.
-      mfu, hfu: model and hardware FLOPs utilisation, 0 to 1; the latter counts the matmuls that
-        run, recomputed ones included.  None if the peak is unknown.
+      tflops: TFLOP/s, with FLOPs counted as in the PaLM paper.
+      mfu: model FLOPs utilisation, 0 to 1; None if the peak is unknown.
+      hfu: hardware FLOPs utilisation, 0 to 1; None if the peak is unknown.  It counts all matmuls
+        that run, including recomputed ones.
     """
 
     tokens_per_second: float
@@ -93,8 +104,9 @@ def speed(
     """Compute throughput and utilisation from a step's time.
 
     Args:
-      tokens, seconds: of the step.
-      peak: FLOP/s of all devices together, if known.
+      tokens: number of tokens per step, on all devices together.
+      seconds: time of the step.
+      peak: peak FLOP/s of all devices together; None if unknown.
       attention: attention backend, as `attention_backend` returns it.
     """
     rate = tokens / seconds
@@ -115,9 +127,9 @@ class Training:
     step_seconds: float  # median
     all_step_seconds: list[float]
     tokens_per_step: int
-    peak_flops: float | None  # FLOP/s of all devices together
+    peak_flops: float | None  # peak FLOP/s of all devices together
     speed: Speed
-    loss: float  # last step, on random tokens
+    loss: float  # of the last step, on random tokens
     peak_bytes: int
     peak_bytes_source: str
     temporary_bytes: int  # according to the compiler
@@ -125,9 +137,10 @@ class Training:
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return random `obs` and `target` [A, B, T] for one step, with this process's rows.
+    """Return random `obs` and `target` for this process's rows of one step.
 
-    Processes that share a replica get the same tokens.
+    Both have shape [A, B, T]: microbatches, rows of this process, and sequence length.  Processes
+    that share a replica get the same tokens.
     """
     count = config.per_replica_batch * len(rows.replicas)
     shape = (config.gradient_accumulation_steps, count, config.seq + 1)
@@ -137,7 +150,7 @@ def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.nda
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Call a function; return the seconds until its result is ready, and the result."""
+    """Call a function.  Return the seconds until its result was ready, and the result."""
     began = time.perf_counter()
     result = jax.block_until_ready(function())
     return time.perf_counter() - began, result
@@ -145,7 +158,12 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 @dataclasses.dataclass
 class _Run:
-    """A compiled train step with its state, its batches, and the timings and loss so far."""
+    """A compiled train step with its state and batches.
+
+    Attributes:
+      seconds: time of each step so far.
+      loss: loss of the last step.
+    """
 
     compiled: Any
     state: Any
@@ -162,7 +180,7 @@ class _Run:
 
 
 def _compiled_run(config: Config, mesh: Mesh) -> tuple[_Run, float]:
-    """Return a new run on random tokens, and the seconds that its step took to compile."""
+    """Compile a train step and give it random tokens.  Return it and the compilation seconds."""
     rows = Rows(mesh)
     samples = (random_sample(config, rows, seed) for seed in range(2))
     batches = [rows.place(sample, P(None, "dp")) for sample in samples]
@@ -182,14 +200,14 @@ def measure_training(
     warmup: int,
     profile: str | None = None,
 ) -> Training:
-    """Run the real train step, with its state donated, on random tokens.
+    """Time the library's own train step on random tokens; the step donates its state.
 
     Args:
-      limit: limits of the devices, if known.  A CPU's speed varies with the machine's other load,
-        so its peak is measured again before and after each timed step.
+      limit: limits of the devices, if known.  The speed of a CPU depends on what else the machine
+        runs, so a CPU's peak is measured again before and after each timed step.
       count: number of timed steps.
-      warmup: number of steps between the first and the timed ones.
-      profile: folder for a profiler trace of a few additional steps.
+      warmup: number of untimed steps that follow the first step.
+      profile: folder for a profiler trace of a few additional steps; None for no trace.
     """
     steps.check_zero(config, mesh)
     total = 1 + warmup + count
@@ -209,7 +227,7 @@ def measure_training(
                 for _ in range(PROFILED_STEPS):
                     run.step()
     peak = None if limit is None else limit.flops
-    if peaks:  # the larger of the two measurements around each step counts
+    if peaks:  # for each step, the larger of the two measurements before and after it counts
         peak = statistics.median(map(max, itertools.pairwise(peaks)))
     median, tokens = statistics.median(timed_seconds), run.batches[0]["obs"].size
     attention = attention_backend(config, mesh.devices.flat[0])
@@ -231,9 +249,10 @@ def measure_training(
 
 
 def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
-    """Return the peak bytes of one device, and the source of the figure.
+    """Return the peak memory of one device in bytes, and the source of this figure.
 
-    The source is the compiler where the device, such as a CPU, keeps no count.
+    The source is the device's own statistics.  Devices without such statistics, such as CPUs, use
+    the compiler's figure instead.
     """
     stats = mesh.local_devices[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
@@ -243,16 +262,20 @@ def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Timings of a generating batch, and the bytes that each device must read per token.
+    """Timings of decoding a batch, and the bytes that each device must read for each token.
 
     Attributes:
-      first_seconds: compilation and the first prefill.
-      token_seconds: for one more token in every row; median.
-      tokens_per_second: all rows together.
-      weight_bytes: read per token: all weights but the embedding table.
-      cache_bytes: read per token: keys and values of the filled positions, on average.
-      limit_seconds: time to read weights and cache at the full memory bandwidth.
-      share_of_limit: `limit_seconds` over `token_seconds`.
+      rows: number of batch rows on all replicas together.
+      prompt: prompt tokens per row.
+      first_seconds: time of the first prefill, including compilation.
+      prefill_seconds: time of another prefill, without compilation.
+      token_seconds: median time to generate one more token in every row.
+      tokens_per_second: tokens generated per second in all rows together.
+      weight_bytes: bytes of weights that each device reads per token: all but the embedding table.
+      cache_bytes: bytes of cached keys and values that each device reads per token, on average.
+      limit_seconds: time to read the weights and the cache at the full memory bandwidth; None if
+        the bandwidth is unknown.
+      share_of_limit: `limit_seconds` divided by `token_seconds`.
     """
 
     rows: int
@@ -275,11 +298,12 @@ def measure_decoding(
     Args:
       bandwidth: memory bandwidth of all devices together in bytes/s, if known.
       prompt: prompt tokens per row.
-      tokens: timed tokens per row, rounded up to whole decode calls; an untimed call before them
-        compiles.
+      tokens: number of timed tokens per row, at least.  Each decode call generates up to
+        `MOST_STEPS` tokens, and only whole calls are timed.  An untimed call before them includes
+        the compilation.
 
     Raises:
-      InputError: if prompt and new tokens exceed the config's window.
+      InputError: if the prompt and the new tokens together exceed the config's window.
     """
     calls, length = -(-tokens // MOST_STEPS), min(tokens, MOST_STEPS)
     new = 1 + (1 + calls) * length
@@ -342,7 +366,7 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
 
 
 def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
-    """Return the bytes that one device reads per token: of weights, and of its rows' caches.
+    """Return two sizes in bytes: the weights and the caches that one device reads per token.
 
     Args:
       positions: average number of filled cache positions per row.

@@ -16,20 +16,25 @@ from mesh_transformer.config import Config
 from mesh_transformer.performance import benchmark
 from mesh_transformer.transformer_shard import CausalTransformer
 
-WRITTEN_AT_ONCE = 64 << 20  # bytes per read or write of the plain file
+WRITTEN_AT_ONCE = 64 << 20  # bytes per read or write call on the plain file
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
-    """Median timings of a state's checkpoint and of a plain file of the same size.
+    """Timings of saving and restoring a state, and of a plain file of the same size as the state.
+
+    All times and ratios are medians over the rounds.
 
     Attributes:
-      state_bytes: all devices together.
-      disk_bytes: size of the checkpoint.
-      blocked_seconds: until training can continue after a save begins.
-      write_seconds, read_seconds: for the plain file; writing includes fsync.
-      save_ratio: save time over write time of the same round.
-      restore_ratio: restore time over read time of the same round.
+      state_bytes: size of the state on all devices together.
+      disk_bytes: size of the checkpoint on disk.
+      blocked_seconds: time from the start of a save until training can continue.
+      save_seconds: time of a whole save, until the checkpoint is on disk.
+      write_seconds: time to write the plain file, including fsync.
+      read_seconds: time to read the plain file.
+      save_ratio: time of a save divided by the time of writing the plain file in the same round.
+      restore_ratio: time of a restore divided by the time of reading the plain file in the same
+        round.
     """
 
     state_bytes: int
@@ -46,10 +51,15 @@ class Checkpointing:
 
 
 def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
-    """Alternate saving and restoring a state with writing and reading a plain file.
+    """Time saving and restoring a state, alternating with writing and reading a plain file.
 
     Everything written is flushed to disk and dropped from the page cache before it is read back.
-    Adam's moments get the parameters' random values, because zeros would take almost no space.
+    Adam's moments are set to the values of the parameters, which are random.  Moments of zero would
+    take almost no space on disk.
+
+    Args:
+      folder: folder for the checkpoint and the plain file; both are deleted after each round.
+      rounds: number of times to save and restore.
     """
     network = CausalTransformer(config, devices=list(mesh.devices.flat))
     state = network.state
@@ -96,7 +106,7 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
 
 
 def _flush(folder: Path) -> float:
-    """Flush all files under a folder to disk; return the seconds that took."""
+    """Flush all files under a folder to disk.  Return the seconds that flushing took."""
     began = time.perf_counter()
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
@@ -105,7 +115,10 @@ def _flush(folder: Path) -> float:
 
 
 def _drop_cache(path: Path) -> None:
-    """Drop flushed files from the page cache, so that the next read comes from disk."""
+    """Drop a file, or all files under a folder, from the page cache.
+
+    The files must have been flushed.  The next read of them comes from disk.
+    """
     for file_path in filter(Path.is_file, [path, *path.rglob("*")]):
         with file_path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -121,7 +134,7 @@ def _write(path: Path, size: int) -> None:
 
 
 def _read(path: Path) -> None:
-    """Read a whole file."""
+    """Read a whole file and discard its contents."""
     buffer = bytearray(WRITTEN_AT_ONCE)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):

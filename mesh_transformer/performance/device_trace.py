@@ -1,4 +1,4 @@
-"""Device operations in a profiler trace, and the time each of them took."""
+"""Device operations in a profiler trace, and the time that each of them took."""
 
 import os
 import re
@@ -13,7 +13,8 @@ import jax
 from mesh_transformer.util import InputError
 
 _HOST = "/host:CPU"
-# Prefix of a plane's name -> prefix of the names of its lines whose events are operations.
+# A trace has planes (devices), and a plane has lines (timelines of events).  Each entry maps the
+# prefix of a plane's name to the prefix of the names of those lines whose events are operations.
 _LINES = {_HOST: "", "/device:TPU": "XLA Ops", "/device:GPU": "Stream"}
 _CONTAINER = re.compile(r"(while|call|conditional)\b")
 
@@ -23,8 +24,9 @@ class Operation:
     """One operation or kernel of a program, summed over all its runs on all devices.
 
     Attributes:
-      seconds: without the operations that ran inside it.
-      share: `seconds` as a fraction of all operations' seconds.
+      seconds: time of the operation itself, without the operations nested in it.
+      share: `seconds` as a fraction of the total over all operations.
+      runs: number of runs, on all devices together.
     """
 
     name: str
@@ -34,14 +36,14 @@ class Operation:
 
 
 def record(folder: str) -> Any:
-    """Return a context in which JAX's profiler writes a trace of the devices to a folder."""
+    """Return a context in which JAX's profiler records a trace of the devices to `folder`."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # an event per Python call would slow the program down
+    options.python_tracer_level = 0  # events of Python calls would slow the program down
     return jax.profiler.trace(folder, profiler_options=options)
 
 
 def operations(folder: str) -> list[Operation]:
-    """Return the operations of the newest trace under a folder, longest first.
+    """Return the operations in the newest trace under a folder, longest total time first.
 
     Raises:
       InputError: if there is no trace.
@@ -53,7 +55,8 @@ def operations(folder: str) -> list[Operation]:
     runs: dict[str, int] = defaultdict(int)
     for line in _lines(jax.profiler.ProfileData.from_file(str(traces[-1]))):
         for name, nanoseconds in _own_times(line):
-            # On CPUs the body may run on another thread, and is not subtracted then.
+            # Loops and calls are left out, because their own time is not reliable: on CPUs the body
+            # may run on another thread, and then its time is not subtracted.
             if _CONTAINER.match(name):
                 continue
             seconds[name] += nanoseconds / 1e9
@@ -63,15 +66,15 @@ def operations(folder: str) -> list[Operation]:
     return sorted(result, key=lambda operation: -operation.seconds)
 
 
-Event = tuple[str, float, float]  # name, start and end in nanoseconds
+Event = tuple[str, float, float]  # name, start, end; times in nanoseconds
 
 
 def _lines(trace: Any) -> Iterator[list[Event]]:
-    """Yield the operation events of each line that has any.
+    """Yield the events that are operations, as one list per line of the trace.
 
-    A TPU's plane has the line "XLA Ops" and other lines that cover the same time; a GPU's plane
-    has one line per stream; a CPU's has one per thread, on which operations are the events with
-    the stat `hlo_op`.
+    For a TPU these are the events on the line "XLA Ops"; its other lines cover the same time again.
+    A GPU has one line per stream.  The host's plane, for a CPU, has one line per thread, on which
+    only the events with the stat `hlo_op` are operations.
     """
     for plane in trace.planes:
         kind = next((prefix for prefix in _LINES if plane.name.startswith(prefix)), None)
@@ -85,11 +88,11 @@ def _lines(trace: Any) -> Iterator[list[Event]]:
 
 
 def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Yield each event's name and its nanoseconds without the events inside it.
+    """Yield each event's name and its own time: its nanoseconds minus those of nested events.
 
-    The body of a loop, for example, lies inside the loop's own event.
+    For example, the events of a loop's body are nested in the event of the loop.
     """
-    open_events: list[list[Any]] = []  # name, end, own time
+    open_events: list[list[Any]] = []  # [name, end, own time], outermost event first
     for name, start, end in sorted(events, key=lambda event: (event[1], -event[2])):
         while open_events and open_events[-1][1] <= start:
             closed = open_events.pop()

@@ -1,8 +1,8 @@
 """Analysis of a compiled program's HLO text: its collectives per loop, and its memory traffic.
 
-Memory traffic assumes that every operation outside of fusions reads its operands once and writes
-its results once.  Of an array that is sliced or updated in part, only that part counts.  Arrays
-that the compiler keeps in on-chip memory do not count.
+Memory traffic is computed as if every operation that is not inside a fusion, and every fusion as a
+whole, read its operands once and wrote its results once.  If only part of an array is sliced or
+updated, only that part counts.  Arrays that the compiler keeps in on-chip memory do not count.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
-WITH_OPERANDS = ("all-gather", "collective-permute")  # their -start results begin with operands
+WITH_OPERANDS = ("all-gather", "collective-permute")  # operands come first in the results of -start
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
@@ -27,11 +27,14 @@ class Collective:
     """One array exchanged by a collective; a combined collective has one object per array.
 
     Attributes:
-      shape, dtype: of the result on one device.
-      groups: sets of devices that take part together; empty if all devices do.
-      where: JAX's name of the operation.
-      chain: identifies the array if its collective runs in pieces beside other work; empty
-        otherwise.
+      kind: one of `KINDS`.
+      shape, dtype: shape and dtype of the result on one device.
+      groups: the sets of devices that exchange data with each other; empty if all devices are one
+        group.
+      where: JAX's name of the operation (`op_name`).
+      chain: empty if the collective is one operation.  The compiler splits some collectives into
+        several operations that overlap with other work; the objects that these operations give for
+        one array have the same nonempty `chain`.
     """
 
     kind: str
@@ -58,7 +61,10 @@ def width(dtype: str) -> int:
 
 
 def groups_of(text: str) -> Groups:
-    """Parse `replica_groups` in any of its three notations; empty if there are none."""
+    """Return the device groups in a line of HLO, from any of the three `replica_groups` notations.
+
+    The result is empty if the line has no groups.
+    """
     listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
     if listed:
         rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
@@ -81,7 +87,10 @@ def groups_of(text: str) -> Groups:
 
 
 def _collectives_of(line: str) -> list[Collective]:
-    """Return the arrays that a line of HLO exchanges."""
+    """Return one object per array that a line of HLO exchanges.
+
+    The list is empty if the line is not a collective.
+    """
     match = _COLLECTIVE.search(line)
     if match is None:
         return []
@@ -111,9 +120,9 @@ class Loop:
     """A loop of a program.
 
     Attributes:
-      trips: number of iterations; None if the text does not say.
-      collectives: those directly in the body, per iteration.
-      loops: those directly in the body.
+      trips: number of iterations; None if the HLO text does not give it.
+      collectives: collectives that one iteration runs, without those in nested loops.
+      loops: loops directly in the body.  Each of them has its own nested loops.
     """
 
     trips: int | None
@@ -121,9 +130,10 @@ class Loop:
     loops: list["Loop"]
 
     def runs(self) -> Iterator[tuple[Collective, int]]:
-        """Yield every collective, nested ones included, and how often one iteration runs it.
+        """Yield every collective and the number of times that one iteration of this loop runs it.
 
-        A nested loop whose number of iterations is unknown counts as one iteration.
+        Collectives in nested loops are included.  A nested loop with an unknown number of
+        iterations counts as one iteration.
         """
         for collective in self.collectives:
             yield collective, 1
@@ -137,12 +147,16 @@ class Loop:
 
 
 def parse(text: str) -> Loop:
-    """Parse a compiled program's HLO text, as a loop that runs once."""
+    """Parse a compiled program's HLO text.  Return the program as a loop with one iteration."""
     return _loop(computations(text), "ENTRY", 1)
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """Return the lines of each computation by its name; the entry computation is "ENTRY"."""
+    """Split HLO text into computations.
+
+    Returns:
+      The lines of each computation by the computation's name.  The entry computation is "ENTRY".
+    """
     result: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -155,7 +169,10 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> Loop:
-    """Parse a computation as a loop's body, with the computations that it calls inlined."""
+    """Parse the computation `name` as the body of a loop with `trips` iterations.
+
+    The collectives and loops of the computations that it calls are included.
+    """
     loop = Loop(trips, [], [])
     for line in computations[name]:
         body = re.search(r" while\(.*body=%([^\s,]+)", line)
@@ -172,7 +189,10 @@ def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> L
 
 
 def _join_pieces(collectives: list[Collective]) -> list[Collective]:
-    """Keep one object per array for those collectives that run in pieces."""
+    """Drop duplicates of arrays whose collective is split into several operations.
+
+    Of the objects with the same `chain`, only the first one is kept.
+    """
     chains: set[str] = set()
     joined = []
     for collective in collectives:
@@ -183,9 +203,10 @@ def _join_pieces(collectives: list[Collective]) -> list[Collective]:
 
 
 def trip_count(computations: dict[str, list[str]], line: str) -> int | None:
-    """Return the number of iterations of the loop on a line of HLO; None if unknown.
+    """Return the number of iterations of the loop on a line of HLO; None if it is unknown.
 
-    Taken from the line itself, or else from the only constant in the loop's condition.
+    The number is read from the line itself.  If the line does not give it, and the loop's condition
+    has a single integer constant, that constant is returned.
     """
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if known:
@@ -198,7 +219,7 @@ def trip_count(computations: dict[str, list[str]], line: str) -> int | None:
     return constants.pop() if len(constants) == 1 else None
 
 
-# Operations that count as moving nothing: most of them only name or order existing arrays.
+# Operations that count as no memory traffic: most of them only name or order existing arrays.
 FREE = (
     "parameter",
     "constant",
@@ -213,35 +234,43 @@ FREE = (
     "add-dependency",
     "opt-barrier",
 )
-RENAMES = ("bitcast", "reshape", "copy")  # inside a fusion: the same array under another name
+# Operations that move nothing inside a fusion, where their result counts as the same array as their
+# operand.
+RENAMES = ("bitcast", "reshape", "copy")
 SLICES = ("dynamic-slice", "slice", "gather")
-# Operations that update their first operand in place, and the index of the operand written to it.
+# Operations that update their first operand in place.  The number is the index of the operand that
+# holds the new values.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _ARRAY_WITH_LAYOUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
-_OTHER_MEMORY = re.compile(r"S\([1-9]")  # a layout's memory space; device memory has none
+# The layout of an array that is not in device memory names its memory space, such as S(1).
+_OTHER_MEMORY = re.compile(r"S\([1-9]")
 
 
 def planned_memory(compiled: Any) -> int:
     """Return the bytes that a program needs on one device, according to the compiler.
 
-    The sum of arguments, outputs and temporaries; outputs that alias arguments count once.
+    This is the sum of arguments, outputs and temporaries.  Memory that an output shares with a
+    donated argument counts once.
     """
     analysis = compiled.memory_analysis()
-    # Not `peak_memory_in_bytes`, which leaves the temporaries out on CPUs.
+    # `peak_memory_in_bytes` is not used, because it omits the temporaries on CPUs.
     arguments_and_outputs = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
     return arguments_and_outputs - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One line of a program.
+    """One operation, which is one line of a program's HLO text.
+
+    The result of an operation may consist of several arrays.
 
     Attributes:
-      bytes: of those arrays of its result that are in device memory.
-      whole: bytes of all arrays of its result, in any memory.
-      called: name of the computation that it calls.
-      root: whether its result is the computation's result.
+      bytes: size of those arrays of the result that are in device memory.
+      whole: size in bytes of all arrays of the result, in any memory.
+      operands: names of the operations whose results it reads.
+      called: name of the computation that it calls; None if it calls none.
+      root: whether its result is the result of the computation that contains it.
     """
 
     name: str
@@ -255,18 +284,25 @@ class Operation:
 
     @property
     def is_piece(self) -> bool:
-        """Whether this is one piece of a collective, which is counted as a whole elsewhere."""
+        """Whether this is one of several operations that the compiler split a collective into.
+
+        `Program` counts the memory traffic of such a collective separately.
+        """
         return self.kind in KINDS and "chain_id=" in self.line
 
     @property
     def names_operands(self) -> bool:
-        """Whether the result is a tuple that begins with the operands, as for most -starts."""
+        """Whether this is a -start operation whose result tuple begins with its operands."""
         kind = self.kind.removesuffix("-start")
         return kind != self.kind and (kind in WITH_OPERANDS or " = ((" in self.line)
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Return the bytes of a type's arrays in device memory, and of all its arrays."""
+    """Return two sizes in bytes, given an HLO type (one array, or a tuple of arrays).
+
+    Returns:
+      The size of the arrays that are in device memory, and the size of all arrays.
+    """
     in_device_memory = total = 0
     for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
         size = width(dtype) * math.prod(int(n) for n in shape.split(",") if n)
@@ -276,7 +312,7 @@ def _sizes(text: str) -> tuple[int, int]:
 
 
 def _operation(line: str) -> Operation | None:
-    """Parse a line; None if it is no operation."""
+    """Parse a line of HLO; return None if the line is not an operation."""
     match = _LINE.match(line)
     if match is None:
         return None
@@ -290,14 +326,24 @@ def _operation(line: str) -> Operation | None:
 
 
 def _original(operations: dict[str, Operation], operation: Operation) -> Operation:
-    """Follow bitcasts, reshapes and copies back to the operation that made the array."""
+    """Return the operation that created the array which `operation` returns.
+
+    This follows bitcasts, reshapes and copies back to their operand.
+
+    Args:
+      operations: the operations of the same computation, by name.
+    """
     while operation.kind in RENAMES and operation.operands[0] in operations:
         operation = operations[operation.operands[0]]
     return operation
 
 
 class Program:
-    """Memory traffic of a compiled program, computed from its HLO text."""
+    """Memory traffic of a compiled program, computed from its HLO text.
+
+    The compiler splits some collectives into several operations, which run beside other work.
+    `_moved_in_pieces` counts the traffic of these collectives; all other methods leave them out.
+    """
 
     def __init__(self, text: str):
         self._text = text
@@ -309,16 +355,26 @@ class Program:
         }
 
     def moved(self) -> int:
-        """Return the bytes that one run reads from and writes to a device's memory."""
+        """Return the bytes that one run of the program moves.
+
+        These are the bytes read from one device's memory plus the bytes written to it.
+        """
         return self._moved_in("ENTRY") + self._moved_in_pieces()
 
     def _moved_in_pieces(self) -> int:
-        """Return the bytes moved by collectives that run in pieces."""
+        """Return the bytes moved by those collectives that the compiler splits into operations.
+
+        The result is for one run of the program.
+        """
         runs = parse(self._text).runs()
         return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
 
     def moved_in_a_loop(self) -> int:
-        """Return the bytes moved by one iteration of the loop that moves the most."""
+        """Return the bytes moved by one iteration of the outermost loop that moves the most.
+
+        The collectives that the compiler splits into several operations are all added, wherever in
+        the program they are.
+        """
         bodies = [
             self._moved_in(body[1])
             for operation in self._operations["ENTRY"].values()
@@ -327,7 +383,10 @@ class Program:
         return max(bodies, default=0) + self._moved_in_pieces()
 
     def _moved_in(self, name: str) -> int:
-        """Return the bytes moved by a computation, without collectives that run in pieces."""
+        """Return the bytes moved by the computation `name`.
+
+        Collectives that the compiler splits into several operations are left out.
+        """
         total = 0
         for operation in self._operations[name].values():
             body = (
@@ -343,7 +402,7 @@ class Program:
         return total
 
     def _moved_by(self, name: str, operation: Operation) -> int:
-        """Return the bytes moved by one operation of the computation `name`."""
+        """Return the bytes moved by `operation`, which belongs to the computation `name`."""
         siblings = self._operations[name]
         operands = [siblings[operand] for operand in operation.operands if operand in siblings]
         if operation.kind in SLICES:
@@ -364,21 +423,21 @@ class Program:
 
     @staticmethod
     def _moved_by_start(operation: Operation, operands: list[Operation]) -> int:
-        """Return the bytes moved by a copy-start or a slice-start."""
+        """Return the bytes moved by a copy-start or slice-start operation."""
         sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
         source = operands[0]
-        moved = sizes[1] - source.whole  # the result is a tuple of target and source
+        moved = sizes[1] - source.whole  # the result is a tuple of the target and the source
         return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
 
     def _bytes_read(self, name: str, index: int) -> int:
-        """Return the bytes that a fused computation reads of its parameter number `index`."""
+        """Return the bytes that the fused computation `name` reads of its parameter `index`."""
         fused = self._operations[name].values()
         marker = f" parameter({index})"
         parameter = next(operation for operation in fused if marker in operation.line)
         return self._bytes_used(name, parameter)
 
     def _bytes_used(self, name: str, value: Operation) -> int:
-        """Return the bytes of `value` that the operations of a fused computation read."""
+        """Return how many bytes of `value` the operations of the fused computation `name` read."""
         total = 0
         for user in self._operations[name].values():
             if value.name not in user.operands or user.is_piece:
@@ -397,9 +456,9 @@ class Program:
         return min(total, value.whole)
 
     def _bytes_written(self, name: str) -> int:
-        """Return the bytes that a fused computation writes.
+        """Return the bytes that the fused computation `name` writes.
 
-        Of an array updated in place, only the update counts.
+        If it updates an array in place, only the updated part of the array counts.
         """
         fused = self._operations[name]
         root = next(operation for operation in fused.values() if operation.root)
@@ -407,21 +466,24 @@ class Program:
         return sum(self._bytes_of_result(fused, result) for result in results)
 
     def _reads_target(self, operation: Operation) -> bool:
-        """Whether an update reads the values that it overwrites, as a scatter-add does."""
+        """Whether an in-place update reads the old values that it overwrites.
+
+        A scatter-add does so, for example.
+        """
         if operation.kind != "scatter" or operation.called is None:
             return False
         combiner = self._operations[operation.called].values()
         return next(line for line in combiner if line.root).kind != "parameter"
 
     def _bytes_of_result(self, fused: dict[str, Operation], result: Operation) -> int:
-        """Return the bytes written for one result of a fused computation."""
+        """Return the bytes that a fused computation writes for one of its results."""
         result = _original(fused, result)
         if result.is_piece:
             return 0
         if result.kind in UPDATES:
             target = _original(fused, fused[result.operands[0]])
             written = fused[result.operands[UPDATES[result.kind]]].whole
-            # An array that the fusion creates and then updates is written in full first.
+            # If the fusion itself creates the array, it also writes the whole array once.
             created = 0 if target.kind == "parameter" else self._bytes_of_result(fused, target)
             return written + created
         if result.kind == "fusion" and result.called:

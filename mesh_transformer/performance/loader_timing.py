@@ -1,7 +1,8 @@
-"""Timings of the loader: its throughput compared with tf.data's, and its time to resume.
+"""Timings of the data loader: its throughput compared with tf.data's, and its time to resume.
 
-A set of small records is written, then read alternately by the loader and by a bare tf.data
-pipeline.  The loader is then resumed alternately near the first record and after all records.
+A set of small records is written, then read alternately by the loader and by a plain tf.data
+pipeline.  Then the loader is resumed alternately from a position near the start of the first epoch
+and from the same position in the second epoch, after all records have been read once.
 """
 
 import functools
@@ -21,17 +22,21 @@ from mesh_transformer.data.tfrecords import tensorflow, write_records
 from mesh_transformer.util import InputError
 
 FILES = 10
-DISTINCT = 10_000  # most distinct records to generate; every file repeats them
+DISTINCT = 10_000  # maximum number of distinct records to generate; every file repeats them
 BATCH = 8
-MOST_BATCHES = 2000  # per comparison
-EARLY = 10  # records read in an epoch before the loader is resumed
-SHUFFLED = 1000  # shuffle_buffer of the second resume comparison; the first one has none
+MOST_BATCHES = 2000  # maximum number of batches to read when the loader is compared with tf.data
+EARLY = 10  # number of records of an epoch before the position to resume from
+SHUFFLED = 1000  # shuffle_buffer when resuming is timed a second time; the first time is unshuffled
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
-    """Write `records` records in `FILES` files, and an index of them; return its path.
+    """Write `records` records to `FILES` files, and an index of the files.
 
-    TFRecord files can be concatenated as bytes, so each file repeats the distinct records.
+    TFRecord files can be concatenated byte by byte.  Each file therefore is a small file of
+    distinct records, repeated.
+
+    Returns:
+      The path of the index.
 
     Raises:
       InputError: if `records` is not a multiple of `FILES` times the number of distinct records.
@@ -60,20 +65,24 @@ def seconds(call: Callable[[], object]) -> float:
 def by_turns(
     rounds: int, label: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[float, float, float]:
-    """Time two calls alternately.
+    """Time two functions alternately, `rounds` times each.
+
+    Args:
+      label: text of the progress bar.
 
     Returns:
-      The median seconds of both, and the median ratio of the first's seconds to the second's.
+      The median seconds of `first`, the median seconds of `second`, and the median ratio.  A ratio
+      is the seconds of `first` divided by the seconds of `second` in the same round.
     """
     for call in (first, second):
-        call()  # untimed, for one-time costs
+        call()  # not timed, so that one-time costs do not count
     pairs = [(seconds(first), seconds(second)) for _ in tqdm(range(rounds), label, leave=False)]
     medians = (statistics.median(column) for column in zip(*pairs, strict=True))
     return (*medians, statistics.median(one / two for one, two in pairs))
 
 
 def bare(paths: list[str], batches: int, seq: int) -> None:
-    """Read `batches` batches with a plain tf.data pipeline."""
+    """Read `batches` batches from TFRecord files with a plain tf.data pipeline."""
     tf = tensorflow()
     features = {"text": tf.io.FixedLenFeature((seq + 1,), tf.int64)}
     records = tf.data.TFRecordDataset(paths)
@@ -83,7 +92,7 @@ def bare(paths: list[str], batches: int, seq: int) -> None:
 
 
 def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str, Any]:
-    """Return the loader's position after `records` records."""
+    """Return the state of a loader that has read `records` records; see `resume`."""
     with closing(TFRecordNewInputs(index, 1000, seq, **options)) as loader:
         for _ in tqdm(range(records // 1000), "reading", unit="k records", leave=False):
             loader.get_samples()
@@ -95,17 +104,23 @@ def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str,
 
 
 def resume(index: str, seq: int, state: dict[str, Any], **options: Any) -> None:
-    """Open the set at a position and read one batch."""
+    """Create a loader that resumes from `state`, and read one batch."""
     with closing(TFRecordNewInputs(index, BATCH, seq, restore_state=state, **options)) as loader:
         loader.get_samples()
 
 
 def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]:
-    """Measure the loader on a new set in `folder`.
+    """Time the loader on a new set of records, which is written to `folder`.
+
+    Args:
+      records: number of records in the set.
+      seq: sequence length.
+      rounds: number of rounds.
 
     Returns:
-      Reading rates, their ratio to tf.data's, and the seconds until a resumed loader's first
-      batch, with and without shuffling; medians of `rounds`.
+      Rates at which the loader and tf.data read, and their ratio.  Also the seconds from creating a
+      resumed loader to its first batch, with and without shuffling.  All are medians over the
+      rounds.
     """
     index = write_index(folder, records, seq)
     paths = [str(folder / f"{part}.tfrecords") for part in range(FILES)]
@@ -128,7 +143,7 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
     }
     for shuffle in (0, SHUFFLED):
         options = {"shuffle_buffer": shuffle}
-        positions = (records + EARLY, EARLY)  # the same place in an epoch and in a shuffle block
+        positions = (records + EARLY, EARLY)  # the same position in an epoch and in a shuffle block
         late, early = (
             functools.partial(resume, index, seq, state_after(index, n, seq, **options), **options)
             for n in positions

@@ -1,4 +1,4 @@
-"""Helpers of the plotting scripts: reading results, plotting without a display, atomic saves."""
+"""Helpers for plotting scripts: read results, plot without a display, save pictures atomically."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from mesh_transformer.util import InputError
 
 
 def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str, Any]:
-    """Read the JSON object that a script printed.
+    """Read a file that contains the JSON object printed by a script.
 
     Args:
-      keys: required keys and their values; None accepts any value.
-      printed_by: the script and its flags, for the error.
+      keys: keys that the object must have, with their required values; None allows any value.
+      printed_by: the script and its flags, for the error message.
 
     Raises:
-      InputError: if the file cannot be read or does not hold such an object.
+      InputError: if the file cannot be read, or contains no JSON object with these keys and values.
     """
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -32,9 +32,9 @@ def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, set up for files only and for reproducible SVGs.
+    """Return matplotlib's pyplot, set up to write files without a display.
 
-    Text in an SVG remains text.
+    SVG files are reproducible, and text in them remains text.
     """
     import matplotlib
 

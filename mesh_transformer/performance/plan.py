@@ -1,7 +1,7 @@
-"""Plans: whether training or generation fits a slice of devices, and what bounds its speed.
+"""Plans: whether training or generation fits a slice of devices, and what limits its speed.
 
-A plan compiles the real step for devices that need not be present.  All figures are the
-compiler's, except those called an estimate.
+A plan compiles the real training or decode step, but does not run it, so the devices need not be
+present.  All figures come from the compiler, except those called an estimate.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 
-# Compiler options of `fast`.  They do not change the collectives, change the peak by at most 8
-# percent, and the memory traffic by at most a factor of 2.
+# Compiler options that make compilation fast.  They do not change the collectives.  They change the
+# peak memory by at most 8 percent, and the memory traffic by at most a factor of 2.
 FAST = {"exec_time_optimization_effort": -1.0}
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,13 +44,13 @@ _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Peak memory and HLO of a program compiled for a device.
+    """Peak memory and HLO of a compiled program.
 
     Attributes:
-      peak: bytes on one device.
-      text: HLO text; None if the compiler rejects the program for its size.
+      peak: peak memory in bytes on one device.
+      text: HLO text; None if the compiler rejected the program because it needs too much memory.
       seconds: compilation time.
-      fast: whether it was compiled with `FAST`.
+      fast: whether the program was compiled with the options `FAST`.
     """
 
     peak: int
@@ -66,9 +66,14 @@ class Plan:
     Bytes are per device.
 
     Attributes:
-      flops: FLOPs of a whole step on all devices, as PaLM counts them.
-      collectives, estimate: None if the compiler rejects the program for its size.
-      fast: whether it was compiled with `FAST`, which makes peak and estimate less exact.
+      state_bytes: parameters and optimizer state.
+      hbm_bytes: memory that a program may use on one device.
+      fits: whether `peak_bytes` is at most `hbm_bytes`.
+      flops: FLOPs of one step on all devices together, counted as in the PaLM paper.
+      collectives, estimate: None if the compiler rejected the program because it needs too much
+        memory.
+      fast: whether the step was compiled with the options `FAST`, which make the peak and the
+        estimate less exact.
     """
 
     topology: str
@@ -96,7 +101,7 @@ class Plan:
 
     @property
     def setting(self) -> str:
-        """The plan's settings in one line."""
+        """The settings of the plan, as one line of text."""
         return (
             f"dp {self.dp} x mp {self.mp}, {self.partitioning}, ZeRO {self.zero}, remat "
             f"{self.remat}, {'sharded' if self.shard_activations else 'whole'} activations, loss "
@@ -121,9 +126,13 @@ class Plan:
 
 
 def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
-    """Format memory per device in one line: state, peak, limit, and by how much it fits or not.
+    """Format the memory per device as one line of text.
 
-    Sizes are in bytes.
+    The line gives the state, the peak, the limit, and how much memory is left over or missing.
+
+    Args:
+      state, peak, limit: sizes in bytes.
+      fits: whether the program fits the device.
     """
     spare = (limit - peak) / GIB
     verdict = (
@@ -136,10 +145,10 @@ def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
 
 
 def mesh_of(config: Config, topology: Slice) -> Mesh:
-    """Return the slice's devices as replicas of `cores_per_replica` devices.
+    """Return a (dp, mp) mesh of all devices of a slice, with `cores_per_replica` as mp.
 
     Raises:
-      InputError: if `cores_per_replica` does not divide the slice.
+      InputError: if the number of devices is not a multiple of `cores_per_replica`.
     """
     mp = config.cores_per_replica
     if topology.devices % mp:
@@ -154,17 +163,17 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     """Compile a config's training step for a slice; report memory, collectives and speed.
 
     Args:
-      config: its `cores_per_replica` is mp; dp follows from the number of devices.
-      fast: whether to compile in a fraction of the time, with less exact figures.
+      config: its key `cores_per_replica` is mp.  dp is the number of devices divided by mp.
+      fast: whether to compile in a fraction of the time, which makes the figures less exact.
 
     Raises:
-      InputError: if mp does not divide the devices, libtpu is missing, or compilation fails for
-        another reason than the program's size.
+      InputError: if mp does not divide the number of devices, if libtpu is missing, or if
+        compilation fails.  A program that needs too much memory is not an error.
     """
     mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices)
     step.check_zero(config, mesh)
-    # Before compiling, as this fails for unknown devices.
+    # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     state, batch = step.abstract_state(config, mesh), abstract_batch(config, mesh)
     memory = compiled(topology.name, step.compile_train(config, mesh), state, batch, fast=fast)
@@ -202,7 +211,11 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
 def _traffic_and_speed(
     text: str, config: Config, mesh: Mesh, hardware: Hardware, tokens: int
 ) -> tuple[Traffic, Estimate]:
-    """Return the collectives of a step's HLO, and the speed estimated from it."""
+    """Return the collectives in the HLO text of a training step, and its estimated speed.
+
+    Args:
+      tokens: tokens per step of all devices together.
+    """
     traffic = traffic_of(text, config, mesh)
     return traffic, estimate(
         config,
@@ -216,10 +229,15 @@ def _traffic_and_speed(
 
 
 def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
-    """Compile a jitted function for abstract arguments, on the devices of their shardings.
+    """Compile a jitted function for the devices that its abstract arguments are placed on.
+
+    Args:
+      topology: name of the slice, for error messages.
+      args: abstract arrays with shardings.
+      fast: whether to use the options `FAST`, which only TPUs have.
 
     Raises:
-      InputError: if compilation fails for another reason than the program's size.
+      InputError: if compilation fails.  A program that needs too much memory is not an error.
     """
     began = time.perf_counter()
     lowered = function.trace(*args).lower()  # type: ignore[attr-defined]
@@ -234,7 +252,7 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
             raise InputError(f"topology {topology}: compilation failed: {reason}") from None
         peak = int(float(size[1]) * _SIZES[size[2]])
         return Memory(peak, None, time.perf_counter() - began, fast)
-    # Only the TPU compiler reports the peak.
+    # Only the TPU compiler reports the peak memory.
     peak = program.memory_analysis().peak_memory_in_bytes if on_tpu else planned_memory(program)
     return Memory(peak, program.as_text(), time.perf_counter() - began, fast)
 
@@ -246,7 +264,10 @@ def _platform(args: Any) -> str:
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and shardings of one training step's tokens, [A, B, T]."""
+    """Return the shapes and shardings of the tokens for one training step.
+
+    The shape is [A, B, T]: microbatches, batch rows of all replicas, and sequence length.
+    """
     rows = config.per_replica_batch * mesh.shape["dp"]
     shape = (config.gradient_accumulation_steps, rows, config.seq)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
@@ -254,31 +275,34 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """Return the bytes that one device holds of abstract arrays."""
+    """Return the bytes that the shards on one device take, for a tree of abstract arrays."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
 
 
-STEPS = 64  # decode steps per call; only the size of the output depends on it
+STEPS = 64  # decode steps per call of the compiled function; affects only the size of its output
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """Plan of generation on a slice: one step makes one more token in every row.
+    """Plan of generation on a slice.  One decode step generates one token in every row.
 
     Bytes are per device.
 
     Attributes:
-      rows: batch rows of all replicas.
-      cache_length: positions per row.
+      rows: batch rows of all replicas together.
+      cache_length: number of positions in the cache of each row.
       state_bytes: weights and cache.
-      read_bytes: the part of `state_bytes` that every step reads: all but the embedding.  A step
-        takes at least the time to read it at the memory's bandwidth.
-      bytes_per_token: bytes that the compiled step reads and writes (`hlo.Program`).
-      tokens_per_second: estimates for all rows, from `read_bytes` and from `bytes_per_token`, at
-        the memory's full bandwidth and with no other limit.
+      read_bytes: the weights and cache that every step reads, which is all but the embedding.  A
+        step takes at least the time to read them at the memory's full bandwidth.
+      bytes_per_token: bytes that one compiled step reads and writes, computed by `hlo.Program`;
+        None if the compiler rejected the program because it needs too much memory.
+      tokens_per_second: two estimates of the speed of all rows together, if only the memory's full
+        bandwidth limits it.  The first counts `read_bytes` per step and is an upper bound; the
+        second counts `bytes_per_token`, and is None if that is None.
+      source: where the hardware's figures come from.
     """
 
     topology: str
@@ -325,11 +349,17 @@ class DecodePlan:
 
 
 def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> DecodePlan:
-    """Compile a generation step for `per_replica_batch` rows per replica of `seq` positions.
+    """Compile a decode step for a slice; report memory, collectives and speed.
+
+    The batch has `per_replica_batch` rows per replica, and each row has a cache of `seq` positions.
+
+    Args:
+      config: its key `cores_per_replica` is mp.  dp is the number of devices divided by mp.
+      fast: whether to compile in a fraction of the time, which makes the figures less exact.
 
     Raises:
-      InputError: if mp does not divide the devices, libtpu is missing, or compilation fails for
-        another reason than the program's size.
+      InputError: if mp does not divide the number of devices, if libtpu is missing, or if
+        compilation fails.  A program that needs too much memory is not an error.
     """
     mesh = mesh_of(config, topology)
     rows = config.per_replica_batch * mesh.shape["dp"]
@@ -337,7 +367,7 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     function = batch.compile_decode(config, mesh, None, STEPS)
-    # Before compiling, as this fails for unknown devices.
+    # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, fast=fast)
     sizes = bytes_on_one_device(weights), bytes_on_one_device(state.caches)
@@ -373,13 +403,13 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
 
 
 def _abstract_weights(config: Config, mesh: Mesh) -> decode.Weights:
-    """Return the shapes and shardings of generation's weights."""
+    """Return the shapes and shardings of the weights that generation reads."""
     params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(decode.weights_of, config=config), params)
     return abstract(shapes, named(mesh, decode.weight_specs(config)))
 
 
 def _abstract_rows(config: Config, mesh: Mesh, rows: int) -> decode.DecodeState:
-    """Return the shapes and shardings of a batch of `rows` rows with `seq` positions each."""
+    """Return the shapes and shardings of a decode batch: `rows` rows with `seq` positions each."""
     shapes = jax.eval_shape(lambda: decode.empty(config, rows, config.seq))
     return abstract(shapes, named(mesh, batch.decode_specs(config)))

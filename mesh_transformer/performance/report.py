@@ -10,7 +10,11 @@ Cell = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def lines(result: dict[str, Any]) -> str:
-    """Format a result as one line per column of its mode's table, plus profiled operations."""
+    """Format a result as lines of readable text.
+
+    There is one line per column of the table for the result's mode, and then the profiled
+    operations, if any.  For an ablation, lines describing the run come before a table of variants.
+    """
     if result["mode"] == "ablate":
         where = [f"{title}: {text(result)}" for title, text in _WHERE]
         return "\n".join([*where, header("ablate"), row(result)])
@@ -28,7 +32,10 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def row(result: dict[str, Any]) -> str:
-    """Format a result as a row of its mode's Markdown table; an ablation has a row per variant."""
+    """Format a result as a row of the Markdown table for its mode.
+
+    The result of an ablation gives one row per variant.
+    """
     if result["mode"] == "ablate":
         rows = (_row(text(variant) for _, text in _OF_VARIANT) for variant in result["variants"])
         return "\n".join(rows)
@@ -36,7 +43,7 @@ def row(result: dict[str, Any]) -> str:
 
 
 def header(mode: str) -> str:
-    """Return the two header lines of a mode's Markdown table."""
+    """Return the two header lines of the Markdown table for a benchmark mode."""
     titles = [title for title, _ in _cells(mode)]
     return f"{_row(titles)}\n{_row('---' for _ in titles)}"
 
@@ -46,14 +53,14 @@ def _row(cells: Any) -> str:
 
 
 def _cells(mode: str) -> list[Cell]:
-    """Return the columns of a mode's table."""
+    """Return the columns of the table for a benchmark mode."""
     if mode == "ablate":
         return _OF_VARIANT
     return [*_WHERE, *_OF_MODE[mode], ("command", lambda result: f"`{result['command']}`")]
 
 
 def _shape(result: dict[str, Any]) -> str:
-    """Format the size of the model and of its batch, and the settings that affect speed."""
+    """Format the model size, the batch size, and the settings that affect speed."""
     config = result["config"]
     return (
         f"{result['parameters'] / 1e9:.3g}B, {config['per_replica_batch']} x "
@@ -63,12 +70,12 @@ def _shape(result: dict[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    """Format a fraction of a hardware limit as a percentage; None if the limit is unknown."""
+    """Format a fraction of a hardware limit as a percentage, or `None` as "peak unknown"."""
     return "peak unknown" if value is None else f"{value:.1%}"
 
 
 def _limits(result: dict[str, Any]) -> str:
-    """Format the peak and bandwidth that speeds are compared with."""
+    """Format the peak FLOP/s and the memory bandwidth of the hardware, and their source."""
     limits = result["limits"]
     if limits is None:
         return "unknown; give --hardware"

@@ -1,4 +1,4 @@
-"""Roofline estimate of a step's speed, from the hardware's data sheet and the step's HLO."""
+"""Roofline estimate of a training step's speed, from hardware data sheets and the step's HLO."""
 
 import collections
 import dataclasses
@@ -21,16 +21,18 @@ FORMULA = (
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bounds of a step's time and speed by `FORMULA`, without running it.
+    """Bounds of a training step's time and speed, computed by `FORMULA` without running the step.
 
-    Bytes, FLOP/s and seconds are per device.
+    Bytes, FLOP/s and seconds are per device; tokens per second are of all devices together.
 
     Attributes:
-      hbm_traffic_bytes: bytes that the step reads from and writes to memory (`hlo.Program`).
-      link_bytes: bytes sent.
-      link_seconds: with all links busy, and with two.
-      step_seconds, tokens_per_second, mfu, hfu: with full overlap, and with none; the tokens are
-        those of all devices.
+      hbm_traffic_bytes: bytes that the step reads from and writes to memory (see `hlo.Program`).
+      link_bytes: bytes that the step sends over the device's links.
+      link_seconds: two times for sending `link_bytes`: with all links of the device busy, and with
+        two links busy.
+      step_seconds, tokens_per_second, mfu, hfu: two values each.  The first assumes that compute,
+        memory and links overlap fully; the second assumes no overlap.
+      source: where the hardware's figures come from.
     """
 
     hardware: str
@@ -64,12 +66,13 @@ class Estimate:
 
 
 def sent(kind: str, size: int, devices: int) -> int:
-    """Return the bytes that each device sends for a collective over a ring.
+    """Return the bytes that each device sends in a collective over a ring.
 
-    An all-reduce counts as a reduce-scatter and an all-gather.
+    An all-reduce counts as a reduce-scatter followed by an all-gather.
 
     Args:
-      size: bytes of the result on one device.
+      kind: kind of collective, such as "all-reduce".
+      size: size in bytes of the result on one device.
       devices: number of devices that take part.
     """
     if kind == "collective-permute":
@@ -81,7 +84,11 @@ def sent(kind: str, size: int, devices: int) -> int:
 
 
 def link_seconds(sent_bytes: float, hardware: Hardware) -> tuple[float, float]:
-    """Return the seconds to send bytes with all links of a device busy, and with a ring's two."""
+    """Return two times in seconds for sending `sent_bytes` from one device.
+
+    The first is with all links of the device busy.  The second is with only the two links that a
+    ring uses.
+    """
     best = sent_bytes / hardware.interconnect
     return best, best * hardware.links / min(2, hardware.links)
 
@@ -96,11 +103,11 @@ def estimate(
     link_bytes: int,
     attention: str = "xla",
 ) -> Estimate:
-    """Bound the time of a training step.
+    """Estimate the time and speed of a training step.
 
     Args:
       tokens: tokens per step of all devices together.
-      hbm_traffic_bytes, link_bytes: bytes per device and step; see `Estimate`.
+      hbm_traffic_bytes, link_bytes: bytes per device in one step; see `Estimate`.
       attention: attention backend, as `attention_backend` returns it.
     """
     peak = hardware.peak * devices
@@ -130,15 +137,17 @@ def estimate(
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """All collectives of one kind, mesh axis and dtype in one place of a step.
+    """Sum of all collectives of a step that have the same kind, mesh axis, dtype and place.
 
     Attributes:
-      axis: mesh axis or axes that they run over.
-      place: "layer forward" or "layer backward" in the loop over layers, "microbatch" in the loop
-        over microbatches (if there are several), "loop" in any other loop, else "step".
-      count: arrays per step.
-      bytes: bytes of the results on one device per step.
-      sent: bytes that one device sends per step (`roofline.sent`).
+      kind: kind of collective, one of `hlo.KINDS`.
+      axis: mesh axis or axes that the collectives run over.
+      place: where in the step they run: "layer forward" or "layer backward" in the loop over
+        layers, "microbatch" in the loop over microbatches, "loop" in any other loop, and "step"
+        outside of all loops.
+      count: number of arrays per step.
+      bytes: bytes per step of the results on one device.
+      sent: bytes per step that one device sends; see the function `sent`.
     """
 
     kind: str
@@ -152,12 +161,13 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step.
+    """Collectives of one training or decode step.
 
     Attributes:
-      layer_forward, layer_backward: number of activation all-reduces per layer.
-      bytes_by_kind: bytes of the results on one device, by kind of collective.
-      exchanges: all collectives.
+      layer_forward: number of all-reduces of activations per layer in the forward pass.
+      layer_backward: number of all-reduces of activations per layer in the backward pass.
+      bytes_by_kind: bytes per step of the results on one device, by kind of collective.
+      exchanges: sums over all collectives with the same kind, axis, dtype and place.
     """
 
     layer_forward: int
@@ -181,11 +191,12 @@ class Traffic:
 def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
     """Return the collectives of a compiled training step, given its HLO text.
 
-    A combined collective counts once per array.
+    A collective that combines several arrays counts once per array.
     """
     program = hlo.parse(text)
     size = config.per_replica_batch * config.seq * config.d_model
-    # Not the program itself: it runs once, and so does the loop over layers of a single layer.
+    # The program itself is also a `Loop`, with one iteration.  It is left out, because it would be
+    # taken for the loop over layers if the model has only one layer.
     inner = [loop for outer in program.loops for loop in outer.all()]
     layers = [loop for loop in inner if _is_over_layers(loop, config)]
     is_backward = [
@@ -200,9 +211,10 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
 
 
 def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
-    """Return the collectives of one generation step, given its HLO text.
+    """Return the collectives of a compiled decode step, given its HLO text.
 
-    The program has no loop over layers, so activation all-reduces are counted in all of it.
+    The program has no loop over layers.  The number of activation all-reduces per layer is
+    therefore the number in the whole program divided by the number of layers.
     """
     program = hlo.parse(text)
     exchanges = _exchanges(program, config, mesh)
@@ -212,14 +224,14 @@ def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
 
 
 def _is_all_reduce_of(collective: hlo.Collective, size: int) -> bool:
-    """Whether a collective is an all-reduce of `size` elements over more than one device."""
+    """Whether a collective all-reduces an array of `size` elements between several devices."""
     if collective.kind != "all-reduce" or collective.is_alone:
         return False
     return math.prod(collective.shape) == size
 
 
 def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:
-    """Sum the bytes of collectives by their kind."""
+    """Return the sum of `Exchange.bytes` for each kind of collective."""
     sums: collections.Counter[str] = collections.Counter()
     for exchange in exchanges:
         sums[exchange.kind] += exchange.bytes
@@ -227,13 +239,19 @@ def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:
 
 
 def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
-    """Whether a loop is the innermost one with as many iterations as the config has layers."""
+    """Whether a loop is the loop over layers.
+
+    This is a loop with one iteration per layer that contains no other loop over layers.
+    """
     deeper = any(_is_over_layers(inner, config) for inner in loop.loops)
     return loop.trips == config.layers and not deeper
 
 
 def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
-    """Sum a program's collectives by place, kind, axis and dtype."""
+    """Sum up the collectives of a program that have the same place, kind, axis and dtype.
+
+    Collectives within a single device are left out.
+    """
     sums: dict[tuple[str, str, str, str], list[int]] = {}
 
     def walk(loop: hlo.Loop, times: int, outer: str) -> None:
@@ -260,7 +278,11 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
 
 
 def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
-    """Return the place of a loop's collectives, given the place of the code around it."""
+    """Return the place of the collectives in a loop: "layer", "microbatch" or "loop".
+
+    Args:
+      outer: the place of the code that contains the loop.
+    """
     if outer == "layer" or _is_over_layers(loop, config):
         return "layer"
     if any(_is_over_layers(inner, config) for inner in loop.all()):
@@ -269,7 +291,11 @@ def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
 
 
 def _axis_of(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
-    """Return the mesh axes that a collective runs over, and the number of devices per group."""
+    """Return the mesh axes that a collective runs over, and the number of devices per group.
+
+    Args:
+      groups: the groups of devices that exchange data; empty if all devices are one group.
+    """
     mp = mesh.shape["mp"]
     group = sorted(min(groups, key=min)) if groups else range(mesh.size)
     if len({device // mp for device in group}) == 1:

@@ -1,7 +1,7 @@
 """Analytic estimates ("on paper") of a training step's compute, memory and communication.
 
-Nothing is compiled.  The estimates are less exact than a plan, which counts in the compiled
-program, but cheap enough to rank thousands of settings.
+Nothing is compiled.  The estimates are less exact than those of `performance.plan`, which compiles
+the step, but they are fast enough to rank thousands of settings.
 """
 
 import dataclasses
@@ -24,11 +24,14 @@ LARGEST_BATCH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """Estimate of one training step.  Seconds and bytes are per device.
+    """Analytic estimate of one training step.  Seconds and bytes are per device.
 
     Attributes:
-      mp_bytes, dp_bytes: sent over the links, by collectives over mp and over dp.
-      mp_seconds, dp_seconds: to send these with the two links of a ring busy.
+      accumulation: number of microbatches per step.
+      compute_seconds: time for the FLOPs of the step at the hardware's peak.
+      memory_seconds: time to read and write memory at its full bandwidth.
+      mp_bytes, dp_bytes: bytes that the collectives over mp, or over dp, send over the links.
+      mp_seconds, dp_seconds: time to send these bytes over the two links that a ring uses.
       memory_bytes: lower bound of the memory needed.
     """
 
@@ -47,17 +50,20 @@ class Paper:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step if nothing overlaps."""
+        """Seconds of the step if computation, memory traffic and communication do not overlap."""
         return self.compute_seconds + self.memory_seconds + self.mp_seconds + self.dp_seconds
 
     @property
     def exchange(self) -> float:
-        """Link time over compute time."""
+        """Time of all communication over the links, divided by the compute time."""
         return (self.mp_seconds + self.dp_seconds) / self.compute_seconds
 
 
 def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
-    """Estimate a config's training step on `devices` devices; its `cores_per_replica` is mp."""
+    """Estimate a config's training step on `devices` devices.
+
+    mp is the config's `cores_per_replica`, and dp is the number of devices divided by mp.
+    """
     mp, zero = config.cores_per_replica, config.zero or 0
     dp, accumulation = devices // mp, config.gradient_accumulation_steps
     tokens = config.per_replica_batch * config.seq * accumulation  # per replica
@@ -93,10 +99,10 @@ class _Device:
 
 
 def attention_on(config: Config, hardware: Hardware) -> str:
-    """Return the attention backend of such devices, as `attention_backend` names it.
+    """Return the name of the attention backend that the config selects on `hardware`.
 
-    "xla" if the backend that the config names is not available on them, so that a table of
-    several generations covers these devices too.
+    If the config names a backend that this hardware does not support, the result is "xla".  A table
+    of several TPU generations can then include this hardware too.
     """
     platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
     if hardware.kind == "cpu":
@@ -109,27 +115,30 @@ def attention_on(config: Config, hardware: Hardware) -> str:
 
 
 def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
-    """Return the bytes that a device sends over mp for so many tokens.
+    """Return the bytes that a device sends over mp for `tokens` tokens of its replica.
 
-    Activations are all-reduced once per layer and direction, for the embedding, and for the head.
+    Activations are all-reduced twice per layer (forward and backward), once for the embedding, and
+    once for the output head.
     """
     activations = tokens * config.d_model * _width(config)
     return (2 * config.layers + 2) * sent("all-reduce", activations, mp)
 
 
 def _width(config: Config) -> int:
-    """Return the bytes per element of the compute dtype."""
+    """Return the bytes per element of the config's compute dtype."""
     return F32 if config.dtype == "float32" else BF16
 
 
 def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
     """Return the bytes that a device sends over dp in a step.
 
-    Gradients are summed in f32 once per step; with ZeRO 3 once per microbatch, with two
-    all-gathers of the weights, which the backward pass needs again.
+    Without ZeRO, the f32 gradients are all-reduced once per step.  With ZeRO 1, the f32 gradients
+    are reduce-scattered and the bf16 weights are all-gathered, once per step.  With ZeRO 3 this is
+    done for every microbatch, with a second all-gather of the weights for the backward pass.
 
     Args:
       part: parameters per device, before ZeRO splits them.
+      accumulation: number of microbatches per step.
     """
     if not zero:
         return sent("all-reduce", F32 * part, dp)
@@ -139,16 +148,24 @@ def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
 
 
 def _traffic(config: Config, part: int, tokens: int, split: int, attention: str) -> int:
-    """Return the bytes that a step reads from and writes to memory, by a rule of thumb.
+    """Return the bytes that a device reads from and writes to memory in a step, by a rule of thumb.
 
-    Per microbatch: the weights three times, and the gradient sum read and written.  Per step:
-    parameters and moments read and written once.  Per token and layer: 24 arrays of width d_model
-    and, split over mp, 12 of width d_ff and, without an attention kernel, 8 of f32 scores.
+    The rule of thumb counts:
+
+    * per microbatch: the bf16 weights three times, and three f32 arrays of the same shape, to add
+      the gradients to the gradient sum.
+    * per step: seven f32 arrays of the parameters' shape, to read the gradients and to read and
+      write the parameters and both of Adam's moments.
+    * per token and layer: 24 vectors of length d_model, and 12 vectors of length d_ff, which are
+      split over mp.
+    * per token and layer, unless attention uses a kernel: the f32 attention scores eight times,
+      split over mp.
 
     Args:
       part: parameters per device, before ZeRO splits them.
-      tokens: tokens per replica and step.
+      tokens: tokens per replica in one step.
       split: number of devices that ZeRO splits the optimizer state over.
+      attention: attention backend, as `attention_backend` returns it.
     """
     microbatches = config.gradient_accumulation_steps * part * (3 * BF16 + 3 * F32)
     optimizer = 7 * F32 * part // split
@@ -159,9 +176,9 @@ def _traffic(config: Config, part: int, tokens: int, split: int, attention: str)
 
 
 def _scores(config: Config, attention: str) -> int:
-    """Return the bytes of a token's f32 attention scores in a layer, for all heads.
+    """Return the bytes of one token's f32 attention scores in one layer, for all heads together.
 
-    0 for kernels, which never write them to memory.
+    The result is 0 for attention kernels, which never write the scores to memory.
     """
     if attention not in ("xla", "blocks"):
         return 0
@@ -169,14 +186,17 @@ def _scores(config: Config, attention: str) -> int:
 
 
 def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
-    """Return the larger of the memory at the end of the forward pass and before the update.
+    """Return a lower bound of the peak memory of a step in bytes per device.
 
-    Both include the state.  The forward pass ends with the weights in the compute dtype and
-    everything saved for the backward pass; the update begins with the gradients in f32.  With
-    several microbatches the gradient sums are also held during the forward pass.
+    The peak is either at the end of the forward pass or right before the update, whichever needs
+    more memory.  Both include the parameters and the optimizer state.  The end of the forward pass
+    adds the weights in the compute dtype and everything saved for the backward pass.  The update
+    adds the f32 gradients.  With several microbatches, the gradient sum is in memory during the
+    forward pass too.
 
     Args:
       part: parameters per device, before ZeRO splits them.
+      attention: attention backend, as `attention_backend` returns it.
     """
     zero = config.zero or 0
     state = (F32 + 2 * (BF16 if config.bf16_optimizer else F32)) * part // (dp if zero else 1)
@@ -191,12 +211,18 @@ def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
 
 
 def kept_of_a_layer(config: Config, attention: str) -> int:
-    """Return the bytes per token that a device saves for the backward pass of a layer.
+    """Return the bytes per token that a device saves for the backward pass of one layer.
 
-    `remat` "full" saves only the layer's input.  "dots" adds the outputs of the input matmuls:
-    q, k, v and the feed-forward's hidden activations.  "none" adds the attention scores and the
-    heads' outputs, or for a kernel its three inputs, its output twice and a sum per row; with
-    sharded activations also the gathered input, so that it is not gathered again.
+    These depend on the config's `remat`:
+
+    * "full": the layer's input.
+    * "dots": also q, k, v and the hidden activations of the feed-forward block.
+    * "none" without an attention kernel: also the attention scores and the outputs of the heads.
+    * "none" with an attention kernel: as with "dots", and also the kernel's output twice and one
+      f32 sum per head.  With block "geglu" it also saves q, k and v a second time.
+
+    With sharded activations, "none" also saves the layer's input after the all-gather, so that it
+    is not gathered again.
     """
     mp, width = config.cores_per_replica, _width(config)
     kept = config.d_model // (mp if config.shard_activations else 1) * width
@@ -211,23 +237,27 @@ def kept_of_a_layer(config: Config, attention: str) -> int:
         kept += config.d_model * width
     if attention in ("xla", "blocks"):
         return kept + ((4 * heads + hidden) * width + _scores(config, attention)) // mp
-    # The output of a fused matmul is saved as a whole, with q, k and v once more.
+    # geglu computes q, k, v and the hidden activations in one fused matmul.  Its output is saved as
+    # a whole, in addition to q, k and v.
     own = (5 + 3 * fused) * heads + hidden
     return kept + (own * width + F32 * config.n_heads) // mp
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Communication compared with compute, for growing mp and dp.
+    """Communication compared with computation, for growing mp and dp.
 
     Attributes:
-      generation, mp, sequences: TPU generation, mp and sequences per step of `steps`, the same
-        for every number of devices.
-      mp_shares: link time of mp over compute time, per generation for each of `mp_sizes`.
-      break_even_tokens: tokens per replica at which dp's links take as long as computing, per
-        generation for each of `zeros`: per step with ZeRO 0 and 1, per microbatch with ZeRO 3.
-        They assume many replicas.  mp does not matter, as it divides both times.
-      steps: for each number of devices, one step per entry of `zeros`.
+      generation, mp, sequences: TPU generation, mp and sequences per step that all estimates in
+        `steps` share.
+      mp_shares: time of the communication over mp divided by the compute time.  Maps each TPU
+        generation to one value per entry of `mp_sizes`.
+      zeros: ZeRO stages.
+      break_even_tokens: number of tokens per replica for which communication over dp takes as long
+        as computation.  Maps each TPU generation to one value per entry of `zeros`: tokens per step
+        for ZeRO 0 and 1, and tokens per microbatch for ZeRO 3.  These assume many replicas.  They
+        do not depend on mp, which divides both times equally.
+      steps: one list per number of devices, with one estimate per entry of `zeros`.
     """
 
     parameters: int
@@ -243,7 +273,11 @@ class Scaling:
     steps: list[list[Paper]]
 
     def table(self) -> str:
-        """Format Markdown tables: by mp, by tokens per replica, and by number of devices."""
+        """Format three Markdown tables.
+
+        They are the link time by mp, the break-even tokens by ZeRO stage, and the estimates by
+        number of devices.
+        """
         head = f"{self.parameters / 1e9:.1f}B parameters, sequence {self.seq}, "
         head += f"remat {self.remat}; link time over compute time"
         columns = ["devices", "dp", "batch x micro", "compute s", "mp links s"]
@@ -263,11 +297,12 @@ class Scaling:
 
 
 def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
-    """Compare communication with compute for a config with `sequences` sequences per step.
+    """Compare communication with computation for a config.
 
     Args:
-      config: its `cores_per_replica` is mp.
-      generation: TPU generation of the table by devices.
+      config: its `cores_per_replica` is the mp of `Scaling.steps`.
+      generation: TPU generation of `Scaling.steps`.
+      sequences: sequences per step in `Scaling.steps`, for any number of devices.
     """
     zeros = (0, 1, 3)
     steps = _by_devices(config, generation, sequences, zeros)
@@ -297,7 +332,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _by_generation(
     name: str, sizes: Sequence[int], values: dict[str, list[float]], form: str
 ) -> str:
-    """Format a table with one row per size and one column per TPU generation."""
+    """Format a Markdown table with one row per size and one column per TPU generation.
+
+    Args:
+      name: title of the column of sizes.
+      values: for each TPU generation, one value per size.
+      form: format specification of the values.
+    """
     rows = [
         [str(size), *(format(column[index], form) for column in values.values())]
         for index, size in enumerate(sizes)
@@ -306,7 +347,11 @@ def _by_generation(
 
 
 def _step_cells(papers: list[Paper]) -> list[str]:
-    """Format the table's row for one number of devices."""
+    """Format the table cells for one number of devices.
+
+    Args:
+      papers: the estimates for this number of devices, one per ZeRO stage.
+    """
     first = papers[0]
     return [
         str(first.dp * first.mp),
@@ -319,14 +364,17 @@ def _step_cells(papers: list[Paper]) -> list[str]:
 
 
 def _mp_share(config: Config, generation: str, mp: int) -> float:
-    """Return mp's link time over compute time."""
+    """Return the time of communication over mp, divided by the compute time."""
     hardware = accelerators.hardware(generation)
     seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
     return seconds * hardware.peak * mp / _flops_per_token(config, hardware)
 
 
 def _break_even(config: Config, generation: str, zero: int) -> float:
-    """Return the tokens per replica at which dp's links take as long as computing."""
+    """Return the tokens per replica for which communication over dp takes as long as computation.
+
+    See `Scaling.break_even_tokens`.
+    """
     hardware = accelerators.hardware(generation)
     sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
     seconds = link_seconds(sent_bytes, hardware)[1]
@@ -334,12 +382,12 @@ def _break_even(config: Config, generation: str, zero: int) -> float:
 
 
 def _flops_per_token(config: Config, hardware: Hardware) -> int:
-    """Return the FLOPs that a training step executes per token."""
+    """Return the FLOPs that a training step executes per token, including recomputation."""
     return flops.hardware_flops_per_token(config, attention_on(config, hardware))
 
 
 def sequences_a_step(config: Config) -> int:
-    """Return the number of sequences per step on all replicas of a config."""
+    """Return the number of sequences per step of a config, on all its replicas together."""
     assert config.tpu_size is not None
     replicas = config.tpu_size // config.cores_per_replica
     return config.per_replica_batch * replicas * config.gradient_accumulation_steps
@@ -348,7 +396,13 @@ def sequences_a_step(config: Config) -> int:
 def _by_devices(
     config: Config, generation: str, sequences: int, zeros: Sequence[int]
 ) -> list[list[Paper]]:
-    """Estimate a step with each of `zeros`, for all `DEVICES` whose dp divides `sequences`."""
+    """Estimate a step for each number of devices in `DEVICES` and each ZeRO stage in `zeros`.
+
+    Numbers of devices for which dp does not divide `sequences` are left out.
+
+    Returns:
+      One list per number of devices, with one estimate per ZeRO stage.
+    """
     hardware = accelerators.hardware(generation)
     steps = []
     for devices in DEVICES:

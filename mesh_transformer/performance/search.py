@@ -1,4 +1,4 @@
-"""Search for the settings of dp, mp, ZeRO, remat and batch that fit a slice, ranked by speed."""
+"""Search for settings of dp, mp, ZeRO, remat and batch size that fit a slice, ranked by speed."""
 
 import dataclasses
 import itertools
@@ -15,10 +15,10 @@ from mesh_transformer.util import InputError
 
 BATCHES = (1, 2, 4, 8, 16)
 ZERO = (0, 1, 3)
-REMAT = ("full", "dots", "none")  # by growing memory
+REMAT = ("full", "dots", "none")  # in order of increasing memory
 MOST_MP = 32
-IN_FULL = 3  # number of the fastest settings to compile again in full, as they would run
-# Config keys in which candidates differ.
+IN_FULL = 3  # number of the fastest settings that are compiled again with full optimisation
+# Config keys in which the candidate settings differ.
 VARIED = ("cores_per_replica", "per_replica_batch", "gradient_accumulation_steps", "zero", "remat")
 
 
@@ -29,14 +29,17 @@ class Found:
     Attributes:
       sequences: sequences per step, the same for all settings.
       fits: whether any setting fits.
-      plans: settings that fit, those compiled in full first, then by speed if nothing overlaps.
-      too_large: settings that were compiled and do not fit.
-      hopeless: number of settings not compiled because state and activations are too large on
-        paper.
+      plans: plans of the settings that fit.  Those compiled with full optimisation come first, and
+        the quickly compiled ones follow.  Both are sorted by their estimated speed without overlap,
+        fastest first.
+      too_large: plans of the settings that were compiled and do not fit.
+      hopeless: number of settings not compiled because the analytic estimate of their memory is too
+        large.
       larger: number of settings not compiled because they need at least as much memory as one of
         `too_large`.
       refused: number of settings that failed to compile.
-      left_out: number of settings not compiled because others looked faster on paper.
+      left_out: number of settings not compiled because the search ended first.  They are slower
+        than the others according to the analytic estimate.
     """
 
     topology: str
@@ -82,10 +85,12 @@ def _row(plan: Plan) -> str:
 
 
 def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None) -> list[Config]:
-    """Return all sensible settings with the config's number of sequences per step.
+    """Return copies of a config with all sensible settings for `devices` devices.
+
+    All of them keep the config's number of sequences per step.
 
     Args:
-      fixed: config keys with the same value in every setting.
+      fixed: config keys that must have the given value in every setting.
     """
     fixed = fixed or {}
     sequences = sequences_a_step(config)
@@ -122,15 +127,19 @@ def search(
     limit: int = 12,
     in_full: bool = True,
 ) -> Found:
-    """Compile settings quickly, the fastest on paper first, until `limit` of them fit.
+    """Search for the fastest settings that fit a slice.
+
+    Settings are compiled with reduced optimisation until `limit` of them fit, or until three times
+    `limit` do not fit.  They are compiled in the order of their analytic estimates, fastest first.
 
     Args:
-      fixed: config keys with the same value in every setting.
-      in_full: whether to compile the fastest `IN_FULL` settings again in full, as they would run.
+      fixed: config keys that must have the given value in every setting.
+      in_full: whether to compile the fastest `IN_FULL` settings again with full optimisation, as
+        in training.
 
     Raises:
-      InputError: if no setting of the slice has the config's number of sequences per step, or
-        none compiles.
+      InputError: if no setting for the slice has the config's number of sequences per step, or if
+        no setting compiles.
     """
     settings = candidates(config, topology.devices, fixed)
     if not settings:
@@ -166,9 +175,10 @@ def search(
 def _with_room(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
 ) -> tuple[Paper, Config]:
-    """Return the estimate of a setting, and the setting.
+    """Return the analytic estimate of a setting, and the setting itself.
 
-    Activations are sharded if it is too large otherwise, unless `fixed` decides.
+    If the setting needs too much memory, activations are sharded in the returned setting, where mp
+    allows it.  This is not done if `fixed` contains the key `shard_activations`.
     """
     paper = on_paper(config, hardware, topology.devices)
     mp = config.cores_per_replica
@@ -181,7 +191,7 @@ def _with_room(
 
 @dataclasses.dataclass
 class _Tried:
-    """Outcomes of the settings tried so far; see `Found`."""
+    """Outcomes of the settings that a search has tried so far; `Found` explains the attributes."""
 
     fitting: list[tuple[Config, Plan]] = dataclasses.field(default_factory=list)
     too_large: list[Plan] = dataclasses.field(default_factory=list)
@@ -194,7 +204,13 @@ class _Tried:
 
 
 def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
-    """Compile settings quickly until `limit` fit, or three times as many do not."""
+    """Compile settings in order, with reduced optimisation.
+
+    Stops when `limit` settings fit, or when three times `limit` do not fit.
+
+    Raises:
+      InputError: if every setting failed to compile.
+    """
     tried = _Tried()
     with tqdm(total=min(limit, len(hopeful)), unit="setting", dynamic_ncols=True) as bar:
         for config in hopeful:
@@ -209,7 +225,7 @@ def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
             )
             try:
                 quick_plan = plan(config, topology, fast=True)
-            except InputError as error:  # ZeRO finds no axis to split, or the compiler fails
+            except InputError as error:  # ZeRO finds no axis to split, or compilation fails
                 tried.refused.append(error)
                 continue
             if quick_plan.fits:
@@ -223,9 +239,13 @@ def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
 
 
 def _compile_best_in_full(tried: _Tried, topology: Slice) -> None:
-    """Compile the best fitting settings again in full, and rank them by the new figures."""
+    """Compile the fastest settings that fit again, now with full optimisation.
+
+    In `tried`, they are ranked by the new figures.  Those that no longer fit, or fail to compile,
+    are moved to `too_large` or `refused`.
+    """
     best, rest = tried.fitting[:IN_FULL], tried.fitting[IN_FULL:]
-    if not any(quick_plan.fast for _, quick_plan in best):  # only TPUs have a quick compilation
+    if not any(quick_plan.fast for _, quick_plan in best):  # only TPUs compile quickly
         return
     in_full = []
     for config, _ in tqdm(best, desc="in full", unit="setting", dynamic_ncols=True):
@@ -242,9 +262,9 @@ def _compile_best_in_full(tried: _Tried, topology: Slice) -> None:
 
 
 def _is_larger(config: Config, other: Plan) -> bool:
-    """Whether a setting cannot fit if `other` does not, as it needs at least as much memory.
+    """Whether a setting is known to need at least as much memory as the plan `other`.
 
-    Known only if both have the same mp, ZeRO stage and sharding of activations.
+    This is known only if both have the same mp, ZeRO stage and sharding of activations.
     """
     comparable = (
         config.cores_per_replica == other.mp

@@ -1,6 +1,6 @@
 """Devices to plan for: TPU slices, which need not be present, or this machine's own devices.
 
-A TPU slice is described by its compiler, `libtpu`, which needs no TPU.
+The TPU compiler, `libtpu`, describes the devices of a TPU slice.  It also runs without a TPU.
 """
 
 import math
@@ -20,10 +20,11 @@ from mesh_transformer.mesh.accelerators import GENERATIONS, Hardware
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.util import InputError
 
-# Where `make libtpu` installs it: outside of site-packages, as JAX warns in every process if it
-# finds libtpu on a machine without a TPU.
+# Where `make libtpu` installs libtpu.  It is not installed in site-packages, because JAX warns in
+# every process if it finds libtpu there on a machine without a TPU.
 LIBRARY = Path(sys.prefix) / "libtpu/libtpu/libtpu.so"
-# Variables that libtpu reads when it is loaded; without them it queries a cloud metadata server.
+# Environment variables that libtpu reads when it is loaded.  Without them it would query a cloud
+# metadata server.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v4-8",
@@ -35,11 +36,17 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Topology:
-    """A TPU slice, by its name in Google Cloud, such as v3-8 or v5e-256."""
+    """A TPU slice.
+
+    Attributes:
+      name: name in Google Cloud, such as v3-8 or v5e-256, or a grid of chips, such as v5p:16x16x24.
+      generation: TPU generation, such as v5e.
+      grid: number of chips along each dimension.
+    """
 
     name: str
     generation: str
-    grid: tuple[int, ...]  # of chips
+    grid: tuple[int, ...]
 
     @property
     def devices(self) -> int:
@@ -52,15 +59,21 @@ class Topology:
         return GENERATIONS[self.generation].hbm
 
     def hardware(self, dtype: str) -> Hardware:
-        """Return one device's peak and bandwidths; the peak is for bf16, whatever `dtype` is."""
+        """Return the peak FLOP/s and the bandwidths of one device.
+
+        The peak is for bf16, whatever `dtype` is.
+        """
         return accelerators.hardware(self.generation, dtype)
 
     def mesh(self, dp: int, mp: int) -> Mesh:
-        """Return a (dp, mp) mesh of devices that programs can be compiled for, but not run on."""
+        """Return a (dp, mp) mesh of the slice's devices.
+
+        Programs can be compiled for these devices, but cannot run on them.
+        """
         return Mesh(_device_grid(self._describe(), (dp, mp)), ("dp", "mp"))
 
     def _describe(self) -> list[Any]:
-        """Return libtpu's devices of the slice."""
+        """Return the devices of the slice, as libtpu describes them."""
         from jax.experimental import topologies
 
         for name, value in ENVIRONMENT.items():
@@ -86,7 +99,12 @@ class Topology:
 
 @dataclass(frozen=True)
 class Present:
-    """Devices of this machine: its GPUs, or its CPU divided into virtual devices."""
+    """Devices of this machine: its GPUs, or its CPU divided into virtual devices.
+
+    Attributes:
+      platform: "cpu" or "gpu".
+      devices: number of JAX devices.
+    """
 
     name: str
     platform: str
@@ -94,7 +112,10 @@ class Present:
 
     @property
     def hbm(self) -> int:
-        """Bytes that a program may use on one device; for a CPU, its share of the memory."""
+        """Bytes that a program may use on one device.
+
+        For a CPU, this is the machine's memory divided by the number of virtual devices.
+        """
         if self.platform == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.devices
         stats = self._list()[0].memory_stats()
@@ -107,7 +128,10 @@ class Present:
         return stats["bytes_limit"]
 
     def hardware(self, dtype: str) -> Hardware:
-        """Return one device's peak and bandwidths; a CPU's are measured, in `dtype`."""
+        """Return the peak FLOP/s and the bandwidths of one device.
+
+        Those of a CPU are measured, the peak with matmuls in `dtype`.
+        """
         if self.platform == "cpu":
             return accelerators.hardware("cpu", dtype).part(self.devices)
         hardware = accelerators.hardware_of(self._list()[0])
@@ -120,7 +144,7 @@ class Present:
         return hardware
 
     def mesh(self, dp: int, mp: int) -> Mesh:
-        """Return a (dp, mp) mesh of the devices."""
+        """Return a (dp, mp) mesh of these devices."""
         return Mesh(np.asarray(self._list()).reshape(dp, mp), ("dp", "mp"))
 
     def _list(self) -> list[Any]:
@@ -155,22 +179,29 @@ def present(name: str) -> Present | None:
 
 
 def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:
-    """Arrange devices in a grid in which the devices of a row are neighbours."""
+    """Arrange devices in a (dp, mp) grid such that the devices of each replica are neighbours."""
     from jax.experimental import mesh_utils
 
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def slice_named(name: str) -> Slice:
-    """Return the TPU slice, or this machine's devices, of that name."""
+    """Return the TPU slice called `name`, or this machine's devices for `cpu`, `cpu-<N>` or `gpu`.
+
+    Raises:
+      InputError: if there is no slice of that name, or the machine does not have these devices.
+    """
     return present(name) or topology(name)
 
 
 def topology(name: str) -> Topology:
-    """Return the TPU slice of a name such as v3-8, or with a grid of chips, v5p:16x16x24.
+    """Return the TPU slice called `name`.
+
+    Args:
+      name: name in Google Cloud, such as v3-8, or a grid of chips, such as v5p:16x16x24.
 
     Raises:
-      InputError: if there is no slice of that name.
+      InputError: if there is no such slice.
     """
     explicit = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
     if explicit and explicit[1] in GENERATIONS:
@@ -194,7 +225,10 @@ def topology(name: str) -> Topology:
 
 
 def _grid(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the grid of the cloud's slice of `chips` chips; None if not a power of two."""
+    """Return the grid of Google Cloud's slice with `chips` chips.
+
+    Returns None if `chips` is not a power of two.
+    """
     doublings = chips.bit_length() - 1
     if chips < 1 or chips != 2**doublings:
         return None

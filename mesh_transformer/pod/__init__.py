@@ -1,1 +1,1 @@
-"""One network over many hosts, through Ray: training, serving and restarts."""
+"""Training and serving one network on many hosts with Ray, with restarts after host failures."""

@@ -33,20 +33,21 @@ class Cluster(Protocol):
 
 
 class ClusterBatch:
-    """The running batch of a `TPUCluster`: the methods of `generation.batch.Batch`, over all hosts.
+    """A running batch over all hosts of a `TPUCluster`.
 
-    Each host holds the rows of its replicas.  Every call goes to all hosts at once, each with its
-    own share of the prompts.  The sizes that determine which programs are compiled are computed
-    here over all prompts, so that every host gets the same ones.  Input that only some hosts would
-    reject, while the others wait for them, is rejected here.
+    The methods are the same as those of `generation.batch.Batch`.  Each host holds the rows of its
+    replicas.  Every method calls all hosts at once and sends each host only the prompts for its own
+    rows.  Array sizes are computed here over all prompts, so that all hosts compile the same
+    programs.  Prompts are checked here, because an error on only some hosts would leave the other
+    hosts waiting.
 
     Attributes:
-      rows: number of rows, the same number per replica, in the replicas' order.
-      left: tokens that each row may still have, [rows].
+      rows: total number of rows, divided equally among the replicas in the replicas' order.
+      left: number of tokens that each row may still generate, int32 [rows].
 
     Raises:
       InputError: from every method that calls the hosts, once a newer batch has replaced this one.
-      HostError: from every method that calls the hosts, if a host fails or the hosts' results
+      HostError: from every method that calls the hosts, if a host fails or if the hosts' results
         contradict each other.
     """
 
@@ -80,8 +81,8 @@ class ClusterBatch:
         """See `Batch.insert`."""
         texts, length, left = check_texts(self._cluster.config, prompts, lengths)
         row_ids = np.asarray(rows)
-        most = int(np.bincount(self._replica[row_ids]).max())  # prompts per replica
-        # Indices of each host's prompts.
+        most = int(np.bincount(self._replica[row_ids]).max())  # most prompts in any replica
+        # For each host, the indices of the prompts that go into its rows.
         shares = [np.flatnonzero(np.isin(row_ids, own)) for own in self._host_rows]
         arguments = [
             (
@@ -100,13 +101,13 @@ class ClusterBatch:
         return chosen
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
-        """See `Batch.release`; the hosts are informed by the next `decode`."""
+        """See `Batch.release`; the next `decode` releases the rows on the hosts."""
         self.left[np.asarray(rows, np.intp)] = 0
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
         """See `Batch.decode`."""
         ahead = np.minimum(self.left, steps)
-        # A host would reserve room for its own rows only; all hosts need the same size.
+        # Each host knows only its own rows, but all hosts must reserve the same size.
         needed = int((self._length + ahead).max())
         idle = [np.flatnonzero(self.left[own] == 0) for own in self._host_rows]
         results = self._call("decode", *[(steps, alternatives, needed, rows) for rows in idle])

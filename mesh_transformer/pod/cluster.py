@@ -3,11 +3,11 @@
     driver                         host 0 (NetworkRunner)      host 1
     train(step n+1)  -- rows -->   queued                      queued
                                    device runs step n   <-->   device runs step n
-    float(loss n)    <-- numbers --
+    float(loss n)    <-- loss --
 
-The next batch reaches the hosts while the last step is still running.  A failure on any host ends
-all hosts and is raised as one HostError; a new cluster then resumes from the newest checkpoint
-(`restarts.train`).
+The driver sends the batch of the next step while the hosts still run the current one.  If any host
+fails, all hosts are shut down and the driver raises one HostError.  `restarts.train` then creates
+a new cluster and resumes from the newest checkpoint.
 """
 
 import dataclasses
@@ -42,16 +42,23 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 
 @dataclasses.dataclass
 class Reading:
-    """The calls that dispatched a training step, and its measurements once they are read."""
+    """A training step that has been dispatched to the hosts.
+
+    Attributes:
+      step: number of the step.
+      dispatched: Ray references to the results of the `train` calls, one per host.
+      values: measurements of the step; None until they have been read.
+      ended: whether all hosts have reported that the step has finished.
+    """
 
     step: int
     dispatched: list[Any]
     values: dict[str, float] | None = None
-    ended: bool = False  # on all hosts, as far as they have reported
+    ended: bool = False
 
 
 class Number:
-    """One measurement of a training step; `float` waits for the step."""
+    """One measurement of a training step; `float(number)` waits until the step has finished."""
 
     def __init__(self, read: Callable[[Reading], dict[str, float]], reading: Reading, name: str):
         self._read, self._reading, self._name = read, reading, name
@@ -60,30 +67,32 @@ class Number:
         return self._read(self._reading)[self._name]
 
     def is_ready(self) -> bool:
-        """Return whether the step is known to have ended.
+        """Return whether the step is known to have finished.
 
-        The hosts report this only when an earlier step is read.
+        The hosts report this only when the measurements of an earlier step are read.
         """
         return self._reading.ended or self._reading.values is not None
 
 
-SECONDS_TO_START = 60.0  # for a host's process, from its start to its first answer
-SECONDS_TO_ANSWER = 2.0  # for a host to respond, once something has failed
-SECONDS_TO_AGREE = 5.0  # for all hosts to report the same bad input
-MOST_UNREAD = 4  # steps in flight: Ray has to hold their batches and numbers
+SECONDS_TO_START = 60.0  # for a new host process to answer its first call
+SECONDS_TO_ANSWER = 2.0  # for a host to answer a health check after a failure
+SECONDS_TO_AGREE = 5.0  # for the other hosts to report the same bad input
+MOST_UNREAD = 4  # maximum steps in flight; Ray holds the batch and the results of each
 STORE_FULL = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)
 METRICS = (*MEASURED, "learning_rate")
 
 
 class TPUCluster:
-    """`CausalTransformer` over all `hosts`: the same methods, for the rows of all replicas.
+    """A network on all `hosts`, with the methods of `CausalTransformer`.
+
+    The methods take and return the batch rows of all replicas.
 
     Args:
       heartbeat: declare a host dead after this many silent seconds.
-      patience: maximum seconds per call, compilation included.
+      patience: maximum seconds for one call, including compilation.
 
     Raises:
-      HostError: from every method, if a host dies, hangs or fails; all hosts are ended then.
+      HostError: from every method, if a host dies, hangs or fails.  All hosts are then shut down.
     """
 
     def __init__(
@@ -99,13 +108,13 @@ class TPUCluster:
         self.heartbeat = heartbeat
         self.patience = patience
         self.step = 0
-        self.save_failed = False  # as far as the hosts have reported
+        self.save_failed = False  # whether a host has reported that the last save failed
         self._unread: deque[Reading] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
-        self.ended = False  # whether the hosts have been ended
-        self._why = ""  # the host failure that ended them, in parentheses
-        self.newest_batch: ClusterBatch | None = None  # the one that the hosts hold
+        self.ended = False  # whether the hosts have been shut down
+        self._why = ""  # the failure that shut down the hosts, in parentheses
+        self.newest_batch: ClusterBatch | None = None  # the batch that the hosts hold
         try:
             for rank, host in enumerate(self.hosts):
                 self._actors.append(start_process(rank, host))
@@ -113,16 +122,17 @@ class TPUCluster:
         except BaseException:
             self.kill()
             raise
-        self.replicas: list[list[int]] = [host["replicas"] for host in facts]  # per host
+        self.replicas: list[list[int]] = [host["replicas"] for host in facts]  # of each host
         self.dp: int = facts[0]["dp"]
         self.batch_size: int = facts[0]["batch_size"]
         self.noise_batches: tuple[int, int] = facts[0]["noise_batches"]
         self.peak_flops: float | None = facts[0]["peak_flops"]
 
     def _start(self) -> list[dict[str, Any]]:
-        """Connect the hosts' processes and create the mesh.
+        """Connect the hosts' processes, create the mesh and return what each host reports.
 
-        The port is new each time, since a process of an earlier mesh may still call the old one.
+        The coordinator's port is new for each cluster, because a process of an earlier mesh may
+        still try to connect to the old port.
         """
         pids = self._submit("pid")
         if ray.wait(pids, num_returns=len(pids), timeout=SECONDS_TO_START)[1]:
@@ -143,24 +153,29 @@ class TPUCluster:
         return self._results(refs)
 
     def init(self) -> None:
-        """Initialise weights and optimizer; the step becomes 0."""
+        """Initialise the weights and the optimizer state; the step becomes 0."""
         self.call("init")
         self.step = 0
 
     def open_train_set(self) -> TFRecordNewInputs | ClusterTrainSet:
-        """Open the config's training set: on the hosts if `hosts_read`, otherwise here."""
+        """Open the config's training set, on the hosts if `hosts_read`, else on the driver."""
         if self.config.hosts_read:
             return ClusterTrainSet(self)
         return open_train_set(self.config, self.batch_size)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Run one update with token ids `obs` and `target` [A, B, T]; returns at once.
+        """Dispatch one update and return without waiting for it.
 
-        If `MOST_UNREAD` earlier steps are unread, it first waits for the oldest of them.
+        If the measurements of `MOST_UNREAD` earlier steps have not been read yet, the oldest of
+        these steps must finish first.
+
+        Args:
+          sample: token ids `obs` and `target` [A, B, T], or `READ_ON_HOSTS` for the batch that the
+            hosts have read themselves.
 
         Returns:
-          The measurements of `CausalTransformer.train`, and in `host_seconds/<rank>` the step's
-          duration on each host: `Number`s, which wait for the step when they are read (`float`).
+          The measurements of `CausalTransformer.train`, plus the step's duration on each host as
+          `host_seconds/<rank>`.  Each value is a `Number`, so `float(value)` waits for the step.
         """
         shares: list[tuple[Any]] = [(None,)] * len(self.hosts)
         if sample is not READ_ON_HOSTS:
@@ -179,7 +194,7 @@ class TPUCluster:
         return {name: Number(self.read, reading, name) for name in (*METRICS, *seconds)}
 
     def read(self, reading: Reading) -> dict[str, float]:
-        """Return the measurements of a step, after reading those of the steps before it."""
+        """Return the measurements of a step; the unread steps before it are read first."""
         while reading.values is None:
             oldest = self._unread.popleft()
             results = self._results([*oldest.dispatched, *self._submit("metrics")])
@@ -191,8 +206,12 @@ class TPUCluster:
         return reading.values
 
     def _agreed(self, step: int, measured: list[Measured]) -> dict[str, float]:
-        """Return the measurements, bit-identical on all hosts, with the seconds of each host."""
-        texts = [repr((host.step, host.numbers)) for host in measured]  # in these NaN equals NaN
+        """Return the measurements that all hosts report, plus each host's `host_seconds/<rank>`.
+
+        Raises:
+          HostError: if the hosts' measurements are not bit-identical, or are of another step.
+        """
+        texts = [repr((host.step, host.numbers)) for host in measured]  # NaN equals NaN
         if len(set(texts)) > 1 or measured[0].step != step:
             details = ", ".join(
                 f"host {rank} is at step {host.step} with loss {host.numbers['loss']!r}"
@@ -231,7 +250,11 @@ class TPUCluster:
         return np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
 
     def batch(self, rows: int) -> ClusterBatch:
-        """See `CausalTransformer.batch`, over all replicas; it replaces the previous batch."""
+        """See `CausalTransformer.batch`; the new batch replaces the previous one on the hosts.
+
+        Args:
+          rows: total number of rows; a multiple of the number of replicas.
+        """
         self.newest_batch = ClusterBatch(self, rows)
         return self.newest_batch
 
@@ -245,7 +268,10 @@ class TPUCluster:
         self.call("claim", *[(local_path(folder),)] * len(self.hosts))
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        """See `CausalTransformer.save`; all hosts' parts are committed together or not at all."""
+        """See `CausalTransformer.save`.
+
+        The checkpoint is committed only if every host has saved its part.
+        """
         self._call_together("save", *[(local_path(folder), aux)] * len(self.hosts))
 
     def wait(self) -> None:
@@ -253,7 +279,10 @@ class TPUCluster:
         self._call_together("wait")
 
     def _call_together(self, method: str, *arguments: tuple[Any, ...]) -> None:
-        """Call a method that fails on all hosts or on none, but not at the same moment."""
+        """Call a method that either succeeds on all hosts or fails on all of them.
+
+        The hosts may fail at different times, so they get `patience` seconds to report the failure.
+        """
         self.save_failed = False
         self._results(self._submit(method, *arguments), agree=self.patience)
 
@@ -266,9 +295,9 @@ class TPUCluster:
         return aux
 
     def _check_shared(self, folder: str) -> None:
-        """Raise InputError if the machines have separate disks at `folder`.
+        """Raise InputError if `folder` is not on a disk that all machines share.
 
-        A save there would wait forever for the other hosts' parts.
+        On separate disks, a save would wait forever for the files of the other hosts.
         """
         if "://" in folder or len({host.address for host in self.hosts}) == 1:
             return
@@ -289,7 +318,10 @@ class TPUCluster:
         self.step = 0
 
     def close(self) -> None:
-        """Wait for the last save, then end all hosts; does nothing if they have ended."""
+        """Wait for the last save, then shut down all hosts.
+
+        Does nothing if the hosts have already been shut down.
+        """
         if self.ended:
             return
         try:
@@ -298,12 +330,16 @@ class TPUCluster:
             self.kill()
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows, padded to a multiple of the replicas with copies of the first row."""
+        """Pad `rows` with copies of the first row to a multiple of the number of replicas."""
         missing = -len(rows) % self.dp
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
     def _shares(self, batch: Any, axis: int = 0) -> list[tuple[Any]]:
-        """Return each host's rows of an array, or of every array in a dict, as a 1-tuple."""
+        """Split a batch by host; return one 1-tuple per host, as arguments of `call`.
+
+        The batch is an array or a dict of arrays.  Each tuple contains the host's rows in the same
+        form.
+        """
 
         def of(replicas: list[int]) -> Any:
             if not isinstance(batch, dict):
@@ -313,12 +349,12 @@ class TPUCluster:
         return [(of(replicas),) for replicas in self.replicas]
 
     def _joined(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray:
-        """Return the first `count` rows of the batch that the hosts hold in `parts`."""
+        """Assemble the whole batch from the hosts' rows `parts`; return its first `count` rows."""
         positions = places(self.replicas, len(parts[0]) // len(self.replicas[0]))
         return self.gathered(parts, positions)[:count]
 
     def gathered(self, parts: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> np.ndarray:
-        """See `placement.gathered`; all hosts are ended if it raises HostError."""
+        """See `placement.gathered`; if it raises HostError, all hosts are shut down."""
         try:
             return gathered(parts, positions)
         except HostError as error:
@@ -327,12 +363,16 @@ class TPUCluster:
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """Call a method of every host's `NetworkRunner` and return the results.
 
-        `arguments` has one tuple per host, or is left out for a method without arguments.
+        Args:
+          arguments: one tuple of arguments per host; nothing for a method without arguments.
         """
         return self._results(self._submit(method, *arguments))
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """Send a call to every host, see `call`; `_results` waits for the results."""
+        """Send a call to every host and return Ray references to the results.
+
+        The arguments are as for `call`; `_results` waits for the results.
+        """
         if self.ended:
             raise HostError(f"the hosts have been ended{self._why}; create a new cluster")
         per_host = arguments or [()] * len(self._actors)
@@ -345,14 +385,15 @@ class TPUCluster:
             ]
         except STORE_FULL:
             raise self._no_room("this machine") from None
-        except KeyboardInterrupt:  # some hosts have the call and would wait for the others
+        except KeyboardInterrupt:  # some hosts got the call and would wait for the rest
             self.kill()
             raise
 
     def _results(self, refs: list[Any], agree: float = SECONDS_TO_AGREE) -> list[Any]:
-        """Return the results of all calls; the first failure of a host is the failure of all.
+        """Wait for calls on the hosts and return their results.
 
-        Once a host has reported bad input, the others have `agree` seconds to finish the call.
+        The first failure on any host is raised.  It shuts down all hosts, unless it is bad input
+        (InputError) and the other hosts finish the same call within `agree` seconds.
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -372,16 +413,16 @@ class TPUCluster:
     def _translated(
         self, error: exceptions.RayTaskError, refs: list[Any], agree: float
     ) -> Exception:
-        """Return the exception to raise for an exception raised on a host."""
+        """Return the exception that the driver raises for an exception on a host."""
         cause = error.cause
         if isinstance(cause, STORE_FULL):
             return self._no_room("a host")
         if isinstance(cause, InputError):
-            # A host that dies during a read or a save makes the same call fail on the others.
+            # If a host dies during a read or a save, the other hosts report it as bad input.
             if gone := self._silent(SECONDS_TO_ANSWER):
                 return self._lost("; ".join(gone))
-            # All hosts report the same bad input.  One that does not may be waiting for a host
-            # that has given up.
+            # All hosts should report the same bad input.  A host that has not done so may be
+            # waiting for one that has already raised the error.
             if ray.wait(refs, num_returns=len(refs), timeout=agree)[1]:
                 self.kill()
             return InputError(str(cause))
@@ -402,23 +443,25 @@ class TPUCluster:
         return problems
 
     def failed(self, message: str = "", *, fallback: str = "") -> HostError:
-        """End all hosts and return the error to raise, which names the hosts that are gone.
+        """Shut down all hosts and return a HostError for the caller to raise.
+
+        The error first lists the hosts that do not respond.
 
         Args:
-          message: appended to the error in any case.
-          fallback: used instead of a `message` if no host is gone.
+          message: text that follows the list.
+          fallback: text of the error if there is no `message` and all hosts respond.
         """
         gone = self._silent(SECONDS_TO_ANSWER)
         return self._lost("; ".join([*gone, message] if message else gone or [fallback]))
 
     def _lost(self, why: str) -> HostError:
-        """End all hosts and return the error to raise; every later call repeats `why`."""
+        """Shut down all hosts and return a HostError; the errors of later calls repeat `why`."""
         self._why = f" ({why})"
         self.kill()
         return HostError(why)
 
     def _no_room(self, where: str) -> StoppedError:
-        """End all hosts and return the error for a full disk, which a restart would not fix."""
+        """Shut down all hosts and return the error for a full disk, which a restart cannot fix."""
         self.kill()
         return StoppedError(
             f"Ray's object store on {where} is full, and so is the disk that it spills to "
@@ -426,7 +469,7 @@ class TPUCluster:
         )
 
     def kill(self) -> None:
-        """Kill every process of the mesh, even one that is stopped or in a call."""
+        """Kill every process of the mesh, even if it is suspended (SIGSTOP) or busy with a call."""
         if self.ended:
             return
         self.ended = True
@@ -434,6 +477,6 @@ class TPUCluster:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the last line of a Ray exception, which is the cause below its traceback."""
+    """Return the last line of a Ray exception, which states the cause after the traceback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]

@@ -1,4 +1,4 @@
-"""The hosts of a mesh as Ray nodes: waiting for them, starting and killing their processes."""
+"""The hosts of a mesh: waiting for them to join Ray, starting and killing their processes."""
 
 import contextlib
 import dataclasses
@@ -17,9 +17,9 @@ from mesh_transformer.config import Config
 from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.util import HostError
 
-RESOURCE = "tpu"  # the Ray resource that scripts/init_ray.sh declares for a host
-SECONDS_TO_END = 1.5  # for Ray to end a process, before SIGKILL does
-SECONDS_TO_KILL = 10.0  # for the other machines to kill theirs
+RESOURCE = "tpu"  # the Ray resource that scripts/init_ray.sh declares on each host
+SECONDS_TO_END = 1.5  # for Ray to end a process before it is sent SIGKILL
+SECONDS_TO_KILL = 10.0  # for the other machines to kill their processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Host:
     """A machine, or a part of one, that runs one process of the mesh.
 
     Attributes:
-      node: the machine's node id in Ray.
-      address: IP address at which the other hosts reach it.
+      node: Ray's node id of the machine.
+      address: IP address at which the other hosts reach this host.
       devices: number of virtual CPU devices; None to use the machine's accelerators.
     """
 
@@ -38,20 +38,23 @@ class Host:
 
 
 def local_hosts(config: Config, count: int) -> list[Host]:
-    """Return `count` hosts on this machine; `count` must divide the config's `tpu_size`."""
+    """Return `count` hosts on this machine, which share the config's `tpu_size` devices equally.
+
+    `count` must divide `tpu_size`.
+    """
     assert config.tpu_size is not None
     this_node = ray.get_runtime_context().get_node_id()
     return [Host(this_node, "127.0.0.1", config.tpu_size // count)] * count
 
 
 def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]:
-    """Return the machines at `addresses`, in that order, once all have joined this Ray cluster.
+    """Wait until the machines at `addresses` have joined this Ray cluster; return them in order.
 
-    A machine that has just vanished still counts as joined for some seconds; a successor at the
-    same address is returned only after that.
+    Ray still lists a machine for some seconds after it has vanished.  If a new machine has joined
+    at the same address, this function waits until Ray lists only the new one.
 
     Raises:
-      HostError: if this takes longer than `seconds`.
+      HostError: if the machines have not all joined within `seconds`.
     """
     deadline = time.monotonic() + seconds
     with tqdm(total=len(addresses), desc="hosts joined", unit="host") as bar:
@@ -74,25 +77,29 @@ def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]
 
 
 def start_process(rank: int, host: Host) -> Any:
-    """Start a `NetworkRunner` on a host; return its handle while it is still starting."""
+    """Start a `NetworkRunner` on a host; return its Ray actor without waiting for the start."""
     variables = {}
     if host.devices is not None:
-        # Without the driver's own device count: `NetworkRunner.start` sets the host's.
+        # Remove the driver's device count; `NetworkRunner.start` sets the host's own.
         flags = os.environ.get("XLA_FLAGS", "")
         flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", flags)
         variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
-    remote: Any = ray.remote  # its type annotations lack the options
+    remote: Any = ray.remote  # Ray's type annotations lack these options
     options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"health": 1}}
-    options["enable_task_events"] = False  # only a dashboard would show them
+    options["enable_task_events"] = False  # only Ray's dashboard would use them
     runner = remote(**options, **_on(host), runtime_env={"env_vars": variables})(NetworkRunner)
     return runner.remote(rank)
 
 
 def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[Host]) -> None:
-    """End the processes, by SIGKILL if necessary: Ray does not end a process that is stopped.
+    """End the hosts' processes, with SIGKILL where Ray does not end them.
 
-    `pids` may be empty while they are not known.  When this returns, none of the processes on
-    reachable machines writes or calls any more.
+    Ray does not end a suspended process (SIGSTOP).  When this function returns, the processes on
+    all reachable machines have stopped writing files and making calls.
+
+    Args:
+      pids: process ids in the order of `hosts`; empty if they are not known yet.  Only Ray can
+        then end the processes.
     """
     for actor in actors:
         ray.kill(actor)
@@ -109,9 +116,9 @@ def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[H
 
 
 def _kill_remaining(pids: list[int]) -> None:
-    """Kill those of this machine's processes that Ray has not ended within `SECONDS_TO_END`.
+    """Kill the processes `pids` of this machine if Ray has not ended them in `SECONDS_TO_END`.
 
-    Ray reports every process that ends other than through Ray, so it gets the first chance.
+    Ray gets this time because it prints an error for every process that was not ended by Ray.
     """
     deadline = time.monotonic() + SECONDS_TO_END
     while pids and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""From a Config to a running `TPUCluster`, on local processes or on the hosts of a TPU."""
+"""Start a `TPUCluster` for a Config, on local processes or on the hosts of a TPU."""
 
 import contextlib
 import os
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
     from mesh_transformer.pod.hosts import Host
 
-FIRST_TRIES = 3  # attempts to start the hosts before any has joined
-BATCHES_IN_STORE = 8  # batches in flight, and as many again for validation and sampling
+FIRST_TRIES = 3  # maximum attempts to start the hosts until all have joined once
+BATCHES_IN_STORE = 8  # half for training steps in flight, half for validation and sampling
 
 
 def build_model(
     config: Config, hosts: "list[Host]", *original: object, **options: Any
 ) -> "TPUCluster":
-    """Return a `TPUCluster` of the config over `hosts`, without weights yet.
+    """Return a `TPUCluster` for the config on `hosts`; it has no weights yet.
 
-    `options` are passed to `TPUCluster`.
+    Args:
+      original: any argument here raises InputError, because the call is then one for the original
+        mesh-transformer-jax.
+      options: passed to `TPUCluster`.
     """
     if original or hosts is None or isinstance(hosts, str):
         raise InputError(
@@ -44,13 +47,14 @@ def build_model(
 def local_machines(
     config: Config, count: int
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """Return a context manager that provides `count` processes of this machine in place of hosts.
+    """Return a context manager that starts Ray here and provides `count` hosts on this machine.
 
-    It yields a function that returns the hosts, to be called for each attempt.  The processes and
-    Ray end with the `with` block, or with this process.
+    It yields a function that returns the hosts.  Call the function before each attempt to create a
+    `TPUCluster`; it restarts Ray if necessary.  Ray and the hosts' processes end when the `with`
+    block ends, or when this process ends.
 
     Raises:
-      InputError: immediately, if `count` does not divide the number of devices.
+      InputError: from this call, if `count` does not divide the number of devices.
     """
     assert config.tpu_size is not None
     if count < 1 or config.tpu_size % count:
@@ -76,15 +80,15 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
 def tpu_machines(
     config: Config, spec: TpuSpec, ssh: SshOptions | None = None
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """Return a context manager that provides the hosts of a TPU.
+    """Return a context manager that creates a TPU and provides its hosts.
 
-    The TPU is created when the `with` block begins, and deleted when it ends.  The context manager
-    yields a function that returns the hosts, to be called for each attempt; it creates the TPU
-    again if it has been taken away.
+    The TPU is created when the `with` block begins and deleted when the block ends.  The context
+    manager yields a function that returns the hosts.  Call the function before each attempt to
+    create a `TPUCluster`.  If the TPU has been taken away, the function creates it again.
 
     Raises:
-      InputError: immediately, if the TPU does not have the config's size, or if the SSH key or the
-        Google Cloud credentials are missing.
+      InputError: from this call, if the TPU does not have the config's `tpu_size`, or if the SSH
+        key or the Google Cloud credentials are missing.
     """
     if spec.devices != config.tpu_size:
         raise InputError(
@@ -97,8 +101,8 @@ def tpu_machines(
 @contextlib.contextmanager
 def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
     with RayHead(_object_store(config)) as head, tpu, _stop_after(tpu.spec.max_hours):
-        known: list[str] = []  # addresses of this TPU's hosts that have joined
-        # Once hosts have joined, every failure counts as temporary.
+        known: list[str] = []  # addresses of the TPU's hosts that have joined Ray
+        # Once all hosts have joined, every later failure counts as temporary.
         tries_left = FIRST_TRIES
 
         def hosts() -> "list[Host]":
@@ -125,7 +129,7 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
 
 @contextlib.contextmanager
 def _stop_after(hours: float | None) -> Iterator[None]:
-    """Send this process SIGTERM after `hours`, so that the run saves and its TPU is deleted."""
+    """Send this process SIGTERM after `hours`, so that it saves and deletes its TPU."""
     if hours is None:
         yield
         return
@@ -152,9 +156,11 @@ def _is_gone(tpu: TpuVm) -> bool:
 
 
 def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
-    """Return the TPU's hosts once all are in the Ray cluster at `head`.
+    """Return the TPU's hosts once all of them have joined the Ray cluster at `head`.
 
-    Starts Ray on the hosts unless all `known` addresses are still in the cluster.
+    Args:
+      known: addresses of the hosts if they have joined before.  If all of them are still in the
+        cluster, Ray is not started again on the hosts.
     """
     from mesh_transformer.pod.hosts import joined_hosts
 
@@ -166,7 +172,7 @@ def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
 
 
 def _object_store(config: Config) -> int:
-    """Return the bytes that the driver's batches need in Ray's object store."""
+    """Return the size in bytes of Ray's object store, large enough for the driver's batches."""
     assert config.tpu_size is not None
     sequences = config.per_replica_batch * config.tpu_size // config.cores_per_replica
     tokens = sequences * config.gradient_accumulation_steps * config.seq

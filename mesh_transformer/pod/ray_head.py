@@ -1,10 +1,13 @@
-"""A Ray head process that ends with its driver, together with every process that it started.
+"""A Ray head process that ends when its driver ends, together with all processes that it started.
 
-`python -m mesh_transformer.pod.ray_head BYTES`, with the size of the object store, prints
-`address: HOST:PORT`.  It ends once its standard input is closed, which happens even if the driver
-is killed with SIGKILL, or once one of Ray's own servers has died.  `RayHead` starts it in a session
-of its own, so that Ctrl-C in the terminal reaches only the driver.  Starting the head with
-`ray.init` in the driver would remove the driver from the terminal's process group.
+`python -m mesh_transformer.pod.ray_head BYTES` starts a head with an object store of BYTES bytes
+and prints `address: HOST:PORT`.  The head ends when its standard input is closed, or when one of
+Ray's own servers dies.  Its standard input is a pipe from the driver, so it is closed even if the
+driver is killed with SIGKILL.
+
+`RayHead` starts the head in a new session, so that Ctrl-C in the terminal reaches only the driver.
+The driver does not start the head with `ray.init`, because `ray.init` would remove the driver from
+the terminal's process group.
 """
 
 import contextlib
@@ -21,33 +24,39 @@ from pathlib import Path
 
 from mesh_transformer.util import StoppedError
 
-OBJECT_STORE = 256 << 20  # bytes; it only ever holds a few batches of token ids
+OBJECT_STORE = 256 << 20  # default bytes; the store holds only a few batches of token ids
 SECONDS_TO_START = 120.0  # for the head to print its address
 SECONDS_TO_END = 20.0  # for the head to exit after its standard input is closed
-SERVERS = ("gcs_server", "raylet")  # Ray's processes that the cluster cannot run without
+SERVERS = ("gcs_server", "raylet")  # Ray's processes without which the cluster cannot run
 HEAD_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    # Detects a machine that has vanished within 5 s, and one that hangs within 20 s.
+    # With these, Ray detects a vanished machine within 5 s, and a hanging machine within 20 s.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
 }
 DRIVER_ENVIRONMENT = {
-    # Ray ends the driver itself, without a message, once it has lost the head for this long.  A
-    # minute would be shorter than two long heartbeats.
+    # If the driver cannot reach the head for this long, Ray ends the driver without a message.
+    # The time must exceed two heartbeats of `TPUCluster`, after which the driver itself reports the
+    # failure.  With a long heartbeat, one minute would be too short.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
-    # Suppress Ray's own pages of logs for a full disk or a dead process: one line reports each.
+    # Suppress Ray's long logs about a full disk or a dead process.  The driver reports either of
+    # them in one line.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 
 
 class RayHead:
-    """A running Ray head, with this process connected to it; a context manager.
+    """A running Ray head to which this process is connected; use it as a context manager.
 
-    Joining requires a token, which is created here unless RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH
-    provides one.  Ray itself would leave the token in a file that others can read.
+    Other machines need a token to join the cluster.  RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH can
+    provide the token; otherwise `RayHead` creates one and sets RAY_AUTH_TOKEN.  A token created by
+    Ray itself would be in a file that other users can read.
+
+    Attributes:
+      address: "HOST:PORT" of the head.
 
     Raises:
       StoppedError: if Ray cannot start.
@@ -61,7 +70,7 @@ class RayHead:
     def _start(self) -> None:
         try:
             self._start_once()
-        except StoppedError:  # a busy machine may exceed Ray's own limit of 30 s
+        except StoppedError:  # on a busy machine, a start may exceed Ray's limit of 30 s
             self._start_once()
 
     def _start_once(self) -> None:
@@ -88,7 +97,7 @@ class RayHead:
             raise
 
     def _read_address(self) -> str:
-        """Return the head's address once the head has printed it."""
+        """Wait until the head prints its address, and return the address."""
         timer = threading.Timer(SECONDS_TO_START, self._process.kill)
         timer.start()
         try:
@@ -113,7 +122,7 @@ class RayHead:
         self.close()
 
     def revive(self) -> None:
-        """Start a new head, with a new `address`, if this one has died."""
+        """If the head has died, start a new one, which has a new `address`."""
         if self._process.poll() is None:
             return
         cause = self._last_log_line() or f"exit status {self._process.returncode}"
@@ -122,7 +131,7 @@ class RayHead:
         self._start()
 
     def close(self) -> None:
-        """End Ray and every process that it started; a second call does nothing."""
+        """Shut down Ray and kill all processes that it started; further calls do nothing."""
         if self._log.closed:
             return
         import ray
@@ -133,16 +142,20 @@ class RayHead:
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_END)
-        _kill_session(self._process.pid)  # whatever the head has left running
+        _kill_session(self._process.pid)  # processes that the head has left running
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
 
 
 def _require_token() -> None:
-    """Make this process and its children require a token.
+    """Enable Ray's token authentication in this process and its children.
 
-    Raises RuntimeError if Ray is already imported, since it reads the mode at import.
+    Creates a token unless the environment already provides one.
+
+    Raises:
+      RuntimeError: if Ray was imported before RAY_AUTH_MODE was set, because Ray reads this
+        variable at import.
     """
     if "RAY_AUTH_MODE" not in os.environ:
         if "ray" in sys.modules:
@@ -153,12 +166,12 @@ def _require_token() -> None:
 
 
 def main() -> None:
-    """Run the head until standard input ends or a server dies, then kill its whole session."""
+    """Run the head until standard input is closed or a server dies, then kill its session."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when to end
-    # As `ray.init`, but without two servers that it cannot leave out: the log monitor scans all
-    # processes' logs ten times a second, for drivers that print them, and the autoscaler creates
-    # machines in a cloud.
+    # Starts what `ray.init` starts, except for two servers that are not needed here.  The log
+    # monitor scans all processes' logs ten times per second for drivers that print them.  The
+    # autoscaler creates machines in a cloud.
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -174,17 +187,17 @@ def main() -> None:
     try:
         print(f"address: {node.gcs_address}", flush=True)
         _watch(_servers())
-    finally:  # also if the driver ended before it read the address
+    finally:  # also if printing failed because the driver has ended
         _kill_session(os.getsid(0))
 
 
 def _servers() -> dict[int, str]:
-    """Return Ray's servers in this session, by process id."""
+    """Return {process id: name} of Ray's servers (`SERVERS`) in this session."""
     return {pid: name for pid, name in _members(os.getsid(0)).items() if name in SERVERS}
 
 
 def _watch(servers: dict[int, str]) -> None:
-    """Wait for standard input to end or for a server to die; print which server died."""
+    """Wait until standard input is closed or a server dies; print the name of a dead server."""
     watched = {os.pidfd_open(pid): name for pid, name in servers.items()}
     ready, _, _ = select.select([sys.stdin.fileno(), *watched], [], [])
     if ready[0] in watched:
@@ -192,7 +205,10 @@ def _watch(servers: dict[int, str]) -> None:
 
 
 def _members(session: int) -> dict[int, str]:
-    """Return the names of a session's processes by id (Linux), without any that end meanwhile."""
+    """Return {process id: name} of all processes in a session (Linux only).
+
+    Processes that end during the scan are left out.
+    """
     names = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
@@ -204,7 +220,8 @@ def _members(session: int) -> dict[int, str]:
 def _kill_session(session: int) -> None:
     """Kill every process of a session, this process last.
 
-    Ray's own shutdown leaves agents running for up to a minute, and never ends stopped workers.
+    Ray's own shutdown leaves some processes running for up to a minute, and never ends suspended
+    workers (SIGSTOP).
     """
     members = sorted(_members(session), key=lambda pid: pid == os.getpid())
     for pid in members:

@@ -1,4 +1,4 @@
-"""Training runs and servers that survive the failure of a host: all hosts are restarted."""
+"""Training runs and servers that survive host failures by restarting all hosts."""
 
 import sys
 import time
@@ -23,14 +23,17 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
 
-ATTEMPTS = 3  # consecutive failures of one call, on new hosts each time
+ATTEMPTS = 3  # maximum attempts of one call; each retry uses new hosts
 SECONDS_BETWEEN = 5.0
 
 Result = TypeVar("Result")
 
 
 class LastingCluster:
-    """A `TPUCluster` that survives host failures: the next call after one starts all hosts again.
+    """A `TPUCluster` for servers, whose hosts are replaced after a failure.
+
+    If a host fails during `batch` or `eval`, or has failed earlier, the method starts all hosts
+    again and is retried.  `score` is not retried.
 
     Args:
       make: returns a new cluster with its weights loaded.
@@ -44,11 +47,11 @@ class LastingCluster:
         self.dp = self._cluster.dp
 
     def batch(self, rows: int) -> ClusterBatch:
-        """See `TPUCluster.batch`; raises HostError if new hosts fail too."""
+        """See `TPUCluster.batch`; raises HostError if all `ATTEMPTS` attempts fail."""
         return self._retried(lambda cluster: cluster.batch(rows))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `TPUCluster.eval`; raises HostError if new hosts fail too."""
+        """See `TPUCluster.eval`; raises HostError if all `ATTEMPTS` attempts fail."""
         return self._retried(lambda cluster: cluster.eval(sample))
 
     def _retried(self, call: "Callable[[TPUCluster], Result]") -> "Result":
@@ -65,7 +68,7 @@ class LastingCluster:
                         raise HostError("the hosts have been ended")
                     print("restarting all hosts", file=sys.stderr, flush=True)
                     self._cluster = self._make()
-                    if self._closed:  # by another thread, while the new hosts started
+                    if self._closed:  # another thread called `close` during the start
                         self._cluster.kill()
                 return call(self._cluster)
             except HostError as error:
@@ -85,13 +88,13 @@ class LastingCluster:
         return self._cluster.score(tokens, alternatives)
 
     def close(self) -> None:
-        """End the hosts at once and for good, even during a call; there is nothing to save."""
+        """Shut down the hosts immediately, even during a call.  No new hosts are started later."""
         self._closed = True
         self._cluster.kill()
 
 
-RETRIES = 8  # consecutive failures without progress
-LONGEST_WAIT = 60.0  # seconds
+RETRIES = 8  # maximum number of consecutive restarts without progress
+LONGEST_WAIT = 60.0  # seconds between two attempts
 
 
 def train(
@@ -103,14 +106,19 @@ def train(
     fresh_opt: bool = False,
     retries: int = RETRIES,
 ) -> None:
-    """Run `training.loop.train`, with a new network from `make` after each host failure.
+    """Run `training.loop.train`, restarting it on a new network after each host failure.
 
     Every attempt resumes from the newest checkpoint.  The wait between attempts doubles from 1 s up
-    to `LONGEST_WAIT`.  Gives up after more than `retries` consecutive failures without progress,
-    that is, without a step beyond the furthest one reached before.
+    to `LONGEST_WAIT`.  An attempt makes progress if it reaches a step that no earlier attempt has
+    reached.
+
+    Args:
+      make: returns a new network for each attempt.
+      retries: maximum number of consecutive restarts without progress.
 
     Raises:
-      StoppedError: if it gives up, or if `training.loop.train` raises it.
+      StoppedError: if an attempt fails after the last of `retries`, or if `training.loop.train`
+        raises it.
     """
 
     def attempt(network: TrainableNetwork) -> None:
@@ -126,7 +134,7 @@ def train(
 
 
 def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
-    """Run `validation.validate`, again on a new network after each host failure."""
+    """Run `validation.validate`, again on a new network from `make` after each host failure."""
 
     def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)
@@ -168,13 +176,14 @@ def _until_done(
 
 
 def begin_anew(folder: str, *, yes: bool) -> None:
-    """Delete a run's checkpoints and metrics, after asking the user unless `yes` is true.
+    """Delete a run's checkpoints and metrics; other files in the folder are kept.
 
-    Other files in the folder are kept.
+    Args:
+      yes: delete without asking the user for confirmation.
 
     Raises:
-      InputError: if the user declines or cannot be asked, if another process writes to the folder,
-        or if something cannot be deleted.
+      InputError: if the user declines or cannot be asked because standard input is not a terminal,
+        if another process writes to the folder, or if a file cannot be deleted.
     """
     folder = local_path(folder)
     steps, metrics = own_steps(folder), epath.Path(folder) / NAME
@@ -194,10 +203,10 @@ def begin_anew(folder: str, *, yes: bool) -> None:
 
 
 def check_records(config: Config) -> None:
-    """Raise InputError if the driver cannot read the config's records.
+    """Raise InputError if the driver cannot read the config's training or validation records.
 
-    Called on the driver before it creates a TPU.  With `hosts_read`, `train_set` is not checked:
-    only the hosts have to reach it.
+    The driver calls this before it creates a TPU.  With `hosts_read`, `train_set` is not checked,
+    because only the hosts need access to it.
     """
     if not config.hosts_read:
         open_train_set(config, 1).close()

@@ -1,4 +1,4 @@
-"""`NetworkRunner`: `CausalTransformer` on one of several hosts, driven from another process."""
+"""`NetworkRunner`: `CausalTransformer` on one of several hosts, called by a driver process."""
 
 import contextlib
 import functools
@@ -29,10 +29,11 @@ Result = TypeVar("Result")
 
 
 def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return `method` with errors that reach the driver as one line that names the host.
+    """Wrap a method of `NetworkRunner` so that its exceptions can be sent to the driver.
 
-    InputError and StoppedError stay as they are.  Any other exception might not survive pickling,
-    so it becomes a HostError, and its traceback goes to the host's log.
+    InputError and StoppedError are raised unchanged.  Any other exception might not survive
+    pickling, so it is replaced by a one-line HostError that names the host.  Its traceback is
+    printed to the host's log.
     """
 
     @functools.wraps(method)
@@ -51,14 +52,14 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def reach_directly(address: str) -> None:
-    """Make this process's gRPC bypass any proxy in the environment for an address."""
+    """Make gRPC in this process connect to `address` without the proxy of the environment."""
     for name in ("no_proxy", "NO_PROXY"):
         others = [other for other in os.environ.get(name, "").split(",") if other]
         os.environ[name] = ",".join([*others, address])
 
 
-# Methods of `CausalTransformer` that `NetworkRunner.forward` calls as they are; each process passes
-# and gets its own rows.
+# Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
+# in their arguments and results are those of this process.
 FORWARDED = {"init", "score", "generate", "only_generate", "claim", "save", "wait"}
 
 
@@ -69,8 +70,8 @@ class Measured(NamedTuple):
       step: number of the step.
       seconds: duration of the step on this host.
       numbers: measurements of the step by name.
-      ended: number of later steps that had already ended.
-      save_failed: whether the last save had failed.
+      ended: number of later steps that have also finished on this host.
+      save_failed: whether the last save has failed on this host.
     """
 
     step: int
@@ -81,10 +82,11 @@ class Measured(NamedTuple):
 
 
 class NetworkRunner:
-    """One process of a mesh: the network's methods for the rows of this process's replicas.
+    """One process of a mesh, with the methods of the network for the rows of its replicas.
 
-    All processes of a mesh get the same calls in the same order.  `train` only dispatches; the
-    `metrics` of each step are fetched later, so that the device never waits for the driver.
+    `start` must be called first.  All processes of a mesh must get the same calls in the same
+    order.  `train` only dispatches a step.  The driver fetches the step's measurements later with
+    `metrics`, so that the device never waits for the driver.
     """
 
     def __init__(self, rank: int):
@@ -97,12 +99,12 @@ class NetworkRunner:
         self._read: deque[dict[str, np.ndarray]] = deque()  # batches not trained on yet
 
     def pid(self) -> int:
-        """Return this process's id on its own machine."""
+        """Return the id of this process on its machine."""
         return os.getpid()
 
     @_one_line_errors
     def free_port(self, address: str) -> int:
-        """Return a port of this host's `address` without a listener, for the coordinator."""
+        """Return a free TCP port at this host's `address`, where the coordinator can listen."""
         with contextlib.closing(socket.socket()) as listener:
             listener.bind((address, 0))
             return listener.getsockname()[1]
@@ -117,17 +119,17 @@ class NetworkRunner:
         heartbeat: int,
         devices: int | None = None,
     ) -> dict[str, Any]:
-        """Connect to the other processes and create the mesh; the weights come later.
+        """Connect to the other processes and create the mesh and a network without weights.
 
         Args:
           coordinator: "host:port" where process 0 listens.
           processes: number of processes in the mesh.
-          heartbeat: seconds of silence after which a process is declared dead, and the others exit.
+          heartbeat: a process is declared dead after this many silent seconds.  The others then
+            exit.
           devices: number of virtual CPU devices of this process; None for its accelerators.
 
         Returns:
-          What the driver needs to know: `replicas`, `dp`, `batch_size`, `noise_batches` and
-          `peak_flops`.
+          The network's `replicas`, `dp`, `batch_size`, `noise_batches` and `peak_flops`.
         """
         use_compilation_cache()
         if devices is not None:
@@ -139,7 +141,7 @@ class NetworkRunner:
                 num_processes=processes,
                 process_id=self.rank,
                 heartbeat_timeout_seconds=heartbeat,
-                # The coordinator has no authentication: listen on the hosts' own network only.
+                # The coordinator has no authentication, so it listens only at this address.
                 coordinator_bind_address=coordinator,
             )
         self.network = CausalTransformer(config, init=False)
@@ -165,14 +167,19 @@ class NetworkRunner:
 
     @_one_line_errors
     def forward(self, method: str, *arguments: Any) -> Any:
-        """Call one of the `FORWARDED` methods of the network."""
+        """Call a method of the network that is listed in `FORWARDED`."""
         return getattr(self._started, method)(*arguments)
 
     @_one_line_errors
     def open_train_set(
         self, train_set: str | dict[str, float], state: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Open the training set for this process's rows, at `state` if given; return its state."""
+        """Open the training set, to read the rows of this process, and return its state.
+
+        Args:
+          train_set: path of the training set, or a dict of paths and their weights.
+          state: state to resume from (default: begin at the first record).
+        """
         network = self._started
         if self._train_set is not None:
             self._train_set.close()
@@ -186,7 +193,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def read(self) -> dict[str, Any]:
-        """Read the next batch, for a `train` without one; return the state after it."""
+        """Read the next batch for a later `train(None)`; return the training set's new state."""
         if self._train_set is None:
             raise InputError("the host reads no records yet; call open_train_set first")
         self._read.append(self._train_set.get_samples())
@@ -194,14 +201,16 @@ class NetworkRunner:
 
     @_one_line_errors
     def train(self, sample: dict[str, np.ndarray] | None) -> None:
-        """Dispatch one step on this process's rows [A, B, T].
+        """Dispatch one training step and return without waiting for it.
 
-        None stands for the oldest batch from `read`.
+        Args:
+          sample: arrays [A, B, T] with this process's rows.  If None, the step uses the oldest
+            batch from `read` that has not been used yet.
         """
         network = self._started
         if sample is None:
             sample = self._read.popleft()
-        self._batch = None  # its weights are about to become outdated
+        self._batch = None  # the weights of a running batch become outdated
         if not self._unread:
             self._clock.restart()
         metrics = network.train(sample)
@@ -210,7 +219,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def metrics(self) -> Measured:
-        """Wait for the oldest unread step and return its measurements."""
+        """Wait for the oldest step whose measurements were not returned yet, and return them."""
         step, values = self._unread.popleft()
         numbers = {name: float(value) for name, value in values.items()}
         ended = self._clock.look(self._unread, read=1)
@@ -223,8 +232,8 @@ class NetworkRunner:
 
     @_one_line_errors
     def batch(self, rows: int) -> None:
-        """Create a running batch of `rows` rows of this process; it replaces the previous one."""
-        self._batch = None  # first, so that memory never holds two
+        """Create a running batch with `rows` rows in this process, replacing the previous batch."""
+        self._batch = None  # freed first, so that memory never holds two batches
         self._batch = self._started.batch(rows)
 
     @_one_line_errors
@@ -245,7 +254,7 @@ class NetworkRunner:
     ) -> Chosen:
         """See `Batch.insert`; takes and returns this process's rows.
 
-        `alternatives`, `longest` and `most` are the same on all processes.
+        `alternatives`, `longest` and `most` must be the same in all processes.
         """
         return self._running.insert(
             rows,
@@ -261,11 +270,15 @@ class NetworkRunner:
     def decode(
         self, steps: int, alternatives: int | None, needed: int, idle: np.ndarray
     ) -> tuple[np.ndarray, Chosen]:
-        """See `Batch.decode`, for this process's rows; also returns the tokens each may still have.
+        """Reserve positions, release rows and decode; see `Batch.decode`.
 
         Args:
-          needed: positions to reserve: those of the longest row on any process.
+          needed: number of positions to reserve, enough for the longest row in any process.
           idle: rows of this process to release before decoding.
+
+        Returns:
+          For this process's rows, the number of tokens that each may still generate, and the
+          tokens from `Batch.decode`.
         """
         self._running.reserve(needed)
         self._running.release(idle)
@@ -274,7 +287,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def leave(self, path: str) -> None:
-        """Create an empty file for other hosts to look for."""
+        """Create an empty file; the hosts that see it (`sees`) share this host's disk."""
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "xb"):
@@ -297,7 +310,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def restore(self, folder: str, base: str | None = None) -> tuple[int, dict[str, Any] | None]:
-        """See `CausalTransformer.restore`; also returns the step it is at then."""
+        """See `CausalTransformer.restore`; returns the step and the checkpoint's `aux`."""
         aux = self._started.restore(folder, base)
         return self._started.step, aux
 
@@ -308,6 +321,6 @@ class NetworkRunner:
 
     @_one_line_errors
     def close(self) -> None:
-        """See `CausalTransformer.close`; the driver ends the process itself."""
+        """See `CausalTransformer.close`; this process runs until the driver ends it."""
         if self.network is not None:
             self.network.close()

@@ -1,4 +1,4 @@
-"""`ClusterTrainSet`: the records that a mesh trains on, read by its hosts."""
+"""`ClusterTrainSet`: a training set that the hosts of a mesh read themselves."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,19 +10,19 @@ from mesh_transformer.data.storage import local_path
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
 
-# Stands for a batch that the hosts have read themselves; the driver has none of it.
+# Placeholder for a batch that the hosts have read themselves, so that the driver does not have it.
 READ_ON_HOSTS: dict[str, np.ndarray] = {}
 
 
 class ClusterTrainSet:
-    """`TFRecordNewInputs` on every host, each for the rows of its own replicas.
+    """A training set that opens a `TFRecordNewInputs` on every host, for the host's own rows.
 
-    Batches and states are the same, record for record, as those of a single reading process, so a
-    run may resume with another number of hosts, or with the driver reading.  All hosts must have
-    access to the files.
+    All hosts must have access to the files.  The batches and states are the same as if one process
+    read all rows.  A run may therefore resume with another number of hosts, or with the driver as
+    the reader.
 
     Raises:
-      InputError: as `TFRecordNewInputs`, if any host finds something wrong.
+      InputError: if `TFRecordNewInputs` raises it on any host.
       HostError: if a host fails, or is at a different record than the others.
     """
 
@@ -41,7 +41,11 @@ class ClusterTrainSet:
         self._call("open_train_set", resolved, state)
 
     def get_samples(self) -> dict[str, np.ndarray]:
-        """Have the hosts read the next batch; return `READ_ON_HOSTS`, for `TPUCluster.train`."""
+        """Make the hosts read the next batch, which stays on the hosts.
+
+        Returns:
+          `READ_ON_HOSTS`, with which `TPUCluster.train` trains on the hosts' batch.
+        """
         self._call("read")
         return READ_ON_HOSTS
 
@@ -57,7 +61,7 @@ class ClusterTrainSet:
         """Do nothing: a host closes its reader when it opens another one, or when it ends."""
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call `method` on all hosts and keep the state they return, which must be the same."""
+        """Call `method` on all hosts and store the state they return; all must return the same."""
         states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
         if any(state != states[0] for state in states):
             raise self._cluster.failed("the hosts are at different records of train_set")

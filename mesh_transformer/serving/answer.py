@@ -14,10 +14,10 @@ Finish = Literal["stop", "length"]
 
 
 class Words:
-    """The tokenizer's tokens as strings, which name them in the logprobs of an answer.
+    """Maps token ids to the strings that represent them in the logprobs of an answer.
 
     Attributes:
-      end: the end-of-text token, or None.
+      end: the id of the end-of-text token, or None.
       longest: the largest number of characters in a token.
     """
 
@@ -28,7 +28,10 @@ class Words:
         self._cache: dict[int, str] = {}
 
     def __getitem__(self, number: int) -> str:
-        """Return a token's text, or `bytes:\\x..` for part of a character, as OpenAI's API does."""
+        """Return a token's text, or `bytes:\\x..` if the token is only part of a character.
+
+        OpenAI's API uses the same strings.
+        """
         if number not in self._cache:
             self._cache[number] = self._word(number)
         return self._cache[number]
@@ -59,7 +62,10 @@ class Spot(NamedTuple):
 
 @dataclasses.dataclass
 class Piece:
-    """Text and tokens of an answer that have become final; the pieces, joined, are the answer."""
+    """Text and tokens of an answer that have become final.
+
+    The pieces of an answer, joined, are the complete answer.
+    """
 
     text: str
     spots: list[Spot]
@@ -72,25 +78,28 @@ class Offsets:
     def __init__(self, words: Words, start: int = 0):
         self._words = words
         self._stream = TextStream(words.text)  # holds back unfinished characters
-        self._length = start  # of the text that is not held back
+        self._length = start  # length of the text that is not held back
 
     def push(self, number: int) -> int:
-        """Return the offset of the next token, `number`."""
+        """Add the next token, whose id is `number`, and return its offset."""
         before, word = self._length, self._words[number]
         self._length += len(self._stream.push([number]))
         if word.startswith(PART):
             return before
-        # Bytes that turn out to form no character come out with the next token, but precede it.
+        # If earlier bytes turn out to form no character, their text becomes final together with the
+        # text of this token, and precedes it.
         return max(before, self._length - len(word))
 
     def finish(self) -> int:
-        """Return the length of the whole text; call this after the last token."""
+        """Return the length of the complete text; call this after the last token."""
         self._length += len(self._stream.finish())
         return self._length
 
 
 class Echo:
-    """A prompt that is part of its answers (OpenAI's `echo`), computed once for all of them.
+    """The text and offsets of a prompt that its answers repeat (OpenAI's `echo`).
+
+    One instance serves all answers to the prompt.
 
     Construction takes time proportional to the prompt's length.
     """
@@ -102,7 +111,10 @@ class Echo:
         self.text = words.text(prompt)
 
     def score(self, tokens: Sequence[Token]) -> None:
-        """Replace the prompt's tokens by the same tokens with logprobs, unless already done."""
+        """Replace the prompt's tokens with `tokens`: the same tokens with their logprobs.
+
+        If this has already been done, nothing changes.
+        """
         if self.spots and self.spots[-1].token is not tokens[-1]:
             offsets = [spot.offset for spot in self.spots]
             self.spots = list(map(Spot, tokens, offsets))
@@ -114,8 +126,8 @@ class Answer:
     Args:
       stop: sequences that end the text, and are not part of it.
       end: the token that ends the answer, and is not part of its text.
-      echo: the prompt, if it is part of the answer.  It is read at the first call of `feed`, so
-        that until then another answer to the same prompt can still add the prompt's logprobs.
+      echo: the prompt, if it is part of the answer.  It is not read before the first call of
+        `feed`, because another answer to the same prompt may first add the prompt's logprobs.
 
     Attributes:
       tokens: number of generated tokens, including those of a stop sequence.
@@ -133,7 +145,10 @@ class Answer:
         self._stream = TextStream(words.text, stop)
 
     def feed(self, progress: Progress) -> Piece:
-        """Return the part of the answer that an update makes final, up to a stop sequence."""
+        """Add the engine's next update, and return the part of the answer that has become final.
+
+        The text ends before the first stop sequence.
+        """
         text, echo, self._echo = "", self._echo, None
         if echo is not None:
             if progress.prompt is not None:
@@ -154,7 +169,7 @@ class Answer:
         return Piece(text, final, self.finish)
 
     def _add(self, token: Token) -> str:
-        """Add a token and return the text that it makes final."""
+        """Add a token, and return the text that has become final."""
         if token.number == self._end:
             self.finish = "stop"
             self._spots.append(Spot(token, self._offsets.finish()))

@@ -1,4 +1,8 @@
-"""The HTTP application: OpenAI's completions, the original's /complete, health, metrics, a page."""
+"""The HTTP application: completions, health, metrics and a web page.
+
+Completions are available through OpenAI's API, and through the endpoint /complete of the original
+mesh-transformer-jax.
+"""
 
 import asyncio
 import contextlib
@@ -34,7 +38,7 @@ from mesh_transformer.serving.service import Completion, Service, unless_gone
 from mesh_transformer.util import InputError
 
 EVENTS = "text/event-stream"
-EXIT_SECONDS = 1.0  # for the engine to stop after the last answer
+EXIT_SECONDS = 1.0  # maximum time for the engine to stop after the last answer
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -47,11 +51,15 @@ def create_app(
     origins: list[str] | None = None,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """Return the ASGI application of a service, which starts and stops with the application.
+    """Return the ASGI application of a service.
+
+    The service is started and stopped together with the application.
 
     Args:
+      keys: API keys that clients must send.
       origins: allowed CORS origins.
-      hosts: allowed Host headers of a server without keys, besides the defaults of `KnownHosts`.
+      hosts: Host headers that are allowed besides the defaults of `KnownHosts`.  The header is
+        checked only if clients need no API key.
     """
 
     @contextlib.asynccontextmanager
@@ -81,11 +89,11 @@ class KnownHosts:
     """Middleware that refuses requests whose Host is neither an IP address nor a local name.
 
     Local names are localhost, its subdomains and this machine's host name.  The check prevents DNS
-    rebinding: a web page whose domain is changed to resolve to this machine could otherwise use a
-    server without keys from its visitor's browser.
+    rebinding, in which a web page's domain is changed so that it resolves to this machine.  The
+    page could then use a server without API keys through the browser of a visitor.
 
     Args:
-      hosts: further names to accept; "*" accepts all.
+      hosts: further names to accept; "*" accepts all names.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()):
@@ -95,7 +103,7 @@ class KnownHosts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host")
-            # Browsers always send one; HTTP/1.0 health checks do not.
+            # Browsers always send a Host header; HTTP/1.0 health checks do not.
             if host is not None and not self._allows(name := self._name(host)):
                 message = (
                     f"the Host {name[:80]!r} is not allowed; start the server with --allow-host"
@@ -121,7 +129,11 @@ class KnownHosts:
 
 
 class CutShort:
-    """Middleware for requests cancelled at shutdown: answers 503, or an error event in a stream."""
+    """Middleware that responds to requests that are cancelled at shutdown.
+
+    The response is status 503.  If an event stream has already begun, an error event is added to
+    it.
+    """
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -159,7 +171,7 @@ class Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Other paths share a label, so that clients cannot create labels.
+                # All paths without a route share one label, so that clients cannot create labels.
                 path = getattr(scope.get("route"), "path", "other")
                 self.metrics.answers.labels(path, message["status"]).inc()
             await send(message)
@@ -168,7 +180,10 @@ class Counted:
 
 
 class Events(StreamingResponse):
-    """A completion as server-sent events, which is cancelled when the client disconnects."""
+    """A response that streams a completion as server-sent events.
+
+    If the client disconnects, the completion is cancelled.
+    """
 
     def __init__(self, completion: Completion):
         super().__init__(completion.events(), media_type=EVENTS)
@@ -208,7 +223,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the web page, health, the OpenAPI description and metrics."""
+    """Add the endpoints of the web page, health, the OpenAPI description and metrics."""
     page = resources.files("mesh_transformer.serving").joinpath("page.html").read_text("utf-8")
 
     @app.get("/", response_class=HTMLResponse)
@@ -232,7 +247,7 @@ def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add OpenAI's models and completions, and the original's /complete."""
+    """Add OpenAI's models and completions, and /complete of the original mesh-transformer-jax."""
 
     def model() -> dict[str, Any]:
         config = service.engine.network.config
@@ -277,5 +292,5 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _body_of(kind: type[CompletionRequest] | type[ContextRequest]) -> dict[str, Any]:
-    """Return the OpenAPI description of a request body."""
+    """Return the OpenAPI description of request bodies of type `kind`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

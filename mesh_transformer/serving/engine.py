@@ -1,7 +1,7 @@
 """Continuous batching: requests join and leave a running batch while others generate.
 
-One worker thread drives the network.  Between two decode calls it makes at most one prefill (or
-scoring) call, which bounds how long the requests that are already in the batch wait.
+One worker thread calls the network.  Between two decode calls it makes at most one prefill call or
+scoring call.  This limits how long the requests that are already in the batch must wait.
 """
 
 import collections
@@ -22,8 +22,9 @@ from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 
 ALTERNATIVES = 5  # most likely tokens delivered to a request with logprobs
-PREFILL_SIZES = (4, 2, 1)  # prompts per prefill call, the largest that fits; each is compiled
-# Tokens per prefill call, including padding, unless it has a single prompt that is longer.
+# Numbers of prompts in a prefill call.  The largest possible one is used, and each is compiled.
+PREFILL_SIZES = (4, 2, 1)
+# Maximum number of tokens, including padding, in a prefill call with several prompts.
 PREFILL_TOKENS = 512
 SHORTEST = 16  # the smallest width that prompts are padded to
 STOPPING = "the server is stopping"
@@ -43,7 +44,12 @@ class Token(NamedTuple):
 class Progress(NamedTuple):
     """An update on a request.
 
-    `prompt` is set once, before all generated tokens, if the request has `score`.
+    Attributes:
+      tokens: newly generated tokens.
+      prompt: the prompt's tokens with their logprobs, in the first update of a request with
+        `score`; None in all other updates.
+      ended: whether this is the last update of the request.
+      error: the exception that has ended the request, or None.
     """
 
     tokens: Sequence[Token] = ()
@@ -59,10 +65,10 @@ class Request:
     Attributes:
       prompt: token ids [T].
       length: maximum number of tokens to generate; 0 only with `score`.
-      deliver: called with each `Progress` in the worker thread; must return at once.
+      deliver: called with each `Progress` in the worker thread; must not block.
       stop: the token that ends the text early; it is delivered as well.
-      logprobs: whether generated tokens have logprobs.
-      score: whether the prompt's tokens are delivered too, with logprobs.
+      logprobs: whether generated tokens are delivered with logprobs.
+      score: whether the prompt's tokens are also delivered, with logprobs.
       cancelled: set by `Engine.cancel`.
       began: time of the request's arrival, by `time.perf_counter`.
       made: number of tokens generated so far.
@@ -93,7 +99,7 @@ class QueueFullError(Exception):
 
 
 class StoppedEngineError(Exception):
-    """The engine serves no more requests: it is closing, or its network has failed permanently."""
+    """The engine accepts no more requests: it is closing, or its network has failed permanently."""
 
 
 class Engine:
@@ -104,9 +110,9 @@ class Engine:
     Args:
       rows: maximum number of requests in the batch; a multiple of the network's replicas.
       queue: maximum number of waiting requests.
-      steps: tokens per row and decode call; the queue is checked between calls.
-      stall_seconds: time that one turn (a prefill or scoring call, then a decode call) may take
-        before the engine counts as stalled.  Turns compile nothing after `warm_up`.
+      steps: maximum number of tokens per row in a decode call; the queue is checked between calls.
+      stall_seconds: maximum duration of one turn (a prefill or scoring call, then a decode call);
+        a longer turn counts as a stall.  After `warm_up`, turns do not compile any programs.
 
     Attributes:
       failure: the exception that has stopped the engine permanently, or None.
@@ -132,7 +138,8 @@ class Engine:
         self._waiting: collections.deque[Request] = collections.deque()
         self._taken: list[Request] = []  # taken from the queue, but not yet in a row
         self._active: dict[int, Request] = {}  # by row
-        self._finished: collections.deque[float] = collections.deque(maxlen=32)  # times of the ends
+        # The times at which the most recent requests finished.
+        self._finished: collections.deque[float] = collections.deque(maxlen=32)
         self._turn_began: float | None = None  # None between turns
         self._closing = False
         self._wake = threading.Condition()
@@ -152,7 +159,7 @@ class Engine:
 
     @property
     def trouble(self) -> str | None:
-        """The reason why no answers can be expected now (a failed or stalled network), or None."""
+        """The reason why the network cannot answer now (it has failed or stalled), or None."""
         if self.failure is not None:
             return str(self.failure)
         began = self._turn_began
@@ -173,7 +180,7 @@ class Engine:
         widths = list(dict.fromkeys(widths))
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
             self._scored(np.zeros(min(width, config.seq), np.int32))
-            # With pe fixed the first token of the answer needs a position too.
+            # With fixed positions (pe), the first token of the answer needs a position too.
             prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
             for size in PREFILL_SIZES:
                 if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
@@ -186,11 +193,11 @@ class Engine:
             self._batch.decode(1, alternatives)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Put all of the requests in the queue, or none.
+        """Put all of the requests in the queue, or none of them.
 
         Raises:
-          QueueFullError: if there is no room for all of them.
-          StoppedEngineError: if the engine serves no more requests.
+          QueueFullError: if there is no room for all of the requests.
+          StoppedEngineError: if the engine accepts no more requests.
         """
         with self._wake:
             if self._closing or self.failure is not None:
@@ -202,17 +209,20 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request: no updates follow, except one that is already being delivered."""
+        """Cancel a request.
+
+        No more updates are delivered, except one whose delivery has already begun.
+        """
         with self._wake:
             request.cancelled = True
             if request in self._waiting:
                 self._waiting.remove(request)
 
     def close(self, seconds: float | None = None) -> bool:
-        """Accept no more requests, and finish those accepted so far.
+        """Accept no more requests, and wait until those accepted so far have finished.
 
         Args:
-          seconds: how long to wait for them; None waits until they are finished.
+          seconds: maximum time to wait; None waits without a limit.
 
         Returns:
           Whether the worker thread has ended.
@@ -225,7 +235,7 @@ class Engine:
         return not self._worker.is_alive()
 
     def _retry_after(self) -> int:
-        """Estimate the seconds until there is room, from how fast the last requests finished."""
+        """Estimate the seconds until the queue has room, from how fast recent requests finished."""
         if len(self._finished) < 2:
             return 1
         rate = len(self._finished) / max(time.perf_counter() - self._finished[0], 1e-3)
@@ -249,7 +259,7 @@ class Engine:
                 self._turn()
             except Exception as error:  # of any kind: the waiting clients must learn of it
                 log.exception("the network failed; ending the requests that it was serving")
-                self._turn_began = None  # compiling again takes long, and is not a stall
+                self._turn_began = None  # compiling again takes long, but is not a stall
                 self._end_running(error)
                 if self._closing:
                     self._fail(error)
@@ -266,7 +276,7 @@ class Engine:
             self._deliver(request, Progress(ended=True, error=error))
 
     def _start_over(self) -> None:
-        """Make a new batch and compile again; stop the engine permanently if that fails."""
+        """Make a new batch and compile again; if this fails, stop the engine permanently."""
         try:
             self._batch = self._new_batch()
             self.warm_up()  # restarted hosts have no compiled programs
@@ -275,7 +285,7 @@ class Engine:
             self._fail(failure)
 
     def _fail(self, failure: Exception) -> None:
-        """Stop the engine permanently and refuse the waiting requests."""
+        """Stop the engine permanently, and end the waiting requests with an error."""
         with self._wake:
             self.failure = failure
             waiting = list(self._waiting)
@@ -290,7 +300,10 @@ class Engine:
             request.deliver(progress)
 
     def _take(self) -> list[Request]:
-        """Take the first requests off the queue: one to score, or those of one prefill call."""
+        """Remove and return the requests at the front of the queue that the next turn will serve.
+
+        These are one request to score, or the requests of one prefill call.
+        """
         if self._waiting and self._waiting[0].score:
             return [self._waiting.popleft()]
         free = sum(request.cancelled for request in self._active.values())
@@ -306,7 +319,7 @@ class Engine:
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
-        """Free cancelled rows, prefill or score the requests taken, and decode."""
+        """Free the rows of cancelled requests, prefill or score `_taken`, and decode."""
         for row in [row for row, request in self._active.items() if request.cancelled]:
             self._free(row)
         taken = self._taken
@@ -319,7 +332,10 @@ class Engine:
             self._decode()
 
     def _score(self, request: Request) -> None:
-        """Deliver a prompt's tokens with logprobs, except for the first token, which has none."""
+        """Deliver a prompt's tokens with logprobs, except for the first token, which has none.
+
+        If the request also generates tokens, it returns to the front of the queue.
+        """
         scores = self._scored(request.prompt)
         self._metrics.prompt_tokens(len(request.prompt))
         prompt = [Token(int(request.prompt[0])), *_tokens(scores)]
@@ -330,7 +346,7 @@ class Engine:
                 self._waiting.appendleft(request)  # back to the front, where it was taken from
 
     def _scored(self, text: np.ndarray) -> Any:
-        """Return the logprobs of all tokens of a text but the first (a `Chosen`)."""
+        """Return a `Chosen` with the logprobs of all tokens of a text except the first."""
         width = bucket(len(text) - 1, SHORTEST, self.network.config.seq)
         padded = np.zeros((1, width + 1), np.int32)
         padded[0, : len(text)] = text
@@ -345,7 +361,7 @@ class Engine:
             [request.prompt for request in taken],
             np.array([request.length for request in taken], np.int32),
             SamplingOptions.stacked([request.settings for request in taken]),
-            alternatives=ALTERNATIVES,  # always, so that each width needs one program, not two
+            alternatives=ALTERNATIVES,  # even if unused, so that each width needs one program
         )
         now = time.perf_counter()
         self._metrics.prefill(now - began, sum(len(request.prompt) for request in taken))
@@ -382,18 +398,18 @@ class Engine:
         self._deliver(request, Progress(tokens=tokens, ended=ended))
 
     def _free(self, row: int) -> None:
-        """Make a row idle: it generates no tokens, and its settings slow down no other row."""
+        """Make a row idle: it generates no tokens, and its settings do not slow down other rows."""
         del self._active[row]
         self._batch.release([row])
 
 
 def _part(chosen: Any, index: Any) -> Any:
-    """Index the arrays of a `Chosen`."""
+    """Index each array of a `Chosen` with `index`."""
     return type(chosen)(*(None if x is None else x[index] for x in chosen))
 
 
 def _tokens(chosen: Any) -> list[Token]:
-    """Convert a `Chosen` of tokens [M], with or without logprobs [M], to a list of `Token`."""
+    """Convert a `Chosen` whose tokens have the shape [M] to a list of `Token`."""
     if chosen.logprob is None:
         return [Token(number) for number in chosen.token.tolist()]
     tops = zip(chosen.top_token.tolist(), chosen.top_logprob.tolist(), strict=True)

@@ -12,7 +12,10 @@ TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """The metrics of one server; gauges of its present state are computed at each scrape."""
+    """The metrics of one server.
+
+    Metrics of its current state, such as the queue length, are computed at each scrape.
+    """
 
     def __init__(self, rows: int):
         self.registry = registry = CollectorRegistry()
@@ -41,7 +44,7 @@ class Metrics:
         self._step = histogram("seconds_per_token", step, TOKEN_LATENCIES)
         prefill = "Time of one prefill call, during which no row advances"
         self._prefill = histogram("prefill_seconds", prefill)
-        # Times at which tokens were generated, and their numbers.
+        # Pairs (time, number of tokens generated at that time), oldest first.
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
 
     def watch(self, *, waiting: Callable[[], int], active: Callable[[], int]) -> None:
@@ -54,7 +57,7 @@ class Metrics:
         self._prompt_tokens.inc(count)
 
     def prefill(self, seconds: float, tokens: int) -> None:
-        """Record a prefill call and the number of its prompt tokens."""
+        """Record the duration of a prefill call and its number of prompt tokens."""
         self._prefill.observe(seconds)
         self._prompt_tokens.inc(tokens)
 
@@ -63,7 +66,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def decode(self, seconds: float, steps: int) -> None:
-        """Record a decode call, in which all rows advanced by `steps` tokens."""
+        """Record the duration of a decode call, in which all rows advanced by `steps` tokens."""
         self._step.observe(seconds / steps)
 
     def made(self, count: int) -> None:
@@ -74,7 +77,7 @@ class Metrics:
             self._recent.popleft()
 
     def tokens_per_second(self) -> float:
-        """Return the tokens per second of all requests over the last `RATE_SECONDS`."""
+        """Return the generated tokens per second of all requests in the last `RATE_SECONDS`."""
         since = time.monotonic() - RATE_SECONDS
         return sum(count for when, count in self._recent.copy() if when >= since) / RATE_SECONDS
 

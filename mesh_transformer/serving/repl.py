@@ -63,7 +63,7 @@ class Settings(SamplingOptions):
             raise InputError(f"/{name} {value}: expected {expected}") from None
 
     def __str__(self) -> str:
-        """Return one line per setting: the command that sets its present value, and its meaning."""
+        """Return one line per setting: the command that sets its current value, and its meaning."""
         shown = {name: "none" if value is None else value for name, value in asdict(self).items()}
         rows = [
             (f"/{name} {shown[name]}".replace("\n", "\\n"), COMMANDS[name]) for name in COMMANDS
@@ -120,10 +120,11 @@ class Repl:
     def answer(self, prompt: str) -> Iterator[tuple[str, int]]:
         """Yield the pieces of an answer as they are generated, each with its number of tokens.
 
-        The answer ends at the settings' length or stop text, or at the end-of-text token.
+        The answer ends after `settings.length` tokens, at the stop text, or at the end-of-text
+        token.
         """
         settings, end = self.settings, self._tokenizer.eos_token_id
-        # An empty prompt becomes the end-of-text token, after which the model begins a text.
+        # An empty prompt becomes the end-of-text token, after which the model begins a new text.
         tokens = self._tokenizer(prompt)["input_ids"] or [end]
         window = self._network.config.window
         if len(tokens) > window:
@@ -139,8 +140,9 @@ class Repl:
         yield stream.finish(), 0
 
     def _generate(self, prompt: list[int], settings: Settings) -> Iterator[list[int]]:
-        """Yield the tokens of an answer, about as many at a time as take `PIECE_SECONDS`."""
-        # An interrupted call leaves the batch unusable, so `_batch` is set only between calls.
+        """Yield an answer's tokens in lists that each take about `PIECE_SECONDS` to generate."""
+        # If Ctrl-C interrupts a call of the batch, the batch is unusable.  `_batch` is therefore
+        # set only between calls.
         batch, self._batch = self._batch or self._network.batch(self._network.dp), None
         options = SamplingOptions.stacked([settings])
         tokens = [np.asarray(prompt)]

@@ -21,7 +21,8 @@ class ApiError(Exception):
     """An error response in OpenAI's format.
 
     Attributes:
-      param: the name of the wrong field, or None.
+      status: the HTTP status code.
+      param: the name of the invalid field, or None.
       code: OpenAI's error code, or None.
       headers: further HTTP headers of the response.
     """
@@ -60,13 +61,13 @@ class ApiError(Exception):
 
 BODY_BYTES = 2**21  # maximum size of a body
 BODY_SECONDS = 20.0  # maximum time for a body to arrive
-# How much of an oversized body is read and discarded.  If the connection were closed while the
-# client still sends, it could not read the error.
+# A body larger than `BODY_BYTES` is still read up to this size, and discarded.  If the connection
+# were closed while the client is still sending, the client could not read the error.
 DRAINED_BYTES = 2**26
 
 
 class Keys:
-    """The API keys of a file, one per line; without a file, clients need no key.
+    """The API keys in a file, one per line; without a file, clients need no key.
 
     Raises:
       InputError: at construction, if the file cannot be read or contains no key.
@@ -91,7 +92,10 @@ class Keys:
         return self._digests is not None
 
     def check(self, request: Request) -> None:
-        """Raise ApiError 401 unless the request has one of the keys; runs in constant time."""
+        """Raise ApiError 401 unless the request has one of the keys.
+
+        The time of the check does not depend on the key that was sent.
+        """
         if self._digests is None:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -115,12 +119,13 @@ async def read_json(request: Request) -> bytes:
     """Return the body of a request whose content type is JSON.
 
     Raises:
-      ApiError: 415 for another content type, 413 for a body of more than `BODY_BYTES`, 408 for one
-        that takes longer than `BODY_SECONDS`.
+      ApiError: 415 for another content type, 413 for a body of more than `BODY_BYTES`, or 408 for a
+        body that takes longer than `BODY_SECONDS` to arrive.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        # A web page of another origin can send some other types without a CORS preflight.
+        # A web page of another origin can send some content types without a CORS preflight, but
+        # not JSON.
         raise ApiError(415, "expected the header Content-Type: application/json")
     body, size = bytearray(), 0
     try:
@@ -145,7 +150,7 @@ MOST_CHOICES = 128
 PENALTY = RANGES["repetition_penalty"]
 TOP_K = RANGES["top_k"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-# For OpenAI's parameters that are not supported: allows only the value that has no effect.
+# The type of OpenAI's parameters that are not supported: allows only 0, which has no effect.
 Zero = Annotated[float, Field(ge=0, le=0)]
 Body = TypeVar("Body", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -198,14 +203,15 @@ class CompletionRequest(_StrictModel):
 class ContextRequest(_StrictModel):
     """The body of `POST /complete`.
 
-    The original's keys are `context`, `top_p` and `temp`, the last two here with defaults.
+    In the original mesh-transformer-jax, the keys are `context`, `top_p` and `temp`, all of which
+    are required.  Here, only `context` is required.
     """
 
     context: str
     top_p: Annotated[Number, Field(ge=0, le=1)] = PYTHON.top_p
     temp: Annotated[Number, Field(ge=0, le=100)] = PYTHON.temp
     top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
-    # Default: the original's 512, or the server's maximum if that is lower.
+    # Default: 512, as in the original mesh-transformer-jax, or the server's maximum if it is lower.
     length: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
 
@@ -220,13 +226,16 @@ def parse(kind: type[Body], body: bytes) -> Body:
         return kind.model_validate_json(body)
     except ValidationError as errors:
         first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Only the key: the rest of the location are pydantic's names of a union's alternatives.
+        # Only the first item of the location is a key that the client sent.  The other items are
+        # pydantic's names for the alternatives of a union.
         key = str(first["loc"][0]) if first["loc"] else None
         raise ApiError(400, f"{key or 'the body'}: {first['msg']}"[:300], param=key) from None
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """Return the prompts in a `prompt` field: a text, token ids, or a list of either, as at OpenAI.
+    """Return the prompts in a `prompt` field as a list.
+
+    As in OpenAI's API, the field is a text, a list of token ids, or a list of either.
 
     Raises:
       ApiError: 400, for anything else.
@@ -246,5 +255,8 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 
 def _all(values: Any, kind: type) -> bool:
-    """Whether `values` is a non-empty list of exactly this type (so that true is not an int)."""
+    """Whether `values` is a non-empty list whose items are all of type `kind`.
+
+    Subclasses of `kind` do not match, so that a bool is not an int.
+    """
     return isinstance(values, list) and bool(values) and all(type(v) is kind for v in values)

@@ -18,15 +18,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mesh_transformer.util import InputError
 
 HEAD_SECONDS = 10.0  # maximum time for a request's head to arrive
-UNREAD_SECONDS = 2.0  # maximum time for the rest of a body whose request is already answered
-READ_SECONDS = 60.0  # maximum time for a client to read what is buffered for it
+UNREAD_SECONDS = 2.0  # maximum time for the rest of a body after the response has been sent
+READ_SECONDS = 60.0  # maximum time for a client to read the data buffered for it
 BACKLOG = 2048  # connections that may wait to be accepted
 MOST_CONNECTIONS = 4096
-SPARE_DESCRIPTORS = 32  # file descriptors that connections leave for other uses
+SPARE_DESCRIPTORS = 32  # file descriptors reserved for other uses than connections
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; connections wait in its backlog until a server accepts them.
+    """Return a listening socket.
+
+    Connections wait in its backlog until a server accepts them.
 
     Raises:
       InputError: if the address is invalid or not available.
@@ -53,9 +55,10 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the running answers.
 
-    Answers that take longer than `drain_seconds` are cut off.
+    Answers that take longer than `drain_seconds` to finish are cut off.
     """
-    # After shutdown uvicorn raises the signal again, which for SIGTERM would kill the process.
+    # After shutdown, uvicorn raises the signal again.  With the default handler, SIGTERM would then
+    # kill the process.
     signal.signal(signal.SIGTERM, lambda *_: None)
     host, port = listening.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
@@ -79,7 +82,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
 
 
 def _most_connections() -> int:
-    """Raise the limit of open files, and return how many connections it leaves room for."""
+    """Raise this process's limit on open files, and return how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -96,17 +99,17 @@ def _most_connections() -> int:
 class PromptProtocol(H11Protocol):
     """HTTP/1.1 that closes connections whose clients keep the server waiting.
 
-    There are time limits for completing a request's head, for sending the rest of a body after its
-    request has been answered, and for reading a response.  When there are too many connections, a
-    new one replaces the one that has kept the server waiting longest.
+    There are time limits for sending a request's head, for sending the rest of a body after the
+    response has been sent, and for reading a response.  When a new connection exceeds the maximum
+    number, the connection that has kept the server waiting longest is closed.
 
     Attributes:
-      most: maximum number of connections; None until the first one.
+      most: maximum number of connections; None until the first connection is made.
     """
 
     most: int | None = None
     _owes: Literal["head", "body", "reading"] | None = None  # what the server waits for
-    _since = 0.0  # when it began to wait
+    _since = 0.0  # when the server began to wait
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -139,7 +142,7 @@ class PromptProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_deadline(self) -> None:
-        """Set the deadline for what the client must send next, if anything."""
+        """Set a deadline if the client must send the head or body of a request next."""
         answered = self.cycle is not None and self.cycle.response_complete
         if self._owes == "reading" or self.transport.is_closing():
             return
@@ -151,19 +154,26 @@ class PromptProtocol(H11Protocol):
             self._expect(None, 0.0)
 
     def _expect(self, owes: Literal["head", "body", "reading"] | None, seconds: float) -> None:
-        """Give the client this many seconds for what it `owes`; None removes the deadline."""
+        """Close the connection if the client does not do what it `owes` within `seconds`.
+
+        If `owes` has not changed, the current deadline stays.  If `owes` is None, there is no
+        deadline.
+        """
         if owes == self._owes:
             return
         if self._deadline is not None:
             self._deadline.cancel()
         self._owes, self._since = owes, time.monotonic()
-        # `close` would wait until the buffer is empty, but this client does not read.
+        # A client that does not read never empties the buffer, and `close` would wait for that.
         end = self.transport.abort if owes == "reading" else self.transport.close
         self._deadline = None if owes is None else self.loop.call_later(seconds, end)
 
     def _make_room(self) -> None:
-        """Close the connection that has kept the server waiting longest, or else this one."""
+        """Close the connection that has kept the server waiting longest.
+
+        If the server waits for none, close this connection.
+        """
         waiting = [other for other in self.connections if getattr(other, "_owes", None) is not None]
         longest = min(waiting, key=lambda other: other._since, default=self)  # type: ignore[union-attr]
-        self.connections.discard(longest)  # now, because uvicorn does this only after the close
+        self.connections.discard(longest)  # now, because uvicorn discards it only once it is closed
         longest.transport.abort()

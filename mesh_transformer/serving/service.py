@@ -1,6 +1,7 @@
 """The service between the HTTP application and the engine, in asyncio.
 
-It turns checked requests into requests to the engine, and the engine's updates into responses.
+The service turns parsed HTTP requests into requests to the engine, and the engine's updates into
+HTTP responses.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from mesh_transformer.serving.requests import (
     prompts_of,
 )
 
-ORIGINAL_LENGTH = 512  # tokens per answer of the original's server
+ORIGINAL_LENGTH = 512  # tokens per answer of the server in the original mesh-transformer-jax
 SHORT_TEXT = 4096  # characters that the tokenizer encodes in negligible time
 PART_CHARACTERS = 2**16  # characters per part of a long response
 
@@ -53,8 +54,8 @@ class Service:
         self.words = Words(tokenizer)
         self.most_tokens = most_tokens
         self.created = int(time.time())
-        # For work that would block the event loop.  Not asyncio's default executor, because the end
-        # of the event loop waits for its threads.
+        # For work that would block the event loop.  asyncio's default executor is not used, because
+        # the event loop would wait for its threads at shutdown.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
 
     def start(self) -> None:
@@ -67,7 +68,7 @@ class Service:
         self.engine.close(seconds)
 
     async def beside(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in a thread, so that the event loop can serve others."""
+        """Run `work` in a thread, so that the event loop can serve other clients meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def check_model(self, name: str | None) -> None:
@@ -119,7 +120,9 @@ class Service:
         return completion
 
     async def continuation(self, body: ContextRequest) -> "Completion":
-        """Begin the answer to a request of the original's API; of a long context the end is used.
+        """Begin the answer to a `POST /complete` request, as in the original mesh-transformer-jax.
+
+        If the context is longer than the model's window, only its last tokens are used.
 
         Raises:
           ApiError: if the request is not valid for this model, or the engine does not accept it.
@@ -145,7 +148,7 @@ class Service:
     async def _tokens(self, prompt: str | list[int], length: int) -> np.ndarray:
         """Return a prompt's tokens; raises ApiError if they do not fit in the model's window."""
         window = self.engine.network.config.window
-        # Checked before the tokenizer runs, which such a long text would keep busy.
+        # Checked before the text is tokenized, because tokenizing such a long text would take long.
         too_long = isinstance(prompt, str) and len(prompt) > window * self.words.longest
         tokens = prompt
         if isinstance(prompt, str) and not too_long:
@@ -162,17 +165,22 @@ class Service:
         return self._checked(tokens, length)
 
     async def _encoded(self, text: str) -> list[int]:
-        """Tokenize a text, in a thread if it is long."""
+        """Tokenize a text; a long text is tokenized in a thread."""
 
         def encode() -> list[int]:
             return self.words.tokenizer(text)["input_ids"]
 
         tokens = encode() if len(text) <= SHORT_TEXT else await self.beside(encode)
-        # An empty prompt becomes the end-of-text token, after which the model begins a text.
+        # An empty prompt becomes the end-of-text token, after which the model begins a new text.
         return tokens or [self.words.end or 0]
 
     def _checked(self, tokens: Sequence[int], length: int) -> np.ndarray:
-        """Return tokens as an array, checked against the vocabulary and the fixed positions."""
+        """Return the tokens of a prompt as an array.
+
+        Raises:
+          ApiError: if a token is outside the vocabulary, or if the model has fixed positions and
+            fewer of them than the prompt and its answer need.
+        """
         config = self.engine.network.config
         outside = [token for token in tokens if not 0 <= token < config.n_vocab]
         if outside:
@@ -209,7 +217,7 @@ class Completion:
         self._service = service
         self._body = body
         self._choices: list[_Choice] = []
-        # The engine's updates, with the indices of the choices that they are for.
+        # The engine's updates, each with the indices of the choices that it belongs to.
         self._updates: asyncio.Queue[tuple[Sequence[int], engines.Progress]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._head = {
@@ -222,7 +230,8 @@ class Completion:
     def add(self, prompt: np.ndarray, length: int, options: Sequence[SamplingOptions]) -> None:
         """Add answers to a prompt, one per element of `options`; `begin` starts all answers.
 
-        The prompt is scored only once.  Answers of no tokens share one request to the engine.
+        If the prompt's logprobs are needed, only the first answer's request computes them.  If
+        `length` is 0, all answers share one request to the engine.
         """
         body, first = self._body, len(self._choices)
         indices = range(first, first + len(options))
@@ -242,7 +251,8 @@ class Completion:
 
     def _deliver(self, indices: Sequence[int], progress: engines.Progress) -> None:
         """Pass an update from the engine's thread to the event loop."""
-        # The event loop is closed if the server was stopped before its requests had finished.
+        # RuntimeError: the event loop is closed, because the server stopped before its requests
+        # had finished.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._updates.put_nowait, (indices, progress))
 
@@ -258,7 +268,7 @@ class Completion:
             raise _stopped(error) from None
 
     async def _answers(self) -> list[Answer]:
-        """Return one answer per choice; echoes of prompts are computed in a thread."""
+        """Create and return one `Answer` per choice; echoes of prompts are computed in a thread."""
         words, echoes = self._service.words, dict[int, Echo]()
         for choice in self._choices:
             key = id(choice.prompt)
@@ -269,7 +279,11 @@ class Completion:
         return [choice.answer for choice in self._choices if choice.answer is not None]
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the pieces of all answers as they come, each as (index, piece)."""
+        """Yield the pieces of all answers as they are generated, as (index of the answer, piece).
+
+        Raises:
+          ApiError: if the engine has stopped or the model fails.
+        """
         answers = await self._answers()
         running = set(range(len(answers)))
         while running:
@@ -292,11 +306,14 @@ class Completion:
             self._service.engine.cancel(choice.request)
 
     async def text(self) -> str:
-        """Return the complete text of the answer (of several answers, joined)."""
+        """Return the complete text of all answers, joined."""
         return "".join([piece.text async for _, piece in self._pieces()])
 
     async def whole(self) -> AsyncIterator[str]:
-        """Wait for all answers, then return OpenAI's JSON response, in parts as it may be long."""
+        """Wait for all answers, then return OpenAI's JSON response.
+
+        The response is an iterator over its parts, because it may be long.
+        """
         joined = [Piece("", []) for _ in self._choices]
         async for index, piece in self._pieces():
             whole = joined[index]
@@ -306,14 +323,14 @@ class Completion:
         return self._parts(joined)
 
     async def _parts(self, joined: Sequence[Piece]) -> AsyncIterator[str]:
-        """Yield the JSON response in parts of about `PART_CHARACTERS`."""
+        """Yield the JSON response in parts of about `PART_CHARACTERS` characters."""
         part = json.dumps(self._head)[:-1] + ', "choices": ['
         for index, piece in enumerate(joined):
             part += (", " if index else "") + json.dumps(self._choice(index, piece))
             if len(part) > PART_CHARACTERS:
                 yield part
                 part = ""
-                await asyncio.sleep(0)  # so that a client that reads fast cannot block the others
+                await asyncio.sleep(0)  # so that one fast client cannot block the others
         yield part + f'], "usage": {json.dumps(self._usage())}}}'
 
     async def events(self) -> AsyncIterator[str]:
@@ -351,7 +368,7 @@ class Completion:
         }
 
     def _usage(self) -> dict[str, int]:
-        # A prompt with several answers counts once, as in OpenAI's API.
+        # A prompt with several answers is counted once, as in OpenAI's API.
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self._choices}
         prompt = sum(prompts.values())
         completion = sum(choice.answer.tokens for choice in self._choices if choice.answer)
@@ -367,9 +384,9 @@ def _stopped(error: StoppedEngineError) -> ApiError:
 
 
 def _top(words: Words, spot: Spot, count: int) -> dict[str, float] | None:
-    """Return the logprobs, by name, of the `count` most likely tokens and of the token itself.
+    """Return the logprobs of the `count` most likely tokens and of the token itself, by text.
 
-    None if the token has no logprob, as the first of a prompt.
+    The result is None if the token has no logprob.  The first token of a prompt has none.
     """
     if spot.token.logprob is None:
         return None
@@ -386,7 +403,7 @@ async def unless_gone(
 ) -> Any:
     """Return the result of `work`, unless the client disconnects first.
 
-    If the completion is still running when this returns or raises, it is cancelled.
+    If `completion` is still running when this function returns or raises, it is cancelled.
 
     Raises:
       ClientDisconnect: if the client disconnects first.

@@ -1,7 +1,7 @@
 """The training loop: resume, train, validate, save and log.
 
-It uses a network only through the interface `TrainableNetwork`, so it is the same for one process
-and for a pod.
+The loop uses a network only through the interface `TrainableNetwork`, so the same code trains in a
+single process and on a TPU pod.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock,
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
-MOST_STEPS_BETWEEN_SAVES = 8  # between attempts to save, while saving fails
+MOST_STEPS_BETWEEN_SAVES = 8  # longest pause between attempts to save, while saving fails
 
 
 NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
@@ -40,19 +40,22 @@ def train(
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
-    Training resumes from the newest checkpoint in `folder`.  Without one it starts from the weights
-    at `tune_model_path` (with `fresh_opt`, not from its Adam moments), or from fresh ones.  When a
-    run of adapters resumes, `tune_model_path` is where to find their base if it has moved.
+    Training resumes from the newest checkpoint in `folder`.  If there is none, training starts from
+    the model at `tune_model_path`, or from freshly initialised weights if no path is given.  With
+    `fresh_opt`, the Adam moments at `tune_model_path` are not loaded.  When a LoRA run resumes and
+    its base model has moved, `tune_model_path` must be the base model's new location.
 
-    Checkpoints are saved every `ckpt_every` steps, at the end, before any error but a StoppedError
-    ends training, and on SIGTERM, Ctrl-C or SIGHUP (the terminal closes), after which `train`
-    returns.  A failed save is reported and retried while training continues.  No other process may
-    write to `folder` meanwhile.
+    A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
+    or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
+    training, a checkpoint is saved first, unless the error is a StoppedError.  A failed save is
+    reported and retried while training continues.  No other process may write to `folder` during
+    training.
 
     Raises:
       InputError: if an input cannot be used, or if the last save fails twice.
       StoppedError: if a loss or gradient norm is not finite; nothing is saved from that step on.
-      HostError: if a host fails; a StoppedError if that happens after a signal.
+        Also if a host fails after a signal was received.
+      HostError: if a host fails before any signal was received.
     """
     config, folder = network.config, local_path(folder)
     total = config.total_steps if max_steps is None else max_steps
@@ -87,7 +90,7 @@ def _train(
     fresh_opt: bool,
     received: list[int],
 ) -> None:
-    """Train until step `total` or until a signal is `received`, and save."""
+    """Train until step `total` or until a signal is in `received`, then save."""
     config = network.config
     val_sets = {} if config.val_batches == 0 else config.val_set
     eval_tasks = harness.opened(config)
@@ -126,7 +129,10 @@ def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[
 
 @contextlib.contextmanager
 def closing(network: NetworkLike) -> Iterator[NetworkLike]:
-    """Close a network at the end, waiting for its last save unless a second signal arrives."""
+    """Close `network` at the end of the context, which waits for its last save.
+
+    If a second signal arrives inside the context, the network is not closed.
+    """
     wait = True
     try:
         yield network
@@ -139,7 +145,7 @@ def closing(network: NetworkLike) -> Iterator[NetworkLike]:
 
 
 def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) -> None:
-    """Load the weights at `path` into the network, or initialize fresh ones if it is None."""
+    """Load the model at `path` into the network, or initialise fresh weights if `path` is None."""
     if path is None:
         network.init()
     else:
@@ -148,11 +154,11 @@ def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect the numbers of received SIGTERM, Ctrl-C and SIGHUP in a list.
+    """Yield a list that collects the numbers of received SIGTERM, SIGINT and SIGHUP signals.
 
-    After the first signal, SIGTERM and Ctrl-C have their previous handlers again.  A second Ctrl-C
-    raises KeyboardInterrupt, so that the code which created a TPU still deletes it.  This is safe:
-    an interrupted save leaves the previous checkpoint intact.
+    After the first signal, the previous handlers of SIGTERM and SIGINT (Ctrl-C) are restored.  A
+    second Ctrl-C therefore raises KeyboardInterrupt, and code that created a TPU can still delete
+    it.  Interrupting a save is safe, because the previous checkpoint stays intact.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -204,7 +210,7 @@ class _Run:
         self.noise = noise
         self.total = total
         self.pending: deque[tuple[int, dict[str, Any]]] = deque()
-        self.saved = network.step  # step of the newest checkpoint, or of the start of this run
+        self.saved = network.step  # the newest checkpoint's step, or this run's first step if none
         self.saving = False  # whether the last save may still be in progress
         self.save_pause = 0  # steps between attempts to save, after a failure
         self.save_again_at: int | None = None
@@ -213,7 +219,7 @@ class _Run:
         self.bar = tqdm(total=total, initial=logged, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
-        """Train until the last step or until a signal is `received`, and save.
+        """Train until the last step or until a signal is in `received`, then save.
 
         Args:
           unscored: the restored step's row, if its scoring was interrupted.
@@ -236,7 +242,7 @@ class _Run:
             print(f"{name}: stopped {where}; start again to resume")
 
     def _step(self, received: list[int]) -> None:
-        """Run one update, and the validation and save that are due after it."""
+        """Run one update, then validate and save if they are due."""
         network, config = self.network, self.config
         sample = self.loader.get_samples()
         metrics = network.train(sample)
@@ -250,7 +256,7 @@ class _Run:
             self._save()
 
     def _finish(self) -> None:
-        """Save the last step; raise InputError if a second attempt fails too."""
+        """Save the last step; if that fails twice, raise InputError."""
         self._log(self._rows(0))
         if (error := self._failure_of_save()) is None and self.network.step != self.saved:
             error = self._failure_of(self._begin_save) or self._failure_of_save()
@@ -268,9 +274,10 @@ class _Run:
             self._report(f"not saved before the run ends: {save_error}")
 
     def _rows(self, left: int) -> Iterator[dict[str, float]]:
-        """Return the rows of all but the `left` newest steps, waiting for their metrics.
+        """Return the rows of all pending steps but the `left` newest; wait for their metrics.
 
-        They are built lazily, so that the rows before one that raises can still be logged.
+        The rows are built lazily.  If building a row raises StoppedError, the caller has therefore
+        already received, and can log, the rows before it.
         """
         read = []
         while len(self.pending) > left:
@@ -309,17 +316,20 @@ class _Run:
             self.bar.update()
 
     def _validate(self, received: list[int]) -> None:
-        """Score the network, and log all pending rows, the newest one with the scores."""
+        """Score the network and log all pending rows; the newest row includes the scores."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
         self._score(next(rows), received)
 
     def _score(self, newest: dict[str, Any], received: list[int]) -> None:
-        """Add scores of validation sets and lm-eval tasks to the newest step's row, and log it.
+        """Score validation sets and lm-eval tasks, and log the newest step's row with the scores.
 
-        If a signal or an error interrupts the scoring, the row is logged without scores, and the
-        resumed run scores the step again.
+        If a signal or an error interrupts the scoring, the row is logged without scores.  When the
+        run is resumed, it scores that step again.
+
+        Args:
+          newest: the newest step's row.
         """
         scores: dict[str, float] = {}
         summary = []
@@ -350,7 +360,7 @@ class _Run:
 
     def _save(self) -> None:
         """Start saving a checkpoint of this step; a failed save is retried later."""
-        self._log(self._rows(0))  # raises before a non-finite loss can be saved
+        self._log(self._rows(0))  # raises if a loss is not finite, before anything is saved
         # Wait for the previous save first: its failure must not prevent this one.
         error = self._failure_of_save()
         if error is not None:
@@ -362,7 +372,7 @@ class _Run:
                 self._save_later(error)
 
     def _begin_save(self) -> None:
-        """Start saving a checkpoint with the loader's position, noise averages and wandb id."""
+        """Start saving a checkpoint, with the loader's position, noise averages and wandb id."""
         aux = {
             "loader": self.loader.state(),
             "noise": self.noise.state(),

@@ -26,19 +26,20 @@ RETRY_SECONDS = (1.0, 60.0)  # first and longest pause after a failed upload
 
 
 class MetricsLog:
-    """A log with one JSON object per update, in the model folder's metrics.jsonl and on wandb.
+    """A log with one row (a JSON object) per update, in metrics.jsonl and, if configured, on wandb.
 
-    If the model folder is a URI, the file is kept locally under `runs/` and uploaded in the
-    background at every checkpoint (`upload`).  After the log is opened, no failure ends or delays
-    the run: it is reported once, and the operation is retried.  Rows that do not fit on the disk
-    are kept in memory until they do.
+    The file metrics.jsonl is in the model folder.  If the model folder is a URI, the file is kept
+    locally under `runs/` and uploaded in the background at every checkpoint (`upload`).  Once the
+    log is open, a failed write or upload neither ends nor delays training: the failure is reported
+    once, and the operation is retried.  If the disk is full, new rows are kept in memory until they
+    can be written.
     """
 
     def __init__(self, folder: str, config: Config, restored_step: int, wandb_id: str | None):
         """Open the log to continue after `restored_step`; rows of later steps are removed.
 
         Args:
-          wandb_id: the wandb run to resume; None for a new one.
+          wandb_id: the id of the wandb run to resume, or None for a new run.
 
         Raises:
           InputError: if the file cannot be written, or an existing one cannot be read.
@@ -62,7 +63,7 @@ class MetricsLog:
             self._wandb = WandbUpload(self.path, config, self.wandb_id, restored_step)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row, and hand it to the operating system unless the disk is full."""
+        """Append a row to the file; if writing fails, keep it in memory until the next call."""
         self._unwritten.append(json.dumps(row) + "\n")
         try:
             self._flush()
@@ -75,7 +76,7 @@ class MetricsLog:
             self._failing = True
 
     def _flush(self) -> None:
-        """Write the pending rows; if they do not fit, no part of a row is left in the file."""
+        """Write all pending rows; if that fails, cut the file back to its old length and raise."""
         content = "".join(self._unwritten).encode()
         try:
             done = 0
@@ -89,12 +90,12 @@ class MetricsLog:
         self._failing = False
 
     def upload(self) -> None:
-        """Request an upload to the remote model folder; do nothing if the folder is local."""
+        """Request an upload of the file to the model folder; do nothing if the folder is local."""
         if self._uploads is not None:
             self._uploads.request()
 
     def close(self) -> None:
-        """Close the file, the uploads and the wandb run, waiting a limited time for them."""
+        """Close the file, the uploads and the wandb run; wait a limited time for them to finish."""
         try:
             self._flush()
         except OSError as error:
@@ -107,7 +108,7 @@ class MetricsLog:
 
 
 def row_of(folder: str, step: int) -> dict[str, Any] | None:
-    """Return the row of a step from a model folder's metrics, or None if they have none.
+    """Return the row of `step` from the metrics in a model folder, or None if it is missing.
 
     Raises:
       InputError: if the metrics cannot be read.
@@ -119,7 +120,7 @@ def row_of(folder: str, step: int) -> dict[str, Any] | None:
 
 
 def _paths(folder: str) -> tuple[str, epath.Path | None]:
-    """Return the local path of the metrics file, and the remote one if `folder` is a URI."""
+    """Return the metrics file's local path and its remote path, None unless `folder` is a URI."""
     folder = local_path(folder)
     if not is_uri(folder):
         return os.path.join(folder, NAME), None
@@ -127,10 +128,10 @@ def _paths(folder: str) -> tuple[str, epath.Path | None]:
 
 
 def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
-    """Return the rows up to step `last` from the local or the remote copy.
+    """Return the rows up to step `last` from the local or the remote copy of the metrics file.
 
-    The copy that reaches the later step is used, the remote one if both reach the same.  The local
-    copy is outdated if another machine has continued the run since.
+    The copy that reaches the later step is used; if both reach the same step, the remote copy is.
+    The local copy may be outdated, because another machine may have continued the run.
     """
     copies = []
     if os.path.exists(path):
@@ -144,7 +145,7 @@ def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
 
 
 def _kept(text: str, last: int) -> tuple[list[str], int]:
-    """Return the complete lines up to step `last`, and the greatest step among them."""
+    """Return the complete lines of `text` up to step `last`, and the greatest step among them."""
     kept, reached = [], 0
     for line in text.splitlines():
         try:
@@ -180,7 +181,7 @@ class _Uploads:
             self._wake.notify()
 
     def close(self) -> None:
-        """Finish a requested upload; give up after `CLOSE_SECONDS`."""
+        """Wait for a requested upload to finish; give up after `CLOSE_SECONDS`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -215,14 +216,15 @@ def _print_error(line: str) -> None:
 
 
 class StepClock:
-    """Times of steps in flight, measured when a step finishes, not when its metrics are read.
+    """Measures the seconds that each step takes while several steps are in flight.
 
-    The time between two calls of `look` is divided equally among the steps that finished in
-    between, so the seconds of all steps add up to the time from `restart` to the end of the last.
+    A step is timed when it finishes, not when its metrics are read.  The time between two calls of
+    `look` is divided equally among the steps that finished in between.  The seconds of all steps
+    therefore add up to the time from `restart` to the end of the last step.
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque()  # of finished steps that were not taken yet
+        self._seconds: deque[float] = deque()  # of finished steps; `take` removes them
         self.restart()
 
     def restart(self) -> None:
@@ -233,10 +235,10 @@ class StepClock:
         """Record which steps have finished; return how many of `unread` have.
 
         Args:
-          unread: steps whose metrics have not been read, as (step, metrics) in order; the metric
-            `loss` has a method `is_ready`.
-          read: number of steps before these whose metrics have been read, so that they have
-            finished, but whose seconds have not been taken.
+          unread: the steps whose metrics have not been read, as (step, metrics) in step order.  A
+            step has finished if the method `is_ready` of its metric `loss` returns True.
+          read: number of earlier steps whose metrics have been read but whose seconds have not
+            been taken.  These steps have finished.
         """
         finished = sum(1 for _ in takewhile(lambda step: step[1]["loss"].is_ready(), unread))
         new = read + finished - len(self._seconds)
@@ -247,16 +249,17 @@ class StepClock:
         return finished
 
     def take(self) -> float:
-        """Return the seconds of the oldest finished step that was not taken yet."""
+        """Return and remove the seconds of the oldest finished step that are still recorded."""
         return self._seconds.popleft()
 
 
 class NoiseScale:
     """The gradient noise scale (McCandlish 2018, appendix A), averaged over steps.
 
-    The squared norms of gradients of a small and a big batch give unbiased estimates of the true
-    gradient's squared norm and of the trace of its covariance.  Each estimate is averaged before
-    their ratio is taken, since a ratio of noisy numbers is biased.
+    The squared norms of the gradients of a small and a big batch give two unbiased estimates: of
+    the true gradient's squared norm, and of the trace of the covariance of the gradients of single
+    sequences.  The noise scale is the trace divided by the squared norm.  Each estimate is averaged
+    over steps before the division, because the ratio of two noisy numbers is biased.
 
     Args:
       alpha: weight of the newest step in the moving averages.
@@ -272,7 +275,12 @@ class NoiseScale:
         self.trace: float | None = None
 
     def update(self, small_square: float, big_square: float) -> dict[str, float]:
-        """Add one step's mean squared norms; return the `noise/*` metrics that can be estimated."""
+        """Add one step's estimates to the averages; return the available `noise/*` metrics.
+
+        Args:
+          small_square: mean squared gradient norm of the small batches.
+          big_square: squared gradient norm of the big batch.
+        """
         if self.big == self.small or not math.isfinite(small_square + big_square):
             return {}
         square = (self.big * big_square - self.small * small_square) / (self.big - self.small)

@@ -1,4 +1,4 @@
-"""The original's optimizer: clipping, Adam, decoupled weight decay and the GPT-3 schedule."""
+"""The optimizer of mesh-transformer-jax: clipping, Adam, weight decay and the GPT-3 schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ def gpt3_schedule(
 ) -> Callable[[Array], Array]:
     """Return a schedule: linear warm-up from 0 to `lr`, then cosine decay to `end_lr`.
 
-    The decay takes `anneal_steps`.  A schedule maps the number of updates done to the rate of the
-    next one, so the first update has rate 0 unless `warmup_steps` is 0.
+    The warm-up takes `warmup_steps` steps, and the decay `anneal_steps` steps.  The schedule maps
+    the number of completed updates to the learning rate of the next update.  The learning rate of
+    the first update is therefore 0, unless `warmup_steps` is 0.
     """
 
     def schedule(step: Array) -> Array:
@@ -39,13 +40,15 @@ class Optimizer:
 
     Gradients must be means over microbatches and replicas, in f32 and in the state's layout.
 
-    The original stores some biases once per shard and adds up the copies.  With the config's
-    `original_bias_copies` c, such a bias moves by c times Adam's step and counts c times in the
-    squared norm, as the sum of c copies would.
+    The original mesh-transformer-jax stores some biases once per shard and uses the sum of the
+    copies.  This library stores one bias, which is that sum.  To reproduce training with c copies,
+    set the config's `original_bias_copies` to c.  Each of the original's copies takes a full Adam
+    step and is counted in the gradient norm.  The optimizer therefore multiplies the bias's Adam
+    step, and its share of the squared gradient norm, by c.
 
     Attributes:
-      declared: a tree with the `Declaration` of every trained parameter: whether it decays, and
-        whether it is such a bias (`summed`).
+      declared: a tree with the `Declaration` of every trained parameter.  `Declaration.summed`
+        marks the biases described above.
     """
 
     config: Config
@@ -59,7 +62,10 @@ class Optimizer:
         return optax.scale_by_adam(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_eps)
 
     def init(self, params: Any) -> OptState:
-        """Return zero moments in the parameters' layout, in f32 or, with `bf16_optimizer`, bf16."""
+        """Return Adam's initial state, with zero moments in the parameters' layout.
+
+        The moments are in f32 or, if the config sets `bf16_optimizer`, in bf16.
+        """
         adam = self._adam().init(to_f32(params))
         assert isinstance(adam, optax.ScaleByAdamState)
         return self._pack(adam)
@@ -69,7 +75,11 @@ class Optimizer:
         return {"count": adam.count, "mu": cast(adam.mu), "nu": cast(adam.nu)}
 
     def squares(self, grads: Any) -> Any:
-        """Return each leaf's contribution to the squared norm, in f32, from local shards only."""
+        """Return each leaf's contribution to the squared gradient norm, in f32.
+
+        The contributions are computed from this program's shards only; they are not summed over
+        devices.
+        """
 
         def square(declaration: Declaration, g: Array) -> Array:
             return jnp.sum(jnp.square(g.astype(jnp.float32))) * self._copies(declaration)
@@ -77,16 +87,17 @@ class Optimizer:
         return map_declared(square, self.declared, grads)
 
     def learning_rate(self, step: Array) -> Array:
-        """Return the scheduled learning rate of the update that follows `step` others."""
+        """Return the scheduled learning rate of the next update after `step` completed updates."""
         c = self.config
         return gpt3_schedule(c.warmup_steps, c.anneal_steps, c.lr, c.end_lr)(step)
 
     def update(
         self, grads: Any, state: OptState, params: Any, step: Array, norm: Array
     ) -> tuple[Any, OptState]:
-        """Return the new parameters and state; clips by `norm`, the global norm of `grads`.
+        """Return the updated parameters and optimizer state.
 
-        The learning rate depends on `step`, Adam's bias correction on the count in `state`.
+        The gradients are clipped by `norm`, which is their global norm.  The learning rate depends
+        on `step`; Adam's bias correction depends on the count in `state`.
         """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
         grads = jax.tree.map(lambda g: g * clip, grads)

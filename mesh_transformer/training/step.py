@@ -26,7 +26,7 @@ Batch = dict[str, Array]
 
 
 def init_state(config: Config, key: Array) -> State:
-    """Return a fresh state: parameters, Adam's moments and the number of updates done.
+    """Return a fresh state: parameters, Adam's moments and the number of completed updates.
 
     All arrays are global.  Frozen parameters have no moments, and are stored in the compute dtype
     because they are never updated.
@@ -61,17 +61,17 @@ def state_specs(config: Config, mesh: Mesh) -> State:
 
 
 def _compute_params(params: Any, config: Config, par: Parallel) -> Any:
-    """Convert the state's parameters for the forward pass, once per step (`compute_copy`)."""
+    """Convert the state's parameters for the forward pass (see `Parallel.compute_copy`)."""
     return par.compute_copy(params, gptj.declarations(config), config.dtype)
 
 
 def gradients(
     params: Any, batch: Batch, config: Config, par: Parallel
 ) -> tuple[Any, dict[str, Array]]:
-    """Return the gradients of a batch, in the state's layout, and the measurements in `MEASURED`.
+    """Return the gradients of a batch, in the state's layout, and the metrics named in `MEASURED`.
 
-    The gradients are summed in f32 over the A microbatches, then averaged over these and over dp.
-    Only trained parameters have one.
+    The gradients are averaged over the A microbatches and over dp, with all sums in f32.  Only
+    trained parameters have gradients.
 
     Args:
       batch: this program's sequences: `obs` and `target` [A, B, T], and optionally `loss_mask` and
@@ -117,7 +117,10 @@ def gradients(
 
 
 def update(state: State, grads: Any, norm: Array, config: Config) -> State:
-    """Apply one optimizer step, leaf by leaf in the state's layout and without collectives."""
+    """Apply one optimizer step; `norm` is the global norm of `grads`.
+
+    Each leaf is updated in the state's layout, without collectives.
+    """
     optimizer = Optimizer(config, gptj.trained(config))
     trained, frozen = partition(gptj.declarations(config), state["params"])
     trained, opt_state = optimizer.update(grads, state["opt_state"], trained, state["step"], norm)
@@ -125,7 +128,13 @@ def update(state: State, grads: Any, norm: Array, config: Config) -> State:
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
-    """Return losses, without z-loss as in the original, and hits of `obs` and `target` [B, T]."""
+    """Return the losses of a batch, and at which positions the model predicts the target.
+
+    As in the original mesh-transformer-jax, the losses do not include the z-loss.
+
+    Args:
+      batch: this program's sequences: `obs` and `target` [B, T], and optionally `segment_ids`.
+    """
     params = _compute_params(params, config, par)
     segments = batch.get("segment_ids")
     per_token = losses(params, batch["obs"], batch["target"], config, par, segments)
@@ -144,7 +153,7 @@ def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Ar
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
-    """Raise InputError if ZeRO cannot split a matrix along any axis."""
+    """Raise InputError if the config enables ZeRO but some matrix has no axis that it can split."""
     if not config.zero:
         return
     dp = mesh.shape["dp"]
@@ -161,7 +170,7 @@ def check_zero(config: Config, mesh: Mesh) -> None:
 
 
 def gradient_replicas(config: Config, mesh: Mesh) -> int:
-    """Return the number of gradients per microbatch whose norms `grad_norm_micro` averages."""
+    """Return the number of gradients per microbatch; `grad_norm_micro` averages their norms."""
     return parallel_of(config, mesh).replicas
 
 
@@ -188,7 +197,7 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function (state, batch) -> (state, metrics), to which the old state is donated."""
+    """Return a function (state, batch) -> (state, metrics) that donates the state passed to it."""
     batch = P(None, "dp")  # for all arrays of the batch
     measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
@@ -218,7 +227,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
 
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function (params, batch) -> losses and hits (see `eval_step`)."""
+    """Return a function (params, batch) -> results, which are those of `eval_step`."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
     specs = (state_specs(config, mesh)["params"], P("dp"))
     return compiled(eval_step, config, mesh, specs, outputs, attention=_attention(config, mesh))

@@ -1,9 +1,10 @@
 """Upload of a run's metrics.jsonl to wandb from a separate process.
 
-The process is separate so that no failure of wandb affects the run.  It is started as `python -m
-mesh_transformer.training.wandb_upload`, follows the file, and ends when its standard input is
-closed, which happens even if the run is killed by SIGKILL.  If it fails it is restarted, after
-increasingly long pauses, for as long as the run lasts.
+The process is separate so that no failure of wandb affects training.  The training process starts
+it as `python -m mesh_transformer.training.wandb_upload`.  The upload process sends rows as they are
+added to the file.  It ends when its standard input is closed, which happens even if the training
+process is killed by SIGKILL.  If the upload process fails during training, it is restarted after a
+pause, and the pauses become longer.
 """
 
 import contextlib
@@ -32,10 +33,10 @@ class WandbUpload:
     Args:
       path: the metrics.jsonl to follow.
       run_id: the id of the wandb run, which is resumed if it exists.
-      after: only rows of later steps than this are sent.
+      after: only the rows of steps after this one are sent.
 
     Attributes:
-      sent: the last step that was handed to wandb, which may not have stored it.
+      sent: the last step whose row was passed to wandb.  wandb may not have stored the row yet.
     """
 
     def __init__(self, path: str, config: Config, run_id: str, after: int):
@@ -55,7 +56,7 @@ class WandbUpload:
         self._thread.start()
 
     def _supervise(self) -> None:
-        """Run the process; restart it if it fails, during the run and once after its end."""
+        """Run the upload process and restart it if it fails; after `close`, at most once."""
         pause = RETRY_SECONDS[0]
         while True:
             last = self._closing.is_set()
@@ -69,7 +70,7 @@ class WandbUpload:
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     def _run(self) -> tuple[int, str]:
-        """Run the process once; return its exit status and the reason for a failure."""
+        """Run the upload process once; return its exit status and the reason for any failure."""
         reason = ""
         try:
             self._process = process = subprocess.Popen(
@@ -114,7 +115,10 @@ class WandbUpload:
                 self._process.stdin.close()
 
     def close(self) -> None:
-        """Let the process send the last rows, in the background after `CLOSE_SECONDS`."""
+        """Tell the upload process to send the last rows and end; wait up to `CLOSE_SECONDS`.
+
+        After that time the process continues in the background.
+        """
         self._closing.set()
         self._end_input()
         self._thread.join(CLOSE_SECONDS)
@@ -127,10 +131,15 @@ def _print_error(line: str) -> None:
 
 
 def main() -> None:
-    """Send rows for the task read from standard input, until it is closed and all are sent."""
+    """Send the rows of a metrics file to wandb until standard input is closed.
+
+    The first line of standard input is a JSON object with the file's path and the settings of the
+    wandb run (see `WandbUpload`).  Rows that are in the file when standard input is closed are
+    still sent.
+    """
     task = json.loads(sys.stdin.readline())
     out = os.dup(1)
-    os.dup2(2, 1)  # only `report` may write to the run; stderr is discarded
+    os.dup2(2, 1)  # only `report` may write to the training process; stderr is discarded
     import wandb
     from wandb.errors import AuthenticationError, UsageError
 
@@ -161,7 +170,7 @@ def main() -> None:
 
 
 def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
-    """Yield the file's rows of steps past `after` as they appear, until standard input closes."""
+    """Yield the rows of steps after `after` as they are added, until standard input is closed."""
     with open(path, encoding="utf-8") as file:
         ending = False
         while True:
@@ -172,7 +181,10 @@ def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
 
 
 def _whole_rows(file: IO[str], after: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows added since the last call; an incomplete line is left for the next one."""
+    """Yield the rows of steps after `after` that were added to the file since the last call.
+
+    An incomplete line at the end of the file is left for the next call.
+    """
     while True:
         start = file.tell()
         line = file.readline()

@@ -1,8 +1,9 @@
 """Measure the peak memory and time of converting original -> native -> hf -> original.
 
-Creates a random model of 1.5B parameters (6 GB in f32; the disk needs five times that) and runs
-scripts/convert_checkpoint.py for each conversion, in a process of its own.  Compares its memory
-with the bound, the size of the weights plus 2 GiB, and its time with copying the result to disk.
+The script creates a random model of 1.5B parameters, which is 6 GB in f32; the disk needs room for
+five times as much.  It then runs scripts/convert_checkpoint.py in a separate process for each
+conversion.  The peak memory of the process is compared with a bound: the size of the weights plus
+2 GiB.  Its time is compared with the time to copy the resulting checkpoint on the same disk.
 """
 
 import argparse
@@ -45,7 +46,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_model(folder: Path, config: Config) -> int:
-    """Write a random weights-only checkpoint of 8 shards; returns its size in bytes."""
+    """Write a checkpoint of 8 shards with random weights and no optimizer state.
+
+    Returns:
+      The size of the checkpoint in bytes.
+    """
     rng = np.random.default_rng(0)
     values = 0.02 * rng.standard_normal(1 << 22, np.float32)
 
@@ -62,7 +67,11 @@ def write_model(folder: Path, config: Config) -> int:
 
 
 def run(*command: object) -> tuple[float, float]:
-    """Run a Python process; returns its seconds and its peak resident memory in GiB."""
+    """Run a Python script in a new process.
+
+    Returns:
+      The elapsed seconds, and the peak resident memory of the process in GiB.
+    """
     os.sync()  # so that the process does not wait for earlier writes
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *map(str, command)])
@@ -73,7 +82,11 @@ def run(*command: object) -> tuple[float, float]:
 
 
 def copy(source: Path, target: Path) -> float:
-    """Copy a folder and flush the copy to disk, then delete it; returns the seconds of the copy."""
+    """Copy a folder, flush the copy to disk, and then delete the copy.
+
+    Returns:
+      The seconds that copying and flushing took.
+    """
     os.sync()
     began = time.perf_counter()
     shutil.copytree(source, target)
@@ -103,7 +116,8 @@ def measure(args: argparse.Namespace) -> None:
     config = Config.from_dict(sizes)
     config_path = args.folder / "config.json"
     config_path.write_text(str(sizes).replace("'", '"'))
-    # In a separate process, as the peak memory of a child starts at its parent's peak.
+    # Write the model in a separate process.  The peak memory that is reported for a child process
+    # is at least that of its parent, so this process must stay small.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         size = pool.submit(write_model, args.folder / "original", config).result()
     bound = size / GIB + 2
@@ -118,7 +132,7 @@ def measure(args: argparse.Namespace) -> None:
             shutil.rmtree(args.folder / target, ignore_errors=True)
             seconds, peak = run(CONVERTER, *pair, *options)
             runs.append((seconds, copy(args.folder / target, args.folder / "copy"), peak))
-        # The fastest run counts: other load and first-time memory allocation only add time.
+        # Report the fastest run, because other load and first-time memory allocation only add time.
         seconds, copied = (min(measured[i] for measured in runs) for i in (0, 1))
         peak = max(peak for *_, peak in runs)
         print(

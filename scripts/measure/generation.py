@@ -1,11 +1,12 @@
 """Compare the speed of generation with torch transformers' `generate` on this machine.
 
-Both decode greedily with a GPT-J of 12 layers and width 768 with random weights, in alternating
-processes.  Prints the median ratio of the pairs and its range, and the throughput as a fraction of
-what the memory bandwidth allows, given the bytes that each token must read.
+Both libraries decode greedily with a GPT-J of 12 layers and width 768 that has random weights.
+They run in alternating processes.  The script prints the median and the range of the ratio of their
+speeds.  It also prints this library's throughput as a fraction of the limit that the memory
+bandwidth sets, given the bytes that each decoding step must read.
 
-With --dtype bfloat16 this library keeps float32, its default on CPUs.  With int8 its weights have 8
-bits, and torch is measured in bfloat16, as it has no equivalent.
+With --dtype bfloat16, this library still uses float32, its default on CPUs.  With --dtype int8,
+this library's weights have 8 bits, and torch is measured in bfloat16, because it has no equivalent.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def ours(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
-    """Return a function that generates once with this library."""
+    """Return a function that generates one batch of texts with this library."""
     from mesh_transformer.transformer_shard import CausalTransformer
 
     network = CausalTransformer(
@@ -69,7 +70,7 @@ def ours(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
 
 
 def theirs(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
-    """Return a function that generates once with torch transformers."""
+    """Return a function that generates one batch of texts with torch transformers."""
     import torch
     from transformers import GPTJConfig, GPTJForCausalLM
 
@@ -102,7 +103,12 @@ def theirs(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
 
 
 def measure_one(args: argparse.Namespace) -> dict[str, float]:
-    """Return the tokens per second of each batch size, and the seconds of its first call."""
+    """Measure the engine `args.one`.
+
+    Returns:
+      For each batch size N, the tokens per second under the key "N", and the seconds that the first
+      call took under the key "first_N".
+    """
     results = {}
     for batch in args.batch:
         generate = (ours if args.one == "ours" else theirs)(args, batch)
@@ -119,7 +125,10 @@ def measure_one(args: argparse.Namespace) -> dict[str, float]:
 
 
 def bytes_read(args: argparse.Namespace, batch: int) -> int:
-    """Return the bytes this library reads per decoding step: the weights and each row's cache."""
+    """Return the bytes that this library reads per decoding step on average.
+
+    It reads all weights and the attention cache of each batch row.
+    """
     weights = LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY
     cache = 2 * LAYERS * WIDTH * batch * (args.prompt + args.new / 2)
     return int((1 if args.dtype == "int8" else 4) * weights + 4 * cache)

@@ -1,7 +1,8 @@
-"""Load-test a running server: many concurrent clients against one request at a time.
+"""Load-test a running server: compare many concurrent clients with one request at a time.
 
-First each request of a fixed set is sent on its own.  Then the clients draw requests from the set
-concurrently, and every answer must equal the first one to the same request.
+First, each request of a fixed set is sent on its own.  Then many clients concurrently send requests
+drawn at random from the same set.  Every answer must equal the one that the same request got when
+it was sent on its own.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def parse_args() -> argparse.Namespace:
 
 @dataclasses.dataclass
 class Answer:
-    """A complete answer.
+    """A complete answer of the server.
 
     Attributes:
       text: the generated text.
@@ -86,7 +87,7 @@ class Answer:
 
 
 class Client:
-    """A client that requests streamed completions, one connection per request."""
+    """A client that requests streamed completions; it opens a new connection for each request."""
 
     def __init__(self, url: str, api_key: str | None):
         parts = urlsplit(url)
@@ -123,7 +124,7 @@ class Client:
         if " 200 " not in status:
             raise StoppedError(f"the server returned {status.strip()}: {await reader.read()}")
         pieces, first, tokens = [], None, None
-        # Each event is one line; the other lines are HTTP headers and chunk lengths.
+        # Each event of the stream is one line; all other lines are HTTP headers or chunk lengths.
         async for line in reader:
             if not line.startswith(b"data: {"):
                 continue
@@ -155,7 +156,12 @@ def make_requests(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(name: str, answers: list[Answer], seconds: float) -> float:
-    """Print throughput and latency of the answers; returns tokens per second."""
+    """Print the throughput and the latency of the answers, and return the tokens per second.
+
+    Args:
+      name: the name of the measurement, printed first.
+      seconds: the duration of the measurement.
+    """
     rate = sum(answer.tokens for answer in answers) / seconds
 
     def milliseconds(values: list[float]) -> str:
@@ -174,7 +180,11 @@ def report(name: str, answers: list[Answer], seconds: float) -> float:
 
 
 async def load(args: argparse.Namespace) -> int:
-    """Run both measurements; returns exit status 1 if any answer differs."""
+    """Run both measurements: one request at a time, and then many concurrent clients.
+
+    Returns:
+      The exit status: 1 if an answer of the second measurement differs from that of the first.
+    """
     client, requests = Client(args.url, args.api_key), make_requests(args)
     began = time.perf_counter()
     expected = [

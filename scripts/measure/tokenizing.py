@@ -1,9 +1,10 @@
 """Compare the throughput of tokenizing with a plain batch call of the tokenizers library.
 
-Turns a folder of .txt files (`fetch_text.py` fetches some) into a corpus on disk, as
-create_finetune_tfrecords.py does: the text is read, cut, tokenised and written.  The plain call
-gets the texts of the whole files or, with --cut, the same pieces, all at once in memory.  The two
-run alternately.
+The script measures two ways to tokenise a folder of .txt files, such as those that `fetch_text.py`
+fetches.  The first is that of create_finetune_tfrecords.py: the text is read, cut into pieces,
+tokenised and written to a corpus on disk.  The second is one call of the tokenizers library, with
+all text already in memory as whole files or, with --cut, as the same pieces.  The two are measured
+alternately.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def main() -> int:
             tokenizing.run()
             return time.perf_counter() - began
 
-    for run in (plain, ours):  # warm-up: starts the threads and caches the files
+    for run in (plain, ours):  # warm-up, which starts the threads and caches the files
         run()
     pairs = [
         (plain(), ours()) if turn % 2 else (ours(), plain())[::-1] for turn in range(args.pairs)

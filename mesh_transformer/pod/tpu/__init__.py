@@ -1,1 +1,1 @@
-"""TPU VMs: creating them, connecting to their hosts, installing there, and deleting them."""
+"""Create TPU VMs, connect to their hosts, install the package on the hosts, and delete the VMs."""

@@ -1,4 +1,4 @@
-"""The few Cloud TPU API requests that `TpuVm` makes, with time limits and one-line errors."""
+"""The Cloud TPU API requests that `TpuVm` makes, with time limits and one-line errors."""
 
 import contextlib
 import dataclasses
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from google.api_core.exceptions import GoogleAPICallError
     from google.cloud import tpu_v2
 
-RPC_SECONDS = 30.0  # per request; `TpuVm` polls for whatever takes longer
-RETRY_SECONDS = 120.0  # for how long a read request is repeated
-# gcloud's own variable, so that the delete commands printed here go to the same endpoint.
+RPC_SECONDS = 30.0  # time limit of one request; `TpuVm` polls operations that take longer
+RETRY_SECONDS = 120.0  # for how long a failed read request is repeated
+# The environment variable that replaces Google's endpoint.  gcloud reads the same variable, so the
+# printed `gcloud ... delete` commands use the same endpoint as this program.
 ENDPOINT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"
 
 
@@ -31,20 +32,22 @@ class CapacityError(StoppedError):
 
 
 class UnavailableError(HostError):
-    """The API gave no answer; it may have carried out the request."""
+    """The API gave no answer; it may still have carried out the request."""
 
 
 class QuotaError(InputError):
-    """The project's quota does not allow this TPU, or not so soon after the previous one."""
+    """The project's quota does not allow this TPU; a TPU deleted just before may still count."""
 
 
 def new_client() -> "tpu_v2.TpuClient":
-    """Return the real client, with this machine's default credentials.
+    """Return a Cloud TPU API client with this machine's default credentials.
 
-    The environment variable ENDPOINT ("https://HOST:PORT/", always TLS) replaces Google's endpoint.
+    The environment variable that `ENDPOINT` names can replace Google's endpoint.  Its value is
+    "https://HOST:PORT/"; the connection always uses TLS.
 
     Raises:
-      InputError: if the package or the credentials are missing, or ENDPOINT is invalid.
+      InputError: if google-cloud-tpu or the credentials are missing, or if the variable's value is
+        invalid.
     """
     try:
         from google.api_core.client_options import ClientOptions
@@ -87,13 +90,13 @@ def default_project() -> str:
 
 
 class TpuApi:
-    """Requests about one TPU and, if `spec.queued`, about its queued resource.
+    """Cloud TPU API requests for one TPU and, if `spec.queued`, for its queued resource.
 
     Raises:
-      InputError: if the request or the credentials are at fault.
+      InputError: if the request or the credentials are invalid.
       QuotaError: if the quota is exhausted; the same request may succeed later.
       CapacityError: if the zone has no capacity.
-      UnavailableError: if there was no answer.
+      UnavailableError: if the API gives no answer.
       StoppedError: for any other error.
     """
 
@@ -110,13 +113,19 @@ class TpuApi:
         return self._read(self._client.get_node, self._node_name)
 
     def queued(self) -> "tpu_v2.QueuedResource | None":
-        """Return the queued resource; None if it does not exist, or if not `spec.queued`."""
+        """Return the queued resource; None if it does not exist or if `spec.queued` is False."""
         if not self.spec.queued:
             return None
         return self._read(self._client.get_queued_resource, self._queued_name)
 
     def _read(self, method: Any, name: str) -> Any:
-        """Return the resource `name`, or None if it does not exist; retries for RETRY_SECONDS."""
+        """Return the resource `name`, or None if it does not exist.
+
+        If the API is overloaded or gives no answer, the request is repeated for `RETRY_SECONDS`.
+
+        Args:
+          method: the client's method that reads the resource.
+        """
         from google.api_core import exceptions, retry
 
         repeated = retry.Retry(
@@ -126,7 +135,7 @@ class TpuApi:
         )
         try:
             with self._translated():
-                # No retries inside the client: signals would be deferred during its pauses, too.
+                # The client must not retry: signals would also be deferred during its pauses.
                 request = functools.partial(method, retry=None, timeout=RPC_SECONDS)
                 return repeated(request)(request={"name": name})
         except _MissingError:
@@ -135,9 +144,13 @@ class TpuApi:
     def create(
         self, labels: Mapping[str, str], metadata: Mapping[str, str], queue_seconds: float
     ) -> str:
-        """Request the TPU and return the name of an operation.
+        """Request the TPU and return the name of the API's operation.
 
-        The operation ends when the TPU has been created or, if queued, when it is in the queue.
+        The operation ends when the TPU has been created.  For a queued TPU, the operation ends when
+        the request has entered the queue.
+
+        Args:
+          queue_seconds: time after which a queued request expires.
         """
         from google.cloud import tpu_v2
 
@@ -164,11 +177,11 @@ class TpuApi:
             return operation.operation.name
 
     def _new_node(self, labels: Mapping[str, str], metadata: Mapping[str, str]) -> "tpu_v2.Node":
-        """Return the node to create."""
+        """Return the API's description of the node to create."""
         from google.cloud import tpu_v2
 
         spec = self.spec
-        # A queued request carries the tier itself; the API rejects a node that has it too.
+        # A queued request carries the tier.  The API rejects it if its node has a tier as well.
         tier = None if spec.queued else spec.tier
         return tpu_v2.Node(
             accelerator_type=spec.accelerator_type,
@@ -184,12 +197,12 @@ class TpuApi:
         )
 
     def delete_node(self) -> None:
-        """Request deletion of the node; see `_delete`."""
+        """Request deletion of the node; temporary errors are ignored."""
         self._delete(lambda: self._client.delete_node(name=self._node_name, timeout=RPC_SECONDS))
 
     def delete_queued(self) -> None:
-        """Request deletion of the queued resource; see `_delete`."""
-        request = {"name": self._queued_name, "force": True}  # deletes its node too
+        """Request deletion of the queued resource; temporary errors are ignored."""
+        request = {"name": self._queued_name, "force": True}  # `force` deletes its node too
         self._delete(
             lambda: self._client.delete_queued_resource(request=request, timeout=RPC_SECONDS)
         )
@@ -197,7 +210,8 @@ class TpuApi:
     def _delete(self, request: Any) -> None:
         """Send a delete request.
 
-        Errors that may pass are ignored: the caller sends the request again.
+        Temporary errors are ignored, because the caller repeats the request until the resource is
+        gone.  It is no error if the resource does not exist.
         """
         from google.api_core import exceptions
 
@@ -207,22 +221,24 @@ class TpuApi:
             request()
 
     def operation_done(self, name: str) -> bool:
-        """Return whether an operation has ended; raises the error that it ended with, if any."""
+        """Return whether the operation `name` has ended; raises its error if it has failed."""
         operation = self._read(self._client.get_operation, name)
         if operation is not None and operation.HasField("error"):
             raise self._failure(operation.error, "the TPU could not be created")
         return operation is None or operation.done
 
     def queued_error(self, resource: "tpu_v2.QueuedResource") -> Exception:
-        """Return the exception for a queued resource that failed."""
+        """Return the exception to raise for a queued resource that has failed."""
         return self._failure(
             resource.state.failed_data.error, "the request was not fulfilled in time"
         )
 
     def _failure(self, status: Any, default: str) -> Exception:
-        """Return the exception for a failed request to create the TPU.
+        """Return the exception to raise for a failed request to create the TPU.
 
-        `default` is its message if the API gives none.
+        Args:
+          status: the API's error.
+          default: the message to use if the API's error has none.
         """
         from google.api_core import exceptions
 
@@ -230,7 +246,13 @@ class TpuApi:
         return self.explain(error, creating=True)
 
     def host_keys(self, host: int) -> list[tuple[str, str]]:
-        """Return (type, base64) of the SSH host keys that a host has published, none at first."""
+        """Return the SSH host keys that a host has published, as (type, base64) pairs.
+
+        The list is empty if the host has not published its keys yet, or if the request fails.
+
+        Args:
+          host: number of the host in the TPU.
+        """
         from google.api_core import exceptions
 
         request = {
@@ -252,7 +274,12 @@ class TpuApi:
     def _translated(
         self, transient: tuple[type[Exception], ...] = (), *, creating: bool = False
     ) -> Iterator[None]:
-        """Translate the API's exceptions into this package's, except for those in `transient`."""
+        """Translate the API's exceptions in the block into this package's exceptions.
+
+        Args:
+          transient: exceptions that are raised unchanged.
+          creating: whether the block requests the TPU; see `explain`.
+        """
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
 
@@ -281,6 +308,10 @@ class TpuApi:
         """Return this package's exception for an API error.
 
         Its message says what was requested, what the API answered, and what to do.
+
+        Args:
+          creating: whether the request was to create the TPU.  If such a request is invalid, the
+            message also says what the zone offers.
         """
         from google.api_core import exceptions
 
@@ -306,9 +337,9 @@ class TpuApi:
         return error_type(f"{subject}: {message}")
 
     def _available(self) -> str:
-        """Return the advice for an invalid request: what the zone offers.
+        """Return advice for an invalid request, such as the TPU types that the zone offers.
 
-        A zone without any TPUs may be a wrong name, so the advice is then to check it.
+        If the zone offers no TPUs, its name may be wrong, so the advice is to check the zone.
         """
         from google.api_core import exceptions
 
@@ -330,7 +361,10 @@ class TpuApi:
 
 
 class _UninterruptedClient:
-    """A client whose requests no signal interrupts: it raises once the answer has arrived."""
+    """A client whose requests are not interrupted by signals.
+
+    A signal that arrives during a request takes effect after the answer.
+    """
 
     def __init__(self, client: "tpu_v2.TpuClient", signals: Signals):
         self._client, self._signals = client, signals
@@ -350,7 +384,7 @@ class _MissingError(Exception):
 
 
 def _no_answer_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that the client raises if the service gave no proper answer."""
+    """Return the exceptions that the client raises if the service gives no proper answer."""
     from google.api_core import exceptions
 
     return (
@@ -361,7 +395,7 @@ def _no_answer_errors() -> tuple[type[Exception], ...]:
 
 
 def taken(spec: TpuSpec) -> InputError:
-    """Return the error for a name that is already in use."""
+    """Return the error for a TPU name that is already in use."""
     return InputError(
         f"TPU {spec.name!r} already exists in {spec.zone}; choose another name, or delete it: "
         f"{spec.delete_command()}"

@@ -1,4 +1,4 @@
-"""Installation on the hosts of a TPU: the package, Ray's token, and a running Ray worker."""
+"""Install the package and Ray's token on the hosts of a TPU, and start a Ray worker on each."""
 
 import gzip
 import io
@@ -16,10 +16,11 @@ FOLDER = ".mesh-transformer"  # in the user's home on each host
 PACKAGE = f"{FOLDER}/package"
 TOKEN = f"{FOLDER}/ray_token"
 LOCK = f"{FOLDER}/lock"
+# Shell code at the start of a command, which ensures that only one such command runs on a host.
 # A command keeps running on its host after its driver was disconnected or killed, for example
-# during a long installation.  Nothing waits for it any more, so the next command kills it, with the
-# whole process group that its time limit would have killed.  It is recognised by the lock file,
-# which it holds open as file descriptor 9.
+# during a long installation.  Nothing waits for the old command any more, so the new command kills
+# it, together with its process group.  A running command is recognised by the lock file, which it
+# holds open as file descriptor 9.
 ALONE = f"""
 exec 9>> {LOCK}
 mine=$(ps -o pgid= -p $$)
@@ -37,7 +38,8 @@ fi
 """
 ROOT = Path(__file__).resolve().parents[3]
 
-# Listed one by one, so that no other file (a key, a .env) ever leaves this machine.
+# Files to copy from outside the package.  They are listed one by one, so that no other file (a key,
+# a .env) is ever copied to a host.
 NEEDED = (
     "setup.py",
     "pyproject.toml",
@@ -49,7 +51,11 @@ PACKAGE_SUFFIXES = {".py", ".json", ".html", ".css", ".js", ".svg"}
 
 
 def package_archive(root: Path = ROOT) -> bytes:
-    """Return a .tar.gz of the files that a host needs; equal sources give equal bytes."""
+    """Return a .tar.gz of the files that a host needs; the same files give the same bytes.
+
+    Raises:
+      InputError: if one of the files is missing.
+    """
     missing = [name for name in NEEDED if not (root / name).is_file()]
     if missing:
         raise InputError(
@@ -73,24 +79,25 @@ def package_archive(root: Path = ROOT) -> bytes:
 
 
 def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
-    """Replace the package on each host, completely or not at all."""
+    """Replace the package on each host once all files of the new one have been unpacked."""
     hosts.put(package_archive(root), f"{FOLDER}/package.tgz")
     steps = (
         f"set -e; cd {FOLDER}; rm -rf package.new package.old; mkdir package.new; "
         "tar -xzf package.tgz -C package.new; "
         "if [ -e package ]; then mv -T package package.old; fi; "
-        "mv -T package.new package; rm -rf package.old"  # the .tgz may be a later copy's
+        "mv -T package.new package; rm -rf package.old"  # not the .tgz: a later copy may use it
     )
     hosts.run(ALONE + steps, seconds=120, what="unpack the package")
 
 
 def ray_token() -> str:
-    """Return the driver's Ray token, from where Ray itself looks for it.
+    """Return the driver's Ray token.
 
-    That is RAY_AUTH_TOKEN, the file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token.
+    As in Ray itself, this is the value of RAY_AUTH_TOKEN.  If that variable is not set, it is the
+    content of the file that RAY_AUTH_TOKEN_PATH names (default ~/.ray/auth_token).
 
     Raises:
-      InputError: if there is no token, or if others can read its file.
+      InputError: if there is no token, or if other users can read the file.
     """
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if token:
@@ -115,13 +122,14 @@ def start_ray(
 ) -> None:
     """Copy the package to every host, install it and start a Ray worker there.
 
-    The token goes into a file that only its owner can read, never into a command.  Hosts get the
-    driver's Python version up to the minor number; pickles do not depend on the patch number.
+    The token is written to a file that only its owner can read; it is never part of a command line.
+    Hosts use the driver's Python version up to the minor number.  The patch number may differ,
+    because pickled objects do not depend on it.
 
     Args:
       address: "ip:port" of the Ray head.
       token: the head's token; see `ray_token`.
-      seconds: time limit of the installation.
+      seconds: time limit for the installation and the start of Ray.
       show: print the hosts' output as it arrives.
     """
     copy_package(hosts)

@@ -1,4 +1,4 @@
-"""Handlers that turn signals into exceptions, and defer them in code that these would break."""
+"""Signal handlers that raise exceptions, deferred in code that must not be interrupted."""
 
 import contextlib
 import signal
@@ -10,10 +10,11 @@ from typing import Any
 
 
 class Signals:
-    """Handlers of the signals that would end the process: they raise, so that `with` blocks exit.
+    """Handlers of SIGINT, SIGTERM and SIGHUP that raise exceptions, so that `with` blocks exit.
 
-    SIGTERM and SIGHUP raise SystemExit if they would kill the process; Ctrl-C raises what it did
-    before.
+    A signal without a handler, which would kill the process, raises SystemExit.  A signal that
+    already has a Python handler still calls it; Ctrl-C, for example, raises KeyboardInterrupt.  An
+    ignored signal is still ignored.
     """
 
     def __init__(self) -> None:
@@ -45,13 +46,14 @@ class Signals:
         self.forget()
 
     def forget(self) -> None:
-        """Discard an exception that Python has dropped: it need not end anything any more."""
+        """Discard the exception that `_keep_dropped` has kept, so that it is not raised later."""
         self._dropped = None
 
     def _keep_dropped(self, unraisable: Any) -> None:
-        """Record a signal's exception that Python drops; used as `sys.unraisablehook`.
+        """Keep a signal's exception that Python would drop; used as `sys.unraisablehook`.
 
-        Python drops what is raised in a callback or a destructor, even if a signal raised it.
+        If a signal arrives during a destructor or some callbacks, Python drops the exception that
+        the signal's handler raises.  `undisturbed` raises the kept exception later.
         """
         if isinstance(unraisable.exc_value, (KeyboardInterrupt, SystemExit)):
             self._dropped = unraisable.exc_value
@@ -60,10 +62,11 @@ class Signals:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Defer signals that arrive in the block to its end.
+        """Defer signals that arrive during the `with` block until the block ends.
 
-        An exception that Python dropped earlier is raised before the block.  This protects calls of
-        gRPC: once an exception has interrupted one, the next may crash, or hang until it times out.
+        If Python has dropped a signal's exception, it is raised before the block runs.  Use this
+        around gRPC calls.  After an exception has interrupted a gRPC call, the next call may crash
+        or hang until it times out.
         """
         if not _on_main_thread() or self._blocked:
             yield
@@ -95,5 +98,5 @@ class Signals:
 
 
 def _on_main_thread() -> bool:
-    """Return whether this is the main thread, the only one that handles signals in Python."""
+    """Return whether this is the main thread; only this thread handles signals in Python."""
     return threading.current_thread() is threading.main_thread()

@@ -1,6 +1,6 @@
-"""Specification of a TPU to create (name, place, type, price) and of the login to its hosts.
+"""Specification of a TPU to create (name, zone, type, tier) and of the SSH login to its hosts.
 
-Everything is checked before anything that costs money is requested.
+All values are checked here, before a TPU is requested and costs money.
 """
 
 import dataclasses
@@ -23,15 +23,18 @@ class TpuSpec:
     """A TPU to create.
 
     Attributes:
-      zone: such as "europe-west4-a"; the original called it a region.
-      runtime_version: None for the default of the TPU's generation.
-      project: None for the project of the credentials.
-      queued: wait in Google's queue for capacity; requires the tier "spot" or "on_demand", since
-        the API's queue has no preemptible tier.
-      external_ips: give the hosts external addresses; without them the network needs a NAT for
-        the hosts to install packages.
-      max_hours: some minutes after this time the hosts delete the TPU themselves, even if the
-        driver no longer runs (`deadline_script`).
+      zone: Google Cloud zone, such as "europe-west4-a" (`region` in the original
+        mesh-transformer-jax).
+      accelerator_type: the API's name of the TPU type, such as "v4-8".
+      runtime_version: the TPU's software version; None selects the default of its generation.
+      project: Google Cloud project; None selects the project of the credentials.
+      tier: price tier: "on_demand", or a cheaper tier whose TPUs can be taken away at any time.
+      queued: whether to wait in Google's queue for capacity.  The tier must then be "spot" or
+        "on_demand", because the queue does not accept "preemptible".
+      external_ips: whether the hosts get external IP addresses.  Without them, the network needs a
+        NAT so that the hosts can download packages.
+      max_hours: maximum hours of use; None for no limit.  If the driver has not deleted the TPU
+        some minutes after this time, the hosts delete it themselves (see `deadline_script`).
     """
 
     name: str
@@ -56,10 +59,12 @@ class TpuSpec:
         preemptible: bool = False,
         max_hours: float | None = None,
     ) -> Self:
-        """Return the config's TPU: `tpu_size` devices of `tpu_generation` in `tpu_zone`.
+        """Return a spec of `tpu_size` devices of the config's `tpu_generation` in its `tpu_zone`.
 
-        `preemptible` selects a tier that may be taken away: "spot" in the queue, otherwise that of
-        the generation.  A `tpu_tier` other than "on_demand" takes precedence.
+        Args:
+          preemptible: use a cheaper tier whose TPUs can be taken away at any time: "spot" if
+            `queued`, otherwise the cheap tier of the generation.  This has no effect if the
+            config's `tpu_tier` is not "on_demand".
 
         Raises:
           InputError: if the config has no `tpu_zone`, or if a value is invalid.
@@ -132,7 +137,7 @@ class TpuSpec:
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices in the slice, over all its hosts."""
+        """Number of JAX devices of the TPU, over all its hosts."""
         return int(self.accelerator_type.split("-")[1]) // CLOUD_GENERATIONS[self.generation].units
 
     @property
@@ -141,7 +146,7 @@ class TpuSpec:
         return self.runtime_version or CLOUD_GENERATIONS[self.generation].runtime_version
 
     def delete_command(self) -> str:
-        """Return the command with which the user can delete the TPU, should this program fail."""
+        """Return the gcloud command that deletes the TPU, for the user if this program fails."""
         kind = ["queued-resources"] if self.queued else ["tpu-vm"]
         place = ["--zone", self.zone, *(["--project", self.project] if self.project else [])]
         force = ["--force"] if self.queued else []
@@ -153,9 +158,12 @@ class TpuSpec:
 def deadline_script(spec: TpuSpec, seconds: float, folder: str = "/var/lib") -> str:
     """Return a startup script for a TPU's hosts that deletes the TPU after `seconds`.
 
-    A host uses the TPU's own service account, which may need the role roles/tpu.admin; if the API
-    refuses, the host shuts down.  Time counts from the host's first start: a host that starts again
-    keeps its deadline.
+    The host sends the API request as the TPU's service account, which may need the role
+    roles/tpu.admin.  If the API refuses the request, the host shuts itself down.  The time counts
+    from the host's first start, and a restart of the host does not extend it.
+
+    Args:
+      folder: folder on the host for the file that stores its deadline.
     """
     kind, end = ("queuedResources", "?force=true") if spec.queued else ("nodes", "")
     url = (
@@ -182,11 +190,13 @@ token_url=http://metadata.google.internal/computeMetadata/v1/instance/service-ac
 
 @dataclasses.dataclass(frozen=True)
 class SshOptions:
-    """How to log in to the hosts.
+    """How to log in to a TPU's hosts over SSH.
 
     Attributes:
-      key_file: the private key; the default is the one that gcloud creates.
-      trust_first: accept the first key seen from a host that has published none (see `ssh`).
+      user: login name on the hosts (default: the name of the local user).
+      key_file: path of the private key (default: the key that gcloud creates).
+      trust_first: whether to accept the first host key seen from a host that has not published any
+        host keys.  See the docstring of the module `ssh`.
       connect_seconds: for how long to retry the first connection to a host.
     """
 
@@ -202,7 +212,7 @@ class SshOptions:
         return Path(self.key_file).expanduser()
 
     def private_key(self) -> "PKey":
-        """Return the key; raises InputError if it is missing, invalid or has a passphrase."""
+        """Read the private key; raises InputError if it is missing, invalid or has a passphrase."""
         try:
             from paramiko import PKey
             from paramiko.pkey import UnknownKeyType
@@ -218,7 +228,7 @@ class SshOptions:
             )
         try:
             return PKey.from_path(path)
-        except TypeError as error:  # what cryptography raises if a passphrase is needed
+        except TypeError as error:  # raised by `cryptography` if the key has a passphrase
             raise InputError(f"SSH key {path} has a passphrase; give a key without one") from error
         except (ValueError, OSError, UnknownKeyType) as error:
             raise InputError(
@@ -227,6 +237,6 @@ class SshOptions:
             ) from error
 
     def public_key(self) -> str:
-        """Return the public key as a line of authorized_keys."""
+        """Return the public key in the format of a line in authorized_keys."""
         key = self.private_key()
         return f"{key.get_name()} {key.get_base64()}"

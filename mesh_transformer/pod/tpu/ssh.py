@@ -1,10 +1,13 @@
-"""Commands and files on all hosts of a TPU at once, over SSH.
+"""Run commands and write files on all hosts of a TPU at once, over SSH.
 
-Host keys: if a TPU's hosts have published keys through the API (guest attributes), only those are
-accepted.  For a host that has published none, the first key seen is accepted and pinned: its
-address belongs to a machine that was created a minute ago, so no earlier record could know its key.
-`trust_first=False` rejects such a host instead.  The user's own known_hosts is neither read nor
-written, since TPU addresses are reused with other keys.
+A host can publish its SSH host keys through the Cloud TPU API (guest attributes).  If a host has
+done so, only the published keys are accepted.  Otherwise, the first key that the host presents is
+accepted, and later connections to it must present the same key.  No earlier record of this key can
+exist, because the host was created only minutes ago.  With `trust_first=False`, a host without
+published keys is rejected.
+
+The user's known_hosts file is neither read nor written, because new TPUs reuse the addresses of
+deleted ones and have different keys.
 """
 
 import base64
@@ -32,24 +35,27 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-SHOWN_LINES = 40  # of a failing command's output, per stream
-KEEPALIVE_SECONDS = 15
-SILENCE_SECONDS = 60  # after which a host without a network counts as lost
-PUT_SECONDS = 300.0  # per file
-CONNECT_SECONDS = 30  # per stage of an attempt: network, sshd, key
-RECONNECT_SECONDS = 60.0  # for a host that was connected before, and may have been taken away
+SHOWN_LINES = 40  # last lines to print from each output stream of a failing command
+KEEPALIVE_SECONDS = 15  # between two keepalive messages
+SILENCE_SECONDS = 60  # after which a host that does not respond counts as lost
+PUT_SECONDS = 300.0  # time limit per file
+CONNECT_SECONDS = 30  # time limit of each stage of an attempt: TCP, SSH banner, login
+RECONNECT_SECONDS = 60.0  # for connecting again to a host, which may have been taken away
 KILLED = 137  # a shell's exit status if SIGKILL ended its command
-REMOTE_LIMIT = (124, KILLED)  # exit statuses of `timeout`; other commands may have them too
-# Clocks may be slewed: a host's time limit can take only this fraction of its seconds here.
+REMOTE_LIMIT = (124, KILLED)  # exit statuses of `timeout` at its limit; others may use them too
+# A host's clock may run faster than this machine's.  A time limit on the host can therefore end
+# after only this fraction of its seconds as measured here.
 SAME_CLOCKS = 0.99
 
 
 class Hosts:
-    """SSH connections to hosts, opened on first use; all hosts are served in parallel threads.
+    """SSH connections to all hosts of a TPU, opened on first use.
+
+    Every method works on all hosts in parallel, with one thread per host.
 
     Args:
-      addresses: in the order of the hosts' numbers in the TPU.
-      host_keys: (type, base64) pairs by address.
+      addresses: the hosts' addresses, in the order of the hosts' numbers in the TPU.
+      host_keys: the published host keys by address, as (type, base64) pairs.
     """
 
     def __init__(
@@ -68,17 +74,18 @@ class Hosts:
         self._stopping = threading.Event()
 
     def run(self, command: str, *, seconds: float, show: bool = False, what: str = "") -> list[str]:
-        """Run a bash command on all hosts and return its standard output per host.
+        """Run a bash command on all hosts and return its standard output on each host.
 
         Args:
-          command: visible to other users of the host; pass secrets through `put_secret`.
+          command: the command.  Other users of the host can see it, so write secrets to a file with
+            `put_secret` instead.
           seconds: time limit.
           show: print output line by line as it arrives.
           what: the command's purpose, for messages (default: the command itself).
 
         Raises:
           StoppedError: if the command fails or exceeds its time limit.  Without `show`, the last
-            lines of that host's output are printed first.
+            lines of the failing host's output are printed first.
           HostError: if a host cannot be reached, or the connection to it is lost.
         """
         what = what or command
@@ -88,9 +95,11 @@ class Hosts:
     def _run(self, host: int, command: str, seconds: float, show: bool, what: str) -> str:
         from invoke.exceptions import CommandTimedOut
 
-        # Separate: they arrive in no order, and much of one would displace the other's last lines.
+        # One object per stream.  In a common object, many lines of one stream would displace the
+        # last lines of the other.
         streams = output, errors = [_Output(self._label(host), show) for _ in range(2)]
-        # The host itself ends the command; the limit below is for a host that does not answer.
+        # `timeout` ends the command on the host.  The longer limit below is for a host that does
+        # not answer.
         limited = f"timeout --kill-after=10 {seconds:g} bash -c {shlex.quote(command)}"
         connection = self._connect(host)
         began = time.monotonic()
@@ -117,7 +126,7 @@ class Hosts:
                 stream.print_last()
         late = time.monotonic() - began > SAME_CLOCKS * seconds
         too_long = f"took more than {seconds:g} s"
-        if result.exited < 0:  # also if `timeout` used SIGKILL, which ends `timeout` itself
+        if result.exited < 0:  # also if `timeout` sends SIGKILL, which kills `timeout` itself too
             cut = "was cut off or killed (the connection closed)"
             raise self._lost(host, what, too_long if late else cut)
         if late and result.exited in REMOTE_LIMIT:
@@ -138,7 +147,7 @@ class Hosts:
         return f"{host} ({self.addresses[host]})"
 
     def put(self, content: bytes, remote: str) -> None:
-        """Write a file on each host; its name appears when it is complete."""
+        """Write a file on each host; `remote` is not replaced until the new file is complete."""
         self._put_on_all(content, remote, 0o644)
 
     def put_secret(self, text: str, remote: str) -> None:
@@ -153,7 +162,7 @@ class Hosts:
         temporary = f"{remote}.{os.urandom(6).hex()}"
         try:
             sftp = self._connect(host).sftp()
-            with contextlib.suppress(OSError):  # it exists
+            with contextlib.suppress(OSError):  # the folder already exists
                 sftp.mkdir(os.path.dirname(remote), 0o700)
             with sftp.open(temporary, "wx") as file:
                 file.chmod(mode)
@@ -164,9 +173,13 @@ class Hosts:
             raise self._lost(host, f"copy {remote}", f"failed ({_described(error)})") from error
 
     def _on_all(self, function: Callable[[int], Result], what: str, seconds: float) -> list[Result]:
-        """Call `function` with each host's number, in parallel; the first error ends all calls.
+        """Call `function` with each host's number, in parallel, and return the results in order.
 
-        The time limit is `seconds` plus the time limit of connecting.
+        The first error is raised, after all connections were closed to end the other calls.
+
+        Args:
+          what: the purpose of the calls, for messages.
+          seconds: time limit of the calls, in addition to the time limit for connecting.
         """
         count = len(self.addresses)
         self._stopping.clear()
@@ -186,14 +199,14 @@ class Hosts:
             return [future.result() for future in futures]
         except BaseException:
             self._stopping.set()
-            self.close()  # unblocks the other threads, on Ctrl-C too
+            self.close()  # ends the calls in the other threads, also after Ctrl-C
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             bar.close()
 
     def _connect(self, host: int) -> "Connection":
-        """Return the connection to a host, a new one if there is none or it has closed."""
+        """Return the open connection to a host; opens a new one if necessary."""
         with self._lock:
             existing = self._connections.get(host)
         if existing is not None and existing.is_connected:
@@ -208,7 +221,10 @@ class Hosts:
         return connection
 
     def _open(self, host: int, seconds: float) -> "Connection":
-        """Open a connection, with retries: a new host takes time to start sshd and get its keys."""
+        """Open a connection to a host, with retries for `seconds`.
+
+        A new host takes some time to start sshd and to accept the user's key.
+        """
         from paramiko.ssh_exception import (
             AuthenticationException,
             BadHostKeyException,
@@ -222,7 +238,8 @@ class Hosts:
                 connection.open()
                 assert connection.transport is not None
                 connection.transport.set_keepalive(KEEPALIVE_SECONDS)
-                # Otherwise, unacknowledged keepalives end it only after a quarter of an hour.
+                # Without this option, a connection whose keepalives are not acknowledged is closed
+                # only after a quarter of an hour.
                 sock: Any = connection.transport.sock
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
                 return connection
@@ -276,13 +293,17 @@ class Hosts:
         return connection
 
     def _trust(self, client: Any, address: str) -> None:
-        """Set which host keys a client accepts: the known ones, or else the first one seen."""
+        """Set which host keys a client accepts for `address`.
+
+        If the host has known keys, these are accepted.  Otherwise, if `trust_first` is set, the
+        first key that the host presents is accepted and becomes its known key.
+        """
         from paramiko import MissingHostKeyPolicy, PKey
 
         hosts, known, may_pin = self, self._keys.get(address, []), self.options.trust_first
         name = address if self.options.port == 22 else f"[{address}]:{self.options.port}"
         for kind, text in known:
-            with contextlib.suppress(Exception):  # a type that this paramiko does not know
+            with contextlib.suppress(Exception):  # a key type that paramiko does not know
                 key = PKey.from_type_string(kind, base64.b64decode(text))
                 client.get_host_keys().add(name, kind, key)
 
@@ -303,11 +324,14 @@ class Hosts:
 
 
 class _UntrustedError(Exception):
-    """A host presented a key that is not among its known keys, or that may not be pinned."""
+    """A host presented a key that is not accepted.
+
+    Either the host has other known keys, or it has none and `trust_first` is False.
+    """
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a connection that cannot be made, or that breaks."""
+    """Return the exceptions that mean that a connection cannot be opened or was lost."""
     from invoke.exceptions import ThreadException
     from paramiko.ssh_exception import NoValidConnectionsError, SSHException
 
@@ -315,7 +339,10 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 
 class _Output:
-    """The file to which fabric writes one output stream of a host; keeps its last lines."""
+    """A file-like object to which fabric writes one output stream of a host.
+
+    It keeps the last `SHOWN_LINES` lines, and prints each line as it arrives if `show` is set.
+    """
 
     def __init__(self, label: str, show: bool):
         self._label = label
@@ -331,7 +358,7 @@ class _Output:
                 self._print(line.rstrip())
 
     def flush(self) -> None:
-        """Do nothing: lines are printed as they end."""
+        """Do nothing, because `write` prints every line once the line is complete."""
 
     def end(self) -> None:
         if self._rest:
@@ -346,7 +373,7 @@ class _Output:
 
     @property
     def last(self) -> str:
-        """The last line that is not blank."""
+        """The last line that is not blank; an empty string if there is none."""
         return next((line for line in reversed(self._lines) if line.strip()), "")
 
 

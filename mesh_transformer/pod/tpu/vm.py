@@ -1,4 +1,4 @@
-"""A TPU for the length of a `with` block: created, awaited, created again, and deleted at its end.
+"""A TPU that exists for the length of a `with` block.
 
     with TpuVm(TpuSpec("pod", "europe-west4-a", "v3-32", tier="preemptible")) as tpu:
         tpu.start_ray("10.0.0.2:6379", ray_token())
@@ -6,10 +6,13 @@
         tpu.check()        # PreemptedError if it was taken away
         tpu.make_again()
 
-A TPU costs money until it is deleted.  Its delete command is therefore printed before the TPU is
-requested, so that even after a power cut the user has it.  The TPU is deleted however the block
-ends (errors, Ctrl-C, SIGTERM, SIGHUP); if that fails, the command is printed again.  A TPU of that
-name that this program did not create is never deleted: every TPU has its creator's mark as a label.
+A TPU costs money until it is deleted.  The command that deletes it is therefore printed before the
+TPU is requested, so that the user has this command even after a power cut.  The TPU is deleted at
+the end of the block, even if the block ends with an error, Ctrl-C, SIGTERM or SIGHUP.  If the
+deletion fails, the command is printed again.
+
+Every TPU gets a label that identifies its creator, the ownership label.  A TPU that has the same
+name but another ownership label is never deleted.
 """
 
 import contextlib
@@ -40,10 +43,11 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Signal handlers and a lock that protect the use of a TPU, from `hold` to `release`.
+    """Signal handlers and a lock that protect the use of a TPU between `hold` and `release`.
 
-    The lock keeps this user's other processes from using a TPU of the same name; it is taken only
-    if `exclusive`.
+    Args:
+      exclusive: whether to take the lock.  It prevents other processes of this user on this machine
+        from taking the lock for a TPU of the same name.
     """
 
     def __init__(self, spec: TpuSpec, signals: Signals, *, exclusive: bool):
@@ -51,13 +55,17 @@ class Guard:
         self._lock: IO[str] | None = None
 
     def hold(self) -> None:
-        """Take `signals` and the lock; raises InputError if another process holds the lock."""
+        """Install the signal handlers and, if `exclusive`, take the lock.
+
+        Raises:
+          InputError: if another process holds the lock.
+        """
         if self._exclusive:
             self._lock = _locked_file(self._spec)
         self._signals.take()
 
     def release(self) -> None:
-        """Give back what `hold` took; further calls do nothing."""
+        """Restore the previous signal handlers and release the lock; further calls do nothing."""
         self._signals.give_back()
         if self._lock is not None:
             self._lock.close()
@@ -65,7 +73,13 @@ class Guard:
 
 
 def _locked_file(spec: TpuSpec) -> IO[str]:
-    """Return a file for the TPU's name, locked until it is closed; it names the locking process."""
+    """Return an open lock file for the TPU's name; closing the file releases the lock.
+
+    The file contains the id of the process that holds the lock.
+
+    Raises:
+      InputError: if another process holds the lock, or if the file cannot be written.
+    """
     path = _file_of(spec, "lock")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -92,9 +106,10 @@ def _locked_file(spec: TpuSpec) -> IO[str]:
 
 
 def kept_mark(spec: TpuSpec) -> str:
-    """Return the mark for TPUs of that name, the same in all runs of this user on this machine.
+    """Return the ownership label for TPUs with the spec's name, project and zone.
 
-    The caller holds an exclusive `Guard`.
+    The label is stored in a file, so it is the same in all runs of this user on this machine.  The
+    caller must hold an exclusive `Guard`.
     """
     path = _file_of(spec, "owner")
     if not path.exists() or not path.read_text():
@@ -106,9 +121,9 @@ def _file_of(spec: TpuSpec, kind: str) -> Path:
     return Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
 
 
-OWNER = "mesh-transformer-owner"  # the label with its creator's mark
-DEADLINE_KEY = "startup-script"  # in its metadata, if it has a deadline
-# States in which a TPU does not become ready by itself; in all others it is waited for.
+OWNER = "mesh-transformer-owner"  # the key of a TPU's ownership label
+DEADLINE_KEY = "startup-script"  # the metadata key of a TPU's `deadline_script`
+# States in which a TPU does not become ready by itself.  In other states, `TpuVm` keeps waiting.
 GONE = {"PREEMPTED", "TERMINATED", "DELETING", "STOPPING", "STOPPED", "HIDING", "HIDDEN"}
 QUEUE_GONE = {"SUSPENDING", "SUSPENDED", "DELETING"}
 
@@ -120,14 +135,14 @@ class Limits:
     Attributes:
       queue: for a queued TPU to leave the queue.
       ready: for a TPU to become ready.
-      capacity: for how long a TPU is requested again if the zone cannot provide it, or takes it
-        back before it is ready; 0 accepts the first refusal.
-      capacity_again: the same, for a TPU that is created again.
+      capacity: for repeating the request if the zone has no capacity, or if the TPU is taken away
+        before it is ready.  With 0, the request is not repeated.
+      capacity_again: the same as `capacity`, for a TPU that `TpuVm.make_again` creates again.
       delete: for a TPU to be deleted.
-      host_keys: for hosts to publish their SSH keys.
-      settle: for a TPU to appear if its request was interrupted before the answer.
+      host_keys: for hosts to publish their SSH host keys.
+      settle: for a TPU to appear if the request to create it was interrupted before the answer.
       deadline_grace: for the driver to save and delete the TPU after `max_hours`, before the hosts
-        delete it.
+        delete the TPU themselves.
       poll: the longest time between two polls.
     """
 
@@ -143,20 +158,22 @@ class Limits:
 
 
 class TpuVm:
-    """One TPU and its hosts; see the module's example.
+    """One TPU and its hosts, as a context manager; see the example in the module's docstring.
 
     Args:
-      client: a TpuClient in place of the real one.
-      adopt: take over a TPU of that name and type that an earlier run with `adopt`, by this user
-        on this machine, left alive because its driver was killed.  Any other TPU of that name is
-        an InputError, as it is without `adopt`.  A second process with `adopt` is refused while
-        the first one runs.
+      client: a TpuClient to use instead of the real one.
+      adopt: if the TPU already exists, take it over instead of creating it.  This requires that the
+        TPU has the spec's type and was created by an earlier run with `adopt`, by this user on this
+        machine.  Such a TPU is left over if its driver was killed.  Any other existing TPU of this
+        name raises InputError.  Without `adopt`, every existing TPU of this name does.  While one
+        process with `adopt` is running, a second one raises InputError.
       keep: do not delete the TPU at the end.
 
     Raises:
-      InputError: for a bad name, quota, type or zone, or for missing credentials.
-      CapacityError: if the zone has no capacity for it.
-      PreemptedError: if it was taken away.
+      InputError: if the name, type or zone is invalid, if the quota does not allow the TPU, if the
+        credentials are missing, or as described for `adopt`.
+      CapacityError: if the zone has no capacity for the TPU.
+      PreemptedError: if the TPU was taken away.
       UnavailableError: if the API gives no answer.
       StoppedError: if a time limit is exceeded.
     """
@@ -172,7 +189,7 @@ class TpuVm:
         keep: bool = False,
     ):
         self._ssh = ssh or SshOptions()
-        # Read now, so that a missing key is reported before the TPU costs money.
+        # The key is read now, so that a missing key is reported before the TPU costs money.
         self._public_key = self._ssh.public_key()
         self._signals = Signals()
         self._api = TpuApi(spec, client, self._signals)
@@ -183,8 +200,8 @@ class TpuVm:
         self._requesting = threading.RLock()  # held while a TPU is requested
         self._exited = False
         self._mark = secrets.token_hex(8)
-        self._may_exist = False  # a TPU of ours, created or requested
-        self._answered = True  # False while a request to create it has no answer
+        self._may_exist = False  # whether a TPU that we requested or took over may exist
+        self._answered = True  # False while the request to create the TPU has no answer
         self._hosts: Hosts | None = None
         self._guard = Guard(self.spec, self._signals, exclusive=adopt)
 
@@ -206,13 +223,14 @@ class TpuVm:
             raise StoppedError(f"TPU {self.spec.name!r} was not deleted; delete it with: {command}")
 
     def _leave(self) -> bool:
-        """Undo `__enter__`.
+        """Delete the TPU, unless `keep` is set, and release everything that `__enter__` acquired.
 
-        Returns False if a TPU that the user did not ask to keep may still be billed.
+        Returns:
+          False if the TPU should have been deleted, but may still exist and be billed.
         """
         self._signals.forget()
         command = self.spec.delete_command()
-        with self._requesting:  # another thread may be about to create it again
+        with self._requesting:  # another thread may be about to create the TPU again
             self._exited = True
         try:
             if self._keep and self._may_exist:
@@ -234,8 +252,8 @@ class TpuVm:
     def _make(self, capacity_seconds: float, retry_on: tuple[type[Exception], ...] = ()) -> None:
         """Create the TPU and wait until it is ready.
 
-        Tries again for `capacity_seconds` if the zone has no capacity, if the TPU is taken away
-        before it is ready, or if one of the exceptions `retry_on` is raised.
+        This is retried for up to `capacity_seconds` if the zone has no capacity, if the TPU is
+        taken away before it is ready, or if one of the exceptions `retry_on` is raised.
         """
         deadline = time.monotonic() + capacity_seconds
         pause = self.limits.poll
@@ -253,7 +271,11 @@ class TpuVm:
             pause = min(2 * pause, 300.0)
 
     def _create(self) -> str | None:
-        """Request the TPU and return the operation's name; None if one of ours is taken over."""
+        """Request the TPU and return the name of the API's operation.
+
+        If the TPU already exists and can be taken over, this is done instead, and the result is
+        None.
+        """
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
             self._take_over(node, queued)
@@ -285,7 +307,11 @@ class TpuVm:
     def _take_over(
         self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None"
     ) -> None:
-        """Take over an existing TPU; raises InputError if it is not ours, or of another type."""
+        """Take over an existing TPU; see `adopt`.
+
+        Raises:
+          InputError: if `adopt` is not set, or if the TPU has another ownership label or type.
+        """
         if queued is not None:
             node = node or queued.tpu.node_spec[0].node
         assert node is not None
@@ -311,7 +337,7 @@ class TpuVm:
 
     @staticmethod
     def _is_coming(node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
-        """Return whether an existing TPU is ready, or becomes ready by itself."""
+        """Return whether an existing TPU is ready or will become ready by itself."""
         if queued is not None and queued.state.state.name in QUEUE_GONE | {"FAILED"}:
             return False
         return node is None or node.state.name not in GONE
@@ -319,7 +345,7 @@ class TpuVm:
     def _wait_ready(self, operation: str | None) -> None:
         if self.spec.queued:
             self._wait_queue()
-            operation = None  # ended when the request had entered the queue
+            operation = None  # it ended when the request entered the queue
         seconds = self.limits.ready
         for bar in self._polls("until ready", seconds, "see its state in the console, or retry"):
             if operation is not None and self._api.operation_done(operation):
@@ -350,7 +376,11 @@ class TpuVm:
                 raise self._taken_away(state)
 
     def _polls(self, what: str, seconds: float, advice: str) -> Iterator[tqdm]:
-        """Yield a progress bar at every poll; raises StoppedError once `seconds` have passed."""
+        """Yield a progress bar once per poll, with pauses in between.
+
+        Raises:
+          StoppedError: once `seconds` have passed.
+        """
         start = time.monotonic()
         layout = "{desc} {elapsed}{postfix}"
         stream = _TolerantStream(sys.stderr)
@@ -368,9 +398,9 @@ class TpuVm:
                 time.sleep(min(self.limits.poll, left, 1.0 + waited / 10))
 
     def state(self) -> str:
-        """Return the API's name of the TPU's state.
+        """Return the TPU's state, such as "READY", as named by the API.
 
-        "MISSING" if there is no TPU, "UNHEALTHY" if it is ready but not healthy.
+        Returns "MISSING" if the TPU does not exist, and "UNHEALTHY" if it is ready but not healthy.
         """
         node = self._api.node()
         if node is None:
@@ -379,11 +409,15 @@ class TpuVm:
         return "UNHEALTHY" if node.state.name == "READY" and not healthy else node.state.name
 
     def check(self) -> None:
-        """Raise PreemptedError if the TPU was taken away; waits while it is being repaired."""
+        """Raise PreemptedError if the TPU was taken away; otherwise wait until it is ready."""
         self._wait_ready(None)
 
     def make_again(self) -> None:
-        """Delete what is left of the TPU and create it again; its addresses and keys change."""
+        """Delete what is left of the TPU and create it again; it gets new addresses and host keys.
+
+        Raises:
+          StoppedError: if `max_hours` have passed.
+        """
         self._close_hosts()
         self.delete()
         if self._seconds_left() <= 0:
@@ -391,18 +425,24 @@ class TpuVm:
                 f"TPU {self.spec.name!r}: --max-hours {self.spec.max_hours:g} have passed, so it "
                 "is not created again; start again to resume"
             )
-        # The quota of the deleted TPU is not free at once.
+        # The deleted TPU still counts towards the quota for a while.
         self._make(self.limits.capacity_again, (QuotaError,))
 
     def _seconds_left(self) -> float:
-        """Return the seconds until `max_hours` after the first TPU was ready, or infinity."""
+        """Return the seconds that are left of `max_hours`, or infinity if there is no limit.
+
+        The time counts from when the first TPU became ready.
+        """
         if self.spec.max_hours is None:
             return math.inf
         elapsed = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
         return 3600 * self.spec.max_hours - elapsed
 
     def delete(self) -> None:
-        """Delete the TPU if it is ours, and wait until it is gone."""
+        """Delete the TPU and wait until it is gone.
+
+        A TPU that has another ownership label is not deleted.
+        """
         if not self._may_exist:
             return
         settled = time.monotonic() + (0.0 if self._answered else self.limits.settle)
@@ -418,7 +458,7 @@ class TpuVm:
             if not self._is_ours(node, queued):
                 outcome = "belongs to someone else; it was not deleted"
                 break
-            self._answered, settled = True, 0.0  # its existence is the answer
+            self._answered, settled = True, 0.0  # the TPU exists, so the request succeeded
             if queued is not None:
                 state = queued.state.state.name
                 if state != "DELETING":
@@ -434,7 +474,10 @@ class TpuVm:
             _say(f"TPU {self.spec.name!r} {outcome}")
 
     def _is_ours(self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
-        """Return whether the TPU has our mark; if it has none, whether our request was answered."""
+        """Return whether the TPU has our ownership label.
+
+        A TPU without any ownership label counts as ours if the API answered our request for it.
+        """
         nodes = [node] if node is not None else []
         if queued is not None:
             nodes += [spec.node for spec in queued.tpu.node_spec]
@@ -442,21 +485,28 @@ class TpuVm:
         return marks == {self._mark} if marks else self._answered
 
     def hosts(self) -> list[str]:
-        """Return the internal addresses of a ready TPU's hosts, in the order of their numbers."""
+        """Return the internal IP addresses of a ready TPU's hosts, in the order of the hosts."""
         node = self._api.node()
         if node is None:
             raise self._taken_away("MISSING")
         return [endpoint.ip_address for endpoint in node.network_endpoints]
 
     def ssh(self) -> Hosts:
-        """Return connections to the hosts; the keys that a host published are required of it."""
+        """Return SSH connections to the hosts.
+
+        A host that has published host keys is accepted only if it presents one of these keys.
+        """
         if self._hosts is None:
             addresses = self.hosts()
             self._hosts = Hosts(addresses, self._ssh, self._published_keys(addresses))
         return self._hosts
 
     def _published_keys(self, addresses: list[str]) -> dict[str, list[tuple[str, str]]]:
-        """Return each host's keys; waits a while, as a new host publishes them while it starts."""
+        """Return the host keys that each host has published, by address.
+
+        Waits for up to `limits.host_keys` seconds, because a new host publishes its keys only
+        during its start.  A host without published keys is missing from the result.
+        """
         deadline = time.monotonic() + self.limits.host_keys
         keys = {}
         for host, address in enumerate(addresses):
@@ -473,7 +523,7 @@ class TpuVm:
         return keys
 
     def run(self, command: str, *, seconds: float, show: bool = False) -> list[str]:
-        """Run a bash command on all hosts and return its output per host; see `Hosts.run`."""
+        """Run a bash command on all hosts and return its output on each; see `Hosts.run`."""
         return self.ssh().run(command, seconds=seconds, show=show)
 
     def copy_package(self) -> None:
@@ -491,7 +541,10 @@ class TpuVm:
 
 
 class _TolerantStream:
-    """A stream that ignores write errors: losing its reader must not keep a TPU alive."""
+    """A stream that ignores write errors.
+
+    Otherwise, a message to a closed terminal could prevent the deletion of a TPU.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
