@@ -20,8 +20,8 @@ from mesh_transformer.checkpoint import original
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.old_names import NOW
-from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.launch import build_model
+from mesh_transformer.pod.ray_head import _require_token
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
@@ -50,6 +50,12 @@ FLAGS = set(
 )
 SCRIPT = r"[\w/]+\.py"
 KEY = r"\bkey (\w+)|\bkeys ((?:\w+, )+\w+ and \w+)"
+
+
+@pytest.fixture(autouse=True)
+def _ray_requires_tokens() -> None:
+    """Some replacements import Ray, which must know by then that later tests require tokens."""
+    _require_token()
 
 
 def import_from(name: str) -> Any:
@@ -296,6 +302,8 @@ def test_old_calls_of_a_network_do_what_the_page_says():
 
 
 def test_old_calls_of_a_cluster_and_a_loader_do_what_the_page_says():
+    from mesh_transformer.pod.cluster import TPUCluster
+
     assert not hasattr(TPUCluster, "move")
     for method, arguments in (("save", (1, "bucket", "path")), ("load", ("bucket", "path"))):
         signature = inspect.signature(getattr(TPUCluster, method))
