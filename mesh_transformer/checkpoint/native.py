@@ -204,7 +204,7 @@ class Checkpoints:
 
     @property
     def save_failed(self) -> bool:
-        """Whether the save in the background has already failed; `wait` will raise its error."""
+        """Whether the save in the background has already failed; if so, `wait` raises its error."""
         pending = self._pending
         return pending is not None and pending[2].done() and pending[2].exception() is not None
 

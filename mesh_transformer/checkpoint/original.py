@@ -185,9 +185,9 @@ def _check_expressible(config: Config) -> None:
 
 
 def _norm_leaves(config: Config) -> tuple[str, tuple[str, ...]]:
-    """Return mesh-transformer-jax's name of the norm's module, and the names of its stored leaves.
+    """Return the name that mesh-transformer-jax gives the norm's module, and that of each leaf.
 
-    For layernorm-nobias these include an offset, although it is not used.
+    For layernorm-nobias the leaves include an offset, although the model does not use it.
     """
     kind = config.norm
     if kind.startswith("layernorm"):

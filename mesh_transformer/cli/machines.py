@@ -1,4 +1,4 @@
-"""Provides the hosts that a command's flags choose, and a network that runs on them."""
+"""Selects the hosts from a command's flags, and starts the model on them."""
 
 import argparse
 import contextlib

@@ -151,8 +151,8 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
 def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
     """Open a file for reading bytes, as a context manager.
 
-    If the code in the `with` block raises one of the errors in DAMAGE, the block ends and `bad` is
-    called with a BadInputError that says that the file is damaged.
+    If the code in the `with` block raises one of the errors in DAMAGE, the error is suppressed and
+    `bad` is called with a BadInputError that names the file as damaged.
 
     Raises:
       InputError: if the file cannot be read.

@@ -243,8 +243,9 @@ class Mixture:
         drawn = state.get("drawn", 0)
         if len(states) != len(self.sets) or not isinstance(drawn, int) or drawn < 0:
             raise InputError(
-                f"the data position was saved in a mixture of {len(states)} sets, but train_set "
-                f"now has {len(self.sets)}; restore train_set or start over in another model folder"
+                f"the checkpoint's data position is for a mixture of {len(states)} sets, but "
+                f"train_set now has {len(self.sets)}; change train_set back, or start over in "
+                "another model folder"
             )
         positions = (
             record_set.checked_position(saved)

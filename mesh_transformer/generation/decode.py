@@ -225,8 +225,8 @@ def score(
       alternatives: number of most likely tokens to return for each position.
 
     Returns:
-      The logprobs of `following_BT` [B, T] and the most likely tokens [B, T, N].  The field `token`
-      is `following_BT`.
+      A `Chosen` whose `token` is `following_BT`, with the logprobs of these tokens [B, T] and the
+      most likely tokens at each position [B, T, N].
     """
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
     context = _context(weights, positions_1T, positions_1T, None, config, par)

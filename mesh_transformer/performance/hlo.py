@@ -147,7 +147,11 @@ class Loop:
 
 
 def parse(text: str) -> Loop:
-    """Parse a compiled program's HLO text.  Return the program as a loop with one iteration."""
+    """Parse a compiled program's HLO text.
+
+    Returns:
+      The whole program as a loop that runs once; it is the parent of the program's own loops.
+    """
     return _loop(computations(text), "ENTRY", 1)
 
 

@@ -86,8 +86,8 @@ def _locked_file(spec: TpuSpec) -> IO[str]:
         file = path.open("a+")
     except OSError as error:
         raise InputError(
-            f"{path} cannot be written: {error.strerror}; set HOME to a folder of yours: it holds "
-            "the lock that keeps two runs from using one TPU"
+            f"{path} cannot be written: {error.strerror}; this file is the lock that stops two "
+            "runs from using the same TPU; set HOME to a folder that you can write to"
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
