@@ -405,9 +405,8 @@ class CausalTransformer:
                 f"at most {longest} (seq is {self.config.seq})"
             )
         if tokens.min() < 0 or tokens.max() >= self.config.n_vocab:
-            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
             raise InputError(
-                f"{name} holds token id {wrong}, outside the vocabulary "
+                f"{name} holds token id {min(tokens.min(), 0) or tokens.max()}, outside the vocabulary "
                 f"(n_vocab is {self.config.n_vocab})"
             )
         return tokens.astype(np.uint32)

@@ -66,10 +66,9 @@ def check_texts(
                 "token ids [T], integer and not empty"
             )
         if text.min() < 0 or text.max() >= config.n_vocab:
-            wrong = text.min() if text.min() < 0 else text.max()
             raise InputError(
-                f"generate: a prompt holds token id {wrong}, outside the vocabulary (n_vocab is "
-                f"{config.n_vocab})"
+                f"generate: a prompt holds token id {min(text.min(), 0) or text.max()}, outside the "
+                f"vocabulary (n_vocab is {config.n_vocab})"
             )
     length = np.array([len(text) for text in texts], np.int32)
     left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
