@@ -406,8 +406,8 @@ class CausalTransformer:
             )
         if tokens.min() < 0 or tokens.max() >= self.config.n_vocab:
             raise InputError(
-                f"{name} holds token id {min(tokens.min(), 0) or tokens.max()}, outside the vocabulary "
-                f"(n_vocab is {self.config.n_vocab})"
+                f"{name} holds token id {min(tokens.min(), 0) or tokens.max()}, outside the "
+                f"vocabulary (n_vocab is {self.config.n_vocab})"
             )
         return tokens.astype(np.uint32)
 

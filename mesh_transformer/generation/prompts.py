@@ -67,8 +67,8 @@ def check_texts(
             )
         if text.min() < 0 or text.max() >= config.n_vocab:
             raise InputError(
-                f"generate: a prompt holds token id {min(text.min(), 0) or text.max()}, outside the "
-                f"vocabulary (n_vocab is {config.n_vocab})"
+                f"generate: a prompt holds token id {min(text.min(), 0) or text.max()}, outside "
+                f"the vocabulary (n_vocab is {config.n_vocab})"
             )
     length = np.array([len(text) for text in texts], np.int32)
     left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
