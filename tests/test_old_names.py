@@ -53,9 +53,11 @@ KEY = r"\bkey (\w+)|\bkeys ((?:\w+, )+\w+ and \w+)"
 
 
 @pytest.fixture(autouse=True)
-def _ray_requires_tokens() -> None:
-    """Some replacements import Ray, which must know by then that later tests require tokens."""
+def _as_in_a_new_process(monkeypatch) -> None:
+    """Ray, which some replacements import, requires tokens; scripts are no modules."""
     _require_token()
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("/scripts")])
+    monkeypatch.delitem(sys.modules, "create_finetune_tfrecords", raising=False)
 
 
 def import_from(name: str) -> Any:

@@ -155,10 +155,16 @@ class SavedStep:
         infos = [self._info(path) for path in expected]
         # Only typed PRNG keys require the other metadata that Orbax stores about arrays.
         handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
+
+        async def deserialize() -> Any:
+            # The first failure is raised; those of the other reads would only be logged.
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            return await handler.deserialize(infos, arguments)
+
         try:
             # In a thread, because a notebook's main thread already runs an event loop.
             with ThreadPoolExecutor(1) as executor:
-                read = executor.submit(lambda: asyncio.run(handler.deserialize(infos, arguments)))
+                read = executor.submit(lambda: asyncio.run(deserialize()))
                 arrays = read.result()
         except Exception as error:  # Orbax has no exception class for a damaged array
             raise self._damaged(error) from error

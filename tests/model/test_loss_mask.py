@@ -142,5 +142,7 @@ def test_a_mask_of_another_shape_is_refused(small):
     network = CausalTransformer(small())
     batch = random_batch(network.config, 1, 2)
     mask = np.ones((1, 2, network.config.seq - 1))
-    with pytest.raises(InputError, match=r"obs is \(1, 2, 16\), loss_mask \(1, 2, 15\)"):
+    with pytest.raises(
+        InputError, match=r"shape \(1, 2, 16\), but loss_mask has shape \(1, 2, 15\)"
+    ):
         network.train(batch | {"loss_mask": mask})
