@@ -25,7 +25,6 @@ from mesh_transformer.data.storage import AnyPath, local_path
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.mesh import accelerators
-from mesh_transformer.mesh.declaration import joined
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.training import step as steps
@@ -49,7 +48,8 @@ class CausalTransformer:
 
     Attributes:
       step: number of updates done.
-      state: the parameters, optimizer state and step on the devices; None if there is no state.
+      state: the state on the devices (see `mesh_transformer.training.step.init_state`); None if
+        there is none.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class CausalTransformer:
         Args:
           aux: further entries for the checkpoint's `aux`, the dict that `restore` returns.
         """
-        state = loading.saved_part(self._loaded(), self.config)
+        state = loading.saved_part(self._loaded())
         own_aux = {"config": self.config.as_dict()} | adapters.told(self._base)
         self._writer(folder).save(self.step, state, own_aux | (aux or {}))
 
@@ -317,12 +317,13 @@ class CausalTransformer:
         step = checkpoints.saved(newest)
         aux, where = step.aux, str(step)
         check_same_run(self.config, step.config, where)
-        template = loading.saved_part(steps.abstract_state(self.config, self.mesh), self.config)
-        restored = checkpoints.restore(newest, template)
+        template = loading.saved_part(steps.abstract_state(self.config, self.mesh))
+        restored = checkpoints.restore(newest, template) | {"frozen": {}}
         if (recorded := adapters.saved_base(aux, where)) is not None:
             places = [recorded.path, *([] if base is None else [local_path(base)])]
-            frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
-            restored["params"] = joined(frozen, restored["params"])
+            restored["frozen"], self._base = loading.load_base(
+                where, self.config, self.mesh, places, recorded
+            )
         self.state, self.step = restored, newest
         return aux
 
@@ -352,8 +353,7 @@ class CausalTransformer:
         self.state = loaded.state | {"step": zero}
 
     def _fresh_moments(self, state: steps.State) -> Any:
-        trained = loading.saved_part(state, self.config)["params"]
-        return steps.compile_opt_state(self.config, self.mesh)(trained)
+        return steps.compile_opt_state(self.config, self.mesh)(state["params"])
 
     def _writer(self, folder: str) -> Checkpoints:
         if self._checkpoints is None or self._folder != folder:
@@ -373,10 +373,10 @@ class CausalTransformer:
 
         After `only_generate` there is none, but the generator still has its copy of the weights.
         """
-        return None if self.state is None else self.state["params"]
+        return None if self.state is None else steps.all_params(self.state)
 
     def _params(self) -> Any:
-        return self._loaded()["params"]
+        return steps.all_params(self._loaded())
 
     def _batch(self, sample: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
         """Check the arrays of a sample, and return them in the dtypes that the model takes."""

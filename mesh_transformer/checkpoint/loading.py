@@ -18,22 +18,18 @@ from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.checkpoint.state_tree import check_same_model, leaves, placed
 from mesh_transformer.config import Config
 from mesh_transformer.data.storage import AnyPath
-from mesh_transformer.mesh.declaration import joined, partition
 from mesh_transformer.mesh.devices import named
-from mesh_transformer.model import gptj
 from mesh_transformer.training import step as steps
-from mesh_transformer.training.step import init_state, state_specs
 from mesh_transformer.util import InputError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
     """Return a jitted function (PRNG key) -> new adapters, without the base model's parameters."""
-    declared = gptj.declarations(config)
 
     def fresh(key: Array) -> Any:
-        return partition(declared, init_state(config, key)["params"])[0]
+        return steps.init_state(config, key)["params"]
 
-    layout = partition(declared, state_specs(config, mesh)["params"])[0]
+    layout = steps.state_specs(config, mesh)["params"]
     return jax.jit(fresh, out_shardings=named(mesh, layout))
 
 
@@ -54,7 +50,7 @@ class Loaded(NamedTuple):
     """The result of `load`.
 
     Attributes:
-      state: a state with the key "params", and "opt_state" if it was read.
+      state: a state with the keys "params" and "frozen", and "opt_state" if it was read.
       base: the base model of the adapters in `state`; None if it has no adapters.
     """
 
@@ -62,13 +58,13 @@ class Loaded(NamedTuple):
     base: Base | None
 
 
-def saved_part(state: steps.State, config: Config) -> steps.State:
+def saved_part(state: steps.State) -> steps.State:
     """Return the part of a state that checkpoints store: everything but the frozen parameters.
 
     Args:
       state: a state, or a template of one.
     """
-    return state | {"params": partition(gptj.declarations(config), state["params"])[0]}
+    return {key: value for key, value in state.items() if key != "frozen"}
 
 
 def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
@@ -82,21 +78,21 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
     Raises:
       InputError: if the source cannot be read or does not fit the config.
     """
-    template = steps.abstract_state(config, mesh)
+    template = saved_part(steps.abstract_state(config, mesh))
     del template["step"]
     if not optimizer:
         del template["opt_state"]
     recorded = source.adapters
     if not config.lora_rank:
-        return Loaded(_read(source, config, template), None)
+        return Loaded(_read(source, config, template) | {"frozen": {}}, None)
     if recorded is None:
         frozen, base = load_base(source.path, config, mesh, [source], None)
         fresh = compile_adapters(config, mesh)(jax.random.key(config.seed))
-        return Loaded({"params": joined(frozen, fresh)}, base)
+        return Loaded({"params": fresh, "frozen": frozen}, base)
     assert source.step is not None
-    state = _read_native(source.step, config, saved_part(template, config))
+    state = _read_native(source.step, config, template)
     frozen, base = load_base(source.path, config, mesh, [recorded.path], recorded)
-    return Loaded(state | {"params": joined(frozen, state["params"])}, base)
+    return Loaded(state | {"frozen": frozen}, base)
 
 
 def load_base(
@@ -120,7 +116,7 @@ def load_base(
     Raises:
       InputError: if no checkpoint in `places` holds the base model.
     """
-    _, template = partition(gptj.declarations(config), steps.abstract_state(config, mesh)["params"])
+    template = steps.abstract_state(config, mesh)["frozen"]
     rejected = []
     for place in places:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
@@ -118,7 +119,8 @@ class Generator:
         self.config = config.merged()
         self.mesh = mesh
         self.rows = rows
-        self._made: tuple[Any, Weights] | None = None  # (parameters or None, their weights)
+        # (the arrays of the parameters or None, their weights)
+        self._made: tuple[list[Array] | None, Weights] | None = None
         self.empty = compile_empty(self.config, mesh)
         self.grow = compile_grow(self.config, mesh)
         self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
@@ -134,11 +136,14 @@ class Generator:
         Raises:
           InputError: if `params` is None and no weights are cached.
         """
-        if params is None and self._made is None:
-            raise InputError("the model has no weights yet; restore or load a checkpoint first")
-        if self._made is None or (params is not None and self._made[0] is not params):
+        if params is None:
+            if self._made is None:
+                raise InputError("the model has no weights yet; restore or load a checkpoint first")
+            return self._made[1]
+        arrays = jax.tree.leaves(params)
+        if self._made is None or not _identical(self._made[0], arrays):
             self._made = None  # free the old weights first, so that both are never in memory
-            self._made = (params, self._weights(params))
+            self._made = (arrays, self._weights(params))
         return self._made[1]
 
     def keep(self, params: Any) -> None:
@@ -201,6 +206,11 @@ class Generator:
         insert = functools.partial(batch.insert, longest=longest)
         tokens = stream_tokens(batch, prompts, gen_length, settings, insert=insert)
         return np.concatenate(list(tokens), axis=1)
+
+
+def _identical(one: list[Array] | None, other: list[Array]) -> bool:
+    """Return whether two lists hold the same array objects."""
+    return one is not None and list(map(id, one)) == list(map(id, other))
 
 
 class Batch:

@@ -92,11 +92,16 @@ def declarations(config: Config) -> Params:
     }
 
 
-@functools.cache
 def trained(config: Config) -> Params:
     """Return the declarations of the trained parameters: all or, with `lora_rank`, the adapters."""
     declared = declarations(config)
     return partition(declared, declared)[0]
+
+
+def frozen(config: Config) -> Params:
+    """Return the declarations of the frozen parameters: none or, with `lora_rank`, the base's."""
+    declared = declarations(config)
+    return partition(declared, declared)[1]
 
 
 def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:

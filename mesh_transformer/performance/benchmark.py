@@ -359,9 +359,9 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
     """Return random parameters on the mesh, without optimizer state."""
 
     def params(key: jax.Array) -> Any:
-        return steps.init_state(config, key)["params"]
+        return steps.all_params(steps.init_state(config, key))
 
-    layout = named(mesh, steps.state_specs(config, mesh)["params"])
+    layout = named(mesh, steps.all_params(steps.state_specs(config, mesh)))
     return jax.jit(params, out_shardings=layout)(jax.random.key(config.seed))
 
 

@@ -26,21 +26,28 @@ Batch = dict[str, Array]
 
 
 def init_state(config: Config, key: Array) -> State:
-    """Return a fresh state: parameters, Adam's moments and the number of completed updates.
+    """Return a fresh state, of global arrays.
 
-    All arrays are global.  Frozen parameters have no moments, and are stored in the compute dtype
-    because they are never updated.
+    Returns:
+      A dict of `params`, the trained parameters; `frozen`, the others, empty unless the config sets
+      `lora_rank`, and stored in the compute dtype because they are never updated; `opt_state`,
+      Adam's moments of `params`; and `step`, the number of completed updates.
     """
-    declared = gptj.declarations(config)
-    trained, frozen = partition(declared, gptj.init(config, key))
-    optimizer = Optimizer(config, gptj.trained(config))
-    stored = to_bf16(trained) if config.early_cast else trained
-    frozen = jax.tree.map(lambda x: x.astype(config.dtype), frozen)
+    params, frozen = partition(gptj.declarations(config), gptj.init(config, key))
     return {
-        "params": joined(frozen, stored),
-        "opt_state": optimizer.init(trained),
+        "params": to_bf16(params) if config.early_cast else params,
+        "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
+        "opt_state": Optimizer(config, gptj.trained(config)).init(params),
         "step": jnp.zeros((), jnp.int32),
     }
+
+
+def all_params(state: State) -> Any:
+    """Return the trained and the frozen parameters of a state as one tree.
+
+    `state` may also be a tree of the same structure, such as the result of `state_specs`.
+    """
+    return joined(state["frozen"], state["params"])
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
@@ -52,46 +59,42 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
 def state_specs(config: Config, mesh: Mesh) -> State:
     """Return the layout of every leaf of the state between steps."""
     par = parallel_of(config, mesh)
-    moments = par.at_rest(gptj.trained(config))
+    params = par.at_rest(gptj.trained(config))
     return {
-        "params": par.at_rest(gptj.declarations(config)),
-        "opt_state": {"count": P(), "mu": moments, "nu": moments},
+        "params": params,
+        "frozen": par.at_rest(gptj.frozen(config)),
+        "opt_state": {"count": P(), "mu": params, "nu": params},
         "step": P(),
     }
 
 
-def _compute_params(params: Any, config: Config, par: Parallel) -> Any:
-    """Convert the state's parameters for the forward pass (see `Parallel.compute_copy`)."""
-    return par.compute_copy(params, gptj.declarations(config), config.dtype)
-
-
 def gradients(
-    params: Any, batch: Batch, config: Config, par: Parallel
+    params: Any, frozen: Any, batch: Batch, config: Config, par: Parallel
 ) -> tuple[Any, dict[str, Array]]:
-    """Return the gradients of a batch, in the state's layout, and the metrics named in `MEASURED`.
+    """Return the gradients of `params`, in the state's layout, and the metrics named in `MEASURED`.
 
-    The gradients are averaged over the A microbatches and over dp, with all sums in f32.  Only
-    trained parameters have gradients.
+    The gradients are averaged over the A microbatches and over dp, with all sums in f32.
 
     Args:
+      params, frozen: see `init_state`.
       batch: this program's sequences: `obs` and `target` [A, B, T], and optionally `loss_mask` and
         `segment_ids` (see `CausalTransformer.train`).
     """
     declared = gptj.trained(config)
-    compute_params = _compute_params(params, config, par)
-    trained, frozen = partition(gptj.declarations(config), compute_params)
+    params = par.compute_copy(params, declared, config.dtype)
+    frozen = par.compute_copy(frozen, gptj.frozen(config), config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights = None if mask is None else loss_weights(mask, par, segments)
     squares = Optimizer(config, declared).squares
 
-    def loss_of(trained: Any, *sample: Any) -> tuple[Array, Array]:
-        params = joined(frozen, par.spread(trained, declared))
-        return train_loss(params, sample[0], sample[1], config, par, *sample[2:])
+    def loss_of(params: Any, *sample: Any) -> tuple[Array, Array]:
+        whole = joined(frozen, par.spread(params, declared))
+        return train_loss(whole, sample[0], sample[1], config, par, *sample[2:])
 
     grad_fn = jax.value_and_grad(loss_of, has_aux=True)
 
     def microbatch(sums: Any, sample: tuple[Any, ...]) -> Any:
-        (loss, last_loss), grads = grad_fn(trained, *sample)
+        (loss, last_loss), grads = grad_fn(params, *sample)
         grads = to_f32(grads)
         sums = jax.tree.map(jnp.add, sums, grads)
         square = par.micro_total(squares(par.micro(grads, declared)), declared)
@@ -100,7 +103,7 @@ def gradients(
     accumulation = batch["obs"].shape[0]
     samples = (batch["obs"], batch["target"], weights, segments)
     sums, (loss, last_loss, micro_square) = jax.lax.scan(
-        microbatch, par.accumulator(trained, declared), samples
+        microbatch, par.accumulator(params, declared), samples
     )
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
     measured = jnp.stack(
@@ -116,15 +119,44 @@ def gradients(
     }
 
 
-def update(state: State, grads: Any, norm: Array, config: Config) -> State:
-    """Apply one optimizer step; `norm` is the global norm of `grads`.
+MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
 
-    Each leaf is updated in the state's layout, without collectives.
-    """
+
+def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
+    """Return a function (state, batch) -> (state, metrics) that donates the state passed to it."""
+    batch = P(None, "dp")  # for all arrays of the batch
+    measured = dict.fromkeys(MEASURED, P())
+    layout = state_specs(config, mesh)
     optimizer = Optimizer(config, gptj.trained(config))
-    trained, frozen = partition(gptj.declarations(config), state["params"])
-    trained, opt_state = optimizer.update(grads, state["opt_state"], trained, state["step"], norm)
-    return {"params": joined(frozen, trained), "opt_state": opt_state, "step": state["step"] + 1}
+    specs = (layout["params"], layout["frozen"], batch), (layout["params"], measured)
+    measure = partitioned(
+        gradients,
+        config,
+        mesh,
+        *specs,
+        attention=_attention(config, mesh),
+        split_stream=config.shard_activations,
+    )
+
+    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        params, moments, step = state["params"], state["opt_state"], state["step"]
+        grads, metrics = measure(params, state["frozen"], batch)
+        # Each leaf is updated in the state's layout, without collectives.
+        params, moments = optimizer.update(grads, moments, params, step, metrics["grad_norm"])
+        metrics["learning_rate"] = optimizer.learning_rate(step)
+        return state | {"params": params, "opt_state": moments, "step": step + 1}, metrics
+
+    return jax.jit(
+        train_step,
+        in_shardings=named(mesh, (layout, batch)),
+        out_shardings=(named(mesh, layout), named(mesh, P())),
+        donate_argnums=0,
+        compiler_options=compiler_options(config, mesh),
+    )
+
+
+def _attention(config: Config, mesh: Mesh) -> str:
+    return attention_backend(config, mesh.devices.flat[0])
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
@@ -135,7 +167,7 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
     Args:
       batch: this program's sequences: `obs` and `target` [B, T], and optionally `segment_ids`.
     """
-    params = _compute_params(params, config, par)
+    params = par.compute_copy(params, gptj.declarations(config), config.dtype)
     segments = batch.get("segment_ids")
     per_token = losses(params, batch["obs"], batch["target"], config, par, segments)
     return {
@@ -148,7 +180,7 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
 
 def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Array:
     """Return next-token logits [B, T, V] in f32, over the whole vocabulary."""
-    params = _compute_params(params, config, par)
+    params = par.compute_copy(params, gptj.declarations(config), config.dtype)
     return par.gather(gptj.logits(params, tokens, config, par))
 
 
@@ -174,13 +206,6 @@ def gradient_replicas(config: Config, mesh: Mesh) -> int:
     return parallel_of(config, mesh).replicas
 
 
-def _attention(config: Config, mesh: Mesh) -> str:
-    return attention_backend(config, mesh.devices.flat[0])
-
-
-MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
-
-
 def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
     """Return a function from a PRNG key to a fresh state, created in its final layout."""
     return jax.jit(
@@ -196,44 +221,14 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
     )
 
 
-def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function (state, batch) -> (state, metrics) that donates the state passed to it."""
-    batch = P(None, "dp")  # for all arrays of the batch
-    measured = dict.fromkeys(MEASURED, P())
-    layout = state_specs(config, mesh)
-    optimizer = Optimizer(config, gptj.trained(config))
-    specs = (layout["params"], batch), (layout["opt_state"]["mu"], measured)
-    measure = partitioned(
-        gradients,
-        config,
-        mesh,
-        *specs,
-        attention=_attention(config, mesh),
-        split_stream=config.shard_activations,
-    )
-
-    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        grads, metrics = measure(state["params"], batch)
-        metrics["learning_rate"] = optimizer.learning_rate(state["step"])
-        return update(state, grads, metrics["grad_norm"], config), metrics
-
-    return jax.jit(
-        train_step,
-        in_shardings=named(mesh, (layout, batch)),
-        out_shardings=(named(mesh, layout), named(mesh, P())),
-        donate_argnums=0,
-        compiler_options=compiler_options(config, mesh),
-    )
-
-
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Return a function (params, batch) -> results, which are those of `eval_step`."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
-    specs = (state_specs(config, mesh)["params"], P("dp"))
+    specs = (all_params(state_specs(config, mesh)), P("dp"))
     return compiled(eval_step, config, mesh, specs, outputs, attention=_attention(config, mesh))
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Return a function (params, tokens) -> logits (see `logits_step`)."""
-    specs = (state_specs(config, mesh)["params"], P("dp"))
+    specs = (all_params(state_specs(config, mesh)), P("dp"))
     return compiled(logits_step, config, mesh, specs, P("dp"), attention=_attention(config, mesh))

@@ -40,7 +40,8 @@ def network_of(config: Config, place: tuple[str, int, int] = PLACES[0]) -> Causa
     there = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
     network = CausalTransformer(there, devices=jax.devices()[: dp * mp], init=False)
     layout = named(network.mesh, step.state_specs(there, network.mesh)["params"])
-    network.state = {"params": jax.tree.map(jax.device_put, weights(base_of(config)), layout)}
+    params = jax.tree.map(jax.device_put, weights(base_of(config)), layout)
+    network.state = {"params": params, "frozen": {}}
     return network
 
 

@@ -17,10 +17,10 @@ from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.config import LORA_TARGETS, Config
 from mesh_transformer.generation import batch as running_batch
-from mesh_transformer.mesh.declaration import joined, partition
+from mesh_transformer.mesh.declaration import joined
 from mesh_transformer.mesh.devices import make_mesh, named
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj, lora
+from mesh_transformer.model import lora
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.training import loop, step
 from mesh_transformer.transformer_shard import CausalTransformer, load
@@ -73,19 +73,18 @@ def trained(config: Config, state: Any, batch: Any) -> tuple[Any, dict[str, floa
     return jax.tree.map(np.asarray, state), {name: float(x) for name, x in metrics.items()}
 
 
-def gradients_of_merged_weights(config: Config, params: Any, batch: Any) -> Any:
+def gradients_of_merged_weights(config: Config, state: Any, batch: Any) -> Any:
     """The adapters' gradients, by the model without adapters: they enter through its weights."""
-    adapters, frozen = partition(gptj.declarations(config), params)
 
     def loss(adapters: Any, obs: Any, target: Any) -> Any:
-        whole = joined(frozen, adapters)
+        whole = joined(state["frozen"], adapters)
         merge = functools.partial(lora.merged, scale=config.lora_scale)
         whole |= {"layers": jax.vmap(merge)(whole["layers"])}
         return train_loss(whole, obs, target, config.merged(), Auto())[0]
 
     # Microbatches of one size: the mean over all of their sequences is the mean of their means.
     every = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
-    return jax.jit(jax.grad(loss))(adapters, *every)
+    return jax.jit(jax.grad(loss))(state["params"], *every)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -107,18 +106,15 @@ def test_every_mesh_trains_adapters_as_the_merged_model_and_leaves_the_base(bloc
     one, measured = trained(config, state, batch)
     # Adam's first moment after a step that nothing clips.
     gradients = jax.tree.map(lambda mu: mu / (1 - config.adam_b1), one["opt_state"]["mu"])
-    assert_close(gradients, gradients_of_merged_weights(config, state["params"], batch))
+    assert_close(gradients, gradients_of_merged_weights(config, state, batch))
 
     found, told = trained(config.replace(**split, tpu_size=8), state, batch)
     assert_close(found, one)
     for name in ("loss", "last_loss", "grad_norm"):
         assert told[name] == pytest.approx(measured[name], abs=1e-5)
-    declared = gptj.declarations(config)
-    (moved, frozen), (adapters, before) = (
-        partition(declared, tree["params"]) for tree in (found, state)
-    )
-    jax.tree.map(np.testing.assert_array_equal, frozen, before)
-    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, moved, adapters)))
+    jax.tree.map(np.testing.assert_array_equal, found["frozen"], state["frozen"])
+    moved = jax.tree.map(np.array_equal, found["params"], state["params"])
+    assert not any(jax.tree.leaves(moved))
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
@@ -134,10 +130,11 @@ def test_no_gradient_of_the_base_is_computed():
     """A product with a weight has a batch; one that gives a matrix of its shape is a gradient."""
 
     def gradients(config: Config) -> set[tuple[int, ...]]:
-        params = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
+        state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
         batch = random_batch(config, 2, 3)
         function = functools.partial(step.gradients, config=config, par=Auto())
-        found = set(products(jax.make_jaxpr(function)(params["params"], batch).jaxpr))
+        traced = jax.make_jaxpr(function)(state["params"], state["frozen"], batch)
+        found = set(products(traced.jaxpr))
         return found & {(64, 64), (64, 256), (256, 64), (64, 128), (128, 64)}
 
     config = lora_config(lora_targets=list(LORA_TARGETS["gptj"]))
@@ -205,10 +202,8 @@ def test_at_gpt_j_s_size_under_5_percent_of_the_state_is_trained():
 
     def held(config: Config) -> int:
         state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
-        adapters, _ = partition(gptj.declarations(config), state["params"])
-        return sum(
-            x.size * x.dtype.itemsize for x in jax.tree.leaves((adapters, state["opt_state"]))
-        )
+        trained = jax.tree.leaves((state["params"], state["opt_state"]))
+        return sum(x.size * x.dtype.itemsize for x in trained)
 
     assert held(config) < 0.05 * held(config.merged())
 

@@ -341,7 +341,8 @@ def test_micro_norms_are_those_of_the_replicas_gradients(partitioning, zero):
 def test_without_a_mesh_a_gradient_is_that_of_a_mesh_of_one():
     config = small_config(layers=1)
     params, batch = fresh_state(config)["params"], random_batch(config, 2, 2)
-    alone, _ = jax.jit(functools.partial(step.gradients, config=config, par=Auto()))(params, batch)
+    gradients = jax.jit(functools.partial(step.gradients, config=config, par=Auto()))
+    alone, _ = gradients(params, {}, batch)
     # Adam's first moment after one step is (1 - b1) times the gradient, clipped by its norm.
     wanted = run(config.replace(clip_norm=1e9), batch=batch, steps=1).grads
     jax.tree.map(
