@@ -2,10 +2,46 @@
 
 In each function, `par` is the `Parallel` that partitions the computation over the mesh.
 
-Parameters are a dict with the parts "embed", "layers", "proj" and, with pe=t5, "relative"; each
-part is {module: {name: array}}.  The arrays of "layers" are stacked over layers on a first axis L.
+Parameters are nested dicts, {part: {module: {name: array}}}.  The arrays of the part "layers" are
+stacked over all layers on a first axis L.  In the following table of all parameters, X/mp is an
+axis of size X that is split over mp, and normal(s) is a normal distribution with standard deviation
+s, truncated at two s.
 
-Array names end in their shape: B batch, T query, S key, D model, H heads, V vocabulary.
+    parameter                        shape           initial value       if
+    embed/embedding/w                V/mp, D         normal(V**-0.5)
+    embed/embedding/b                D               0
+    embed/embedding/pos_embs         T, D/mp         normal(0.02)        pe=fixed
+    layers/layer/norm/*              L, ...          see below
+    layers/layer/{q,k,v}/w           L, D, H*K/mp    normal(D**-0.5)     block=gptj
+    layers/layer/o                   L, H*K/mp, D    normal(2/L/D**0.5)  block=gptj
+    layers/layer/fc/w                L, D, F/mp      normal(D**-0.5)     block=gptj
+    layers/layer/fc/b                L, F/mp         0                   block=gptj
+    layers/layer/out                 L, F/mp, D      normal(2/L/D**0.5)  block=gptj
+    layers/layer/fused_in            L, D, H/mp, I   normal(D**-0.5)     block=geglu
+    layers/layer/fused_in_b          L, H/mp, I      0                   block=geglu
+    layers/layer/fused_out           L, H/mp, O, D   normal(2/L/D**0.5)  block=geglu
+    layers/layer/b                   L, D            0
+    proj/projection/norm/*           ...             see below
+    proj/projection/head/w           D, V/mp         normal(D**-0.5)
+    proj/projection/head/b           V/mp            0
+    relative/relative/rel_embedding  H/mp, 32        normal(0.02)        pe=t5
+
+    norm                             scale           offset
+    layernorm                        D: 1            D: 0
+    layernorm-nobias                 D: 1
+    layernorm-desync                 mp/mp, D: 1     mp/mp, D: 0
+    rmsnorm                          D: D**0.5
+    rmsnorm-bias                     D: D**0.5       D: 0
+    scalenorm                        (): D**0.5
+    scalenorm-bias                   (): D**0.5      (): 0
+
+The letters are V n_vocab, D d_model, T seq, L layers, H n_heads, K head_size and F = 4 D; and in
+the block geglu, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight w [inputs,
+outputs] adds w_lora_a [inputs, R], normal(inputs**-0.5), and w_lora_b [R, outputs], 0.  Trained
+parameters are in f32 or, with early_cast, in bf16; frozen ones are in the compute dtype.
+
+In the code, array names end in their shape: B batch, T query, S key, D model, H heads, V
+vocabulary.
 """
 
 import dataclasses

@@ -1,0 +1,96 @@
+"""The table of parameters in `gptj`'s docstring is that of the code."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.checkpoint.state_tree import leaves
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.declaration import is_declaration
+from mesh_transformer.model import gptj
+from tests.conftest import SMALL
+
+NORMS = [
+    "layernorm",
+    "layernorm-nobias",
+    "layernorm-desync",
+    "rmsnorm",
+    "rmsnorm-bias",
+    "scalenorm",
+    "scalenorm-bias",
+]
+TRUNCATED = 0.8796  # standard deviation of a normal distribution truncated at two of its own
+CONFIGS = [{"norm": norm} for norm in NORMS] + [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}]
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The rows below a heading of the docstring, up to the next empty line, as cells."""
+    assert gptj.__doc__ is not None
+    (table,) = re.findall(rf"^    ({heading} .*(?:\n    \S.*)*)", gptj.__doc__, re.MULTILINE)
+    return [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[1:]]
+
+
+def symbols(config: Config) -> dict[str, int]:
+    c = config
+    block = {"I": 3 * c.d_head + 2 * c.d_ff // c.n_heads, "O": c.d_head + c.d_ff // c.n_heads}
+    model = {"V": c.n_vocab, "D": c.d_model, "T": c.seq, "L": c.layers, "H": c.n_heads}
+    return model | block | {"K": c.d_head, "F": c.d_ff, "mp": c.cores_per_replica}
+
+
+def documented(config: Config) -> dict[str, tuple[str, str]]:
+    """{name: (shape, initial value)} as the docstring has them for a config."""
+    (norm,) = (row[1:] for row in rows("norm") if row[0] == config.norm)
+    table = {}
+    for name, shape, value, *condition in rows("parameter"):
+        if any(str(getattr(config, key)) != x for key, x in (c.split("=") for c in condition)):
+            continue
+        if name.endswith("*"):
+            for part, cell in zip(("scale", "offset"), norm, strict=False):
+                own, value = cell.split(": ")
+                whole = shape.replace("...", own.replace("()", "")).strip(", ")
+                table[name[:-1] + part] = whole, value
+        elif found := re.search(r"\{(.*)\}", name):
+            table |= {name.replace(found[0], x): (shape, value) for x in found[1].split(",")}
+        else:
+            table[name] = shape, value
+    return table
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: "-".join(changes.values()))
+def test_the_table_is_that_of_the_declarations(changes):
+    config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
+    values: dict[str, Any] = symbols(config)
+    declared = jax.tree.flatten_with_path(gptj.declarations(config), is_leaf=is_declaration)[0]
+    found = {"/".join(key.key for key in path): (d.shape, d.spec) for path, d in declared}
+
+    def layout(cells: str) -> tuple[tuple[int, ...], P]:
+        axes = [cell.removesuffix("/mp") for cell in cells.split(", ") if cell]
+        split = ["mp" if cell.endswith("/mp") else None for cell in cells.split(", ") if cell]
+        return tuple(eval(axis, {}, values) for axis in axes), P(*split)
+
+    table = {name: layout(shape) for name, (shape, _) in documented(config).items()}
+    assert found == table
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: "-".join(changes.values()))
+def test_the_table_s_initial_values_are_those_of_the_code(changes):
+    config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
+    drawn = jax.jit(gptj.init, static_argnums=0)(config, jax.random.key(0))
+    found = {"/".join(path): np.asarray(leaf) for path, leaf in leaves(drawn).items()}
+    for name, (_, value) in documented(config).items():
+        number = eval(value.removeprefix("normal"), {}, symbols(config))
+        leaf = found.pop(name)
+        if not value.startswith("normal"):
+            np.testing.assert_array_equal(leaf, np.float32(number), err_msg=name)
+            continue
+        # Five standard errors of the mean of squares, and of the mean, of that many draws.
+        tolerance = 5 / math.sqrt(leaf.size)
+        assert np.abs(leaf).max() <= 2 * number * (1 + 1e-6), name
+        assert leaf.std() / number == pytest.approx(TRUNCATED, abs=tolerance), name
+        assert abs(leaf.mean() / number) < tolerance, name
+    assert not found
