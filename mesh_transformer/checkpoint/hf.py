@@ -391,7 +391,7 @@ def _check_stored(
     """Raise InputError if a tensor's shape is not the expected one, or its dtype not floating.
 
     Args:
-      expected: our parameters, of which only the shapes are used.
+      expected: our parameters; only their shapes are used.
     """
     for name, tensor in stored.items():
         shape = places[name].shape(expected)

@@ -249,7 +249,7 @@ class Checkpoints:
                 self._lock = None
 
     def saved(self, step: int | None = None) -> SavedStep:
-        """Return a committed step; None stands for the newest.
+        """Return a committed step (default: the newest).
 
         Raises:
           InputError: if there is no such step.
@@ -264,7 +264,7 @@ class Checkpoints:
         return self._saved(steps[-1] if step is None else step)
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """Restore the state of a step; None stands for the newest.  See `SavedStep.restore`."""
+        """Restore the state of a step, or of the newest if None.  See `SavedStep.restore`."""
         saved = self.saved(step)
         restored = saved.restore(template, only=only)
         self._known = saved.number

@@ -418,7 +418,7 @@ def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
 
 
 def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
-    """Return one of our leaves as a `LazyLeaf`, each layer of which is read from one entry.
+    """Return one of our leaves as a `LazyLeaf`; each layer is read from one entry.
 
     The arrays of all these entries, in all shards, must have the same dtype.
 

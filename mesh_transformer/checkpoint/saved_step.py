@@ -189,8 +189,8 @@ class SavedStep:
         return ocdbt, ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
 
     def _damaged(self, error: Exception) -> InputError:
-        """Return the error to raise for a failed read; InputErrors are returned unchanged."""
-        return error if isinstance(error, InputError) else self._unreadable(error, self.record)
+        """Return the error to raise for a failed read, after reading the integrity record."""
+        return self._unreadable(error, self.record)
 
     def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:
         """Return the error to raise for a failed read; InputErrors are returned unchanged.

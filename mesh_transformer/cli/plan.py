@@ -74,7 +74,7 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
       dp: the number of replicas; None if --dp is not given.
       mp: the number of devices per replica; None if --mp is not given.
       default: the result if neither is given, unless there are fewer devices.
-      devices: the number of devices, all of which are used.
+      devices: the number of devices of the mesh.
 
     Raises:
       InputError: if dp x mp cannot be the number of devices.

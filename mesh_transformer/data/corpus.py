@@ -1,7 +1,7 @@
 """Tokenised documents on disk, written by a run that can be interrupted and resumed at any point.
 
 Used by create_finetune_tfrecords.py.  Only a few batches of text are in memory at once, whatever
-the size of the corpus.  Once everything is tokenised, memory holds 8 bytes per document.
+the size of the corpus.  Once everything is tokenised, memory holds 16 bytes per document.
 """
 
 import dataclasses

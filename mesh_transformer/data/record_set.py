@@ -52,7 +52,7 @@ class RecordSet:
 
     There are two kinds of records; all features are int64:
 
-    * One feature `text`, [T + 1]: the tokens, all of which bear loss.
+    * One feature `text`, [T + 1]: the tokens, all with loss.
     * Features `input_ids`, `labels` (the next tokens) and `input_mask` (1 where a label bears
       loss), [T] each.  A record that holds several texts also has `segment_ids`, [T], the number of
       each token's text.

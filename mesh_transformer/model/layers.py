@@ -10,7 +10,6 @@ The norm groups are the copies of a norm's output.  With layernorm-desync, which
 differently on each shard, there is one per shard that this program holds; otherwise there is one.
 """
 
-import math
 from typing import NamedTuple
 
 import haiku as hk
@@ -21,8 +20,8 @@ from jax import Array
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
+from mesh_transformer.model import lora
 from mesh_transformer.model.attention import Attend, LayerCache, attend, rotate, write
-from mesh_transformer.model.lora import adapter_names
 
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
@@ -117,50 +116,6 @@ def _standardize(x_BTD: Array) -> Array:
     return (x_BTD - mean) * jax.lax.rsqrt(variance + 1e-5)
 
 
-def _adapter(
-    config: Config, par: Parallel, target: str, weight: str, shape: tuple[int, ...], axes: Axes
-) -> tuple[Array, Array] | None:
-    """Return the LoRA factors (Hu 2021) of a weight, or None if the config does not adapt it.
-
-    The factors are a, [in, R], and b, [R, out], in the current Haiku module.  The caller adds
-    `config.lora_scale` * x @ a @ b to the product of x and the weight.  The factor b is initialised
-    to zero.  Both factors are split over mp like the weight.  If mp splits the weight's first axis,
-    the weight's last axis is its output and all other axes are inputs.  Otherwise its first axis is
-    its input and all other axes are outputs.
-
-    Args:
-      target: the weight's name in `config.lora_targets`.
-      weight: the weight's parameter name.
-      shape: the weight's global shape.
-      axes: for each of the weight's axes, the mesh axis that splits it, or None.
-    """
-    if not config.adapts(target):
-        return None
-    inputs = len(shape) - 1 if axes[0] == "mp" else 1
-    name_a, name_b = adapter_names(weight)
-    shape_a, axes_a = (*shape[:inputs], config.lora_rank), (*axes[:inputs], None)
-    shape_b, axes_b = (config.lora_rank, *shape[inputs:]), (None, *axes[inputs:])
-    init = fan_in_init(math.prod(shape[:inputs]))
-    zeros = hk.initializers.Constant(0.0)
-    return (
-        param(par, name_a, shape_a, axes_a, init, decay=True, adapter=True),
-        param(par, name_b, shape_b, axes_b, zeros, decay=True, adapter=True),
-    )
-
-
-def _adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
-    """Return what an adapter adds to a product whose columns are split over mp, [B, T, columns].
-
-    The columns are divided equally among the norm groups.  The input of a column is the copy of the
-    norm's output, in x_GBTD, that belongs to the column's group.
-    """
-    a_DR, b = adapter
-    b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
-    low_GBTR = jnp.einsum("GBTD,DR->GBTR", x_GBTD, a_DR) * scale
-    y_BTGN = jnp.einsum("GBTR,RGN->BTGN", low_GBTR, b_RGN)
-    return y_BTGN.reshape(*y_BTGN.shape[:2], -1)
-
-
 class Linear(hk.Module):
     """A linear layer whose columns are split over mp.
 
@@ -195,9 +150,9 @@ class Linear(hk.Module):
             w_DGN = w_DN.reshape(width, groups, -1)
             y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=self.dtype)
             y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
-        adapter = _adapter(self.config, self.par, self.name, "w", shape, axes)
+        adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes)
         if adapter is not None:
-            y_BTN += _adapted_columns(x_GBTD, adapter, self.config.lora_scale)
+            y_BTN += lora.adapted_columns(x_GBTD, adapter, self.config.lora_scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
             y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros)
@@ -356,9 +311,9 @@ class TransformerLayer(hk.Module):
             w_DGHC = w_DHC.reshape(c.d_model, groups, -1, columns)
             y_BTGHC = jnp.einsum("GBTD,DGHC->BTGHC", x_GBTD, w_DGHC)
             y_BTHC = y_BTGHC.reshape(*y_BTGHC.shape[:2], -1, columns) + b_HC
-        adapter = _adapter(c, par, "fused_in", "fused_in", shape, axes)
+        adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:
-            y_BTHC += _adapted_columns(x_GBTD, adapter, c.lora_scale).reshape(y_BTHC.shape)
+            y_BTHC += lora.adapted_columns(x_GBTD, adapter, c.lora_scale).reshape(y_BTHC.shape)
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
@@ -376,7 +331,7 @@ class TransformerLayer(hk.Module):
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
         y_BTD = jnp.tensordot(x, param(par, name, shape, split, _output_init(c), decay=True), axes)
-        adapter = _adapter(c, par, name, name, shape, split)
+        adapter = lora.factors(c, par, name, name, shape, split)
         if adapter is None:
             return y_BTD
         low_BTR = jnp.tensordot(x, adapter[0], axes) * c.lora_scale

@@ -1,14 +1,63 @@
-"""LoRA (Hu 2021): names of low-rank adapters, and merging adapters into the model's weights."""
+"""LoRA (Hu 2021): low-rank adapters of weights, and merging them into the weights."""
 
+import math
 from typing import Any
 
+import haiku as hk
 import jax.numpy as jnp
 from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.parallel import Axes, Parallel, param
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
     """Return the names of a weight's two adapter factors, found in the weight's Haiku module."""
     return f"{weight}_lora_a", f"{weight}_lora_b"
+
+
+def factors(
+    config: Config, par: Parallel, target: str, weight: str, shape: tuple[int, ...], axes: Axes
+) -> tuple[Array, Array] | None:
+    """Return the LoRA factors (Hu 2021) of a weight, or None if the config does not adapt it.
+
+    The factors are a, [in, R], and b, [R, out], in the current Haiku module.  The caller adds
+    `config.lora_scale` * x @ a @ b to the product of x and the weight.  The factor b is initialised
+    to zero.  Both factors are split over mp like the weight.  If mp splits the weight's first axis,
+    the weight's last axis is its output and all other axes are inputs.  Otherwise its first axis is
+    its input and all other axes are outputs.
+
+    Args:
+      target: the weight's name in `config.lora_targets`.
+      weight: the weight's parameter name.
+      shape: the weight's global shape.
+      axes: for each of the weight's axes, the mesh axis that splits it, or None.
+    """
+    if not config.adapts(target):
+        return None
+    inputs = len(shape) - 1 if axes[0] == "mp" else 1
+    name_a, name_b = adapter_names(weight)
+    shape_a, axes_a = (*shape[:inputs], config.lora_rank), (*axes[:inputs], None)
+    shape_b, axes_b = (config.lora_rank, *shape[inputs:]), (None, *axes[inputs:])
+    init = hk.initializers.TruncatedNormal(stddev=math.prod(shape[:inputs]) ** -0.5)
+    zeros = hk.initializers.Constant(0.0)
+    return (
+        param(par, name_a, shape_a, axes_a, init, decay=True, adapter=True),
+        param(par, name_b, shape_b, axes_b, zeros, decay=True, adapter=True),
+    )
+
+
+def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
+    """Return what an adapter adds to a product whose columns are split over mp, [B, T, columns].
+
+    The columns are divided equally among the norm groups.  The input of a column is the copy of the
+    norm's output, in x_GBTD, that belongs to the column's group.
+    """
+    a_DR, b = adapter
+    b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
+    low_GBTR = jnp.einsum("GBTD,DR->GBTR", x_GBTD, a_DR) * scale
+    y_BTGN = jnp.einsum("GBTR,RGN->BTGN", low_GBTR, b_RGN)
+    return y_BTGN.reshape(*y_BTGN.shape[:2], -1)
 
 
 def merged(modules: dict[str, Any], scale: float) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> L
     """
     every, length = mask.astype(jnp.float32), mask.shape[-1]
     runs = jnp.zeros_like(mask, jnp.int32) if segments is None else segment_runs(segments)[0]
-    # The index `length` stands for an extra position after the end, with mask 1 and run number -1.
+    # The index `length` is a position added after the end, with mask 1 and run number -1.
     index = jnp.where(mask != 0, jnp.arange(length), length)
     nearest = jax.lax.cummin(index, axis=mask.ndim - 1, reverse=True)
     following = jnp.concatenate((nearest[..., 1:], jnp.full_like(nearest[..., :1], length)), -1)
