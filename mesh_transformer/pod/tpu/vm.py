@@ -516,9 +516,10 @@ class TpuVm:
                 keys[address] = published
         missing = [address for address in addresses if address not in keys]
         if missing:
+            pinned = ": the first one seen is pinned" if self._ssh.trust_first else ""
             _say(
                 f"{len(missing)} of {len(addresses)} hosts published no SSH key "
-                f"({missing[0]}, ...): the first one seen is pinned"
+                f"({missing[0]}, ...){pinned}"
             )
         return keys
 
