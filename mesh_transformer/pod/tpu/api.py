@@ -85,7 +85,8 @@ def default_project() -> str:
         if project:
             return project
     raise InputError(
-        "no Google Cloud project is set; set GOOGLE_CLOUD_PROJECT, or run `gcloud config set project PROJECT`"
+        "no Google Cloud project is set; set GOOGLE_CLOUD_PROJECT, or run "
+        "`gcloud config set project PROJECT`"
     )
 
 
