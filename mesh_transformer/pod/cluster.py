@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import os
 import secrets
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -456,6 +457,8 @@ class TPUCluster:
 
     def _lost(self, why: str) -> HostError:
         """Shut down all hosts and return a HostError; the errors of later calls repeat `why`."""
+        if _spill_disk_is_full():  # a host on the same machine can die of it
+            why += "; the disk that Ray's object store spills to (RAY_TMPDIR, else /tmp) is full"
         self._why = f" ({why})"
         self.kill()
         return HostError(why)
@@ -480,3 +483,9 @@ def _one_line(error: BaseException) -> str:
     """Return the last line of a Ray exception, which states the cause after the traceback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]
+
+
+def _spill_disk_is_full() -> bool:
+    """Return whether Ray refuses to spill objects to this machine's disk: it is over 95 % full."""
+    usage = shutil.disk_usage(os.environ.get("RAY_TMPDIR", "/tmp"))
+    return usage.free < 0.05 * usage.total

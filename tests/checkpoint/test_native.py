@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorflow as tf
 from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,6 +30,7 @@ from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
 from mesh_transformer.data.storage import FolderLock
+from mesh_transformer.data.tfrecords import tensorflow
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -962,7 +962,7 @@ def test_two_processes_save_to_a_bucket(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["claim", "vacant", "finish", "prune"])
 def test_what_a_bucket_refuses_is_one_line(tmp_path, monkeypatch, caplog, where):
     """TensorFlow's errors are no OSErrors."""
-    refused = tf.errors.PermissionDeniedError(None, None, "403 Forbidden: no access")
+    refused = tensorflow().errors.PermissionDeniedError(None, None, "403 Forbidden: no access")
 
     def refuse(*_):
         raise refused

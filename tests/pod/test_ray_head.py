@@ -68,9 +68,8 @@ def test_a_full_store_spills_and_a_full_disk_is_one_line(spill_folder):
             np.testing.assert_allclose(found, cluster.eval(batch)["loss"], rtol=1e-5)
             with pytest.raises(Exception, match="disk is full"):
                 fill(held, 40)
-            with pytest.raises(
-                StoppedError, match="object store on this machine is full, and so is the disk"
-            ) as told:
+            # Usually the call is refused, but a host can also die of the full disk.
+            with pytest.raises(StoppedError, match=r"disk that .* spills to \(RAY_TMPDIR") as told:
                 cluster.eval(tiled(batch, 100_000))
             assert "\n" not in str(told.value)
             assert cluster.ended
