@@ -115,6 +115,25 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
     return args.model_path or (config.model_folder() if config else ""), config
 
 
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags shared by the scripts that create records."""
+    parser.add_argument(
+        "--output-dir", default=".", help="folder of the record set (default: current folder)"
+    )
+    parser.add_argument(
+        "--seq",
+        type=positive,
+        default=2048,
+        help="tokens per sequence, the config's seq (default %(default)s)",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="skip and count unusable lines, documents and parts of files instead of stopping",
+    )
+
+
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Add the flags that choose the hosts of a network, and the timeouts for these hosts.
 
