@@ -46,7 +46,6 @@ def main() -> None:
 
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.tokenizer import Tokenizer
-    from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.serving.repl import Repl, Settings
 
     # Before loading, which takes long, so that errors appear at once.
@@ -61,7 +60,6 @@ def main() -> None:
         length=args.length,
         stop=args.stop,
     )
-    use_compilation_cache()
     with running_model(args, model, config, only_generate=True) as network:
         repl = Repl(network, tokenizer, settings)
         if args.prompt is None:

@@ -45,7 +45,6 @@ def main() -> None:
 
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.tokenizer import Tokenizer
-    from mesh_transformer.mesh.program import use_compilation_cache
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.engine import Engine
     from mesh_transformer.serving.metrics import Metrics
@@ -58,7 +57,6 @@ def main() -> None:
     socket = listen(args.host, args.port)
     model = path if config else Source(path)
     tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
-    use_compilation_cache()
     with running_model(args, model, config, only_generate=True) as network:
         metrics = Metrics(args.rows)
         limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}

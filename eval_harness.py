@@ -38,7 +38,6 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.mesh.program import use_compilation_cache
 
     model = path if config else Source(path)
     model_config = config or Source.of(model).config
@@ -51,7 +50,6 @@ def main() -> None:
         num_fewshot=args.num_fewshot,
         limit=args.limit,
     )
-    use_compilation_cache()
     with running_model(args, model, config) as network:
         results = harness.results(network)
     assert results is not None  # None only if stopped, which does not happen here

@@ -171,12 +171,10 @@ def main() -> None:
 
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.tokenizer import Tokenizer
-    from mesh_transformer.mesh.program import use_compilation_cache
 
     scored(["a"], ["a"])  # reports a missing rouge-score before the model is loaded
     model = path if config else Source(path)
     tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
-    use_compilation_cache()
     with running_model(options, model, config, only_generate=True) as network:
         texts = summaries(network, tokenizer, [pair.prompt for pair in pairs], options.length)
     results = scored([pair.completion for pair in pairs], texts)

@@ -115,6 +115,35 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
     return args.model_path or (config.model_folder() if config else ""), config
 
 
+def add_key_arguments(parser: argparse.ArgumentParser):
+    """Add the flags that override config keys of a training step, and return their group."""
+    keys = parser.add_argument_group("config keys to override")
+    keys.add_argument("--batch", type=positive, help="sequences per replica and microbatch")
+    keys.add_argument("--accumulate", type=positive, help="microbatches per step")
+    keys.add_argument("--zero", type=int, choices=(0, 1, 3), help="ZeRO stage")
+    keys.add_argument("--remat", choices=("full", "dots", "none"), help="remat policy")
+    return keys
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags shared by the scripts that create records."""
+    parser.add_argument(
+        "--output-dir", default=".", help="folder of the record set (default: current folder)"
+    )
+    parser.add_argument(
+        "--seq",
+        type=positive,
+        default=2048,
+        help="tokens per sequence, the config's seq (default %(default)s)",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="skip and count unusable lines, documents and parts of files instead of stopping",
+    )
+
+
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Add the flags that choose the hosts of a network, and the timeouts for these hosts.
 

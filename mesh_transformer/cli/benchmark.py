@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.cli.arguments import positive
+from mesh_transformer.cli.arguments import add_key_arguments, positive
 from mesh_transformer.config import Config
 from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
 from mesh_transformer.util import InputError
@@ -97,12 +97,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="measure the train step with one optimisation off at a time",
     )
-    keys = parser.add_argument_group("config keys to override")
-    keys.add_argument("--batch", type=positive, help="sequences per replica and microbatch")
+    keys = add_key_arguments(parser)
     keys.add_argument("--seq", type=positive, help="sequence length in tokens")
-    keys.add_argument("--accumulate", type=positive, help="microbatches per step")
-    keys.add_argument("--zero", type=int, choices=(0, 1, 3), help="ZeRO stage")
-    keys.add_argument("--remat", choices=("full", "dots", "none"), help="remat policy")
     keys.add_argument(
         "--partitioning", choices=("shard_map", "jit"), help="partitioning of the model over mp"
     )

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.cli.arguments import add_record_arguments
 from mesh_transformer.data.documents import (
     Bad,
     BadInputError,
@@ -79,23 +80,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "name",
         help="name of the record set, written as NAME_<number of records>.tfrecords and NAME.index",
     )
-    parser.add_argument(
-        "--output-dir", default=".", help="folder of the record set (default: current folder)"
-    )
-    parser.add_argument(
-        "--seq",
-        type=int,
-        default=2048,
-        help="tokens per sequence, the config's seq (default %(default)s)",
-    )
-    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
+    add_record_arguments(parser)
     parser.add_argument(
         "--pack",
         action="store_true",
         help="put as many pairs into a record as fit; they do not attend to each other",
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="skip and count unusable lines instead of stopping"
     )
     return parser.parse_args(arguments)
 
@@ -189,8 +178,6 @@ def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    if options.seq < 1:
-        raise InputError(f"--seq is {options.seq}, expected at least 1")
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer}: has no end-of-text token; choose another")

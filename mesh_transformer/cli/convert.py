@@ -20,23 +20,18 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    formats = "|".join(FORMATS)
-    parser.add_argument(
-        "--from",
-        dest="source",
-        nargs=2,
-        required=True,
-        metavar=(formats, "SRC"),
-        help="format and path of the source: a model folder (newest step, or --step) or a step_N",
-    )
-    parser.add_argument(
-        "--to",
-        dest="target",
-        nargs=2,
-        required=True,
-        metavar=(formats, "DST"),
-        help="format and path of the target: a model folder or a step_N in one, not existing yet",
-    )
+    for flag, dest, metavar, path in (
+        ("--from", "source", "SRC", "a model folder (newest step, or --step) or a step_N"),
+        ("--to", "target", "DST", "a model folder or a step_N in one, not existing yet"),
+    ):
+        parser.add_argument(
+            flag,
+            dest=dest,
+            nargs=2,
+            required=True,
+            metavar=("|".join(FORMATS), metavar),
+            help=f"format and path of the {dest}: {path}",
+        )
     parser.add_argument(
         "--config",
         help="config file, JSON or YAML (default: the one stored in SRC; required for --from "

@@ -46,12 +46,17 @@ def running_model(
 ) -> "Iterator[CausalTransformer | LastingCluster]":
     """Return a context manager that yields a network for inference, with the weights at `path`.
 
+    JAX's persistent compilation cache is enabled first.
+
     Args:
       args: the values of the flags added by `add_host_arguments`.  If neither --tpu nor
         --local-hosts is given, the network runs in this process.
       config: the network's config; None to use the one stored at `path`.
       only_generate: whether to call `CausalTransformer.only_generate`, which frees memory.
     """
+    from mesh_transformer.mesh.program import use_compilation_cache
+
+    use_compilation_cache()
     if args.tpu is None and args.local_hosts is None:
         from mesh_transformer.transformer_shard import load
 

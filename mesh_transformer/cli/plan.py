@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from mesh_transformer.cli.arguments import positive
+from mesh_transformer.cli.arguments import add_key_arguments, positive
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
@@ -29,26 +29,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--mp", type=int, help="devices per replica (default: the config's cores_per_replica)"
     )
-    parser.add_argument(
-        "--zero", type=int, choices=(0, 1, 3), help="ZeRO stage (default: the config's)"
-    )
-    parser.add_argument(
-        "--batch", type=int, help="sequences per replica and microbatch (default: the config's)"
-    )
-    parser.add_argument(
-        "--accumulate", type=int, help="microbatches per step (default: the config's)"
-    )
-    parser.add_argument(
-        "--remat", choices=("full", "dots", "none"), help="remat policy (default: the config's)"
-    )
-    parser.add_argument(
+    keys = add_key_arguments(parser)
+    keys.add_argument(
         "--shard-activations",
         action=argparse.BooleanOptionalAction,
-        help="shard the activations between layers over mp (default: the config's)",
+        help="shard the activations between layers over mp",
     )
-    parser.add_argument(
-        "--loss-chunk", type=int, help="positions per chunk of the loss (default: the config's)"
-    )
+    keys.add_argument("--loss-chunk", type=int, help="positions per chunk of the loss")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--decode", action="store_true", help="plan generation, not training")
     modes.add_argument(

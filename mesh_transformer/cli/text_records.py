@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.cli.arguments import positive
+from mesh_transformer.cli.arguments import add_record_arguments, positive
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
 from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, told
 from mesh_transformer.data.packing import Order, publish, sequences, write_parts
@@ -54,21 +54,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="name of the record set, written as NAME_<number of sequences>.tfrecords, NAME.index "
         "and NAME.manifest.json",
     )
-    parser.add_argument(
-        "--output-dir", default=".", help="folder of the record set (default: current folder)"
-    )
-    parser.add_argument(
-        "--seq",
-        type=positive,
-        default=2048,
-        help="tokens per sequence, the config's seq (default %(default)s)",
-    )
-    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count unusable documents and parts of files instead of stopping",
-    )
+    add_record_arguments(parser)
     parser.add_argument(
         "--new",
         action="store_true",
