@@ -33,7 +33,7 @@ PIECE = 10 << 20
 
 @pytest.fixture
 def spill_folder(small_disk, monkeypatch) -> Iterator[Path]:
-    """A small disk as Ray's folder; short because socket paths have up to 107 characters."""
+    """A small disk as Ray's folder, with a short path: socket paths have up to 107 characters."""
     with tempfile.TemporaryDirectory() as name:
         short = Path(name) / "ray"
         short.symlink_to(small_disk("200m"))
