@@ -71,7 +71,7 @@ def limits_with(**changes) -> Limits:
 
 
 def requests_of(api, kind):
-    return [request for request in api.asked if isinstance(request, kind)]
+    return [request for request in api.requests if isinstance(request, kind)]
 
 
 @pytest.mark.parametrize("tier", ["on_demand", "spot", "preemptible"])
@@ -452,7 +452,7 @@ def test_unwritable_home_is_reported_before_any_request(api, make, monkeypatch):
     monkeypatch.setenv("HOME", "/proc/none")
     with pytest.raises(InputError, match=r"^/proc/none/.*\.lock cannot be written: .*set HOME"):
         make(adopt=True).__enter__()
-    assert not api.asked
+    assert not api.requests
 
 
 def test_failed_delete_prints_the_command(api, make, capsys):
