@@ -429,7 +429,7 @@ def test_run_recovers_from_every_kind_of_interruption(complete_run, tmp_path):
     ]
     assert {interruption.kind for interruption in plan} == {*KINDS, "raylet"}
     for interruption, outcome in zip(plan, interrupt(*complete_run, tmp_path, plan), strict=True):
-        print(f"{interruption}: {outcome.seconds:.1f} s; {outcome.said}")
+        print(f"{interruption}: {outcome.seconds:.1f} s; {outcome.line}")
 
 
 def test_interrupted_save_is_never_restored(tmp_path):
