@@ -1,7 +1,7 @@
-"""Flips bits in a checkpoint's files; checks that none is restored unnoticed.
+"""Flips bits in a checkpoint's files; checks that no damage goes unnoticed.
 
-`python -m tests.long.bit_flips flips` and `... cost` take some minutes each; the suite does not run
-them.
+`python -m tests.long.bit_flips flips` and `... cost` take some minutes each.  The test suite does
+not run them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SMALL = {
     "dtype": "float32",
 }
 LARGE = SMALL | {"layers": 8, "d_model": 768, "n_heads": 12, "n_vocab": 8192}
-LEAST = 64  # bytes of an array that is looked for in the files
+LEAST = 64  # minimum bytes of an array that is searched for in the files
 
 
 def leaves_of(network: CausalTransformer) -> dict[str, np.ndarray]:
@@ -45,22 +45,22 @@ def leaves_of(network: CausalTransformer) -> dict[str, np.ndarray]:
 
 
 def array_spans(folder: Path, arrays: dict[str, np.ndarray]) -> list[tuple[Path, int, int, str]]:
-    """Where the bytes of each array lie: file, first and last byte, and the array's name."""
-    found = []
+    """Return where arrays lie in the files: file, first byte, end, and the array's name."""
+    spans = []
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name, values in arrays.items():
-        # Layers lie by themselves; what is small stands within the compressed directory.
+        # Each layer is stored separately; small arrays are in the compressed directory.
         for part in (values, *(values if values.ndim > 1 else ())):
             content = part.tobytes()
             if len(content) < LEAST or len(set(content)) < 8:
-                continue  # too little to be told from anything else, such as zeros
-            # Of a part that stands in several places, not each need be read.
+                continue  # not distinctive enough, such as zeros
+            # If the same bytes are in several places, a restore may not read all of them.
             if sum(whole.count(content) for whole in files.values()) > 1:
                 continue
             for path, whole in files.items():
                 if (begin := whole.find(content)) >= 0:
-                    found.append((path, begin, begin + len(content), name))
-    return found
+                    spans.append((path, begin, begin + len(content), name))
+    return spans
 
 
 def flips(arrays: int, others: int, seed: int) -> None:
@@ -68,15 +68,15 @@ def flips(arrays: int, others: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         network = CausalTransformer(SMALL | {"seed": seed})
-        # Moments that are no zeros.
+        # One step, so that the moments are not zero.
         tokens = np.random.default_rng(seed).integers(0, 512, (1, 1, 33))
         network.train({"obs": tokens[..., :-1], "target": tokens[..., 1:]})
         network.save(str(folder))
         network.close()
-        wanted = leaves_of(network)
-        spans = array_spans(folder, wanted)
+        expected = leaves_of(network)
+        spans = array_spans(folder, expected)
         known = {leaf for *_, leaf in spans}
-        print(f"{len(known)} of {len(wanted)} leaves found in the files as they are in memory")
+        print(f"{len(known)} of {len(expected)} leaves found in the files as they are in memory")
         plan: list[tuple[Path, int, str]] = []
         for path, begin, end, leaf in rng.choices(spans, k=arrays):
             plan.append((path, rng.randrange(begin, end), leaf))
@@ -89,7 +89,7 @@ def flips(arrays: int, others: int, seed: int) -> None:
                 plan.append((path, at, ""))
         outcomes: Counter[tuple[str, str]] = Counter()
         for path, at, leaf in tqdm(plan):
-            outcome = _restored(network, folder, path, at, 1 << rng.randrange(8), leaf, wanted)
+            outcome = _restored(network, folder, path, at, 1 << rng.randrange(8), leaf, expected)
             outcomes["array" if leaf else "metadata", outcome.split(":")[0]] += 1
             if ":" in outcome:
                 print(path.relative_to(folder), at, leaf, outcome)
@@ -106,9 +106,9 @@ def _restored(
     at: int,
     bit: int,
     leaf: str,
-    wanted: dict[str, np.ndarray],
+    expected: dict[str, np.ndarray],
 ) -> str:
-    """What became of a checkpoint with a bit flipped: named, equal, or something else."""
+    """Restore a checkpoint with a flipped bit; returns "named", "equal" or a description."""
     with path.open("r+b") as file:
         file.seek(at)
         (byte,) = file.read(1)
@@ -125,13 +125,13 @@ def _restored(
         with path.open("r+b") as file:
             file.seek(at)
             file.write(bytes([byte]))
-    found = leaves_of(network)
-    same = all(np.array_equal(found[name], values) for name, values in wanted.items())
+    actual = leaves_of(network)
+    same = all(np.array_equal(actual[name], values) for name, values in expected.items())
     return "equal" if same else "WRONG: restored"
 
 
 def cost(pairs: int) -> None:
-    """Seconds of a restore with and without verification, in turns."""
+    """Print the seconds of restores with and without verification, which alternate."""
     with tempfile.TemporaryDirectory() as name:
         network = CausalTransformer(LARGE)
         network.save(name)

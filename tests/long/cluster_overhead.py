@@ -1,9 +1,9 @@
-"""Step time through the cluster and of the same two processes without Ray, in turns.
+"""Compares the step time of the cluster with that of the same two processes without Ray.
 
 `python -m tests.long.cluster_overhead [rounds]` starts both meshes side by side and gives them the
 same blocks of steps alternately, so that other load on the machine affects both.  The
-cluster may cost 5 percent and 2 ms a step; the exit status says whether it does.  With `--itself`
-the other mesh is without Ray too: what is measured then is how well this can measure.
+cluster may cost up to 5 percent plus 2 ms per step; the exit status is 1 if it costs more.  With
+`--itself`, neither mesh uses Ray, which shows the precision of this measurement.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from tests.support.multihost import STEPS, random_batches, started
 from tests.support.small_run import VALUES
 
 BLOCK = 10  # steps
-PAIRS = 10  # of blocks, a round
+PAIRS = 10  # of blocks per round
 CONFIG = VALUES | {"layers": 4, "d_model": 128, "per_replica_batch": 8}
 PERCENT, MORE = 0.05, 0.002
 
 
 def through_the_cluster(cluster: Any, samples: list[dict[str, np.ndarray]]) -> float:
-    """Seconds of a block, read in `training`'s way."""
+    """Return the seconds of a block, with metrics read as in `training.loop`."""
     began, pending = time.perf_counter(), deque()
     for step in range(BLOCK):
         pending.append(cluster.train(samples[step % STEPS]))
@@ -46,21 +46,21 @@ def through_the_cluster(cluster: Any, samples: list[dict[str, np.ndarray]]) -> f
 
 
 def without_ray(processes: list[subprocess.Popen]) -> float:
-    """Seconds of a block, by the first process's own clock."""
+    """Return the seconds of a block, by the clock of the first process."""
     for process in processes:
         print("go", file=process.stdin, flush=True)
-    said = [
+    lines = [
         next(line for line in process.stdout if line.startswith(SECONDS_ARE))
         for process in processes
     ]
-    return float(said[0].removeprefix(SECONDS_ARE))
+    return float(lines[0].removeprefix(SECONDS_ARE))
 
 
 @contextlib.contextmanager
-def other_mesh(
+def measured_mesh(
     folder: Path, itself: bool, batches: dict[str, np.ndarray]
 ) -> Iterator[Callable[[], float]]:
-    """What gives the seconds of a block on the mesh that is measured against one without Ray."""
+    """Yield a function that runs a block on the measured mesh and returns its seconds."""
     if itself:
         with without(folder / "other", batches) as processes:
             yield lambda: without_ray(processes)
@@ -69,9 +69,12 @@ def other_mesh(
     samples = [
         {key: batches[f"train_{key}_{step}"] for key in ("obs", "target")} for step in range(STEPS)
     ]
-    with local_machines(config, 2) as hosts, contextlib.closing(build_model(config, hosts())) as it:
-        it.init()
-        yield lambda: through_the_cluster(it, samples)
+    with (
+        local_machines(config, 2) as hosts,
+        contextlib.closing(build_model(config, hosts())) as model,
+    ):
+        model.init()
+        yield lambda: through_the_cluster(model, samples)
 
 
 def without(
@@ -90,29 +93,29 @@ def main() -> int:
     plain, driven = [], []
     with (
         tempfile.TemporaryDirectory() as name,
-        other_mesh(Path(name), args.itself, batches) as other,
+        measured_mesh(Path(name), args.itself, batches) as measured_block,
         without(Path(name) / "plain", batches) as processes,
     ):
-        other(), without_ray(processes)  # compiles
+        measured_block(), without_ray(processes)  # compiles
         for number in range(args.rounds * PAIRS):
             if number % 2:
                 plain.append(without_ray(processes) / BLOCK)
-            driven.append(other() / BLOCK)
+            driven.append(measured_block() / BLOCK)
             if not number % 2:
                 plain.append(without_ray(processes) / BLOCK)
             if not (number + 1) % PAIRS:
-                print(told(plain[-PAIRS:], driven[-PAIRS:]), flush=True)
-    print(f"all: {told(plain, driven)}")
+                print(summary(plain[-PAIRS:], driven[-PAIRS:]), flush=True)
+    print(f"all: {summary(plain, driven)}")
     return int(cost(plain, driven) > statistics.median(plain) * PERCENT + MORE)
 
 
 def cost(plain: list[float], driven: list[float]) -> float:
-    """The median of what the cluster took longer in each pair."""
+    """Return the median of the additional time of the cluster, over all pairs."""
     return statistics.median(np.subtract(driven, plain))
 
 
-def told(plain: list[float], driven: list[float]) -> str:
-    low, high = certain(np.subtract(driven, plain))
+def summary(plain: list[float], driven: list[float]) -> str:
+    low, high = confidence_interval(np.subtract(driven, plain))
     alone = statistics.median(plain)
     return (
         f"{len(plain)} pairs: a step takes {alone * 1e3:.1f} ms without Ray, the other "
@@ -121,8 +124,8 @@ def told(plain: list[float], driven: list[float]) -> str:
     )
 
 
-def certain(differences: np.ndarray) -> np.ndarray:
-    """Between which values their median is, with 95 percent certainty, by the bootstrap."""
+def confidence_interval(differences: np.ndarray) -> np.ndarray:
+    """Return a 95 percent confidence interval of the median, by the bootstrap."""
     rng = np.random.default_rng(0)
     drawn = rng.choice(differences, (2000, len(differences)))
     return np.quantile(np.median(drawn, axis=1), (0.025, 0.975))

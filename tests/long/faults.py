@@ -1,8 +1,8 @@
 """Trains while the disk fills, the bucket fails and wandb is killed; checks that nothing is lost.
 
-`python -m tests.long.faults bucket` and `... folder` take some minutes each; the suite does not run
-them.  In the first the model folder is on a stand-in for gs://, the metrics' local copy on a small
-disk; in the second both are on the disk.
+`python -m tests.long.faults bucket` and `... folder` take some minutes each.  The test suite does
+not run them.  With `bucket`, the model folder is in a fake gs:// bucket and the local copy of the
+metrics on a small disk; with `folder`, both are on the disk.
 """
 
 import argparse
@@ -28,45 +28,48 @@ from tests.support.waiting import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = 30  # steps before the first fault
-GAP = (11, 16)  # steps from the end of one to the next
-LENGTH = (1, 6)  # steps that it lasts
+GAP = (11, 16)  # steps from the end of a fault to the next one
+LENGTH = (1, 6)  # duration of a fault in steps
 COMPLETE_WITHIN = 10  # steps after the end of a fault
-DISK = "32m"  # a step takes some 2 MB there
+DISK = "32m"  # a step takes about 2 MB of it
 STATUSES = (403, 429, 500, 503)
 
 
 class Fault(NamedTuple):
-    """What fails from the beginning of one step to that of another, or for as many `pace`s."""
+    """A fault from the start of step `begin` to the start of step `end`.
 
-    kind: str  # disk, wandb, or a status of the bucket's
+    Faults of the bucket instead last `end - begin` times the pace.
+    """
+
+    kind: str  # "disk", "wandb", or a status that the bucket returns
     begin: int
     end: int
 
 
 def planned(kinds: list[str], count: int, seed: int) -> list[Fault]:
     rng = random.Random(seed)
-    found, step = [], FIRST
-    while len(found) < count:
+    faults, step = [], FIRST
+    while len(faults) < count:
         kind = rng.choice(kinds)
         if kind == "bucket":
             kind = str(rng.choice(STATUSES))
         end = step + rng.randint(*LENGTH)
-        found.append(Fault(kind, step, end))
+        faults.append(Fault(kind, step, end))
         step = end + rng.randint(*GAP)
-    return found
+    return faults
 
 
 def drive(folder: str, config: str, model: str, pace: float) -> None:
-    """device_train.py, with the faults of `plan.json`; tells the step it is at in `progress`."""
+    """Run device_train.py with the faults in `plan.json`; writes the current step to `progress`."""
     import device_train
     from mesh_transformer.transformer_shard import CausalTransformer
     from mesh_transformer.util import run_script
 
     place = Path(folder)
-    plan = [Fault(*each) for each in json.loads((place / "plan.json").read_text())]
+    plan = [Fault(*values) for values in json.loads((place / "plan.json").read_text())]
     junk, status = place / "disk" / "junk", place / "status"
     train, reached = CausalTransformer.train, [0]
-    ended: dict[int, int] = {}  # by the step at whose beginning a fault began: that of its end
+    ended: dict[int, int] = {}  # maps the first step of a fault to the step at its end
 
     def begin(fault: Fault) -> None:
         if fault.kind == "disk":
@@ -81,7 +84,7 @@ def drive(folder: str, config: str, model: str, pace: float) -> None:
                     os.kill(pid, signal.SIGKILL)
         else:
             status.write_text(fault.kind)
-            # By the clock: a step may wait for storage.
+            # Ended by a timer, because a step may wait for the storage.
             threading.Timer(pace * (fault.end - fault.begin), end, [fault]).start()
 
     def end(fault: Fault) -> None:
@@ -111,7 +114,7 @@ def drive(folder: str, config: str, model: str, pace: float) -> None:
 
 
 def _wandb_processes(root: int) -> list[int]:
-    """Those among a process's descendants."""
+    """Return the wandb processes among a process's descendants."""
     listed = subprocess.run(
         ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -119,21 +122,21 @@ def _wandb_processes(root: int) -> list[int]:
     for line in listed.splitlines():
         pid, parent, command = line.split(maxsplit=2)
         parents[int(pid)] = (int(parent), command)
-    found = []
+    pids = []
     for pid, (_, command) in parents.items():
-        each = pid
-        while each in parents and each != root:
-            each = parents[each][0]
-        if each == root and pid != root and "wandb" in command:
-            found.append(pid)
-    return found
+        ancestor = pid
+        while ancestor in parents and ancestor != root:
+            ancestor = parents[ancestor][0]
+        if ancestor == root and pid != root and "wandb" in command:
+            pids.append(pid)
+    return pids
 
 
 def newest_in_bucket(gcs: FakeGcs) -> int:
     with gcs.lock:
         names = [name for _, name in gcs.objects]
     steps = [re.fullmatch(r"run/step_(\d+)/commit_success.txt", name) for name in names]
-    return max((int(found[1]) for found in steps if found), default=0)
+    return max((int(match[1]) for match in steps if match), default=0)
 
 
 def newest_in(folder: Path) -> int:
@@ -142,21 +145,21 @@ def newest_in(folder: Path) -> int:
 
 
 def follow(process: subprocess.Popen, progress: Path, newest: Callable[[], int]) -> dict[int, int]:
-    """At the beginning of each step: the newest complete checkpoint's."""
-    found: dict[int, int] = {}
+    """Return, by step, the newest complete checkpoint at the start of that step."""
+    saved: dict[int, int] = {}
     while process.poll() is None:
         with contextlib.suppress(FileNotFoundError, ValueError):
             step = int(progress.read_text())
-            if step not in found:
-                found[step] = newest()
-                print(f"\rstep {step}, saved {found[step]}  ", end="", flush=True)
+            if step not in saved:
+                saved[step] = newest()
+                print(f"\rstep {step}, saved {saved[step]}  ", end="", flush=True)
         time.sleep(0.01)
     print()
-    return found
+    return saved
 
 
 def check(plan: list[Fault], newest: dict[int, int], stores: set[str], every: int) -> None:
-    """That little was ever at risk, and that a save came soon after each fault."""
+    """Check that few steps were ever at risk, and that a save followed soon after each fault."""
     bad = [fault for fault in plan if fault.kind in stores]
     at_risk = [
         step - saved
@@ -227,7 +230,7 @@ def main() -> None:
         stack.enter_context(log)
         process = subprocess.Popen(
             [sys.executable, *command, "--pace", str(args.pace)],
-            cwd=disk,  # where the metrics' copy lies
+            cwd=disk,  # where the local copy of the metrics is
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -243,8 +246,8 @@ def main() -> None:
             place / "progress",
             (lambda: newest_in_bucket(gcs)) if in_bucket else (lambda: newest_in(disk / "model")),
         )
-        said = (place / "log.txt").read_text().replace("\r", "\n").splitlines()
-        lines = [line for line in said if line.strip() and "step/s" not in line]
+        log_lines = (place / "log.txt").read_text().replace("\r", "\n").splitlines()
+        lines = [line for line in log_lines if line.strip() and "step/s" not in line]
         lines = [line for line in lines if "validation loss" not in line and "s/step" not in line]
         print(*lines, sep="\n")
         assert process.returncode == 0, process.returncode
@@ -260,7 +263,7 @@ def main() -> None:
         stores = {"disk"} if not in_bucket else set(map(str, STATUSES))
         if in_bucket:
             ended = json.loads((place / "ended.json").read_text())
-            plan = [each._replace(end=ended.get(str(each.begin), each.end)) for each in plan]
+            plan = [fault._replace(end=ended.get(str(fault.begin), fault.end)) for fault in plan]
         check(plan, newest, stores, VALUES["ckpt_every"])
         shutil.rmtree(place / "whole")
 

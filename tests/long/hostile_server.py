@@ -1,6 +1,7 @@
 """Serves a model to hostile and honest clients at once; checks that honest answers stay the same.
 
-`python -m tests.long.hostile_server --requests 5000` takes some minutes; the suite does not run it.
+`python -m tests.long.hostile_server --requests 5000` takes some minutes.  The test suite does not
+run it.
 """
 
 import argparse
@@ -43,7 +44,7 @@ CONFIG = {
 
 
 class Served:
-    """device_serve.py over a model of random weights."""
+    """device_serve.py with a model of random weights."""
 
     def __init__(self, folder: Path):
         command = [sys.executable, "device_serve.py", "--model-path", str(folder), "--port", "0"]
@@ -61,12 +62,12 @@ class Served:
         self.http = httpx.Client(base_url=self.url, timeout=10 * SECONDS)
 
     def resident(self) -> int:
-        """Bytes of memory in use."""
+        """Return the resident memory in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(re.findall(r"VmRSS:\s+(\d+)", status)[0])
 
     def ask(self, body: dict[str, Any]) -> str:
-        """A completion's text; where the queue is full, once there is room."""
+        """Return the text of a completion; if the queue is full, wait until it has room."""
         while True:
             answer = self.http.post("/v1/completions", json=body)
             if answer.status_code != 429:
@@ -76,10 +77,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def health_asked(url: str) -> Iterator[list[float]]:
-    """Seconds that /health took, each time, over new connections from a process of its own.
+def health_polled(url: str) -> Iterator[list[float]]:
+    """Request /health during the block, over new connections from a separate process.
 
-    The list is filled at the end.
+    Yields a list, which at the end of the block contains the seconds of each request.
     """
     asking = subprocess.Popen(
         [sys.executable, "-m", "tests.long.hostile_server", "--health", url],
@@ -95,8 +96,8 @@ def health_asked(url: str) -> Iterator[list[float]]:
         seconds += json.loads(asking.communicate()[0])
 
 
-def ask_health(url: str) -> list[float]:
-    """Asks until the standard input ends."""
+def poll_health(url: str) -> list[float]:
+    """Request /health until the standard input ends; returns the seconds of each request."""
     ended = threading.Thread(target=sys.stdin.read, daemon=True)
     ended.start()
     seconds = []
@@ -126,8 +127,8 @@ def honest_requests(rng: random.Random) -> list[dict[str, Any]]:
 
 def attack(served: Served, count: int, seed: int) -> None:
     rng = random.Random(seed)
-    asked = honest_requests(rng)
-    wanted = [served.ask(body) for body in tqdm(asked, desc="alone")]
+    requests = honest_requests(rng)
+    expected = [served.ask(body) for body in tqdm(requests, desc="alone")]
     stop = threading.Event()
     wrong: list[tuple[int, str]] = []
     answered = [0] * HONEST
@@ -136,14 +137,14 @@ def attack(served: Served, count: int, seed: int) -> None:
     def honest(number: int) -> None:
         draw = random.Random(number)
         while not stop.is_set():
-            index = draw.randrange(len(asked))
-            text = served.ask(asked[index])
-            if text != wanted[index]:
+            index = draw.randrange(len(requests))
+            text = served.ask(requests[index])
+            if text != expected[index]:
                 wrong.append((index, text))
             answered[number] += 1
 
     hostile = Hostile(served, seed, more=COSTLY)
-    with ThreadPoolExecutor(HONEST) as beside, health_asked(served.url) as health:
+    with ThreadPoolExecutor(HONEST) as beside, health_polled(served.url) as health:
         clients = [beside.submit(honest, number) for number in range(HONEST)]
         try:
             complaints = []
@@ -158,7 +159,7 @@ def attack(served: Served, count: int, seed: int) -> None:
             stop.set()
         for client in clients:
             client.result()
-    wait_until(lambda: _rows_in_use(served) == 0, "rows stay in use")
+    wait_until(lambda: _rows_in_use(served) == 0, "free rows")
     print(f"{count} hostile requests; complaints: {len(complaints)} {complaints[:5]}")
     print(f"{sum(answered)} honest answers, {min(answered)} at least to each; {len(wrong)} differ")
     cuts = statistics.quantiles(health, n=100, method="inclusive")
@@ -177,17 +178,17 @@ def _rows_in_use(served: Served) -> float:
 
 
 def end(served: Served, rng: random.Random) -> None:
-    """SIGTERM while answers are under way that take longer than the drain time."""
+    """Send SIGTERM during answers that take longer than the drain time."""
     body = {"prompt": "Hello", "max_tokens": 500, "n": 64, "ignore_eos": True}
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(served.http.post, "/v1/completions", json=body) for _ in range(4)]
-        wait_until(lambda: _rows_in_use(served) > 0, "no row is in use")
+        answers = [pool.submit(served.http.post, "/v1/completions", json=body) for _ in range(4)]
+        wait_until(lambda: _rows_in_use(served) > 0, "a row in use")
         began = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
         status = served.process.wait(DRAIN_SECONDS + SECONDS)
         seconds = time.monotonic() - began
-        for each in asked:
-            each.exception()
+        for answer in answers:
+            answer.exception()
     print(f"SIGTERM: ended with status {status} after {seconds:.1f} s (drain {DRAIN_SECONDS} s)")
     assert seconds < DRAIN_SECONDS + 2
 
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--health", metavar="URL", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.health:
-        json.dump(ask_health(args.health), sys.stdout)
+        json.dump(poll_health(args.health), sys.stdout)
         return
 
     from mesh_transformer.transformer_shard import CausalTransformer

@@ -1,7 +1,8 @@
-"""Trains over local hosts while they are killed, stopped or made to fail; checks what is left.
+"""Trains on local hosts while they are killed, stopped or made to fail; checks the results.
 
-`python -m tests.long.interruptions hosts 12` and `... saves 20` are the long runs; the suite has
-some of each.  Every run has to end by itself with the rows of an undisturbed run, bit for bit.
+`python -m tests.long.interruptions hosts 12` and `... saves 20` are the long runs; the test suite
+has short ones.  Every run must finish by itself, with the metrics of an undisturbed run, bit for
+bit.
 """
 
 import argparse
@@ -34,15 +35,15 @@ from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = 10
-LONGEST = 60.0  # until a run is further than it was when it was disturbed
+LONGEST = 60.0  # seconds until a run is further than when it was interrupted
 KINDS = ("SIGKILL", "SIGSTOP", "exception")
-SERVERS = ("gcs_server", "raylet")  # of Ray's head; their SIGKILL is a kind too
+SERVERS = ("gcs_server", "raylet")  # of Ray's head; killing one with SIGKILL is a kind too
 HOSTS = 2
-PIDS = "pids.json"  # in the folder of a run by `drive`: its hosts' process ids, by rank
+PIDS = "pids.json"  # file that `drive` writes: the hosts' process ids, by rank
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics that are whole, less what the clock decides."""
+    """Return the complete metrics rows, without the values that depend on the clock."""
     path = folder / NAME
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -57,31 +58,31 @@ def last_step(folder: Path) -> int:
 
 
 def members(session: int) -> dict[int, str]:
-    """Linux: the live processes of a session and their titles."""
-    found = {}
+    """Return the live processes of a session and their titles (Linux only)."""
+    processes = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.getsid(int(path.name)) == session:
                 title = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
                 if title:  # a zombie has none
-                    found[int(path.name)] = title
-    return found
+                    processes[int(path.name)] = title
+    return processes
 
 
 def sessions_of(driver: int) -> set[int]:
-    """Linux: the sessions of the Ray heads among a process's children."""
-    found: set[int] = set()
+    """Return the sessions of the Ray heads among a process's children (Linux only)."""
+    sessions: set[int] = set()
     with contextlib.suppress(OSError):
         for child in map(int, Path(f"/proc/{driver}/task/{driver}/children").read_text().split()):
-            # Others begin sessions too: wandb's server does.
+            # Other children have sessions too, such as wandb's server.
             command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
             if os.getsid(child) == child and b"mesh_transformer.pod.ray_head" in command:
-                found.add(child)
-    return found
+                sessions.add(child)
+    return sessions
 
 
 class Training:
-    """A driver in a session of its own, and the Ray sessions that it starts."""
+    """A driver in its own session, and the Ray sessions that it starts."""
 
     def __init__(self, folder: Path, *command: str, cwd: Path = ROOT):
         self.folder = folder
@@ -96,35 +97,37 @@ class Training:
                 stderr=log,
                 start_new_session=True,
             )
-        self.sessions = {self.process.pid}  # its own, and those of Ray's heads
+        self.sessions = {self.process.pid}  # its own, and those of the Ray heads
 
     def hosts(self) -> list[int]:
-        """The host processes' ids, oldest first."""
+        """Return the process ids of the hosts, oldest first."""
         return self.ray_processes("ray::NetworkRunner")
 
     def ray_processes(self, name: str) -> list[int]:
-        """The ids of those of Ray's processes that are called so, oldest first."""
+        """Return the ids of Ray's processes whose names start with `name`, oldest first."""
         self.find_heads()
-        found = self.members()
-        return sorted(p for p, title in found.items() if os.path.basename(title).startswith(name))
+        processes = self.members()
+        return sorted(
+            p for p, title in processes.items() if os.path.basename(title).startswith(name)
+        )
 
     def find_heads(self) -> None:
-        """Looks which heads there are, so that what they leave behind is seen later."""
+        """Record the current Ray heads, so that processes that they leave behind are noticed."""
         self.sessions |= sessions_of(self.process.pid)
 
     def members(self) -> dict[int, str]:
-        """The live processes of all that it has started, and their titles."""
-        return {pid: title for each in self.sessions for pid, title in members(each).items()}
+        """Return the live processes of all its sessions, and their titles."""
+        return {pid: title for session in self.sessions for pid, title in members(session).items()}
 
     def end(self) -> None:
-        """Kills whatever still runs."""
+        """Kill all processes that still run."""
         for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def assert_nothing_is_left(self, seconds: float = 10.0) -> None:
-        wait_until(lambda: not self.members(), "processes stay behind", seconds)
+        wait_until(lambda: not self.members(), "end of all processes", seconds)
 
 
 @contextlib.contextmanager
@@ -142,7 +145,7 @@ def command(config: str, folder: Path, *more: str, hosts: int = HOSTS) -> list[s
 
 
 def uninterrupted(folder: Path, **changes: Any) -> tuple[str, Path]:
-    """A config and the folder of a whole run of it."""
+    """Return a config and the folder of a complete run with it."""
     config = write_config(folder / "config.json", mixed_values(folder, **changes))
     with training(folder / "whole", *command(config, folder / "whole")) as run:
         assert run.process.wait(SECONDS) == 0, run.log.read_text()
@@ -151,7 +154,7 @@ def uninterrupted(folder: Path, **changes: Any) -> tuple[str, Path]:
 
 
 class Interruption(NamedTuple):
-    """What befalls a run after a step: the host of a rank, or one of Ray's `SERVERS`."""
+    """A failure after a step, of the host with a rank or of one of Ray's `SERVERS`."""
 
     kind: str
     step: int
@@ -160,44 +163,52 @@ class Interruption(NamedTuple):
 
 @dataclasses.dataclass
 class Outcome:
-    """What an interruption did: seconds until the run was further than before, and its words."""
+    """An interruption's seconds until the run was further than before, and its message."""
 
     seconds: float
-    said: str
+    line: str
 
 
 def interrupt(
     config: str, whole: Path, folder: Path, interruptions: Sequence[Interruption]
 ) -> list[Outcome]:
-    """Disturbs one run several times; checks that it mends itself, and ends as if undisturbed.
+    """Interrupt one run several times; checks that it recovers, and ends as if undisturbed.
 
-    There may be one exception among them.
+    At most one of the interruptions may be an exception.
     """
-    words = ["-m", "tests.long.interruptions", "drive", config, str(folder)]
-    words += [str(n) for each in interruptions if each.kind == "exception" for n in each[1:]]
-    with training(folder, *words) as run:
-        found = [_disturb(run, each, number) for number, each in enumerate(interruptions)]
+    arguments = ["-m", "tests.long.interruptions", "drive", config, str(folder)]
+    arguments += [
+        str(n)
+        for interruption in interruptions
+        if interruption.kind == "exception"
+        for n in interruption[1:]
+    ]
+    with training(folder, *arguments) as run:
+        outcomes = [
+            _disturb(run, interruption, number) for number, interruption in enumerate(interruptions)
+        ]
         assert run.process.wait(SECONDS) == 0, run.log.read_text()
         run.assert_nothing_is_left()
     assert_same(folder, whole)
-    return found
+    return outcomes
 
 
-def _disturb(run: Training, wanted: Interruption, before: int) -> Outcome:
-    """One of a run's interruptions, after so many others: what became of it."""
-    folder, (kind, step, rank) = run.folder, wanted
+def _disturb(run: Training, interruption: Interruption, before: int) -> Outcome:
+    """Interrupt a run that `before` others have interrupted, and wait until it has recovered."""
+    folder, (kind, step, rank) = run.folder, interruption
     said_before = len(run.log.read_text())
 
-    def said() -> str:
+    def new_output() -> str:
         return run.log.read_text()[said_before:]
 
     if kind == "exception":
-        # The rows of the steps in flight before it are never written: the log tells of it.
-        wait_until(lambda: "KeyError" in said(), "the exception")
+        # The rows of the steps in flight before it are never written, so the log is checked.
+        wait_until(lambda: "KeyError" in new_output(), "the exception")
         began = time.monotonic()
     else:
         wait_until(lambda: run.find_heads() or run.ray_processes("raylet"), "Ray")
-        servers = run.ray_processes(kind)  # before the step, after which each millisecond counts
+        # Looked up before the step, because after it every millisecond counts.
+        servers = run.ray_processes(kind)
         wait_until(lambda: last_step(folder) >= step, f"step {step}; {run.log}")
         began = time.monotonic()
         if kind in SERVERS:
@@ -205,29 +216,31 @@ def _disturb(run: Training, wanted: Interruption, before: int) -> Outcome:
         else:
             pids = json.loads((folder / PIDS).read_text())
             os.kill(pids[rank], getattr(signal, kind))
-    wait_until(lambda: "restarting all hosts" in said(), f"failure {before + 1} is seen")
+    wait_until(lambda: "restarting all hosts" in new_output(), f"failure {before + 1} in the log")
     reached = last_step(folder)
-    wait_until(lambda: last_step(folder) > reached, "the run goes on")
-    run.find_heads()  # another than before, where that has died
+    wait_until(lambda: last_step(folder) > reached, "progress of the run")
+    run.find_heads()  # a new one, if the old one has died
     seconds = time.monotonic() - began
-    told = next(line for line in said().splitlines() if "host " in line and "error" not in line)
+    message = next(
+        line for line in new_output().splitlines() if "host " in line and "error" not in line
+    )
     if kind not in SERVERS:
-        assert re.search(rf"host {rank}\b", told), told
-    return Outcome(seconds, told.split("\r")[-1])
+        assert re.search(rf"host {rank}\b", message), message
+    return Outcome(seconds, message.split("\r")[-1])
 
 
 def assert_same(folder: Path, whole: Path) -> None:
-    """All rows are those of the undisturbed run, to the bit: JSON keeps a float's every digit."""
-    found, expected = rows_of(folder), rows_of(whole)
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one == other
+    """Check that all rows equal the undisturbed run's bit for bit, since JSON keeps all digits."""
+    actual, expected = rows_of(folder), rows_of(whole)
+    assert [row["step"] for row in actual] == [row["step"] for row in expected]
+    for actual_row, expected_row in zip(actual, expected, strict=True):
+        assert actual_row == expected_row
 
 
 def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> None:
-    """As train.py, and writes down which process has which rank.
+    """Train like train.py, and write the process id of each rank to `PIDS`.
 
-    After `step`, once, the host of that rank gets a batch without `obs`: a KeyError there.
+    Once after `step`, the host with that rank gets a batch without `obs`, which raises KeyError.
     """
     from mesh_transformer.pod.launch import build_model, local_machines
 
@@ -240,11 +253,11 @@ def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> N
         shares = cluster._shares
 
         def spoiled(batch: Any, axis: int = 0) -> Any:
-            found = shares(batch, axis)
+            host_shares = shares(batch, axis)
             if step is not None and cluster.step > step and axis == 1 and not done:
                 done.append(step)
-                found[rank][0].pop("obs")
-            return found
+                host_shares[rank][0].pop("obs")
+            return host_shares
 
         cluster._shares = spoiled
         return cluster
@@ -254,38 +267,38 @@ def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> N
 
 
 def planned(count: int, seed: int) -> list[tuple[str, int, int]]:
-    """So many interruptions (kind, step, rank), in an order and at steps that `seed` decides.
+    """Return `count` interruptions (kind, step, rank); `seed` determines their order and steps.
 
-    Every kind befalls every rank in the first six, again in the next six, and so on.
+    The first six have every kind on every rank, and so do the next six, and so on.
     """
     rng = random.Random(seed)
-    found = []
-    while len(found) < count:
+    plan = []
+    while len(plan) < count:
         pairs = list(itertools.product(KINDS, range(HOSTS)))
         rng.shuffle(pairs)
-        found += [(kind, rng.randint(1, 25), rank) for kind, rank in pairs]
-    return found[:count]
+        plan += [(kind, rng.randint(1, 25), rank) for kind, rank in pairs]
+    return plan[:count]
 
 
 def many_hosts(count: int, seed: int) -> None:
-    """`count` interruptions at random steps, of every kind on every host."""
+    """Run `count` interruptions at random steps, with every kind on every host."""
     plan = planned(count, seed)
     every = set(itertools.product(KINDS, range(HOSTS)))
     assert {(kind, rank) for kind, _, rank in plan} == every, f"give at least {len(every)}"
     with tempfile.TemporaryDirectory() as name:
         config, whole = uninterrupted(Path(name))
         for number, (kind, step, rank) in enumerate(plan):
-            wanted = [Interruption(kind, step, rank)]
-            (outcome,) = interrupt(config, whole, Path(name) / f"{number}", wanted)
+            interruptions = [Interruption(kind, step, rank)]
+            (outcome,) = interrupt(config, whole, Path(name) / f"{number}", interruptions)
             print(
-                f"{kind} of host {rank} after step {step}: {outcome.seconds:.1f} s; {outcome.said}",
+                f"{kind} of host {rank} after step {step}: {outcome.seconds:.1f} s; {outcome.line}",
                 flush=True,
             )
             assert outcome.seconds < LONGEST
 
 
 def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
-    """The arrays of a checkpoint, by path."""
+    """Return the paths and arrays of a checkpoint."""
     with Checkpoints(str(folder), read_only=True) as checkpoints:
         assert checkpoints.saved(step).aux["saved after"] == step
         return [
@@ -294,7 +307,7 @@ def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
         ]
 
 
-# What there is first, in a model folder of one step, as `step` is saved and the one before deleted.
+# The first files that exist at each moment of a save of `step`, in a folder that keeps one step.
 MOMENTS = {
     "a folder": "step_{step}*",
     "data": "step_{step}.*/state.*/ocdbt.process_*/d/*",
@@ -307,8 +320,8 @@ COMMIT = "commit_success.txt"
 
 
 def has_reached(model: Path, moment: str, step: int) -> bool:
-    """Whether a save of `step` is as far as that."""
-    with contextlib.suppress(FileNotFoundError):  # what is moved or deleted meanwhile
+    """Return whether a save of `step` has reached the moment."""
+    with contextlib.suppress(FileNotFoundError):  # files that are moved or deleted meanwhile
         if moment == "a deletion" and (model / f"step_{step - 1}" / COMMIT).exists():
             return False
         return any(model.glob(MOMENTS[moment].format(step=step)))
@@ -316,7 +329,7 @@ def has_reached(model: Path, moment: str, step: int) -> bool:
 
 
 def step_reached(model: Path, moment: str, first: int) -> int | None:
-    """A step, `first` or one after it, whose save is as far as that: one may go by unseen."""
+    """Return a step from `first` on whose save has reached the moment: some may pass unseen."""
     with contextlib.suppress(FileNotFoundError):
         names = [re.match(r"step_(\d+)", path.name) for path in model.iterdir()]
         steps = sorted({int(name[1]) for name in names if name})
@@ -327,10 +340,11 @@ def step_reached(model: Path, moment: str, first: int) -> int | None:
 def interrupted_saves(
     folder: Path, count: int, seed: int = 0, last: int = 60, moments: Sequence[str] = (*MOMENTS,)
 ) -> Iterator[str]:
-    """Kills one of two hosts in the midst of a save, `count` times; what became of each.
+    """Kill one of two hosts during a save, `count` times; yields a line about each.
 
-    What can be restored then has to be, to the bit, what an undisturbed run saved at that step;
-    and the next hosts go on from it.  The kills fall shortly after each of the `moments` in turn.
+    The checkpoint that can then be restored must equal the one that an undisturbed run saved at
+    that step, bit for bit, and the next hosts resume from it.  The kills are shortly after each of
+    the `moments` in turn.
     """
     rng = random.Random(seed)
     batches = random_batches(Config(**VALUES))
@@ -344,44 +358,44 @@ def interrupted_saves(
         begin = ("restore", [str(model)]) if newest else ("init", [])
         config = VALUES | {"keep_n": 1}
         with started(folder / f"{number}", config, 2, batches, [begin, saving]) as hosts:
-            # Far enough for a checkpoint before it, not beyond what there is to compare with.
+            # Late enough that there is a checkpoint before it, but within the undisturbed run.
             first = newest + rng.randint(2, max(2, (last - newest) // (count - number)))
 
             def reached() -> int | None:
                 assert all(host.poll() is None for host in hosts), "a host has ended by itself"
                 return step_reached(model, moment, first)  # noqa: B023
 
-            wanted = wait_until(reached, moment, pause=0)
+            step = wait_until(reached, moment, pause=0)
             time.sleep(rng.uniform(0, 0.005))
             # Only the first process commits and deletes.
             rank = 0 if "commit" in moment or "deletion" in moment else rng.randrange(2)
             hosts[rank].kill()
             hosts[rank].wait()
-            there = what_is_there(model)
-            time.sleep(rng.uniform(0, 0.5))  # what the other one may still write
+            files = folder_contents(model)
+            time.sleep(rng.uniform(0, 0.5))  # during which the other host may still write
         with Checkpoints(str(model), read_only=True) as checkpoints:
             newest = checkpoints.newest() or 0
-        assert newest >= wanted - 1
+        assert newest >= step - 1
         if newest:
             pairs = zip(
                 state_of(model, newest),
                 state_of(folder / "whole_model", newest),
                 strict=True,
             )
-            for (name, found), (other, expected) in pairs:
-                assert name == other
-                np.testing.assert_array_equal(found, expected)
-        yield f"host {rank} killed after {moment} of step {wanted}: {there}; step {newest} is whole"
+            for (name, actual), (expected_name, expected) in pairs:
+                assert name == expected_name
+                np.testing.assert_array_equal(actual, expected)
+        yield f"host {rank} killed after {moment} of step {step}: {files}; step {newest} is whole"
 
 
-def what_is_there(model: Path) -> str:
-    """The steps in a model folder: how many files each has, and whether it is committed."""
-    found = []
+def folder_contents(model: Path) -> str:
+    """Describe a model folder's steps: their numbers of files, and whether they are committed."""
+    steps = []
     for path in sorted(model.glob("step_*")):
         files = sum(map(Path.is_file, path.rglob("*")))
         commit = "" if (path / COMMIT).exists() else " without commit"
-        found.append(f"{path.name.partition('.')[0]} of {files} files{commit}")
-    return ", ".join(found)
+        steps.append(f"{path.name.partition('.')[0]} of {files} files{commit}")
+    return ", ".join(steps)
 
 
 def main() -> None:

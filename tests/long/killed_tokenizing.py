@@ -1,7 +1,7 @@
-"""Kills create_finetune_tfrecords.py at random moments, goes on, and compares the bytes.
+"""Kills create_finetune_tfrecords.py at random moments, resumes it, and compares the bytes.
 
-`python -m tests.long.killed_tokenizing 200` is the long run; the suite has a short one.  A process
-is killed by SIGKILL after some number of file system calls.
+`python -m tests.long.killed_tokenizing 200` is the long run; the test suite has a short one.  Each
+process is killed by SIGKILL after a random number of file system calls.
 """
 
 import json
@@ -19,11 +19,11 @@ import zstandard
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["To", "be,", "or", "not", "question!\n", "'tis", "don't", "caf\u00e9", "42", "\u4e2d"]
-LONGEST = 100  # requests until a kill: about as many as a whole run makes
+LONGEST = 100  # maximum file system calls until a kill; a complete run makes about as many
 
 
 def write_text(folder: Path) -> None:
-    """Some files of each kind, which share no sizes."""
+    """Write some files of each kind, all of different sizes."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(4)
 
@@ -40,7 +40,7 @@ def write_text(folder: Path) -> None:
 
 
 def main_in_child(script: Any, arguments: list[str], kill_after: int | None) -> int:
-    """Runs the script, a module, in a fork, killed after so many requests; its wait status."""
+    """Run the script in a fork, killed after `kill_after` calls; returns the fork's wait status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -63,7 +63,7 @@ def main_in_child(script: Any, arguments: list[str], kill_after: int | None) -> 
 
 
 def run(folder: Path, kills: int) -> None:
-    """Goes on until so many were killed, each set then made to its end."""
+    """Create sets until `kills` processes were killed; each set is resumed until it is complete."""
     sys.path.insert(0, str(ROOT / "scripts"))
     from mesh_transformer.cli import text_records as script  # pyright: ignore[reportMissingImports]
     from mesh_transformer.data import corpus  # pyright: ignore[reportMissingImports]
@@ -72,7 +72,7 @@ def run(folder: Path, kills: int) -> None:
     text_documents.PIECE_CHARACTERS = 64
     corpus.BATCH_CHARACTERS = 200
     corpus.SAVE_EVERY = 2
-    # What every child would import; none of it has begun a thread here.
+    # Imported here, before the forks, because every child needs it; it starts no threads.
     from mesh_transformer.data import tfrecords, tokenizer
 
     tfrecords.tensorflow()
@@ -111,7 +111,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def check(folder: Path, kills: int) -> None:
-    """Runs this in a process that has no threads, which a fork would lose."""
+    """Run this program in a process without threads, because a fork would lose them."""
     command = [
         sys.executable,
         "-m",
@@ -119,11 +119,11 @@ def check(folder: Path, kills: int) -> None:
         str(kills),
         str(folder / "killed"),
     ]
-    found = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert f"{kills} killed" in found.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{kills} killed" in result.stdout
 
 
 if __name__ == "__main__":

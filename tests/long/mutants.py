@@ -1,7 +1,7 @@
 """Changes one line of the library at a time; checks that the closest tests fail.
 
 `python -m tests.long.mutants --seed 0` draws mutants over the syntax trees of the files of each
-subject and runs each in a copy of the tree.  It takes hours; the suite does not run it.
+subject and tests each in a copy of the tree.  It takes hours.  The test suite does not run it.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mesh_transformer"
-SECONDS = 1500  # for the tests of one mutant; one that hangs them is caught
+SECONDS = 1500  # for the tests of one mutant; a mutant that makes them hang counts as caught
 
-# By subject: modules, and the test files that are closest to them, the quickest first.
+# Subject: its modules, and the test files that are closest to them, the fastest first.
 SUBJECTS = {
     "sampling": (
         ["generation/sampling", "generation/decode"],
@@ -98,12 +98,12 @@ OPERATORS: dict[type, type] = {
 }
 
 
-# Messages, annotations and imports.
+# Messages, annotations and imports, which are not mutated.
 UNCHANGED = (ast.JoinedStr, ast.Raise, ast.AnnAssign, ast.Import, ast.ImportFrom)
 
 
 class Mutant(NamedTuple):
-    """A line of a file (by its path in the package) and what takes its place."""
+    """A line of a file, whose path is relative to the package, and its replacement."""
 
     subject: str
     file: str
@@ -118,14 +118,14 @@ class Mutant(NamedTuple):
 
 
 def changed(node: ast.AST) -> ast.AST | None:
-    """The node with its meaning changed, where it is of a kind that this can be done to."""
+    """Return the node with a different meaning, or None for kinds of nodes that are not mutated."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
         return ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
     if isinstance(node, ast.BoolOp):
-        other = ast.And() if isinstance(node.op, ast.Or) else ast.Or()
-        return ast.BoolOp(other, node.values)
+        operator = ast.And() if isinstance(node.op, ast.Or) else ast.Or()
+        return ast.BoolOp(operator, node.values)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return node.operand
     if isinstance(node, ast.IfExp):
@@ -142,7 +142,7 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 
 def candidates(tree: ast.Module) -> Iterator[ast.AST]:
-    """What may be changed: not annotations, messages, limits at a module's top, or imports."""
+    """Yield the nodes to mutate: no annotations, messages, module-level constants or imports."""
     stack: list[ast.AST] = [node for node in tree.body if not isinstance(node, ast.Assign)]
     while stack:
         node = stack.pop()
@@ -159,10 +159,10 @@ def candidates(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def mutants_of(subject: str, module: str) -> list[Mutant]:
-    """All of a module's that change one line."""
+    """Return all mutants of a module that change a single line."""
     path = PACKAGE / f"{module}.py"
     lines = path.read_text().splitlines()
-    found = []
+    mutants = []
     for node in candidates(ast.parse(path.read_text())):
         if (new := changed(node)) is None:
             continue
@@ -175,24 +175,24 @@ def mutants_of(subject: str, module: str) -> list[Mutant]:
         if not isinstance(new, ast.stmt):
             text = f"({text})"
         mutated = (line[:begin] + text.encode() + line[end:]).decode()
-        found.append(Mutant(subject, f"{module}.py", first, lines[first - 1], mutated))
-    return found
+        mutants.append(Mutant(subject, f"{module}.py", first, lines[first - 1], mutated))
+    return mutants
 
 
 def drawn(count: int, seed: int) -> list[Mutant]:
-    """As many of each subject, of lines that differ."""
+    """Draw the same number of mutants for each subject, at most one per line."""
     rng = random.Random(seed)
-    found = []
+    plan = []
     for subject, (modules, _) in SUBJECTS.items():
-        every = [each for module in modules for each in mutants_of(subject, module)]
-        rng.shuffle(every)
-        by_line = {(each.file, each.line): each for each in every}
-        found += rng.sample(sorted(by_line.values()), count // len(SUBJECTS))
-    return found
+        all_mutants = [mutant for module in modules for mutant in mutants_of(subject, module)]
+        rng.shuffle(all_mutants)
+        by_line = {(mutant.file, mutant.line): mutant for mutant in all_mutants}
+        plan += rng.sample(sorted(by_line.values()), count // len(SUBJECTS))
+    return plan
 
 
 def judged(mutant: Mutant, tree: Path) -> str:
-    """Which test catches a mutant in a copy of the tree: its name, or "survives"."""
+    """Test a mutant in a copy of the tree; returns the failing test or "SURVIVES"."""
     path = tree / "mesh_transformer" / mutant.file
     content = path.read_text()
     lines = content.splitlines(keepends=True)
@@ -211,15 +211,15 @@ def judged(mutant: Mutant, tree: Path) -> str:
             start_new_session=True,
         )
         try:
-            said, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return "hangs the tests"
         if process.returncode == 0:
             return "SURVIVES"
-        failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0].split(" - ")[0] if failed else said[-200:]
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return failed[0].split(" - ")[0] if failed else output[-200:]
     finally:
         path.write_text(content)
 
@@ -234,7 +234,7 @@ def main() -> None:
     args = parser.parse_args()
     plan = drawn(args.count, args.seed)
     if args.only:
-        plan = [each for each in plan if each.subject in args.only.split(",")]
+        plan = [mutant for mutant in plan if mutant.subject in args.only.split(",")]
     if args.list:
         print(*plan, sep="\n")
         return

@@ -1,4 +1,4 @@
-"""A cluster of two hosts under Ray: the network's answers, in flight and gathered, and failures."""
+"""A cluster of two hosts under Ray: its results, running batches, and failures of its hosts."""
 
 import contextlib
 import dataclasses
@@ -56,7 +56,7 @@ from tests.support.small_run import (
 pytestmark = pytest.mark.slow
 
 CONFIG = Config(**VALUES)
-# f32 rounds to 6e-8; over processes, sums are in another order.
+# f32 rounds to 6e-8, and several processes add in a different order than one.
 OTHER_PROCESSES = 1e-5
 
 
@@ -68,182 +68,196 @@ def machines() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def cluster(machines) -> Iterator[Any]:
-    with closing(build_model(CONFIG, machines())) as found:
-        found.init()
-        yield found
+    with closing(build_model(CONFIG, machines())) as network:
+        network.init()
+        yield network
 
 
 @pytest.fixture(scope="module")
-def alone() -> CausalTransformer:
+def single() -> CausalTransformer:
     return CausalTransformer(CONFIG, devices=jax.devices()[:8])
 
 
 def is_alive(pid: int) -> bool:
-    """Linux: a process that is no zombie."""
+    """Return whether a process exists and is not a zombie (Linux only)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_it_answers_as_one_process(cluster, alone, tmp_path):
-    assert (cluster.batch_size, cluster.noise_batches) == (alone.batch_size, alone.noise_batches)
-    assert cluster.peak_flops > 0  # measured, on a CPU: never the same twice
+def test_cluster_matches_a_single_process(cluster, single, tmp_path):
+    assert (cluster.batch_size, cluster.noise_batches) == (single.batch_size, single.noise_batches)
+    assert cluster.peak_flops > 0  # measured on a CPU, so it varies
     assert cluster.replicas == [[0], [1]]
     steps = [(cluster.train(random_batch(CONFIG, 2, 4, seed=s)), s) for s in range(4)]
-    # Read in another order than they were made: each is still its own step's.
-    for found, seed in [steps[1], steps[0], *steps[2:]]:
-        found["seed"] = seed
-    expected = [alone.train(random_batch(CONFIG, 2, 4, seed=s)) for s in range(4)]
-    for (found, _), other in zip(steps, expected, strict=True):
-        assert {f"host_seconds/{rank}" for rank in range(2)} | set(other) == set(found) - {"seed"}
-        for name, value in other.items():
-            assert float(found[name]) == pytest.approx(float(value), rel=OTHER_PROCESSES), name
-        assert all(0 < float(found[f"host_seconds/{rank}"]) < 60 for rank in range(2))
-    assert cluster.step == alone.step == 4
+    # Metrics that are read out of order still belong to the right step.
+    for actual, seed in [steps[1], steps[0], *steps[2:]]:
+        actual["seed"] = seed
+    references = [single.train(random_batch(CONFIG, 2, 4, seed=s)) for s in range(4)]
+    for (actual, _), expected in zip(steps, references, strict=True):
+        assert {f"host_seconds/{rank}" for rank in range(2)} | set(expected) == set(actual) - {
+            "seed"
+        }
+        for name, value in expected.items():
+            assert float(actual[name]) == pytest.approx(float(value), rel=OTHER_PROCESSES), name
+        assert all(0 < float(actual[f"host_seconds/{rank}"]) < 60 for rank in range(2))
+    assert cluster.step == single.step == 4
 
     for rows in (1, 2, 5):
         batch = random_batch(CONFIG, rows, seed=rows)
-        for name, value in alone.eval(batch).items():
+        for name, value in single.eval(batch).items():
             np.testing.assert_allclose(cluster.eval(batch)[name], value, rtol=1e-5, atol=1e-6)
-        scored = zip(cluster.score(batch["obs"], 3), alone.score(batch["obs"], 3), strict=True)
-        for found, value in scored:  # f32 logprobs near 5, sums over hosts in another order
-            np.testing.assert_allclose(found, value, rtol=0, atol=1e-5)
+        scored = zip(cluster.score(batch["obs"], 3), single.score(batch["obs"], 3), strict=True)
+        for actual, value in scored:  # f32 logprobs near 5, added in a different order
+            np.testing.assert_allclose(actual, value, rtol=0, atol=1e-5)
     rng = np.random.default_rng(0)
     prompts, length = rng.integers(0, VOCAB, (5, 40)), np.asarray([1, 3, 2, 12, 9])
     options = {"seed": np.arange(5), "top_p": np.linspace(0.2, 1, 5), "temp": 0.8}
     np.testing.assert_array_equal(
-        cluster.generate(prompts, length, 6, options), alone.generate(prompts, length, 6, options)
+        cluster.generate(prompts, length, 6, options), single.generate(prompts, length, 6, options)
     )
 
     cluster.save(str(tmp_path), {"said": 1})
     cluster.wait()
-    other = CausalTransformer(CONFIG, init=False)
-    aux = other.restore(str(tmp_path))
-    other.close()
+    loaded = CausalTransformer(CONFIG, init=False)
+    aux = loaded.restore(str(tmp_path))
+    loaded.close()
     assert aux is not None
     assert aux["said"] == 1
-    assert other.step == 4
+    assert loaded.step == 4
     cluster.load(str(tmp_path))
     assert cluster.step == 0
     assert cluster.restore(str(tmp_path)) == aux
     assert cluster.step == 4
 
 
-def test_a_running_batch_is_that_of_one_process(cluster, alone):
+def test_running_batch_matches_a_single_process(cluster, single):
     rng = np.random.default_rng(2)
     cluster.init()
-    alone.init()
-    batches = here, there = cluster.batch(4), alone.batch(4)
-    # Host 0 has rows 0 and 1: of some inserts it gets the most, of others nothing.
+    single.init()
+    batches = cluster_batch, single_batch = cluster.batch(4), single.batch(4)
+    # Host 0 has rows 0 and 1, so it gets most rows of some inserts and none of others.
     for rows, steps in (([1, 2, 0], 3), ([3], 5), ([2, 0], 1), ([2, 3], 9)):
         count = len(rows)
         prompts = [rng.integers(0, VOCAB, rng.integers(1, 40)) for _ in rows]
         options = {"seed": rng.integers(0, 99, count), "top_p": rng.uniform(0.2, 1, count)}
         options |= {"temp": rng.choice([0.0, 0.8, 1.3], count), "top_k": rng.integers(0, 9, count)}
         settings, lengths = sampler_settings(options, count), rng.integers(1, 12, count)
-        given = (rows, prompts, lengths, settings)
-        assert_same(*(batch.insert(*given, alternatives=ALTERNATIVES) for batch in batches))
-        goes = np.arange(steps) < here.left[:, None]  # beyond a row's end nothing means anything
-        told = None if steps == 1 else ALTERNATIVES
-        chosen = [batch.decode(steps, told) for batch in batches]
-        assert_same(*jax.tree.map(lambda x: x[goes], chosen))  # noqa: B023
-        np.testing.assert_array_equal(here.left, there.left)
+        arguments = (rows, prompts, lengths, settings)
+        assert_same(*(batch.insert(*arguments, alternatives=ALTERNATIVES) for batch in batches))
+        valid = np.arange(steps) < cluster_batch.left[:, None]  # undefined past a row's end
+        alternatives = None if steps == 1 else ALTERNATIVES
+        chosen = [batch.decode(steps, alternatives) for batch in batches]
+        assert_same(*jax.tree.map(lambda x: x[valid], chosen))  # noqa: B023
+        np.testing.assert_array_equal(cluster_batch.left, single_batch.left)
 
     for bad, message in (([VOCAB], "outside the vocabulary"), ([], "expected token ids")):
         with pytest.raises(InputError, match=message):
-            here.insert([0, 3], [np.array([1]), np.array(bad, int)], 3, sampler_settings({}, 2))
+            cluster_batch.insert(
+                [0, 3], [np.array([1]), np.array(bad, int)], 3, sampler_settings({}, 2)
+            )
     with pytest.raises(InputError, match="decode of 33 tokens, expected 1 to 32"):
-        here.decode(33)
+        cluster_batch.decode(33)
     with pytest.raises(InputError, match="a batch of 3 rows, expected a multiple of the 2 repl"):
         cluster.batch(3)
     cluster.batch(2)
     with pytest.raises(InputError, match="a newer batch has replaced this one on the hosts"):
-        here.decode(1)
+        cluster_batch.decode(1)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    """What was chosen; logprobs sum what comes from other processes in another order."""
-    np.testing.assert_array_equal(found.token, expected.token)
+def assert_same(actual: Any, expected: Any) -> None:
+    """Compare two `Chosen`: tokens exactly, logprobs within 1e-5.
+
+    The logprobs differ because several processes add in a different order than one.
+    """
+    np.testing.assert_array_equal(actual.token, expected.token)
     for name in ("logprob", "top_logprob"):
         if getattr(expected, name) is not None:
-            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-5)
+            np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=1e-5)
 
 
-def test_the_engine_answers_over_hosts_as_one_process_alone(cluster, alone):
+def test_engine_over_hosts_matches_a_single_process(cluster, single):
     cluster.init()
-    alone.init()
+    single.init()
     engine = Engine(cluster, Metrics(4), rows=4)
     engine.start()
     clients = random_clients(8, seed=3, n_vocab=VOCAB, logprobs=True)
     scored = Client(np.arange(9), 0, score=True)
     engine.submit([client.request for client in [*clients, scored]])
     for client in clients:
-        asked = client.request
-        options, length = asked.settings.options(), np.array([len(asked.prompt)])
-        wanted = alone.generate(asked.prompt[None], length, asked.length, options)[0]
-        assert client.numbers() == wanted.tolist()
-    told = scored.news.get(timeout=60).prompt
-    expected = alone.score(np.arange(9)[None], ALTERNATIVES)
-    # As above: the other order of sums over hosts.
-    np.testing.assert_allclose([t.logprob for t in told[1:]], expected.logprob[0], atol=1e-5)
+        request = client.request
+        options, length = request.settings.options(), np.array([len(request.prompt)])
+        tokens = single.generate(request.prompt[None], length, request.length, options)[0]
+        assert client.numbers() == tokens.tolist()
+    prompt = scored.news.get(timeout=60).prompt
+    expected = single.score(np.arange(9)[None], ALTERNATIVES)
+    # As above, the hosts add in a different order.
+    np.testing.assert_allclose([t.logprob for t in prompt[1:]], expected.logprob[0], atol=1e-5)
     engine.close()
 
 
-def test_tasks_are_asked_while_it_trains(cluster, alone, tmp_path, monkeypatch, capsys):
-    """On hosts as in one process, once for each step, and as the script says of what was saved."""
+def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, capsys):
+    """The scores match those of a single process, and of eval_harness.py on the checkpoint.
+
+    Each step is evaluated only once, also when the run is restarted.
+    """
     values = run_values(tmp_path, total_steps=4, val_every=2, ckpt_every=3, eval_harness_limit=6)
     monkeypatch.chdir(made_tasks.FOLDER)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     tasks = {"eval_harness_tasks": ["choice.yaml", "generation.yaml", "rolling.yaml"]}
     config = Config(**values, **tasks, tokenizer=made_tasks.save_tokenizer(tmp_path / "tokenizer"))
-    for network in (cluster, alone):
+    for network in (cluster, single):
         monkeypatch.setattr(network, "config", config)
         monkeypatch.setattr(network, "close", network.wait)
-    monkeypatch.setattr(cluster, "kill", lambda: None)  # which a `LastingCluster` ends with
-    one, many = str(tmp_path / "one"), str(tmp_path / "many")
-    loop.train(alone, one)
-    loop.train(cluster, many)
-    rows = rows_of(many)
-    shutil.rmtree(tmp_path / "many" / "step_4")  # as if killed while that was saved
-    loop.train(cluster, many)
-    assert_same_rows(told(rows_of(many)), told(rows))
-    for found, expected in zip(told(rows), told(rows_of(one)), strict=True):
-        assert found == pytest.approx(expected, rel=OTHER_PROCESSES)
+    monkeypatch.setattr(cluster, "kill", lambda: None)  # which `LastingCluster.close` calls
+    single_folder, folder = str(tmp_path / "one"), str(tmp_path / "many")
+    loop.train(single, single_folder)
+    loop.train(cluster, folder)
+    rows = rows_of(folder)
+    shutil.rmtree(tmp_path / "many" / "step_4")  # as if the run was killed during this save
+    loop.train(cluster, folder)
+    assert_same_rows(without_host_seconds(rows_of(folder)), without_host_seconds(rows))
+    for actual, expected in zip(
+        without_host_seconds(rows), without_host_seconds(rows_of(single_folder)), strict=True
+    ):
+        assert actual == pytest.approx(expected, rel=OTHER_PROCESSES)
     scores = {name[5:]: value for name, value in rows[-1].items() if name.startswith("eval/")}
     assert scores.keys() == {name[5:] for name in rows[1] if name.startswith("eval/")}
-    wanted = {"made_choice/acc_stderr", "made_generation/chrf", "made_rolling/bits_per_byte"}
-    assert wanted < scores.keys()
+    required = {"made_choice/acc_stderr", "made_generation/chrf", "made_rolling/bits_per_byte"}
+    assert required < scores.keys()
     assert not [name for row in rows[::2] for name in row if name.startswith("eval/")]
 
     hosts = contextlib.nullcontext(lambda: cluster.hosts)
     monkeypatch.setattr("mesh_transformer.cli.machines.machines_of", lambda *_: hosts)
     monkeypatch.setattr("mesh_transformer.cli.machines.build_model", lambda *_, **__: cluster)
     output = tmp_path / "told.json"
-    written = write_config(tmp_path / "config.json", config.as_dict())
-    flags = ["--config", written, "--model-path", many, "--limit", "6", "--local-hosts", "2"]
+    path = write_config(tmp_path / "config.json", config.as_dict())
+    flags = ["--config", path, "--model-path", folder, "--limit", "6", "--local-hosts", "2"]
     monkeypatch.setattr("sys.argv", ["eval_harness.py", *flags, "--output", str(output)])
     eval_harness.main()
     assert harness.numbers(json.loads(output.read_text())) == pytest.approx(scores, rel=1e-6)
     capsys.readouterr()
-    validation.validate(alone, many)
+    validation.validate(single, folder)
     printed = capsys.readouterr().out
     assert "|made_choice" in printed
     assert "perplexity" in printed
 
 
-def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows less what hosts tell of themselves."""
+def without_host_seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return metrics rows without the values that each host reports about itself."""
     return [{k: v for k, v in row.items() if not k.startswith("host_seconds/")} for row in rows]
 
 
-def test_bad_input_is_told_and_ends_nothing(cluster):
+def test_bad_input_raises_one_line_and_the_cluster_stays_usable(cluster):
     batch = random_batch(CONFIG, 2, 3)
     with pytest.raises(InputError, match="the batch has 3 sequences, expected a multiple of the 2"):
         cluster.train(batch)
-    with pytest.raises(InputError, match=r"^obs holds token id 64, outside the vocabulary") as told:
+    with pytest.raises(
+        InputError, match=r"^obs holds token id 64, outside the vocabulary"
+    ) as error:
         cluster.eval({name: np.full((2, 4), VOCAB) for name in ("obs", "target")})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="ctx_length has values from 1 to 5, expected 1 to 4"):
         cluster.generate(np.zeros((2, 4), int), [1, 5], 3)
     with pytest.raises(InputError, match="gen_length is 0, expected at least 1"):
@@ -255,7 +269,7 @@ def test_bad_input_is_told_and_ends_nothing(cluster):
     assert len(cluster.eval(random_batch(CONFIG, 2))["loss"]) == 2
 
 
-def test_a_folder_on_a_disk_of_each_host_s_own_is_refused(cluster, monkeypatch, tmp_path):
+def test_folder_that_hosts_do_not_share_is_refused(cluster, monkeypatch, tmp_path):
     import ray
 
     first, second = cluster.hosts
@@ -275,13 +289,13 @@ def test_a_folder_on_a_disk_of_each_host_s_own_is_refused(cluster, monkeypatch, 
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_killed_host_ends_all_and_is_named(machines, host):
+def test_killed_host_is_named_and_all_hosts_end(machines, host):
     cluster = build_model(CONFIG, machines())
     cluster.init()
     pids = list(cluster._pids)
     cluster.train(random_batch(CONFIG, 2, 4))
     os.kill(pids[host], signal.SIGKILL)
-    # The step under way may be done or not; the next one cannot be.
+    # The current step may or may not finish; the next one cannot.
     later = cluster.train(random_batch(CONFIG, 2, 4))
     with pytest.raises(HostError, match=f"host {host} died"):
         float(later["loss"])
@@ -294,58 +308,62 @@ def test_a_killed_host_ends_all_and_is_named(machines, host):
     cluster.close()
 
 
-def test_hosts_that_disagree_are_ended(machines):
+def test_hosts_with_different_losses_are_shut_down(machines):
     cluster = build_model(CONFIG, machines())
     cluster.init()
     agreed = cluster._agreed
     loss = {"loss": float("nan")}
-    told = [Measured(1, 0.5, loss, 0, False), Measured(1, 0.25, dict(loss), 0, False)]
-    assert agreed(1, told)["host_seconds/1"] == 0.25
+    measured = [Measured(1, 0.5, loss, 0, False), Measured(1, 0.25, dict(loss), 0, False)]
+    assert agreed(1, measured)["host_seconds/1"] == 0.25
     with pytest.raises(
         HostError, match=r"disagree after step 1: host 0 is at step 1 with loss 0\.5, host 1 is"
     ):
-        agreed(1, [Measured(1, 0.5, {"loss": at}, 0, False) for at in (0.5, 0.5000000000000001)])
+        agreed(
+            1, [Measured(1, 0.5, {"loss": value}, 0, False) for value in (0.5, 0.5000000000000001)]
+        )
     assert cluster.ended
 
 
-def test_steps_that_nobody_reads_are_few(cluster):
+def test_number_of_unread_steps_is_limited(cluster):
     from mesh_transformer.pod.cluster import MOST_UNREAD
 
-    first, more = cluster.step, 3 * MOST_UNREAD
-    found = [cluster.train(random_batch(CONFIG, 2, 4, seed=seed)) for seed in range(more)]
+    first, count = cluster.step, 3 * MOST_UNREAD
+    steps = [cluster.train(random_batch(CONFIG, 2, 4, seed=seed)) for seed in range(count)]
     assert len(cluster._unread) == MOST_UNREAD
-    assert all(np.isfinite(float(each["loss"])) for each in found)
-    assert cluster.step == first + more
+    assert all(np.isfinite(float(metrics["loss"])) for metrics in steps)
+    assert cluster.step == first + count
 
 
-def test_a_host_that_hangs_while_it_is_made_is_named_and_ends(machines, monkeypatch):
+def test_host_that_hangs_at_startup_is_named_and_ends(machines, monkeypatch):
     monkeypatch.setattr("mesh_transformer.pod.cluster.SECONDS_TO_START", 15.0)
     (head,) = sessions_of(os.getpid())
 
-    def made() -> list[int]:
-        found = members(head).items()
-        return [pid for pid, title in found if title.startswith("ray::NetworkRunner")]
+    def runners() -> list[int]:
+        processes = members(head).items()
+        return [pid for pid, title in processes if title.startswith("ray::NetworkRunner")]
 
-    before, hit = set(made()), []
+    before, stopped = set(runners()), []
 
     def stop_one() -> None:
-        (pid, *_) = wait_until(lambda: set(made()) - before, "a host's process")
+        (pid, *_) = wait_until(lambda: set(runners()) - before, "a host's process")
         os.kill(pid, signal.SIGSTOP)
-        hit.append(pid)
+        stopped.append(pid)
 
     thread = threading.Thread(target=stop_one)
     thread.start()
     with pytest.raises(HostError, match=r"^host [01] does not answer$"):
         build_model(CONFIG, machines())
     thread.join()
-    # Ray itself ends a process that it was still making, after a few seconds.
-    wait_until(lambda: not is_alive(hit[0]) and set(made()) <= before, "they have ended", 20.0)
+    # Ray itself ends a process that was still starting, after a few seconds.
+    wait_until(
+        lambda: not is_alive(stopped[0]) and set(runners()) <= before, "end of all hosts", 20.0
+    )
 
 
 @contextlib.contextmanager
 def other_node(address: str) -> Iterator[int]:
-    """A Ray node beside the head's, as if on another machine: its session, all of which ends."""
-    import ray  # after the RayHead, which chooses how Ray authenticates
+    """Run another Ray node, as if on a second machine; yields its session, which then ends."""
+    import ray  # imported only after RayHead has set how Ray authenticates
 
     head = ray.get_runtime_context().gcs_address
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "0"]
@@ -361,60 +379,60 @@ def other_node(address: str) -> Iterator[int]:
 
 
 def kill(session: int) -> None:
-    while there := members(session):
-        for pid in there:
+    while pids := members(session):
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_machine_that_vanishes_is_named_and_its_successor_taken(machines):
+def test_vanished_machine_is_named_and_replaced(machines):
     from mesh_transformer.pod.hosts import joined_hosts
 
     def make() -> Any:
-        # As `runs.train` does: at first the old machine may still be taken for alive.
+        # Retried like `restarts.train`, because Ray may at first list the old machine as alive.
         for _ in range(8):
             with contextlib.suppress(HostError):
-                (far,) = joined_hosts(["127.0.0.2"], 60.0)
-                hosts = [machines()[0], dataclasses.replace(far, devices=4)]
+                (remote,) = joined_hosts(["127.0.0.2"], 60.0)
+                hosts = [machines()[0], dataclasses.replace(remote, devices=4)]
                 return build_model(CONFIG, hosts, heartbeat=5)
             time.sleep(2)
-        raise AssertionError("the successor was never taken")
+        raise AssertionError("the new machine was never used")
 
     batch, losses = random_batch(CONFIG, 2, 4), []
     for _ in range(2):
         with other_node("127.0.0.2") as session:
             cluster = make()
             cluster.init()
-            near = cluster._pids[0]
+            local_pid = cluster._pids[0]
             losses.append(float(cluster.train(batch)["loss"]))
             kill(session)
             began = time.monotonic()
-            with pytest.raises(HostError, match=r"host 1 (died|does not answer)") as told:
+            with pytest.raises(HostError, match=r"host 1 (died|does not answer)") as caught:
                 float(cluster.train(batch)["loss"])
-            print(f"{time.monotonic() - began:.1f} s: {told.value}")
-            wait_until(lambda: not is_alive(near), "the other host has ended", 5.0)  # noqa: B023
+            print(f"{time.monotonic() - began:.1f} s: {caught.value}")
+            wait_until(lambda: not is_alive(local_pid), "end of the other host", 5.0)  # noqa: B023
     assert losses[0] == losses[1]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[str, Path]:
+def complete_run(tmp_path_factory) -> tuple[str, Path]:
     return uninterrupted(tmp_path_factory.mktemp("whole"))
 
 
-def test_a_run_goes_on_by_itself(whole, tmp_path):
-    """One run, which everything befalls in turn: before a checkpoint, and after one of its own."""
-    wanted = [
+def test_run_recovers_from_every_kind_of_interruption(complete_run, tmp_path):
+    """One run meets every kind of interruption: the first before any checkpoint, the rest after."""
+    plan = [
         Interruption("SIGKILL", 3, 0),
         Interruption("raylet", 8),
         Interruption("SIGSTOP", 15, 1),
         Interruption("exception", 23, 0),
     ]
-    assert {each.kind for each in wanted} == {*KINDS, "raylet"}
-    for each, outcome in zip(wanted, interrupt(*whole, tmp_path, wanted), strict=True):
-        print(f"{each}: {outcome.seconds:.1f} s; {outcome.said}")
+    assert {interruption.kind for interruption in plan} == {*KINDS, "raylet"}
+    for interruption, outcome in zip(plan, interrupt(*complete_run, tmp_path, plan), strict=True):
+        print(f"{interruption}: {outcome.seconds:.1f} s; {outcome.line}")
 
 
-def test_a_save_cut_short_never_counts(tmp_path):
+def test_interrupted_save_is_never_restored(tmp_path):
     moments = ("data", "the arrays' commit file", "a deletion")
     for line in interrupted_saves(tmp_path, count=3, last=12, moments=moments):
         print(line)

@@ -1,4 +1,4 @@
-"""A cluster that outlives its hosts: when they are made anew, and when that is given up."""
+"""`LastingCluster`: when it replaces its hosts, and when it gives up."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from mesh_transformer.util import HostError, InputError
 
 
 class FakeCluster:
-    """Its batch is its own number, or what its `error` says."""
+    """A cluster whose `batch` and `eval` return its number, or raise `error` if it is set."""
 
     config, dp = "config", 2
 
@@ -36,29 +36,29 @@ class FakeCluster:
 
 
 @pytest.fixture
-def made(monkeypatch) -> list[FakeCluster]:
+def clusters(monkeypatch) -> list[FakeCluster]:
     monkeypatch.setattr(restarts, "SECONDS_BETWEEN", 0.0)
     return []
 
 
 @pytest.fixture
-def cluster(made) -> Any:
+def cluster(clusters) -> Any:
     def make() -> Any:
-        made.append(FakeCluster(len(made)))
-        return made[-1]
+        clusters.append(FakeCluster(len(clusters)))
+        return clusters[-1]
 
     return LastingCluster(make)
 
 
-def test_hosts_are_made_anew_once_they_have_ended(cluster, made, capsys):
+def test_hosts_are_replaced_after_a_failure(cluster, clusters, capsys):
     assert (cluster.config, cluster.dp) == ("config", 2)
     assert cluster.batch(4) == cluster.batch(4) == (0, 4)
-    made[0].ended = True
+    clusters[0].ended = True
     assert cluster.batch(6) == (1, 6)
     assert cluster.score(np.zeros(2), 5).tolist() == [5, 5]
-    made[1].error = HostError("host 1 died")  # in the call itself, while the engine was idle
+    clusters[1].error = HostError("host 1 died")  # raised by the call itself
     assert cluster.batch(6) == (2, 6)
-    made[2].error = HostError("host 0 died")
+    clusters[2].error = HostError("host 0 died")
     assert cluster.eval(5) == (3, 5)
     assert capsys.readouterr().err.splitlines() == [
         "restarting all hosts",
@@ -68,37 +68,37 @@ def test_hosts_are_made_anew_once_they_have_ended(cluster, made, capsys):
         "restarting all hosts",
     ]
     cluster.close()
-    assert [each.ended for each in made] == [True] * 4
+    assert [fake.ended for fake in clusters] == [True] * 4
 
 
-def test_bad_input_ends_nothing(cluster, made):
-    made[0].error = InputError("a batch of 3 rows")
+def test_bad_input_does_not_replace_the_hosts(cluster, clusters):
+    clusters[0].error = InputError("a batch of 3 rows")
     with pytest.raises(InputError, match="a batch of 3 rows"):
         cluster.batch(3)
-    assert len(made) == 1
+    assert len(clusters) == 1
 
 
-def test_new_hosts_that_fail_too_are_few(cluster, made):
+def test_number_of_failed_replacements_is_limited(cluster, clusters):
     def fails() -> Any:
-        made.append(FakeCluster(len(made)))
-        raise HostError(f"attempt {len(made) - 1}")
+        clusters.append(FakeCluster(len(clusters)))
+        raise HostError(f"attempt {len(clusters) - 1}")
 
-    made[0].ended = True
+    clusters[0].ended = True
     cluster._make = fails
     with pytest.raises(HostError, match=f"attempt {ATTEMPTS}"):
         cluster.batch(4)
-    assert len(made) == 1 + ATTEMPTS
+    assert len(clusters) == 1 + ATTEMPTS
 
 
-def test_once_closed_no_hosts_are_made(cluster, made):
+def test_no_hosts_are_started_after_close(cluster, clusters):
     cluster.close()
     with pytest.raises(HostError, match="have been ended"):
         cluster.batch(1)
-    assert len(made) == 1
+    assert len(clusters) == 1
 
 
-def test_hosts_that_were_being_made_when_it_closed_end_too(cluster, made):
-    made[0].ended = True
+def test_hosts_that_start_during_close_are_ended(cluster, clusters):
+    clusters[0].ended = True
     make = cluster._make
 
     def slow() -> Any:
@@ -107,5 +107,5 @@ def test_hosts_that_were_being_made_when_it_closed_end_too(cluster, made):
 
     cluster._make = slow
     cluster.batch(1)
-    assert len(made) == 2
-    assert made[1].ended
+    assert len(clusters) == 2
+    assert clusters[1].ended

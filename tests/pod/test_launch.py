@@ -1,4 +1,4 @@
-"""Where a cluster's hosts come from at each attempt: which failures end a run, which do not."""
+"""The hosts of each attempt of a run: which failures end the run, and which are retried."""
 
 import signal
 import sys
@@ -21,9 +21,9 @@ PLACE = ("1.0.0.1", "1.0.0.2")
 
 
 class Machines:
-    """A TPU, a Ray head and what has joined it, all in one, that note what is asked of them.
+    """A fake TPU, Ray head and set of joined hosts in one object, which records its calls.
 
-    `plan` has, by method, what it does when it is called next: an error that it raises, or None.
+    `plan` maps the name of a method to its next outcomes: an error to raise, or None.
     """
 
     address = "1.0.0.9:6379"
@@ -73,18 +73,18 @@ class Machines:
 
 @pytest.fixture
 def machines(monkeypatch) -> Machines:
-    found = Machines()
+    fake = Machines()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
-    monkeypatch.setattr(launch, "RayHead", lambda size: found)
-    # In place of the real one, which would import Ray into the tests' process.
-    hosts = types.SimpleNamespace(joined_hosts=found.joined_hosts)
+    monkeypatch.setattr(launch, "RayHead", lambda size: fake)
+    # Replaces the real module, which would import Ray into the test process.
+    hosts = types.SimpleNamespace(joined_hosts=fake.joined_hosts)
     monkeypatch.setitem(sys.modules, "mesh_transformer.pod.hosts", hosts)
-    return found
+    return fake
 
 
 @pytest.fixture
 def attempt(machines) -> Iterator[Callable[[], list[str]]]:
-    """Asks for the hosts once more: what was called for it."""
+    """A function that requests the hosts once and returns the calls that this made."""
     tpu: Any = machines
     with launch._tpu_machines(CONFIG, tpu) as hosts:
 
@@ -97,27 +97,27 @@ def attempt(machines) -> Iterator[Callable[[], list[str]]]:
     assert machines.calls[-2:] == ["end", "end"]
 
 
-def test_ray_is_started_once_and_where_hosts_have_left_it(machines, attempt):
+def test_ray_is_started_once_and_again_after_hosts_have_left(machines, attempt):
     assert attempt() == ["revive", "check", "start_ray"]
     assert attempt() == ["revive", "check"]
     machines.joined = False
     assert attempt() == ["revive", "check", "start_ray"]
 
 
-def test_a_tpu_that_was_taken_away_is_made_again_and_its_hosts_started(machines, attempt):
+def test_preempted_tpu_is_recreated_and_its_hosts_started(machines, attempt):
     attempt()
     machines.plan["check"] = [PreemptedError("gone")]
     assert attempt() == ["revive", "check", "make_again", "start_ray"]
 
 
 @pytest.mark.parametrize("error", [HostError("cut off"), StoppedError("exited with status 1")])
-def test_the_first_start_may_fail_on_one_of_many_hosts(machines, attempt, error):
+def test_two_failures_of_the_first_start_are_retried(machines, attempt, error):
     machines.plan["start_ray"] = [error, error]
     for _ in range(2):
         with pytest.raises(HostError, match=str(error)):
             attempt()
     assert attempt() == ["revive", "check", "start_ray"]
-    # From then on it counts as any other failure.
+    # After that, it counts like any other failure.
     machines.joined = False
     machines.plan["start_ray"] = [error] * 5
     for _ in range(5):
@@ -125,7 +125,7 @@ def test_the_first_start_may_fail_on_one_of_many_hosts(machines, attempt, error)
             attempt()
 
 
-def test_hosts_that_never_joined_end_the_run(machines, attempt):
+def test_run_ends_if_its_hosts_never_join(machines, attempt):
     machines.plan["start_ray"] = [HostError("no SSH on port 22")] * 3
     for _ in range(2):
         with pytest.raises(HostError):
@@ -135,8 +135,8 @@ def test_hosts_that_never_joined_end_the_run(machines, attempt):
     assert not isinstance(caught.value, HostError)
 
 
-def test_after_its_hours_a_run_is_asked_to_end(machines, monkeypatch, capsys):
-    """By SIGTERM, at which it saves; a run that ends before is not."""
+def test_run_is_asked_to_end_after_max_hours(machines, monkeypatch, capsys):
+    """The run gets SIGTERM, at which it saves; a run that ends earlier gets no signal."""
     monkeypatch.setattr(machines, "spec", types.SimpleNamespace(max_hours=0.05 / 3600))
     received, ended = [], threading.Event()
 
@@ -160,7 +160,7 @@ def test_after_its_hours_a_run_is_asked_to_end(machines, monkeypatch, capsys):
     assert received == [signal.SIGTERM]
 
 
-def test_hosts_that_go_before_they_have_joined_are_made_again(machines, attempt):
+def test_hosts_preempted_before_they_join_are_recreated(machines, attempt):
     machines.plan = {"start_ray": [HostError("cut off")], "check": [None, PreemptedError("gone")]}
     with pytest.raises(HostError, match="cut off"):
         attempt()
@@ -169,7 +169,7 @@ def test_hosts_that_go_before_they_have_joined_are_made_again(machines, attempt)
 
 
 @pytest.mark.parametrize("error", [HostError("cut off"), PreemptedError("gone")])
-def test_hosts_that_had_joined_are_worth_another_attempt(machines, attempt, error):
+def test_failed_restart_of_hosts_that_had_joined_is_retried(machines, attempt, error):
     attempt()
     machines.joined = False
     machines.plan["start_ray"] = [error]
@@ -179,7 +179,7 @@ def test_hosts_that_had_joined_are_worth_another_attempt(machines, attempt, erro
 
 
 @pytest.mark.parametrize("error", [HostError("no SSH"), StoppedError("exited with status 143")])
-def test_a_tpu_made_again_may_take_two_attempts_to_start(machines, attempt, error):
+def test_recreated_tpu_may_need_two_attempts_to_start(machines, attempt, error):
     attempt()
     machines.plan = {"check": [PreemptedError("gone")], "start_ray": [error]}
     with pytest.raises(HostError, match=str(error)):
@@ -187,7 +187,7 @@ def test_a_tpu_made_again_may_take_two_attempts_to_start(machines, attempt, erro
     assert attempt() == ["revive", "check", "start_ray"]
 
 
-def test_what_fails_because_the_tpu_is_being_taken_away_is_worth_another_attempt(machines, attempt):
+def test_failure_caused_by_preemption_is_retried(machines, attempt):
     failed = StoppedError("exited with status 143")
     machines.plan = {"start_ray": [failed], "check": [None, PreemptedError("gone")]}
     with pytest.raises(HostError, match="status 143"):
@@ -195,7 +195,7 @@ def test_what_fails_because_the_tpu_is_being_taken_away_is_worth_another_attempt
 
 
 @pytest.mark.parametrize("name", ["check", "make_again"])
-def test_an_api_that_does_not_answer_is_worth_another_attempt(machines, attempt, name):
+def test_unavailable_api_is_retried(machines, attempt, name):
     attempt()
     machines.plan = {"check": [PreemptedError("gone")]} | {name: [UnavailableError("silence")]}
     with pytest.raises(HostError, match="silence"):
@@ -205,14 +205,14 @@ def test_an_api_that_does_not_answer_is_worth_another_attempt(machines, attempt,
 
 
 @pytest.mark.parametrize("error", [StoppedError("not ready"), InputError("no rights")])
-def test_what_another_attempt_would_not_mend_ends_the_run(machines, attempt, error):
+def test_permanent_error_ends_the_run(machines, attempt, error):
     machines.plan["check"] = [error]
     with pytest.raises(type(error)) as caught:
         attempt()
     assert caught.value is error
 
 
-def test_a_tpu_of_another_size_is_refused_at_once():
+def test_wrong_tpu_size_and_missing_ssh_key_are_refused_at_once():
     spec = TpuSpec("pod", "us-central2-b", "v4-8")
     with pytest.raises(InputError, match="v4-8 has 4 devices, expected the config's tpu_size 8"):
         launch.tpu_machines(CONFIG, spec)

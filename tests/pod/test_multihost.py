@@ -1,4 +1,4 @@
-"""Several processes as one mesh, without Ray: the same numbers as one process of all devices."""
+"""Several processes that form one mesh, without Ray, compute the same as one process."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from mesh_transformer.util import HostError
 from tests.support.multihost import STEPS, random_batches, run
 from tests.support.small_run import VALUES
 
-# f32 rounds to 6e-8; gloo and the one process's own collectives add in different orders.
+# f32 rounds to 6e-8; gloo and the collectives within one process add in different orders.
 OTHER_PROCESSES = 1e-5
 GENERATED = 6
-SCORED = 5  # the likeliest tokens
+SCORED = 5  # number of most likely tokens
 
 RUNS = {
     "2 hosts": (2, {}),
@@ -31,40 +31,40 @@ RUNS = {
 }
 
 
-def joined(found: list[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
-    """All rows, of what processes that hold these replicas found for theirs."""
-    return gathered(found, places(replicas, len(found[0]) // len(replicas[0])))
+def joined(parts: list[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
+    """Return all rows, in order, from the rows of processes that hold these replicas."""
+    return gathered(parts, places(replicas, len(parts[0]) // len(replicas[0])))
 
 
 def one_process(
     config: dict[str, Any], batches: dict[str, np.ndarray]
 ) -> tuple[CausalTransformer, list[dict[str, float]]]:
-    """A network that was trained, and what its steps found."""
+    """Return a trained network and the metrics of its steps."""
     network = CausalTransformer(config, devices=jax.devices()[: config["tpu_size"]])
     steps = []
     for step in range(STEPS):
         sample = {key: batches[f"train_{key}_{step}"] for key in ("obs", "target")}
-        found = network.train(sample)
-        steps.append({k: float(v) for k, v in found.items()})
+        metrics = network.train(sample)
+        steps.append({k: float(v) for k, v in metrics.items()})
     return network, steps
 
 
 @pytest.mark.parametrize(
     "name", [next(iter(RUNS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[1:])]
 )
-def test_processes_together_are_one(tmp_path, name):
+def test_processes_match_a_single_process(tmp_path, name):
     hosts, changes = RUNS[name]
     config = VALUES | changes
     batches = random_batches(Config(**config))
     calls = [("init", []), *(("train", step) for step in range(STEPS))]
     calls += [("eval", None), ("score", SCORED)]
-    # Compiled by each host for itself; more hosts share no more of a row than two do.
+    # Each host compiles this itself, and more than two hosts do not split a row any further.
     generates = hosts == 2
     calls += [("generate", GENERATED)] * generates
-    found = run(tmp_path / "run", config, hosts, batches, calls)
+    results = run(tmp_path / "run", config, hosts, batches, calls)
     expected, steps = one_process(config, batches)
 
-    replicas = [list(map(int, each["replicas"])) for each in found]
+    replicas = [list(map(int, result["replicas"])) for result in results]
     per_host = config["tpu_size"] // hosts
     assert replicas == [
         sorted({d // config["cores_per_replica"] for d in range(h * per_host, (h + 1) * per_host)})
@@ -73,36 +73,36 @@ def test_processes_together_are_one(tmp_path, name):
     worst = 0.0
     for step, values in enumerate(steps):
         for key, value in values.items():
-            theirs = [float(each[f"{step + 1}_{key}"]) for each in found]
-            assert len(set(theirs)) == 1, (step, key, theirs)
-            assert theirs[0] == pytest.approx(value, rel=OTHER_PROCESSES), (step, key)
-            worst = max(worst, abs(theirs[0] / value - 1) if value else 0)
+            actual = [float(result[f"{step + 1}_{key}"]) for result in results]
+            assert len(set(actual)) == 1, (step, key, actual)
+            assert actual[0] == pytest.approx(value, rel=OTHER_PROCESSES), (step, key)
+            worst = max(worst, abs(actual[0] / value - 1) if value else 0)
     print(f"{name}: largest relative difference {worst:.1e}")
 
-    def together(key: str) -> np.ndarray:
-        return joined([each[key] for each in found], replicas)
+    def all_rows(key: str) -> np.ndarray:
+        return joined([result[key] for result in results], replicas)
 
     number = 1 + STEPS
     evaluated = expected.eval({key: batches[f"eval_{key}"] for key in ("obs", "target")})
     for key, value in evaluated.items():
-        np.testing.assert_allclose(together(f"{number}_{key}"), value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(all_rows(f"{number}_{key}"), value, rtol=1e-5, atol=1e-6)
     for key, value in expected.score(batches["eval_obs"], SCORED)._asdict().items():
         np.testing.assert_allclose(
-            together(f"{number + 1}_{key}"), value, rtol=0, atol=OTHER_PROCESSES
+            all_rows(f"{number + 1}_{key}"), value, rtol=0, atol=OTHER_PROCESSES
         )
     if not generates:
         return
     options = {key: batches[key] for key in ("seed", "top_p")}
     tokens = expected.generate(batches["ctx"], batches["length"], GENERATED, options)
-    np.testing.assert_array_equal(together(f"{number + 2}_tokens"), tokens)
+    np.testing.assert_array_equal(all_rows(f"{number + 2}_tokens"), tokens)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 6])
-def test_shares_join_again(dp):
+def test_joined_shares_are_the_original_rows(dp):
     rng = np.random.default_rng(dp)
     rows = rng.normal(size=(12, 3))
     for hosts in (1, 2, 4):
-        # Every replica somewhere, some in two places, in any number.
+        # Each replica is on at least one host, and some are on several.
         held = [
             sorted({int(r) for r in rng.integers(0, dp, 2)} | set(range(h, dp, hosts)))
             for h in range(hosts)
@@ -113,13 +113,13 @@ def test_shares_join_again(dp):
         )
 
 
-def test_hosts_with_the_same_rows_must_agree_to_the_bit():
+def test_hosts_with_the_same_rows_must_agree_bit_for_bit():
     rows = np.array([[0.5, np.nan], [1.5, 2.5]])
     np.testing.assert_array_equal(joined([rows, rows[1:]], [[0, 1], [1]]), rows)
     np.testing.assert_array_equal(joined([rows, rows], [[0], [0]]), rows)  # NaN equals NaN
-    other = rows.copy()
-    other[1, 1] = np.nextafter(2.5, 3)
+    changed = rows.copy()
+    changed[1, 1] = np.nextafter(2.5, 3)
     with pytest.raises(
         HostError, match="host 1 and an earlier host returned different values for the same row"
     ):
-        joined([rows, other[1:]], [[0, 1], [1]])
+        joined([rows, changed[1:]], [[0, 1], [1]])

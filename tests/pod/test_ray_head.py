@@ -1,4 +1,4 @@
-"""A Ray head of this process's own: its object store filling, and its servers dying."""
+"""`RayHead`: a full object store, servers that die, and clients without the token."""
 
 import os
 import signal
@@ -27,13 +27,13 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 CONFIG = Config(**VALUES)
-STORE = 80 << 20  # bytes; about the least that Ray takes
+STORE = 80 << 20  # bytes; about the minimum that Ray accepts
 PIECE = 10 << 20
 
 
 @pytest.fixture
 def spill_folder(small_disk, monkeypatch) -> Iterator[Path]:
-    """A small disk as Ray's folder, by a short name: paths of sockets may have 107 characters."""
+    """A small disk as Ray's folder, with a short path: socket paths have up to 107 characters."""
     with tempfile.TemporaryDirectory() as name:
         short = Path(name) / "ray"
         short.symlink_to(small_disk("200m"))
@@ -42,7 +42,7 @@ def spill_folder(small_disk, monkeypatch) -> Iterator[Path]:
 
 
 def fill(held: list[Any], count: int) -> None:
-    """Puts `count` pieces into the object store, which keeps what is `held`."""
+    """Put `count` pieces into the object store, and add them to `held`, which keeps them there."""
     import ray
 
     for _ in range(count):
@@ -53,7 +53,7 @@ def tiled(batch: dict[str, np.ndarray], times: int) -> dict[str, np.ndarray]:
     return {name: np.tile(rows, (times, 1)) for name, rows in batch.items()}
 
 
-def test_a_full_store_spills_and_a_full_disk_is_one_line(spill_folder):
+def test_full_store_spills_and_full_disk_is_a_one_line_error(spill_folder):
     batch = random_batch(CONFIG, 4)
     with RayHead(STORE):
         from mesh_transformer.pod.hosts import local_hosts
@@ -61,34 +61,34 @@ def test_a_full_store_spills_and_a_full_disk_is_one_line(spill_folder):
         with closing(build_model(CONFIG, local_hosts(CONFIG, 2))) as cluster:
             cluster.init()
             held: list[Any] = []
-            fill(held, 10)  # 20 MiB more than there is room for
-            large = tiled(batch, 2000)  # more than goes with a call, without the store
-            found = cluster.eval(large)["loss"].reshape(2000, 4)[-1]
-            # f32 rounds to 6e-8; a batch of another size is summed in another order.
-            np.testing.assert_allclose(found, cluster.eval(batch)["loss"], rtol=1e-5)
+            fill(held, 10)  # 20 MiB more than fit
+            large = tiled(batch, 2000)  # too large to be sent with a call without the store
+            actual = cluster.eval(large)["loss"].reshape(2000, 4)[-1]
+            # f32 rounds to 6e-8; a batch of another size is summed in a different order.
+            np.testing.assert_allclose(actual, cluster.eval(batch)["loss"], rtol=1e-5)
             with pytest.raises(Exception, match="disk is full"):
                 fill(held, 40)
             # Usually the call is refused, but a host can also die of the full disk.
-            with pytest.raises(StoppedError, match=r"disk that .* spills to \(RAY_TMPDIR") as told:
+            with pytest.raises(StoppedError, match=r"disk that .* spills to \(RAY_TMPDIR") as error:
                 cluster.eval(tiled(batch, 100_000))
-            assert "\n" not in str(told.value)
+            assert "\n" not in str(error.value)
             assert cluster.ended
     assert not sessions_of(os.getpid())
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_a_head_that_dies_ends_whole_and_is_made_again(name, capfd):
+def test_dead_head_ends_completely_and_is_replaced(name, capfd):
     with RayHead() as head:
         (session,) = sessions_of(os.getpid())
         address = head.address
         head.revive()
         assert head.address == address
-        # In its first moments Ray's client would wait for a dead server for minutes.
+        # Soon after the start, Ray's client would wait minutes for a dead server.
         time.sleep(2.0)
         titles = members(session).items()
         (pid,) = [pid for pid, title in titles if os.path.basename(title) == name]
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not members(session), "the rest of it ends", 10.0)
+        wait_until(lambda: not members(session), "end of its other processes", 10.0)
         wait_until(lambda: head.revive() or head.address != address, "a new head", 60.0)
         assert f"Ray's head has died ({name} died); starting a new one" in capfd.readouterr().err
         fill([], 1)
@@ -106,8 +106,8 @@ except Exception as error:
 """
 
 
-def test_whoever_has_no_token_is_refused(tmp_path):
-    """Each tries for as long as Ray's own client does: all at once."""
+def test_clients_without_the_token_are_refused(tmp_path):
+    """The clients run at the same time, because each retries for as long as Ray's client does."""
     with RayHead() as head:
         own = os.environ["RAY_AUTH_TOKEN"]
         ways = {
@@ -127,8 +127,10 @@ def test_whoever_has_no_token_is_refused(tmp_path):
             )
             for way, variables in ways.items()
         }
-        said = {way: client.communicate(timeout=240)[0].strip() for way, client in clients.items()}
-    assert said == {
+        outputs = {
+            way: client.communicate(timeout=240)[0].strip() for way, client in clients.items()
+        }
+    assert outputs == {
         "the token": "joined 1",
         "another": "ConnectionError",
         "none": "AuthenticationError",
@@ -137,7 +139,7 @@ def test_whoever_has_no_token_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ProcessLookupError, FileNotFoundError])
-def test_a_process_that_ends_while_it_is_looked_at_is_no_member(monkeypatch, error):
+def test_process_that_ends_during_the_listing_is_no_member(monkeypatch, error):
     session = os.getsid(0)
     assert os.getpid() in ray_head._members(session)
 

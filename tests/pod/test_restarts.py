@@ -1,4 +1,4 @@
-"""A run that is looked after: attempts, their limits, and beginning anew."""
+"""Restarts of training runs: attempts, their limits, and starting over with --new."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.small_run import run_values
 
 
 class Attempt:
-    """A network that gets to a step and fails there, if it is to."""
+    """A fake network whose training reaches a step and then raises `error`, if there is one."""
 
     def __init__(self, reaches: int, error: BaseException | None):
         self.reaches, self.error = reaches, error
@@ -27,7 +27,11 @@ class Attempt:
 
 @pytest.fixture
 def attempts(monkeypatch):
-    """`run(plan)`: the attempts that `runs.train` makes of a plan, and the waits between them."""
+    """Return `run`, a list of the networks that it makes and a list of the seconds that it waits.
+
+    `run(plan)` calls `restarts.train`.  Each element of the plan is one attempt: the step that it
+    reaches, and the error that it then raises or None.
+    """
     waits: list[float] = []
     monkeypatch.setattr(restarts.time, "sleep", waits.append)
 
@@ -58,17 +62,17 @@ def attempts(monkeypatch):
     return run, made, waits
 
 
-def test_a_failed_host_is_tried_again_and_progress_begins_the_count_anew(attempts, capsys):
+def test_host_failure_is_retried_and_progress_resets_the_count(attempts, capsys):
     run, made, waits = attempts
     failed = HostError("host 1 died")
     run([(5, failed), (-1, failed), (5, failed), (6, failed), (6, failed), (7, None)], retries=3)
     assert waits == [1, 2, 4, 1, 2]
     assert len(made) == 5
-    said = capsys.readouterr().err
-    assert said.count("host 1 died\nrestarting all hosts in") == 5
+    printed = capsys.readouterr().err
+    assert printed.count("host 1 died\nrestarting all hosts in") == 5
 
 
-def test_it_gives_up_without_progress(attempts):
+def test_run_gives_up_after_failures_without_progress(attempts):
     run, made, waits = attempts
     failed = HostError("host 1 died")
     with pytest.raises(StoppedError, match=r"^host 1 died; giving up after 4 failures") as caught:
@@ -79,7 +83,7 @@ def test_it_gives_up_without_progress(attempts):
 
 
 @pytest.mark.parametrize("error", [InputError("bad"), StoppedError("not finite"), KeyError("x")])
-def test_other_errors_are_not_tried_again(attempts, error):
+def test_other_errors_are_not_retried(attempts, error):
     run, made, waits = attempts
     with pytest.raises(type(error)) as caught:
         run([(5, error)])
@@ -88,11 +92,11 @@ def test_other_errors_are_not_tried_again(attempts, error):
     assert made[0].closed
 
 
-def test_a_user_who_will_not_wait_does_not(attempts):
+def test_keyboard_interrupt_does_not_wait_for_a_save(attempts):
     run, made, _ = attempts
     with pytest.raises(KeyboardInterrupt):
         run([(5, KeyboardInterrupt())])
-    assert not made[0].closed  # which would wait for a save
+    assert not made[0].closed  # closing it would wait for a save
 
 
 def test_waits_are_bounded(attempts):
@@ -102,19 +106,19 @@ def test_waits_are_bounded(attempts):
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
 
 
-def a_run(folder: Path) -> None:
+def make_run(folder: Path) -> None:
     for name in ("step_1", "step_20", "step_30.orbax-checkpoint-tmp"):
         (folder / name / "state").mkdir(parents=True)
         (folder / name / "commit_success.txt").write_text("")
-    (folder / "step_5" / "shard_0").mkdir(parents=True, exist_ok=True)  # the original's
+    (folder / "step_5" / "shard_0").mkdir(parents=True, exist_ok=True)  # as the original names it
     for name in ("metrics.jsonl", "notes.txt", "step_4.txt"):
         (folder / name).write_text("")
 
 
-def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypatch):
-    a_run(tmp_path)
+def test_begin_anew_deletes_only_what_a_run_wrote(tmp_path, monkeypatch):
+    make_run(tmp_path)
     with pytest.raises(InputError, match=r"would delete metrics\.jsonl, step_1, step_20"):
-        restarts.begin_anew(str(tmp_path), yes=False)  # nobody is at pytest's standard input
+        restarts.begin_anew(str(tmp_path), yes=False)  # pytest's standard input is not a terminal
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "n")
     with pytest.raises(InputError, match="nothing was deleted in"):
@@ -123,16 +127,16 @@ def test_begin_anew_deletes_what_a_run_wrote_and_nothing_else(tmp_path, monkeypa
     monkeypatch.setattr("builtins.input", lambda question: "Yes ")
     restarts.begin_anew(str(tmp_path), yes=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt", "step_5"]
-    restarts.begin_anew(str(tmp_path), yes=False)  # nothing to ask for any more
-    a_run(tmp_path)
+    restarts.begin_anew(str(tmp_path), yes=False)  # nothing is left to delete, so nothing is asked
+    make_run(tmp_path)
     restarts.begin_anew(str(tmp_path), yes=True)
     assert len(list(tmp_path.iterdir())) == 3
     restarts.begin_anew(str(tmp_path / "missing"), yes=False)
 
 
-def test_begin_anew_leaves_alone_what_is_in_use_and_what_links_lead_to(tmp_path, monkeypatch):
+def test_begin_anew_refuses_a_folder_in_use_and_does_not_follow_links(tmp_path, monkeypatch):
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    a_run(theirs)
+    make_run(theirs)
     mine.mkdir()
     (mine / "step_20").symlink_to(theirs / "step_20")
     before = sorted(theirs.rglob("*"))
@@ -145,7 +149,7 @@ def test_begin_anew_leaves_alone_what_is_in_use_and_what_links_lead_to(tmp_path,
     assert sorted(theirs.rglob("*")) == before
 
 
-def test_the_driver_reads_the_records_before_it_makes_a_tpu(tmp_path):
+def test_driver_reads_the_records_before_it_creates_a_tpu(tmp_path):
     config = Config(**run_values(tmp_path))
     restarts.check_records(config)
     for changes, message in [
@@ -154,5 +158,5 @@ def test_the_driver_reads_the_records_before_it_makes_a_tpu(tmp_path):
     ]:
         with pytest.raises(InputError, match=message):
             restarts.check_records(config.replace(**changes))
-    # It need not be near the data that hosts read.
+    # The driver needs no access to data that only the hosts read.
     restarts.check_records(config.replace(train_set="gs://far/away.index", hosts_read=True))

@@ -1,4 +1,4 @@
-"""Signals end what they should, also where Python drops the exception that was to do it."""
+"""Signals end the program even if Python drops the exception that they raise."""
 
 import signal
 import sys
@@ -11,11 +11,11 @@ from mesh_transformer.pod.tpu.signals import Signals
 
 
 class Thing:
-    """What weak references can be to."""
+    """An object that can have weak references."""
 
 
 def drop(number: int) -> None:
-    """A signal that comes in a weak reference's callback, as the machinery of imports has them."""
+    """Raise a signal in a weak reference's callback; Python's import system has such callbacks."""
     thing = Thing()
     reference = weakref.ref(thing, lambda _: signal.raise_signal(number))
     del thing
@@ -23,7 +23,7 @@ def drop(number: int) -> None:
 
 
 @pytest.fixture
-def taken() -> Iterator[Signals]:
+def handlers() -> Iterator[Signals]:
     signals = Signals()
     signals.take()
     yield signals
@@ -33,24 +33,24 @@ def taken() -> Iterator[Signals]:
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_what_python_drops_raises_at_the_next_request(taken, number, raised):
+def test_exception_dropped_by_python_is_raised_at_the_next_request(handlers, number, raised):
     drop(number)
-    with pytest.raises(raised), taken.undisturbed():
+    with pytest.raises(raised), handlers.undisturbed():
         pytest.fail("the request was made")
-    with taken.undisturbed():  # once
+    with handlers.undisturbed():  # raised only once
         pass
 
 
-def test_what_is_over_raises_nothing_any_more(taken):
+def test_forgotten_signal_raises_nothing(handlers):
     drop(signal.SIGTERM)
-    taken.forget()
-    with taken.undisturbed():
+    handlers.forget()
+    with handlers.undisturbed():
         pass
 
 
-def test_other_dropped_exceptions_are_told_as_before(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+def test_other_dropped_exceptions_are_reported_as_before(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
     before, signals = sys.unraisablehook, Signals()
     signals.take()
     thing = Thing()
@@ -59,15 +59,15 @@ def test_other_dropped_exceptions_are_told_as_before(monkeypatch):
     signals.give_back()
     signals.give_back()
     assert reference() is None
-    assert [each.exc_type for each in told] == [ZeroDivisionError]
+    assert [unraisable.exc_type for unraisable in reported] == [ZeroDivisionError]
     assert sys.unraisablehook is before
 
 
-def test_what_comes_in_a_request_raises_at_its_end(taken):
+def test_signal_during_a_request_is_raised_at_its_end(handlers):
     done = []
 
     def request() -> None:
-        with taken.undisturbed():
+        with handlers.undisturbed():
             signal.raise_signal(signal.SIGTERM)
             done.append("the request")
 

@@ -1,4 +1,4 @@
-"""Commands and files on hosts: fabric against SSH servers on loopback, with real commands."""
+"""Commands and files on TPU hosts: fabric against loopback SSH servers that run real commands."""
 
 import fcntl
 import os
@@ -47,20 +47,20 @@ def host(tmp_path, key):
 
 
 def options(host: FakeHost, key: Path, **changes) -> SshOptions:
-    given = {"user": "me", "key_file": str(key), "port": host.port, "connect_seconds": 1.0}
-    return SshOptions(**given | changes)
+    defaults = {"user": "me", "key_file": str(key), "port": host.port, "connect_seconds": 1.0}
+    return SshOptions(**defaults | changes)
 
 
 @pytest.fixture
 def hosts(host, key):
-    """The one host, with the key that it published."""
-    found = Hosts([host.address], options(host, key), {host.address: host.published()})
-    yield found
-    found.close()
+    """Connections to `host`, whose published key is known."""
+    connections = Hosts([host.address], options(host, key), {host.address: host.published()})
+    yield connections
+    connections.close()
 
 
-def test_output_of_each_host_in_order(tmp_path, key, host):
-    """Two hosts at once: the slower one is first in the answer as in the list."""
+def test_outputs_are_in_the_order_of_the_hosts(tmp_path, key, host):
+    """The first host's output comes first, although that host is slower."""
     with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as second:
         (host.home / "who").write_text("first\n")
         (second.home / "who").write_text("second\n")
@@ -72,7 +72,7 @@ def test_output_of_each_host_in_order(tmp_path, key, host):
         hosts.close()
 
 
-def test_shown_as_it_comes(hosts, capsys):
+def test_output_is_shown_with_the_host_that_wrote_it(hosts, capsys):
     assert hosts.run("echo one; echo two >&2; printf three", seconds=10, show=True) == [
         "one\nthree"
     ]
@@ -80,12 +80,12 @@ def test_shown_as_it_comes(hosts, capsys):
     assert sorted(lines) == [f"[host 0 (127.0.0.1)] {word}" for word in ("one", "three", "two")]
 
 
-def test_failing_command_reaches_the_user(hosts, capsys):
+def test_failing_command_is_reported_with_its_output(hosts, capsys):
     command = "for i in $(seq 100); do echo line $i; done; echo no such thing >&2; exit 7"
-    with pytest.raises(StoppedError, match="exited with status 7: no such thing") as found:
+    with pytest.raises(StoppedError, match="exited with status 7: no such thing") as error:
         hosts.run(command, seconds=10)
-    assert "\n" not in str(found.value)
-    assert "host 0 (127.0.0.1)" in str(found.value)
+    assert "\n" not in str(error.value)
+    assert "host 0 (127.0.0.1)" in str(error.value)
     errors = capsys.readouterr().err
     assert "[host 0 (127.0.0.1)] line 100\n" in errors
     assert "[host 0 (127.0.0.1)] no such thing\n" in errors
@@ -93,7 +93,7 @@ def test_failing_command_reaches_the_user(hosts, capsys):
     assert hosts.run("echo on", seconds=10) == ["on\n"]
 
 
-def test_one_failing_host_ends_the_others(tmp_path, key, host):
+def test_failing_host_ends_the_commands_of_the_others(tmp_path, key, host):
     with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as second:
         (host.home / "bad").touch()
         hosts = Hosts([host.address, second.address], options(host, key))
@@ -112,26 +112,26 @@ def test_time_limit_ends_the_command_on_the_host(host, hosts):
 
 
 @pytest.mark.parametrize(
-    ("command", "found"),
+    ("command", "message"),
     [
         ("bash -c 'kill -KILL $$'; exit $?", "was killed; is the host out of memory"),
         ("kill -KILL $$", "was cut off or killed"),
         ("exit 124", "exited with status 124"),
     ],
 )
-def test_a_command_that_is_killed_early_has_not_taken_too_long(hosts, command, found):
-    with pytest.raises(StoppedError, match=found):
+def test_killed_command_is_not_reported_as_a_timeout(hosts, command, message):
+    with pytest.raises(StoppedError, match=message):
         hosts.run(command, seconds=600)
 
 
-def test_a_host_taken_away_during_a_command(host, hosts):
+def test_host_cut_off_during_a_command_can_be_used_again(host, hosts):
     threading.Timer(0.7, host.cut).start()
     with pytest.raises(StoppedError, match="was cut off"):
         hosts.run("sleep 30", seconds=60)
     assert hosts.run("echo again", seconds=10) == ["again\n"]
 
 
-def test_files_are_whole_and_secrets_their_owners(host, hosts):
+def test_files_are_complete_and_secrets_are_private(host, hosts):
     content = os.urandom(300_000)
     hosts.put(content, ".mesh-transformer/file")
     assert (host.home / ".mesh-transformer/file").read_bytes() == content
@@ -140,24 +140,24 @@ def test_files_are_whole_and_secrets_their_owners(host, hosts):
     path = host.home / ".mesh-transformer/secret"
     assert path.read_text() == TOKEN
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert sorted(each.name for each in path.parent.iterdir()) == ["file", "secret"]
-    # No byte is written while others may read: at the first one the mode is set.
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["file", "secret"]
+    # The mode is set before the first byte is written, so other users can never read the secret.
     assert host.modes_at_first_write[-1] == 0o600
 
 
-def test_published_key_is_held_to(tmp_path, key, host):
+def test_host_must_have_its_published_key(tmp_path, key, host):
     with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as other:
         keys = {host.address: other.published()}
         with pytest.raises(StoppedError, match="not the one known for it"):
             Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
-        # Published keys of kinds unknown here leave none to accept, not any.
+        # If the published keys are all of unknown types, no key is accepted, rather than any key.
         keys = {host.address: [("ssh-new", "AAAA")]}
         with pytest.raises(StoppedError, match="not the one known for it"):
             Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
         assert host.commands == []
 
 
-def test_first_key_is_held_on_to_where_none_was_published(host, key, hosts):
+def test_first_key_is_remembered_if_none_was_published(host, key, hosts):
     hosts = Hosts([host.address], options(host, key))
     assert hosts.run("echo yes", seconds=10) == ["yes\n"]
     hosts.close()
@@ -169,37 +169,37 @@ def test_first_key_is_held_on_to_where_none_was_published(host, key, hosts):
         strict.run("echo no", seconds=10)
 
 
-def test_a_key_that_is_not_let_in(host, key):
+def test_rejected_user_key_is_an_input_error(host, key):
     with pytest.raises(InputError, match=r"user 'you' with key .* was rejected"):
         Hosts([host.address], options(host, key, user="you")).run("echo no", seconds=10)
 
 
-def test_keys_that_cannot_be_used(tmp_path, key):
+def test_unusable_private_keys_are_input_errors(tmp_path, key):
     locked, other = tmp_path / "locked", tmp_path / "other"
     paramiko.RSAKey.generate(1024).write_private_key_file(str(locked), password="secret")
     other.write_text("not a key")
-    for path, found in [
+    for path, message in [
         (tmp_path / "none", "ssh-keygen"),
         (locked, "has a passphrase"),
         (other, "cannot be read as a private key"),
     ]:
-        with pytest.raises(InputError, match=found):
+        with pytest.raises(InputError, match=message):
             Hosts(["127.0.0.1"], SshOptions(key_file=str(path)))
-    # The form that gcloud makes.
+    # The format in which gcloud writes keys.
     old = tmp_path / "google_compute_engine"
-    made = paramiko.RSAKey.generate(2048)
-    made.write_private_key_file(str(old))
-    expected = f"ssh-rsa {made.get_base64()}"
+    private = paramiko.RSAKey.generate(2048)
+    private.write_private_key_file(str(old))
+    expected = f"ssh-rsa {private.get_base64()}"
     assert SshOptions(key_file=str(old)).public_key() == expected
 
 
-def test_nobody_answers(key, host):
+def test_host_without_an_ssh_server_is_reported(key, host):
     nowhere = Hosts(["127.0.0.3"], options(host, key))
     with pytest.raises(StoppedError, match=r"no SSH on port .* firewall"):
         nowhere.run("echo no", seconds=10)
 
 
-def test_a_host_that_is_gone_is_not_waited_for_as_one_that_starts(tmp_path, key, monkeypatch):
+def test_lost_host_is_awaited_for_less_time_than_a_starting_one(tmp_path, key, monkeypatch):
     monkeypatch.setattr(tpu_ssh, "RECONNECT_SECONDS", 0.5)
     with new_host(tmp_path, key) as server:
         hosts = Hosts([server.address], options(server, key, connect_seconds=300.0))
@@ -210,7 +210,7 @@ def test_a_host_that_is_gone_is_not_waited_for_as_one_that_starts(tmp_path, key,
     assert time.monotonic() - start < 20
 
 
-def test_a_host_that_starts_late_is_waited_for(tmp_path, key):
+def test_host_that_starts_late_is_awaited(tmp_path, key):
     server = new_host(tmp_path, key)
     hosts = Hosts([server.address], options(server, key, connect_seconds=30.0))
     server.pause_for(1.5)
@@ -219,8 +219,8 @@ def test_a_host_that_starts_late_is_waited_for(tmp_path, key):
         hosts.close()
 
 
-def test_a_host_that_takes_a_command_and_is_silent_has_a_limit(host, hosts, monkeypatch):
-    """As one whose disk hangs: it is connected, and neither answers nor ends the command."""
+def test_silent_host_has_a_time_limit(host, hosts, monkeypatch):
+    """As if its disk hangs, the host stays connected, but neither answers nor ends the command."""
     hosts.run("true", seconds=5)
     monkeypatch.setattr(tpu_ssh, "SILENCE_SECONDS", 1)
     monkeypatch.setattr(tpu_ssh, "CONNECT_SECONDS", 1)
@@ -234,7 +234,7 @@ def test_a_host_that_takes_a_command_and_is_silent_has_a_limit(host, hosts, monk
     assert time.monotonic() - start < 20
 
 
-def test_package_arrives_whole_in_place_of_the_old(host, hosts):
+def test_package_completely_replaces_the_old_one(host, hosts):
     old = host.home / install.PACKAGE
     old.mkdir(parents=True)
     (old / "stale.py").touch()
@@ -243,11 +243,11 @@ def test_package_arrives_whole_in_place_of_the_old(host, hosts):
     for name in [*install.NEEDED, "mesh_transformer/config.py"]:
         assert (old / name).read_bytes() == (ROOT / name).read_bytes()
     assert os.access(old / "scripts/init_ray.sh", os.X_OK)
-    left = sorted(each.name for each in old.parent.iterdir())
+    left = sorted(path.name for path in old.parent.iterdir())
     assert left == ["lock", "package", "package.tgz"]
 
 
-def test_archive_has_sources_alone(tmp_path):
+def test_archive_contains_only_sources(tmp_path):
     for name in install.NEEDED:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -265,7 +265,7 @@ def test_archive_has_sources_alone(tmp_path):
         install.package_archive(tmp_path)
 
 
-def test_token_is_found_where_ray_looks(tmp_path, monkeypatch):
+def test_token_is_read_from_where_ray_looks(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
@@ -291,9 +291,9 @@ def test_token_is_found_where_ray_looks(tmp_path, monkeypatch):
 
 
 def stub_venv(folder: Path) -> None:
-    """A virtual environment whose every program records how it was called.
+    """Create a virtual environment whose programs only record how they were called.
 
-    A file `hang` and its first argument in the home have it hang once.
+    A program hangs once if the home folder has a file named "hang" plus its first argument.
     """
     (folder / "bin").mkdir(parents=True)
     for name in ("ray", "python"):
@@ -316,7 +316,7 @@ def stub_venv(folder: Path) -> None:
 
 
 def stub_python(folder: Path) -> None:
-    """A `python3.11` that makes such environments."""
+    """Create a `python3.11` that creates such environments."""
     folder.mkdir()
     maker = folder / f"python3.{sys.version_info.minor}"
     maker.write_text(
@@ -327,14 +327,14 @@ def stub_python(folder: Path) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there, and no zombie, which has no command line."""
+    """Return whether a process exists and is not a zombie, which has no command line."""
     path = Path(f"/proc/{pid}/cmdline")
     return path.exists() and path.read_bytes() != b""
 
 
 @pytest.fixture
 def stubbed(host, monkeypatch):
-    """The host, whose Python and Ray are stubs."""
+    """`host` with stubs of Python and Ray."""
     stub_venv(host.home / "stub")
     stub_python(host.home / "bin")
     monkeypatch.setenv("PATH", f"{host.home / 'bin'}:{os.environ['PATH']}")
@@ -343,12 +343,12 @@ def stubbed(host, monkeypatch):
 
 
 def left_running(host: FakeHost) -> list[bool]:
-    """Which of the processes that the starts of Ray left there still run."""
+    """Return whether each process that was started by `ray start` still runs."""
     return [runs(int(pid)) for pid in (host.home / "left").read_text().split()]
 
 
-def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
-    """The whole path of a host: package, token, installation (stubbed), `ray start` (stubbed)."""
+def test_start_ray_passes_the_token_only_in_a_file(stubbed, hosts, capsys):
+    """A host gets the package and the token, installs (stubbed) and runs `ray start` (stubbed)."""
     host = stubbed
     install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60, show=True)
     token = host.home / install.TOKEN
@@ -356,9 +356,9 @@ def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     calls = (host.home / "calls").read_text().splitlines()
     assert calls[-1].startswith("ray start --address 10.0.0.2:6379 --resources {")
-    # By this address the driver knows it, whichever else it has.
+    # The driver identifies the host by this address, even if it has others.
     assert calls[-1].endswith(f"--node-ip-address {host.address}")
-    # Nothing is installed but what is pinned by hashes, and the package itself.
+    # Only requirements that are pinned by hashes and the package itself are installed.
     installs = [call for call in calls if " -m pip install " in call]
     pinned = ["requirements.txt", "requirements-libtpu.txt"]
     assert [Path(call.split()[-1]).name for call in installs] == [*pinned, "package"]
@@ -366,7 +366,7 @@ def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
     assert set((host.home / "environment").read_text().splitlines()) == {
         f"token unset {token.resolve()}"
     }
-    # A second start installs nothing, and no command or log ever had the token.
+    # A second start installs nothing, and no command or log contains the token.
     install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     again = (host.home / "calls").read_text().splitlines()[len(calls) :]
     assert [call.split()[:2] for call in again] == [["ray", "start"]]
@@ -375,8 +375,8 @@ def test_start_ray_passes_the_token_by_a_file_alone(stubbed, hosts, capsys):
     assert TOKEN not in seen
 
 
-def test_a_start_that_ray_gives_up_is_tried_once_more(stubbed, hosts):
-    """Ray itself gives a machine that has just booted no more than 30 s."""
+def test_failed_ray_start_is_retried_once(stubbed, hosts):
+    """Ray waits at most 30 s, which may be too short for a machine that has just booted."""
     (stubbed.home / "fail").touch()
     install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert left_running(stubbed) == [False, True]
@@ -387,12 +387,12 @@ def test_a_start_that_ray_gives_up_is_tried_once_more(stubbed, hosts):
 
 
 @pytest.mark.parametrize("argument", ["-m", "start"], ids=["installation", "ray start"])
-def test_a_start_that_was_cut_off_is_ended_by_the_next(stubbed, hosts, argument):
+def test_next_start_ends_a_start_that_was_cut_off(stubbed, hosts, argument):
     (stubbed.home / f"hang{argument}").touch()
     hanging = stubbed.home / "hanging"
-    with ThreadPoolExecutor(1) as other:
-        first = other.submit(install.start_ray, hosts, "10.0.0.2:6379", TOKEN, seconds=60)
-        wait_until(hanging.exists, "it hangs", 30)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(install.start_ray, hosts, "10.0.0.2:6379", TOKEN, seconds=60)
+        wait_until(hanging.exists, "the start that hangs", 30)
         stubbed.cut()
         with pytest.raises(HostError, match="'install and start Ray' was cut off"):
             first.result()
@@ -400,12 +400,12 @@ def test_a_start_that_was_cut_off_is_ended_by_the_next(stubbed, hosts, argument)
     install.start_ray(hosts, "10.0.0.2:6379", TOKEN, seconds=60)
     assert not runs(int(hanging.read_text()))
     assert left_running(stubbed) == [True]
-    with (stubbed.home / install.LOCK).open() as lock:  # which what is left does not hold
+    with (stubbed.home / install.LOCK).open() as lock:  # not held by the remaining processes
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "token", "mode", "found"),
+    ("arguments", "token", "mode", "message"),
     [
         (["--address", "here"], TOKEN, 0o600, "HOST:PORT"),
         (["--address"], TOKEN, 0o600, "--address needs a value"),
@@ -414,7 +414,7 @@ def test_a_start_that_was_cut_off_is_ended_by_the_next(stubbed, hosts, argument)
         (["--address", "h:1"], "", 0o600, "no Ray token"),
     ],
 )
-def test_init_ray_names_what_is_wrong(tmp_path, arguments, token, mode, found):
+def test_init_ray_reports_bad_input(tmp_path, arguments, token, mode, message):
     path = tmp_path / "token"
     path.write_text(token)
     path.chmod(mode)
@@ -428,12 +428,12 @@ def test_init_ray_names_what_is_wrong(tmp_path, arguments, token, mode, found):
     )
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
-    assert found in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert TOKEN not in result.stderr
 
 
-def test_tpu_vm_runs_on_its_hosts_with_the_published_keys(tmp_path, key, host):
+def test_tpu_vm_runs_commands_with_the_published_host_keys(tmp_path, key, host):
     limits = Limits(poll=0.01, host_keys=5.0, settle=0.1)
     spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
     with FakeTpuApi() as api:

@@ -1,4 +1,4 @@
-"""TPUs made, waited for, lost and deleted: the real client against a server on loopback."""
+"""Creating, awaiting, losing and deleting TPUs: the real client against a loopback server."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "projects/p/locations/europe-west4-a/nodes/pod"
 QUOTA = "Quota limit 'TPUV3sPreemptiblePerProjectPerZoneForTPUAPI' has been exceeded. Limit: 8."
 STOCKOUT = "There is no more capacity in the zone 'europe-west4-a'"
-# Short, and long enough for a loaded machine: what is waited for comes after a few polls.
+# Short, but long enough for a loaded machine, because every wait ends after a few polls.
 QUICK = Limits(
     queue=20, ready=20, capacity=0, capacity_again=20, delete=20, host_keys=0.1, settle=0.1,
     poll=0.01,
@@ -51,11 +51,11 @@ def api():
 
 @pytest.fixture
 def make(api, tmp_path, monkeypatch):
-    """A TpuVm of the fake API, with changes to its spec and arguments."""
+    """A function that returns a TpuVm of the fake API, with changes to its spec and arguments."""
     monkeypatch.setenv("HOME", str(tmp_path))
     ssh = SshOptions(user="me", key_file=str(key_pair(tmp_path)))
 
-    def made(limits=QUICK, adopt=False, keep=False, client=None, **changes):
+    def make_tpu(limits=QUICK, adopt=False, keep=False, client=None, **changes):
         spec = TpuSpec(
             **{"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
             | {"project": "p"} | changes
@@ -63,25 +63,25 @@ def make(api, tmp_path, monkeypatch):
         client = client or api.client()
         return TpuVm(spec, client=client, limits=limits, ssh=ssh, adopt=adopt, keep=keep)
 
-    return made
+    return make_tpu
 
 
-def stays(**changes) -> Limits:
+def limits_with(**changes) -> Limits:
     return dataclasses.replace(QUICK, **changes)
 
 
-def asked(api, kind):
-    return [request for request in api.asked if isinstance(request, kind)]
+def requests_of(api, kind):
+    return [request for request in api.requests if isinstance(request, kind)]
 
 
 @pytest.mark.parametrize("tier", ["on_demand", "spot", "preemptible"])
-def test_made_ready_and_deleted(api, make, capsys, tier):
+def test_tpu_is_created_and_deleted(api, make, capsys, tier):
     with make(tier=tier, accelerator_type="v6e-8") as tpu:
         assert tpu.state() == "READY"
         assert tpu.hosts() == ["127.0.0.1"]
         tpu.check()
     assert not api.nodes
-    node = asked(api, tpu_v2.CreateNodeRequest)[0].node
+    node = requests_of(api, tpu_v2.CreateNodeRequest)[0].node
     assert node.accelerator_type == "v6e-8"
     assert node.runtime_version == "v2-alpha-tpuv6e"
     assert node.scheduling_config.spot == (tier == "spot")
@@ -90,37 +90,37 @@ def test_made_ready_and_deleted(api, make, capsys, tier):
     assert node.metadata["ssh-keys"].startswith("me:ecdsa-sha2-nistp256 ")
     assert "PRIVATE" not in str(node)
     command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
-    assert command in capsys.readouterr().err  # before it can be needed
+    assert command in capsys.readouterr().err  # printed before it can be needed
 
 
 @pytest.mark.parametrize("tier", ["on_demand", "spot"])
-def test_queued_waits_then_is_ready_and_deleted(api, make, capsys, tier):
+def test_queued_tpu_becomes_ready_and_is_deleted(api, make, capsys, tier):
     api.queue_after = 5
     with make(queued=True, tier=tier) as tpu:
         assert tpu.state() == "READY"
-        # 5 in the queue, one before it was asked for.
+        # One before the request and 5 in the queue.
         assert api.calls.count("GetQueuedResource") == 6
     assert not api.queue
     assert not api.nodes
-    request = asked(api, tpu_v2.CreateQueuedResourceRequest)[0]
+    request = requests_of(api, tpu_v2.CreateQueuedResourceRequest)[0]
     assert ("spot" in request.queued_resource) == (tier == "spot")
     assert request.queued_resource.queueing_policy.valid_until_duration.seconds == 20
-    assert asked(api, tpu_v2.DeleteQueuedResourceRequest)[0].force
+    assert requests_of(api, tpu_v2.DeleteQueuedResourceRequest)[0].force
     assert "tpus queued-resources delete pod" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_its_hosts_end_it_after_its_hours(api, make, queued):
-    limits = stays(deadline_grace=100.0)
+def test_hosts_delete_the_tpu_after_max_hours(api, make, queued):
+    limits = limits_with(deadline_grace=100.0)
     with make(queued=queued, tier="spot", max_hours=2, limits=limits) as tpu:
         kind = tpu_v2.CreateQueuedResourceRequest if queued else tpu_v2.CreateNodeRequest
-        request = asked(api, kind)[0]
+        request = requests_of(api, kind)[0]
         node = request.queued_resource.tpu.node_spec[0].node if queued else request.node
         script = node.metadata["startup-script"]
-        # Two hours, less what it took to ask for it.
-        found = re.search(r"date \+%s\) \+ (\d+)", script)
-        assert found is not None
-        assert 7300 - 60 < int(found[1]) <= 7300
+        # Two hours and 100 s of grace, less the time that the request took.
+        match = re.search(r"date \+%s\) \+ (\d+)", script)
+        assert match is not None
+        assert 7300 - 60 < int(match[1]) <= 7300
         place = "projects/p/locations/europe-west4-a"
         end = f"{place}/queuedResources/pod?force=true" if queued else f"{place}/nodes/pod"
         assert f"https://tpu.googleapis.com/v2/{end}'" in script
@@ -129,31 +129,31 @@ def test_its_hosts_end_it_after_its_hours(api, make, queued):
         with pytest.raises(StoppedError, match="--max-hours 2 have passed, so it is not created"):
             tpu.make_again()
     with make(name="other") as tpu:
-        assert "startup-script" not in asked(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
+        assert "startup-script" not in requests_of(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
         assert tpu._seconds_left() == math.inf
 
 
-def test_the_hours_begin_when_it_is_ready(api, make, monkeypatch):
-    """A day in the queue is none of them."""
+def test_max_hours_begin_when_the_tpu_is_ready(api, make, monkeypatch):
+    """Time in the queue does not count."""
     with make(queued=True, tier="spot", max_hours=2) as tpu:
         assert 2 * 3600 - 60 < tpu._seconds_left() <= 2 * 3600
     assert make(max_hours=2)._seconds_left() == 2 * 3600  # before it is ready
 
 
-def test_nothing_is_made_once_it_is_left(api, make):
-    """As when a process ends while another of its threads makes the TPU again."""
+def test_no_tpu_is_created_after_the_block(api, make):
+    """This happens if a process ends while another of its threads recreates the TPU."""
     with make() as tpu:
         api.preempt()
-    made = len(asked(api, tpu_v2.CreateNodeRequest))
+    count = len(requests_of(api, tpu_v2.CreateNodeRequest))
     with pytest.raises(StoppedError, match="is not created: this process is ending"):
         tpu.make_again()
-    assert len(asked(api, tpu_v2.CreateNodeRequest)) == made
+    assert len(requests_of(api, tpu_v2.CreateNodeRequest)) == count
     assert not api.nodes
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_the_deadline_s_script_deletes_or_shuts_down(tmp_path, refused):
-    """As a host runs it, but for what would leave the machine or end it."""
+def test_deadline_script_deletes_the_tpu_or_shuts_down(tmp_path, refused):
+    """The script runs as on a host, but with stubs for requests and for the shutdown."""
     tools = tmp_path / "bin"
     tools.mkdir()
     log = tmp_path / "log"
@@ -178,13 +178,13 @@ esac""",
         lines = log.read_text().splitlines() if log.exists() else []
         return lines if lines and ("shutdown" if refused else "DELETE") in lines[-1] else None
 
-    calls = wait_until(ended, "it neither deletes nor shuts down")
+    calls = wait_until(ended, "a deletion or a shutdown")
     deletions = [call for call in calls if "DELETE" in call]
     assert len(deletions) == (5 if refused else 1)
     for call in deletions:
         assert call.endswith("/nodes/pod Authorization: Bearer t0ken")
         assert "-H @- https://tpu" in call
-    # A host that starts again has no new hours.
+    # A host that restarts keeps its deadline.
     deadline = (tmp_path / "mesh-transformer-deadline").read_text()
     script.write_text(deadline_script(spec, 10**6, str(tmp_path)))
     subprocess.run(["bash", str(script)], env=environment, check=True)
@@ -192,16 +192,16 @@ esac""",
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_preempted_while_running_and_made_again(api, make, queued):
+def test_tpu_preempted_while_running_is_recreated(api, make, queued):
     with make(queued=queued, tier="spot") as tpu:
         tpu.check()
         api.addresses = ["127.0.0.9"]
         api.preempt()
         with pytest.raises(PreemptedError, match="'pod' was taken away"):
             tpu.check()
-        # Capacity is seldom back at once, nor is the quota of the one that is gone.
+        # Capacity, and the quota that the lost TPU used, are rarely available again at once.
         refusals = (QUOTA, STOCKOUT, QUOTA)
-        api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, said) for said in refusals]
+        api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, message) for message in refusals]
         tpu.make_again()
         tpu.check()
         assert tpu.hosts() == ["127.0.0.9"]
@@ -209,7 +209,7 @@ def test_preempted_while_running_and_made_again(api, make, queued):
     assert not api.queue
 
 
-def test_preempted_before_it_is_ready(api, make):
+def test_preemption_before_the_tpu_is_ready_is_reported(api, make):
     api.ready_after = None
     tpu = make(tier="spot")
     threading.Timer(0.3, api.preempt).start()
@@ -219,26 +219,26 @@ def test_preempted_before_it_is_ready(api, make):
 
 
 @pytest.mark.parametrize("when", [(), ("later",)])
-def test_quota_is_an_input_error_at_once(api, make, when):
+def test_exceeded_quota_is_an_input_error_at_once(api, make, when):
     api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, QUOTA, *when)]
-    with pytest.raises(InputError, match="Limit: 8; ask for more quota") as found, make():
+    with pytest.raises(InputError, match="Limit: 8; ask for more quota") as error, make():
         pass
-    assert "\n" not in str(found.value)
-    assert "v3-8 in europe-west4-a" in str(found.value)
+    assert "\n" not in str(error.value)
+    assert "v3-8 in europe-west4-a" in str(error.value)
     assert not api.nodes
 
 
 @pytest.mark.parametrize("when", [(), ("later",)])
-def test_no_capacity_is_asked_again_for_as_long_as_allowed(api, make, when):
+def test_request_without_capacity_is_retried_within_the_time_limit(api, make, when):
     api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT, *when)] * 3
     with pytest.raises(CapacityError, match=r"no more capacity.*another zone"), make():
         pass
-    with make(limits=stays(capacity=20)) as tpu:
+    with make(limits=limits_with(capacity=20)) as tpu:
         assert tpu.state() == "READY"
     assert not api.create_errors
 
 
-def test_a_queued_request_that_fails_says_why(api, make):
+def test_failed_queued_request_reports_the_reason(api, make):
     api.queue_after = None
     tpu = make(queued=True)
 
@@ -253,19 +253,19 @@ def test_a_queued_request_that_fails_says_why(api, make):
     assert not api.queue
 
 
-def test_name_taken_leaves_the_other_alone(api, make):
+def test_existing_tpu_of_the_same_name_is_left_alone(api, make):
     other = make()
     other.__enter__()
-    with pytest.raises(InputError, match=r"already exists.*tpu-vm delete pod --zone") as found:
+    with pytest.raises(InputError, match=r"already exists.*tpu-vm delete pod --zone") as error:
         make().__enter__()
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
     assert list(api.nodes) == [NAME]
     other.__exit__(None, None, None)
     assert not api.nodes
 
 
-def test_name_taken_between_look_and_request(api, make):
-    """Another's TPU that appears in that moment is not deleted either."""
+def test_tpu_of_the_same_name_that_appears_before_the_request_is_left_alone(api, make):
+    """Another user's TPU that appears at that moment is not deleted either."""
     tpu, other = make(), make()
     real = api.client().get_node
     tpu._api.node = lambda: None if not api.nodes else real(name=NAME)
@@ -275,14 +275,14 @@ def test_name_taken_between_look_and_request(api, make):
         tpu.__enter__()
     assert list(api.nodes) == [NAME]
     tpu._api.node = lambda: real(name=NAME)
-    tpu._may_exist = True  # as though the request had had no answer
+    tpu._may_exist = True  # as if the request had received no answer
     tpu.delete()
     assert list(api.nodes) == [NAME]
     other.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_ours_is_deleted_even_where_the_api_forgets_its_mark(api, make, queued):
+def test_own_tpu_is_deleted_even_if_the_api_loses_its_label(api, make, queued):
     with make(queued=queued):
         for node in [*api.nodes.values(), *(q.tpu.node_spec[0].node for q in api.queue.values())]:
             node.labels.clear()
@@ -291,7 +291,7 @@ def test_ours_is_deleted_even_where_the_api_forgets_its_mark(api, make, queued):
 
 
 @pytest.mark.parametrize("preempted", [False, True])
-def test_adopt_takes_over_what_a_killed_driver_left(api, make, preempted):
+def test_adopt_takes_over_the_tpu_of_a_killed_driver(api, make, preempted):
     killed = make(adopt=True)
     killed.__enter__()
     killed._guard.release()
@@ -305,10 +305,8 @@ def test_adopt_takes_over_what_a_killed_driver_left(api, make, preempted):
     assert not api.nodes
 
 
-def test_adopt_takes_nothing_that_an_earlier_run_here_did_not_make(
-    api, make, tmp_path, monkeypatch
-):
-    """Neither another's TPU nor that of a run which goes on, of another user or elsewhere."""
+def test_adopt_refuses_a_tpu_that_no_earlier_run_here_created(api, make, tmp_path, monkeypatch):
+    """It refuses a TPU of another type, one of another user or machine, and one without a label."""
     killed = make(adopt=True)
     killed.__enter__()
     killed._guard.release()
@@ -327,16 +325,16 @@ def test_adopt_takes_nothing_that_an_earlier_run_here_did_not_make(
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_time_limit_then_deleted(api, make, queued):
+def test_tpu_that_is_not_ready_in_time_is_deleted(api, make, queued):
     api.ready_after = api.queue_after = None
-    limits = stays(ready=0.2, queue=0.2)
+    limits = limits_with(ready=0.2, queue=0.2)
     with pytest.raises(StoppedError, match=r"more than 0\.2 s"), make(limits=limits, queued=queued):
         pass
     assert not api.nodes
     assert not api.queue
 
 
-def test_repair_while_running_is_waited_for(api, make):
+def test_repair_of_a_running_tpu_is_awaited(api, make):
     with make() as tpu:
         api.nodes[NAME].state = tpu_v2.Node.State.REPAIRING
         polls = api.polls[NAME]
@@ -353,7 +351,7 @@ def test_repair_while_running_is_waited_for(api, make):
         thread.join()
 
 
-def test_unhealthy_is_waited_for(api, make):
+def test_unhealthy_tpu_is_awaited(api, make):
     def sicken():
         while not api.nodes:
             time.sleep(0.01)
@@ -374,7 +372,7 @@ def test_unhealthy_is_waited_for(api, make):
     assert states == ["UNHEALTHY"]
 
 
-def test_unknown_accelerator_and_runtime_name_what_there_is(api, make):
+def test_unknown_accelerator_or_runtime_error_lists_the_available_ones(api, make):
     with (
         pytest.raises(InputError, match="the zone has v4-16, v4-8"),
         make(accelerator_type="v4-32"),
@@ -388,17 +386,17 @@ def test_unknown_accelerator_and_runtime_name_what_there_is(api, make):
         pass
 
 
-def test_unknown_zone_or_no_rights(api, make):
+def test_unknown_zone_or_missing_rights_is_a_one_line_error(api, make):
     api.create_errors = [(grpc.StatusCode.PERMISSION_DENIED, "Location x-y1-a\nis not found.")]
-    with pytest.raises(InputError, match=r"check the zone.*roles/tpu.admin") as found, make():
+    with pytest.raises(InputError, match=r"check the zone.*roles/tpu.admin") as error, make():
         pass
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "code", ["FAILED_PRECONDITION", "ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL"]
 )
-def test_delete_that_may_go_through_later_is_sent_again(api, make, code):
+def test_delete_is_retried_after_a_temporary_error(api, make, code):
     api.delete_errors = [(grpc.StatusCode[code], "an operation is in progress")] * 2
     with make():
         pass
@@ -407,26 +405,26 @@ def test_delete_that_may_go_through_later_is_sent_again(api, make, code):
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL"])
-def test_a_request_without_an_answer_leaves_nothing_alive(api, make, capsys, code):
-    for what in ((), ("lost",)):  # which has made the TPU all the same
+def test_unanswered_request_leaves_no_tpu(api, make, capsys, code):
+    for what in ((), ("lost",)):  # lost: the TPU is created all the same
         api.create_errors = [(grpc.StatusCode[code], "a bad day", *what)]
-        with pytest.raises(UnavailableError, match="a bad day") as found, make():
+        with pytest.raises(UnavailableError, match="a bad day") as error, make():
             pass
-        assert "\n" not in str(found.value)
+        assert "\n" not in str(error.value)
         assert not api.nodes
         assert ("did not appear" in capsys.readouterr().err) == (what == ())
     assert api.calls.count("DeleteNode") == 1
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL"])
-def test_a_look_without_an_answer_is_taken_again(api, make, code):
+def test_unanswered_read_is_retried(api, make, code):
     with make() as tpu:
         api.read_errors = [(grpc.StatusCode[code], "too many requests")] * 2
         tpu.check()
         assert not api.read_errors
 
 
-def test_an_api_that_is_silent_for_long(api, make, monkeypatch, capsys):
+def test_api_that_stays_silent_is_reported(api, make, monkeypatch, capsys):
     monkeypatch.setattr(tpu_api, "RETRY_SECONDS", 0.3)
     tpu = make()
     tpu.__enter__()
@@ -441,7 +439,7 @@ def test_an_api_that_is_silent_for_long(api, make, monkeypatch, capsys):
     )
 
 
-def test_two_runs_here_do_not_share_a_tpu(api, make):
+def test_two_runs_on_a_machine_do_not_share_a_tpu(api, make):
     with make(adopt=True):
         with pytest.raises(InputError, match=rf"in use by process {os.getpid()} of yours"):
             make(adopt=True).__enter__()
@@ -450,20 +448,20 @@ def test_two_runs_here_do_not_share_a_tpu(api, make):
         assert list(api.nodes) == [NAME]
 
 
-def test_a_home_that_cannot_be_written_is_said_before_anything_is_made(api, make, monkeypatch):
+def test_unwritable_home_is_reported_before_any_request(api, make, monkeypatch):
     monkeypatch.setenv("HOME", "/proc/none")
     with pytest.raises(InputError, match=r"^/proc/none/.*\.lock cannot be written: .*set HOME"):
         make(adopt=True).__enter__()
-    assert not api.asked
+    assert not api.requests
 
 
-def test_delete_that_fails_prints_the_command(api, make, capsys):
+def test_failed_delete_prints_the_command(api, make, capsys):
     command = "gcloud compute tpus tpu-vm delete pod --zone europe-west4-a --project p --quiet"
     api.delete_errors = [(grpc.StatusCode.PERMISSION_DENIED, "no")] * 2
     with pytest.raises(StoppedError, match=command), make(adopt=True):
         capsys.readouterr()
     assert command in capsys.readouterr().err
-    # An error of the block's own is not hidden by it.
+    # It does not hide an error that is raised in the block.
     capsys.readouterr()
     with pytest.raises(KeyError), make(adopt=True):
         raise KeyError
@@ -472,18 +470,18 @@ def test_delete_that_fails_prints_the_command(api, make, capsys):
 
 def test_delete_has_a_time_limit(api, make):
     api.gone_after = 10**9
-    with pytest.raises(StoppedError, match="was not deleted"), make(limits=stays(delete=0.2)):
+    with pytest.raises(StoppedError, match="was not deleted"), make(limits=limits_with(delete=0.2)):
         pass
 
 
-def test_keep_leaves_it_alive_and_says_how_to_delete(api, make, capsys):
+def test_keep_leaves_the_tpu_and_prints_how_to_delete_it(api, make, capsys):
     with make(keep=True):
         capsys.readouterr()
     assert list(api.nodes) == [NAME]
     assert "kept; delete it with: gcloud" in capsys.readouterr().err
 
 
-def test_error_in_the_block_deletes(api, make):
+def test_error_in_the_block_deletes_the_tpu(api, make):
     with pytest.raises(KeyError), make():
         raise KeyError
     assert not api.nodes
@@ -492,14 +490,14 @@ def test_error_in_the_block_deletes(api, make):
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
-def test_no_request_is_broken_off(api, make, number, raised):
-    """gRPC may crash in the request after it."""
+def test_signal_does_not_interrupt_a_request(api, make, number, raised):
+    """After an interrupted request, gRPC may crash in the next one."""
     client, answered = api.client(), []
     create = client.create_node
 
-    def create_node(**given):
+    def create_node(**keywords):
         os.kill(os.getpid(), number)
-        answer = create(**given)
+        answer = create(**keywords)
         answered.append(answer)
         return answer
 
@@ -535,7 +533,7 @@ run_script(main)
 
 @contextlib.contextmanager
 def driver(api, folder, kind="node"):
-    """A process that makes the TPU, and waits in the block."""
+    """Start a process that creates the TPU and waits in the block."""
     command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(folder)), kind]
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -567,8 +565,8 @@ def wait_for_call(api, name, seconds=30):
         (signal.SIGHUP, "making", 129),
     ],
 )
-def test_signal_deletes(api, tmp_path, number, moment, status):
-    """Ctrl-C and the rest before the request is answered, while it is being made, and used."""
+def test_signal_deletes_the_tpu(api, tmp_path, number, moment, status):
+    """Signals come before the request is answered, while the TPU is created, and during its use."""
     if moment != "running":
         api.ready_after = None
     if moment == "asking":
@@ -589,7 +587,7 @@ def test_signal_deletes(api, tmp_path, number, moment, status):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_in_the_queue_leaves_it(api, tmp_path, number, status):
+def test_signal_while_queued_cancels_the_request(api, tmp_path, number, status):
     api.queue_after = None
     with driver(api, tmp_path, "queued") as process:
         wait_for_call(api, "CreateQueuedResource")
@@ -601,8 +599,8 @@ def test_signal_in_the_queue_leaves_it(api, tmp_path, number, status):
     assert "Traceback" not in errors
 
 
-def test_a_terminal_that_closes_deletes(api, tmp_path):
-    """As an SSH session that breaks off: SIGHUP, and nobody reads what is said any more."""
+def test_closing_the_terminal_deletes_the_tpu(api, tmp_path):
+    """When an SSH session is lost, SIGHUP is sent and nobody reads the output any more."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", DRIVER, api.address, str(key_pair(tmp_path)), "node"]
     process = subprocess.Popen(
@@ -611,9 +609,9 @@ def test_a_terminal_that_closes_deletes(api, tmp_path):
     )  # fmt: skip
     os.close(theirs)
     try:
-        said = b""
-        while b"in the block" not in said:
-            said += os.read(ours, 1000)
+        output = b""
+        while b"in the block" not in output:
+            output += os.read(ours, 1000)
         os.close(ours)
         process.wait(30)
     finally:
@@ -623,7 +621,7 @@ def test_a_terminal_that_closes_deletes(api, tmp_path):
     assert not api.nodes
 
 
-def test_nobody_to_tell_is_no_reason_to_leave_it_alive(api, tmp_path):
+def test_tpu_is_deleted_even_if_stderr_is_closed(api, tmp_path):
     with driver(api, tmp_path) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -636,7 +634,7 @@ def test_nobody_to_tell_is_no_reason_to_leave_it_alive(api, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_while_it_is_deleted_prints_the_command(api, tmp_path, number, status):
+def test_second_signal_during_the_deletion_prints_the_command(api, tmp_path, number, status):
     api.gone_after = 10**9
     with driver(api, tmp_path) as process:
         assert process.stdout is not None
@@ -654,7 +652,7 @@ def test_a_second_signal_while_it_is_deleted_prints_the_command(api, tmp_path, n
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"name": "Pod_1"}, "TPU name is 'Pod_1'"),
         ({"name": "-pod"}, "a letter first"),
@@ -667,9 +665,9 @@ def test_a_second_signal_while_it_is_deleted_prints_the_command(api, tmp_path, n
         ({"tier": "preemptible", "queued": True}, "cannot be queued"),
     ],
 )
-def test_spec_names_what_is_wrong(changes, found):
+def test_bad_spec_values_are_input_errors(changes, message):
     good = {"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
-    with pytest.raises(InputError, match=found):
+    with pytest.raises(InputError, match=message):
         TpuSpec(**good | changes)
 
 
@@ -684,13 +682,13 @@ def test_spec_names_what_is_wrong(changes, found):
         ("v6e", 8, "v6e-8"),
     ],
 )
-def test_accelerator_types_count_as_the_api_does(generation, devices, expected):
-    """The configs' 128 devices are a v4-256, the original's 256 a v3-256."""
+def test_accelerator_types_count_like_the_api(generation, devices, expected):
+    """The 128 devices of the configs are a v4-256; the 256 of the original are a v3-256."""
     assert accelerator_type(generation, devices) == expected
     assert TpuSpec("pod", "europe-west4-a", expected).devices == devices
 
 
-def test_missing_ssh_key_is_said_before_anything_is_made(api, tmp_path):
+def test_missing_ssh_key_is_reported_before_any_request(api, tmp_path):
     ssh = SshOptions(key_file=str(tmp_path / "none"))
     spec = TpuSpec("pod", "europe-west4-a", "v3-8", project="p")
     with pytest.raises(InputError, match="ssh-keygen"):
@@ -710,11 +708,11 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("endpoint", ["tpu.example.com", "http://127.0.0.1:1/", "https:///"])
-def test_an_endpoint_that_is_none_is_named(monkeypatch, endpoint):
+def test_invalid_endpoint_is_named(monkeypatch, endpoint):
     monkeypatch.setenv(tpu_api.ENDPOINT, endpoint)
-    with pytest.raises(InputError, match="; give https://HOST:PORT/, or unset it") as found:
+    with pytest.raises(InputError, match="; give https://HOST:PORT/, or unset it") as error:
         new_client()
-    assert endpoint in str(found.value)
+    assert endpoint in str(error.value)
 
 
 def test_missing_credentials_are_named(monkeypatch, tmp_path):
@@ -722,7 +720,7 @@ def test_missing_credentials_are_named(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path))
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "GCLOUD_PROJECT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_GCE_CHECK", "true")  # this machine may be one of Google's
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # because this machine may be in Google Cloud
     with pytest.raises(InputError, match="gcloud auth application-default login"):
         new_client()
     with pytest.raises(InputError, match="gcloud config set project"):

@@ -1,4 +1,4 @@
-"""What the driver makes of its hosts' reading; tests/cli/test_train.py has real hosts."""
+"""`ClusterTrainSet` on fake hosts; tests/cli/test_train.py uses real ones."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.conftest import SMALL
 
 
 class Hosts:
-    """A cluster of two, of which a function says what each call is answered with."""
+    """A fake cluster of two hosts; `answer(method, number)` is the result of the n-th call."""
 
     replicas = ((0, 1), (2, 3))
 
@@ -25,26 +25,26 @@ class Hosts:
         self.calls.append((method, arguments[0]))
         return self.answer(method, len(self.calls))
 
-    def failed(self, told: str) -> HostError:
-        return HostError(told)
+    def failed(self, message: str) -> HostError:
+        return HostError(message)
 
 
-def test_the_hosts_read_and_the_driver_knows_where(tmp_path, monkeypatch):
+def test_hosts_read_and_driver_records_the_position(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hosts: Any = Hosts({"a.index": 2.0, "gs://b/c.index": 1.0}, lambda _, n: [{"record": n}] * 2)
     loader = ClusterTrainSet(hosts)
-    # A host has another working folder.
-    whole = {f"{tmp_path}/a.index": 2.0, "gs://b/c.index": 1.0}
-    assert hosts.calls == [("open_train_set", (whole, None))]
+    # The paths are absolute because a host has a different working folder.
+    absolute = {f"{tmp_path}/a.index": 2.0, "gs://b/c.index": 1.0}
+    assert hosts.calls == [("open_train_set", (absolute, None))]
     assert loader.get_samples() is READ_ON_HOSTS
     assert loader.state() == {"record": 2}
     loader.restore({"record": 9})
-    assert hosts.calls[1:] == [("read", ()), ("open_train_set", (whole, {"record": 9}))]
+    assert hosts.calls[1:] == [("read", ()), ("open_train_set", (absolute, {"record": 9}))]
     assert loader.state() == {"record": 3}
     loader.close()
 
 
-def test_hosts_at_different_records_are_a_failure():
+def test_hosts_at_different_records_raise_an_error():
     hosts: Any = Hosts("a.index", lambda method, _: [{"at": 1}, {"at": 1 + (method == "read")}])
     loader = ClusterTrainSet(hosts)
     with pytest.raises(HostError, match="at different records"):
@@ -52,7 +52,7 @@ def test_hosts_at_different_records_are_a_failure():
     assert loader.state() == {"at": 1}
 
 
-def test_after_a_bad_record_the_position_is_that_before_it():
+def test_position_stays_before_a_bad_record():
     def answer(method: str, number: int) -> list[Any]:
         if number == 3:
             raise InputError("a.tfrecords: corrupt record")

@@ -1,4 +1,4 @@
-"""device_serve.py as a user runs it: started, asked, stopped, and given bad input."""
+"""device_serve.py as a user runs it: starting, requests, stopping and bad input."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ def model(tmp_path_factory) -> tuple[str, CausalTransformer]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts the script; whatever still runs at the end is killed."""
+    """A function that starts the script; processes that still run at the end are killed."""
     compiled = str(tmp_path_factory.mktemp("compiled"))
     processes: list[subprocess.Popen] = []
 
@@ -79,61 +79,61 @@ def start(tmp_path_factory) -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 def url_of(process: subprocess.Popen) -> str:
-    """Where it serves, once it does."""
+    """Return the URL of a server, once it accepts requests."""
     assert process.stdout is not None
     for line in process.stdout:
-        if found := re.search(r"http://\S+", line):
-            return found[0]
+        if match := re.search(r"http://\S+", line):
+            return match[0]
     raise AssertionError(process.communicate()[1])
 
 
-def question_and_answer(network) -> tuple[dict[str, Any], str]:
-    """A request, and what the network says to it by itself."""
+def request_and_answer(network) -> tuple[dict[str, Any], str]:
+    """Return a request and the text that the network itself generates for it."""
     tokens = load_tokenizer()("Hello there")["input_ids"]
     options = {"top_p": 0.9, "temp": 0.7, "seed": 5}
-    alone = network.generate(np.array([tokens]), np.array([len(tokens)]), 30, options)[0]
-    asked = {"prompt": "Hello there", "max_tokens": 30, "top_p": 0.9, "temperature": 0.7, "seed": 5}
-    return asked, load_tokenizer().decode(alone)
+    answer = network.generate(np.array([tokens]), np.array([len(tokens)]), 30, options)[0]
+    body = {"prompt": "Hello there", "max_tokens": 30, "top_p": 0.9, "temperature": 0.7, "seed": 5}
+    return body, load_tokenizer().decode(answer)
 
 
 @pytest.mark.slow
-def test_answers_are_the_networks_and_sigterm_drains(model, start):
+def test_answers_match_the_network_and_sigterm_drains(model, start):
     folder, network = model
     process = start("--model-path", folder, "--port", "0", "--rows", "4")
     url = url_of(process)
-    asked, text = question_and_answer(network)
+    request, text = request_and_answer(network)
     with httpx.Client(base_url=url, timeout=SECONDS) as client:
         assert client.get("/health").json() == {"status": "ok", "model": "small"}
-        answer = client.post("/v1/completions", json=asked).json()
+        answer = client.post("/v1/completions", json=request).json()
         assert answer["choices"][0]["text"] == text
         load = ["--clients", "8", "--seconds", "2", "--requests", "8", "--most-tokens", "16"]
         load += ["--most-words", "20"]
         command = [sys.executable, "scripts/measure/serving.py", "--url", url, *load]
         loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert (loaded.returncode, loaded.stdout.count("0 answers differ")) == (0, 1), loaded
-        # Two requests of many sequences, most of which still wait when the signal comes.
-        long = asked | {"max_tokens": 32, "n": 8, "ignore_eos": True}
+        # Two requests for many sequences, most of which are still queued when the signal comes.
+        long = request | {"max_tokens": 32, "n": 8, "ignore_eos": True}
         with (
             ThreadPoolExecutor(1) as pool,
             client.stream("POST", "/v1/completions", json=long | {"stream": True}) as stream,
         ):
             lines = stream.iter_lines()
             next(lines)
-            other = pool.submit(client.post, "/v1/completions", json=long)
-            while "queue_length 12" not in (said := client.get("/metrics").text):
-                assert "queue_length" in said
+            second = pool.submit(client.post, "/v1/completions", json=long)
+            while "queue_length 12" not in (metrics := client.get("/metrics").text):
+                assert "queue_length" in metrics
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-            assert len(other.result(SECONDS).json()["choices"]) == 8
+            assert len(second.result(SECONDS).json()["choices"]) == 8
     assert process.wait(SECONDS) == 0
-    said = process.communicate()[1].splitlines()
-    assert [line for line in said if line.strip() and not line.startswith("compiling")] == []
+    messages = process.communicate()[1].splitlines()
+    assert [line for line in messages if line.strip() and not line.startswith("compiling")] == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 
 
 @pytest.mark.slow
-def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
+def test_hosts_answer_like_one_process_and_are_restarted(model, start, tmp_path):
     folder, network = model
     config = write_config(tmp_path / "config.json", network.config.as_dict() | {"tpu_size": 2})
     process = start(
@@ -141,12 +141,12 @@ def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
         *["--port", "0", "--rows", "2", "--heartbeat", "60"],
     )
     url = url_of(process)
-    asked, text = question_and_answer(network)
-    with httpx.Client(base_url=url, timeout=4 * SECONDS) as client:  # the hosts start in it
+    request, text = request_and_answer(network)
+    with httpx.Client(base_url=url, timeout=4 * SECONDS) as client:  # enough for new hosts to start
 
         def answer() -> str:
-            found = client.post("/v1/completions", json=asked | {"ignore_eos": True})
-            return found.json()["choices"][0]["text"] if found.is_success else str(found)
+            response = client.post("/v1/completions", json=request | {"ignore_eos": True})
+            return response.json()["choices"][0]["text"] if response.is_success else str(response)
 
         assert answer() == text
         (head,) = sessions_of(process.pid)
@@ -154,14 +154,14 @@ def test_hosts_answer_as_one_process_and_start_again(model, start, tmp_path):
         assert len(hosts) == 2
         os.kill(hosts[1], signal.SIGKILL)
         assert "500" in answer()
-        assert answer() == text  # of new hosts
+        assert answer() == text  # from new hosts
         assert client.get("/health").json()["status"] == "ok"
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == 0
-    said = process.communicate()[1]
-    assert "HostError: host " in said
-    assert "restarting all hosts" in said.splitlines()
-    wait_until(lambda: not members(head), "processes stay behind")
+    messages = process.communicate()[1]
+    assert "HostError: host " in messages
+    assert "restarting all hosts" in messages.splitlines()
+    wait_until(lambda: not members(head), "end of all processes")
 
 
 STUCK = """
@@ -182,7 +182,7 @@ class Stuck(FakeNetwork):
 
         def once(rows, prompts, *rest, **options):
             if prompts[0][0] == 464:
-                self.allowed.clear()  # and never sets it again
+                self.allowed.clear()  # and it is never set again
             return insert(rows, prompts, *rest, **options)
 
         batch.insert = once
@@ -195,7 +195,7 @@ run_script(device_serve.main)
 """
 
 
-def test_sigterm_ends_a_server_whose_network_never_answers(tmp_path):
+def test_sigterm_ends_a_server_whose_network_hangs(tmp_path):
     values = {"layers": 1, "d_model": 8, "n_heads": 1, "n_vocab": 50400, "seq": 64}
     config = write_config(tmp_path / "config.json", values)
     command = [sys.executable, "-c", STUCK, "--config", config, "--model-path", str(tmp_path)]
@@ -205,29 +205,29 @@ def test_sigterm_ends_a_server_whose_network_never_answers(tmp_path):
     )
     with process, ThreadPoolExecutor(1) as pool:
         url = url_of(process)
-        asked = {"prompt": [464], "max_tokens": 5}
-        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=SECONDS)
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503, "it is never unhealthy")
+        request = {"prompt": [464], "max_tokens": 5}
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=request, timeout=SECONDS)
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503, "an unhealthy server")
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert process.wait(SECONDS) == 1
         assert answer.exception(SECONDS) is not None or answer.result().is_server_error
-        said = process.communicate()[1].splitlines()
-        assert said[-1].startswith("error: the network did not answer")
-        # The drain time, a second for the engine, and some for a busy machine.
+        messages = process.communicate()[1].splitlines()
+        assert messages[-1].startswith("error: the network did not answer")
+        # The drain time, a second for the engine, and a margin for a busy machine.
         assert time.monotonic() - began < 20
 
 
-def test_connections_wait_for_the_server():
-    """Which has the port for itself from then on."""
-    with contextlib.closing(listen("127.0.0.1", 0)) as found:
-        socket.create_connection(found.getsockname(), timeout=SECONDS).close()
+def test_early_connections_wait_for_the_server():
+    """From then on, no other server can use the port."""
+    with contextlib.closing(listen("127.0.0.1", 0)) as listening:
+        socket.create_connection(listening.getsockname(), timeout=SECONDS).close()
         with pytest.raises(InputError, match="another --port"):
-            listen("127.0.0.1", found.getsockname()[1])
+            listen("127.0.0.1", listening.getsockname()[1])
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ([], "give --config or --model-path (--version requires --config)"),
         (["--model-path", "{tmp}/absent"], "absent"),
@@ -238,14 +238,14 @@ def test_connections_wait_for_the_server():
     ],
     ids=lambda value: value[-2] if isinstance(value, list) and value else None,
 )
-def test_bad_input_is_named(monkeypatch, tmp_path, options, said):
+def test_bad_input_is_named(monkeypatch, tmp_path, options, message):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as busy:
         names = {"tmp": tmp_path, "model": tmp_path, "busy": busy.getsockname()[1]}
         words = [option.format(**names) for option in options]
         monkeypatch.setattr(sys, "argv", ["device_serve.py", *words])
-        with pytest.raises(InputError, match=re.escape(said)) as found:
+        with pytest.raises(InputError, match=re.escape(message)) as error:
             device_serve.main()
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("flag", ["--rows", "--queue", "--max-tokens", "--stall-seconds"])

@@ -1,4 +1,4 @@
-"""The engine: who is served when, over a network whose every token is known, and a real one."""
+"""The engine: scheduling and answers, on a fake network with known tokens and on a real one."""
 
 import collections
 import itertools
@@ -24,11 +24,11 @@ from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.support.fake_network import FakeNetwork
 
-SECONDS = 120  # that any of this may take before it counts as hanging
+SECONDS = 120  # after which a test counts as hanging
 
 
 class Client:
-    """One request, and what is delivered of it."""
+    """A request, and the updates that the engine delivers for it."""
 
     def __init__(self, prompt, length, *, settings=None, **options):
         self.news: queue.Queue[Progress] = queue.Queue()
@@ -36,7 +36,7 @@ class Client:
         self.request = Request(np.array(prompt, np.int32), length, deliver=self.news.put, **options)
 
     def finish(self) -> list[Token]:
-        """All tokens; raises what the engine delivers as an error."""
+        """Return all tokens, or raise the error that the engine delivers."""
         tokens = []
         while True:
             progress = self.news.get(timeout=SECONDS)
@@ -58,7 +58,7 @@ def network():
 
 @pytest.fixture
 def start():
-    """Starts an engine; whatever it still does ends with the test."""
+    """A function that starts an engine, which is closed at the end of the test."""
     started = []
 
     def make(network, **options):
@@ -75,7 +75,7 @@ def start():
 
 
 def held(network, engine):
-    """The engine, held back in a call for a first request, which is given too."""
+    """Submit a first request, whose call of the network blocks, and return its client."""
     network.allowed.clear()
     client = Client([1], 2)
     engine.submit([client.request])
@@ -110,14 +110,14 @@ def test_every_request_gets_its_own_answer(network, start, steps):
     for begin in range(0, 60, 7):
         engine.submit([client.request for client in clients[begin : begin + 7]])
     for client in clients:
-        asked = client.request
-        wanted = network.answer(asked.prompt, asked.settings.seed, asked.length)
-        assert client.numbers() == wanted
+        request = client.request
+        expected = network.answer(request.prompt, request.settings.seed, request.length)
+        assert client.numbers() == expected
 
 
-def test_no_step_is_decoded_for_nobody(network, start):
+def test_no_decode_steps_are_wasted(network, start):
     engine = start(network, rows=2, steps=4)
-    first = held(network, engine)  # of two tokens
+    first = held(network, engine)  # asks for two tokens
     short, long, waiting = Client([1], 3), Client([2], 8), Client([3], 1)
     engine.submit([short.request])
     engine.submit([long.request])
@@ -126,20 +126,20 @@ def test_no_step_is_decoded_for_nobody(network, start):
     for client in (first, short, long, waiting):
         client.numbers()
     decoded = [call[1] for call in network.calls if call[0] == "decode"]
-    # One of 2 and one of 3 tokens, with others waiting: 1 step till a row is free, then 1 again;
-    # then all that the last row still needs, 4 at a time.
+    # One request has 2 tokens and one 3, with others waiting: 1 step until a row is free, then 1
+    # again, and then 4 at a time until the last row is done.
     assert sum(decoded) <= 1 + 2 + 7
     assert max(decoded) == 4
     assert decoded[-1] < 4
 
 
-def test_logprobs_come_to_those_who_asked(network, start):
+def test_only_requests_for_logprobs_get_them(network, start):
     engine = start(network)
-    plain, telling = Client([1, 2], 6), Client([1, 2], 6, logprobs=True)
-    engine.submit([plain.request, telling.request])
+    plain, with_logprobs = Client([1, 2], 6), Client([1, 2], 6, logprobs=True)
+    engine.submit([plain.request, with_logprobs.request])
     for token in plain.finish():
         assert token == Token(token.number)
-    for token in telling.finish():
+    for token in with_logprobs.finish():
         assert token.logprob == -1 - token.number / 50400
         assert [number for number, _ in token.top] == list(range(ALTERNATIVES))
 
@@ -154,7 +154,7 @@ def test_stop_token_ends_a_request_and_frees_its_row(network, start):
     assert clients[1].numbers() == answer
 
 
-def test_no_more_than_one_prefill_between_decodes(network, start):
+def test_at_most_one_prefill_between_decodes(network, start):
     engine = start(network, rows=8)
     first = held(network, engine)
     clients = random_clients(40, seed=5)
@@ -163,7 +163,7 @@ def test_no_more_than_one_prefill_between_decodes(network, start):
     for client in [first, *clients]:
         client.finish()
     kinds = [call[0] for call in network.calls if call[0] != "batch"]
-    # The first of all finds no row that decodes; from then on some row always does.
+    # At the first insert no row decodes; after that, some row always does.
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
     assert all(length == 1 for kind, length in runs if kind == "insert")
     inserts = [call for call in network.calls if call[0] == "insert"]
@@ -171,7 +171,7 @@ def test_no_more_than_one_prefill_between_decodes(network, start):
     assert all(count == 1 or count * width <= PREFILL_TOKENS for _, count, width in inserts)
 
 
-def test_requests_are_begun_in_their_order(network, start):
+def test_requests_start_in_the_order_of_submission(network, start):
     engine = start(network, rows=2)
     order = []
     first = held(network, engine)
@@ -179,11 +179,11 @@ def test_requests_are_begun_in_their_order(network, start):
     for number, client in enumerate(clients):
         deliver = client.request.deliver
 
-        def noted(progress, number=number, deliver=deliver):
+        def record(progress, number=number, deliver=deliver):
             order.append(number)
             deliver(progress)
 
-        client.request.deliver = noted
+        client.request.deliver = record
     engine.submit([client.request for client in clients])
     network.allowed.set()
     for client in [first, *clients]:
@@ -191,7 +191,7 @@ def test_requests_are_begun_in_their_order(network, start):
     assert list(dict.fromkeys(order)) == sorted(range(30))
 
 
-def test_full_queue_takes_all_or_none(network, start):
+def test_full_queue_accepts_all_requests_or_none(network, start):
     engine = start(network, rows=1, queue=3)
     first = held(network, engine)
     clients = [Client([1], 2) for _ in range(4)]
@@ -208,8 +208,8 @@ def test_full_queue_takes_all_or_none(network, start):
     assert len(clients[3].finish()) == 2
 
 
-def test_requests_of_one_moment_find_the_free_rows(network):
-    # None of them is looked at yet, as the engine has not been started.
+def test_simultaneous_requests_may_fill_the_free_rows_and_the_queue(network):
+    # The engine has not been started, so it has not yet looked at any of them.
     engine = Engine(network, Metrics(2), rows=2, queue=3)
     requests = [Client([1], 2).request for _ in range(6)]
     for request in requests[:5]:
@@ -218,7 +218,7 @@ def test_requests_of_one_moment_find_the_free_rows(network):
         engine.submit(requests[5:])
 
 
-def test_cancelled_requests_make_room(network, start):
+def test_cancelled_requests_free_their_places(network, start):
     engine = start(network, rows=1, queue=2)
     long = Client([1], 10**6)
     waiting = [Client([1], 3), Client([2], 3)]
@@ -227,14 +227,14 @@ def test_cancelled_requests_make_room(network, start):
     engine.submit([client.request for client in waiting])
     engine.cancel(waiting[0].request)
     another = Client([3], 3)
-    engine.submit([another.request])  # in the place of the cancelled one
+    engine.submit([another.request])  # takes the place of the cancelled one
     engine.cancel(long.request)
     assert waiting[1].numbers() == network.answer([2], 0, 3)
     assert another.numbers() == network.answer([3], 0, 3)
     assert waiting[0].news.empty()
 
 
-def test_scoring_tells_the_prompt_first(network, start):
+def test_prompt_scores_are_delivered_first(network, start):
     engine = start(network)
     prompt = [5, 6, 7]
     both, alone = Client(prompt, 3, score=True, logprobs=True), Client(prompt, 0, score=True)
@@ -250,7 +250,7 @@ def test_scoring_tells_the_prompt_first(network, start):
     assert both.numbers() == network.answer(prompt, 0, 3)
 
 
-def test_failure_ends_those_who_run_and_none_besides(network, start):
+def test_failure_ends_only_the_running_requests(network, start):
     engine = start(network, rows=2)
     first = held(network, engine)
     others = [Client([2], 3) for _ in range(3)]
@@ -262,14 +262,14 @@ def test_failure_ends_those_who_run_and_none_besides(network, start):
     for client in others:
         assert client.numbers() == network.answer([2], 0, 3)
     assert engine.failure is None
-    # They waited until all was compiled again, as at the start.
-    anew = FakeNetwork(network.script)
-    Engine(anew, Metrics(2), rows=2).warm_up()
+    # The others waited until everything was compiled again, as at the start.
+    fresh = FakeNetwork(network.script)
+    Engine(fresh, Metrics(2), rows=2).warm_up()
     begin = network.calls.index(("batch",), 1)
-    assert network.calls[begin : begin + len(anew.calls)] == anew.calls
+    assert network.calls[begin : begin + len(fresh.calls)] == fresh.calls
 
 
-def test_network_that_cannot_go_on_stops_the_engine(network, start):
+def test_permanent_network_failure_stops_the_engine(network, start):
     engine = start(network, rows=1)
     first = held(network, engine)
     waiting = Client([2], 3)
@@ -285,7 +285,7 @@ def test_network_that_cannot_go_on_stops_the_engine(network, start):
         engine.submit([Client([1], 1).request])
 
 
-def test_close_serves_what_was_taken(network, start):
+def test_close_serves_the_accepted_requests(network, start):
     engine = start(network, rows=1)
     first = held(network, engine)
     others = [Client([n], 9) for n in range(5)]
@@ -303,7 +303,7 @@ def test_close_serves_what_was_taken(network, start):
         assert len(client.finish()) == client.request.length
 
 
-def test_metrics_count_what_was_done(network, start):
+def test_metrics_count_requests_and_tokens(network, start):
     metrics = Metrics(rows=4)
     engine = Engine(network, metrics, rows=4)
     engine.start()
@@ -324,7 +324,7 @@ def test_metrics_count_what_was_done(network, start):
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed"])
-def test_warm_up_meets_every_call_that_is_made_later(pe):
+def test_warm_up_compiles_every_later_call(pe):
     network = FakeNetwork(range(100), n_vocab=100, window=1000, seq=1000, pe=pe)
     engine = Engine(network, Metrics(4), rows=4)
     engine.warm_up()
@@ -342,7 +342,7 @@ def test_warm_up_meets_every_call_that_is_made_later(pe):
 
 
 def padded(call):
-    """A call as it is compiled: prompts at the widths that the network pads them to."""
+    """Return a call as it is compiled, with the width that the network pads prompts to."""
     kind, *sizes = call
     if kind != "insert":
         return kind, *(sizes if kind == "score" else [])
@@ -352,7 +352,7 @@ def padded(call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
-def test_a_real_network_answers_as_when_alone(small, partitioning):
+def test_engine_on_a_real_network_matches_generate(small, partitioning):
     config = small(seq=32, tpu_size=4, cores_per_replica=2, partitioning=partitioning)
     network = CausalTransformer(config)
     clients = random_clients(40, seed=9, n_vocab=128, logprobs=True)
@@ -362,14 +362,14 @@ def test_a_real_network_answers_as_when_alone(small, partitioning):
     compiled = prefill._cache_size()
     engine.start()
     engine.submit([client.request for client in clients])
-    found = [client.finish() for client in clients]
+    results = [client.finish() for client in clients]
     engine.close()
-    # Whichever rows are free, so that a replica gets 4, 3, 2 or 1 of 4 prompts.
+    # Nothing was compiled again, although a replica gets 4, 3, 2 or 1 of 4 prompts.
     assert prefill._cache_size() == compiled
-    for client, tokens in zip(clients, found, strict=True):
-        asked = client.request
-        options = asked.settings.options()
-        alone = network.generate(
-            asked.prompt[None], np.array([len(asked.prompt)]), asked.length, options
+    for client, tokens in zip(clients, results, strict=True):
+        request = client.request
+        options = request.settings.options()
+        expected = network.generate(
+            request.prompt[None], np.array([len(request.prompt)]), request.length, options
         )
-        assert [token.number for token in tokens] == alone[0].tolist()
+        assert [token.number for token in tokens] == expected[0].tolist()

@@ -1,4 +1,4 @@
-"""The web page in a real browser, Debian's Chromium, driven by its own WebDriver."""
+"""The web page in a real browser: Debian's Chromium, driven by its WebDriver."""
 
 import base64
 import os
@@ -23,18 +23,21 @@ pytestmark = [
         reason="no chromium with chromium-driver here",
     ),
 ]
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key that WebDriver's standard gives
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key in the WebDriver standard
 
 
 class Browser:
-    """A session of WebDriver, no more of it than the tests use."""
+    """A WebDriver session with the few commands that the tests use."""
 
     def __init__(self, url: str, folder: str):
         self.http = httpx.Client(base_url=url, timeout=SECONDS)
         arguments = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
         arguments += ["--window-size=1000,800", f"--user-data-dir={folder}"]
-        asked = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
-        answer = self.http.post("/session", json={"capabilities": {"alwaysMatch": asked}})
+        options = {
+            "goog:chromeOptions": {"args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        answer = self.http.post("/session", json={"capabilities": {"alwaysMatch": options}})
         answer.raise_for_status()
         self.http.base_url = f"{url}/session/{answer.json()['value']['sessionId']}/"
 
@@ -50,9 +53,9 @@ class Browser:
         return self.do("element", using="css selector", value=css)[ELEMENT]
 
     def type(self, css: str, text: str) -> None:
-        found = self.element(css)
-        self.do(f"element/{found}/clear")
-        self.do(f"element/{found}/value", text=text)
+        element = self.element(css)
+        self.do(f"element/{element}/clear")
+        self.do(f"element/{element}/value", text=text)
 
     def click(self, css: str) -> None:
         self.do(f"element/{self.element(css)}/click")
@@ -80,37 +83,37 @@ def browser(tmp_path) -> Iterator[Callable[[str], Browser]]:
 
     def open_page(url: str) -> Browser:
         for line in driver.stdout or ():
-            if found := re.search(r"on port (\d+)\.", line):
-                opened.append(Browser(f"http://127.0.0.1:{found[1]}", str(tmp_path / "profile")))
+            if match := re.search(r"on port (\d+)\.", line):
+                opened.append(Browser(f"http://127.0.0.1:{match[1]}", str(tmp_path / "profile")))
                 opened[-1].do("url", url=url)
                 return opened[-1]
         raise AssertionError("chromedriver does not start")
 
     yield open_page
-    for one in opened:
-        one.http.delete(str(one.http.base_url).rstrip("/"))  # ends the browser
-        one.http.close()
+    for page in opened:
+        page.http.delete(str(page.http.base_url).rstrip("/"))  # ends the browser
+        page.http.close()
     os.killpg(driver.pid, signal.SIGKILL)
     driver.communicate(timeout=SECONDS)
 
 
-def test_prompt_is_typed_and_text_streams_in(serve, browser, tmp_path):
+def test_answer_to_a_typed_prompt_streams_in(serve, browser, tmp_path):
     live = serve()
-    live.network.seconds = 0.05  # so that there is something to see of the stream
+    live.network.seconds = 0.05  # so that the test can see partial text
     page = browser(live.url)
     wait_for(lambda: page.text("#model") == "fake")
     page.type("#prompt", "Hello")
     page.type("#max_tokens", "60")
     page.type("#seed", "3")
     page.click("#go")
-    wanted = "Hello" + live.text([15496], 3, 60)
+    expected = "Hello" + live.text([15496], 3, 60)
     seen = set()
     while not page.text("#status").startswith("60 tokens"):
         seen.add(page.text("#answer"))
         time.sleep(0.01)
-    assert page.text("#answer") == wanted
+    assert page.text("#answer") == expected
     assert len(seen) > 5
-    assert all(wanted.startswith(part) for part in seen)
+    assert all(expected.startswith(part) for part in seen)
     assert page.run("return document.querySelectorAll('#answer .token').length") > 20
 
     page.point_at("#answer .token:nth-of-type(3)")
@@ -121,11 +124,11 @@ def test_prompt_is_typed_and_text_streams_in(serve, browser, tmp_path):
     assert image.startswith(b"\x89PNG")
     (tmp_path / "page.png").write_bytes(image)
 
-    # What came in, the page's own security policy included, was found to be in order.
+    # The browser reported no errors, such as violations of the page's security policy.
     assert [entry["message"] for entry in page.do("se/log", type="browser")] == []
 
 
-def test_stop_sequence_stop_button_and_errors(serve, browser, tmp_path):
+def test_stop_sequence_stop_button_and_missing_key(serve, browser, tmp_path):
     (tmp_path / "keys").write_text("right\n")
     live = serve(keys=str(tmp_path / "keys"))
     page = browser(live.url)

@@ -1,4 +1,4 @@
-"""What the server refuses, how, and that good requests beside it are unharmed."""
+"""Requests that the server refuses or ends, overload, and failures of the network."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ pytest_plugins = ["tests.support.live_fixtures"]
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:60])
 @pytest.mark.parametrize("stream", [False, True])
-def test_wrong_value_is_named(live, wrong, stream):
+def test_error_names_the_wrong_field(live, wrong, stream):
     body = json.dumps({"stream": stream} | wrong).replace("Infinity", "1e400")
     status, error = live.refused(body)
     assert status == 400
@@ -42,12 +42,12 @@ def test_wrong_value_is_named(live, wrong, stream):
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body[:24]))
 @pytest.mark.parametrize("path", ["/v1/completions", "/complete"])
-def test_body_that_is_no_such_json(live, body, path):
+def test_body_that_is_no_valid_request_is_refused(live, body, path):
     status, error = live.refused(body, path)
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
-def test_long_bodies(live):
+def test_long_bodies_are_refused(live):
     long = b'{"prompt": "' + b"a" * 3 * 2**20 + b'"}'
     assert live.refused(long)[0] == 413
     chunks = (long[begin : begin + 65536] for begin in range(0, len(long), 65536))
@@ -60,7 +60,7 @@ def test_long_bodies(live):
     assert "1000000 characters" in error["message"]
 
 
-def test_other_media_paths_and_methods(live):
+def test_wrong_media_type_path_method_or_model_is_refused(live):
     assert live.refused("{}", headers={"Content-Type": "text/plain"})[0] == 415
     assert live.refused({}, "/v1/chat/completions")[0] == 404
     answer = live.http.get("/v1/completions")
@@ -71,14 +71,14 @@ def test_other_media_paths_and_methods(live):
     assert live.http.get("/v1/models/fake").json()["id"] == "fake"
 
 
-def test_pages_elsewhere_must_be_allowed(live):
-    asked = {"Access-Control-Request-Method": "POST"}
+def test_only_allowed_origins_get_cors_headers(live):
+    headers = {"Access-Control-Request-Method": "POST"}
     for origin, allowed in [("https://page.example", True), ("https://other.example", False)]:
-        answer = live.http.options("/complete", headers=asked | {"Origin": origin})
+        answer = live.http.options("/complete", headers=headers | {"Origin": origin})
         assert ("access-control-allow-origin" in answer.headers) == allowed
 
 
-def test_slow_body_and_slow_head(serve, monkeypatch):
+def test_slow_body_and_slow_head_time_out(serve, monkeypatch):
     monkeypatch.setattr(requests, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
     live = serve()
@@ -104,7 +104,7 @@ def test_slow_body_and_slow_head(serve, monkeypatch):
 
 
 def drip(connections: list[socket.socket]) -> list[socket.socket]:
-    """Sends a byte on each connection; those that the server has not closed."""
+    """Send a byte on each connection; returns those that the server has not closed."""
     alive = []
     for connection in connections:
         with contextlib.suppress(OSError):
@@ -114,14 +114,14 @@ def drip(connections: list[socket.socket]) -> list[socket.socket]:
 
 
 UNREAD = [
-    # Answered before the body is looked at: without a key, and where no body is expected.
+    # These are answered before the body is read: one has no key, the other path takes no body.
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
 ]
 
 
 @pytest.mark.parametrize("head", UNREAD, ids=["refused", "answered"])
-def test_a_body_that_nobody_reads_ends_the_connection(serve, monkeypatch, tmp_path, head):
+def test_connection_with_an_unread_body_is_closed(serve, monkeypatch, tmp_path, head):
     monkeypatch.setattr(server, "UNREAD_SECONDS", 0.2)
     (tmp_path / "keys").write_text("right\n")
     live = serve(keys=str(tmp_path / "keys"))
@@ -131,7 +131,7 @@ def test_a_body_that_nobody_reads_ends_the_connection(serve, monkeypatch, tmp_pa
         wait_for(lambda: not drip([connection]))
 
 
-def test_an_answer_that_nobody_reads_ends_the_connection(serve, monkeypatch):
+def test_connection_with_an_unread_answer_is_closed(serve, monkeypatch):
     monkeypatch.setattr(server, "READ_SECONDS", 0.2)
     live = serve(network={"window": 2048})
     with contextlib.closing(socket.socket()) as connection:
@@ -142,7 +142,7 @@ def test_an_answer_that_nobody_reads_ends_the_connection(serve, monkeypatch):
         wait_for(lambda: not live.server.server_state.connections)
 
 
-def test_slow_clients_leave_room_for_others(serve, monkeypatch):
+def test_slow_clients_do_not_block_others(serve, monkeypatch):
     live = serve()
     monkeypatch.setattr(PromptProtocol, "most", 20)
     with contextlib.ExitStack() as stack:
@@ -151,15 +151,15 @@ def test_slow_clients_leave_room_for_others(serve, monkeypatch):
             slow.append(stack.enter_context(contextlib.closing(connected(live))))
             slow[-1].sendall([b"POST /v1/completions HTTP/1.1\r\n", UNREAD[1]][number % 2])
             if number % 10 == 9:
-                # A new connection: one that is kept may be the one that gives way.
+                # On a new connection, because one that is kept open may be closed to make room.
                 assert httpx.get(f"{live.url}/health", timeout=SECONDS).status_code == 200
-                # Of another one, which comes in meanwhile, room may not have been made yet.
+                # One more may just have been accepted, before room was made for it.
                 assert len(live.server.server_state.connections) <= 20 + 1
     assert live.ask(prompt="x", max_tokens=2)["choices"]
 
 
-def test_room_is_made_at_once_by_whoever_kept_it_waiting_longest():
-    """Each new connection ends another one, although the end of one is only reported later."""
+def test_connection_that_has_been_slow_longest_makes_room_at_once():
+    """Each new connection closes another one, although a close is only reported later."""
     ended: list[float] = []
 
     class Waiting:
@@ -174,7 +174,7 @@ def test_room_is_made_at_once_by_whoever_kept_it_waiting_longest():
     assert len(new.connections) == 1
 
 
-def test_work_for_a_client_that_has_gone_is_cancelled():
+def test_work_for_a_disconnected_client_is_cancelled():
     cancelled = []
 
     class Gone:
@@ -193,13 +193,13 @@ def test_work_for_a_client_that_has_gone_is_cancelled():
         with pytest.raises(ClientDisconnect):
             await unless_gone(Gone(), work(), completion)
         await asyncio.sleep(0)
-        # Before the loop ends, which cancels whatever is left.
+        # Checked before the loop ends, which cancels all remaining tasks.
         assert sorted(cancelled) == ["completion", "work"]
 
     asyncio.run(answer())
 
 
-def test_what_the_end_of_the_server_cuts_off_is_told_so(serve, capsys):
+def test_requests_cut_off_by_the_shutdown_get_an_error(serve, capsys):
     live = serve(drain_seconds=1)
     started, call, held_back = threading.Event(), live.network.call, []
 
@@ -232,11 +232,11 @@ def test_what_the_end_of_the_server_cuts_off_is_told_so(serve, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_hosts_of_other_names_are_refused_without_keys(serve, tmp_path):
+def test_unknown_host_names_are_refused_by_a_server_without_keys(serve, tmp_path):
     (tmp_path / "keys").write_text("right\n")
     plain, named = serve(), serve(hosts=["model.example"])
     locked = serve(keys=str(tmp_path / "keys"))
-    for host, known in [
+    for host, accepted in [
         ("127.0.0.1:80", True),
         ("[::1]:5000", True),
         ("10.1.2.3", True),
@@ -251,19 +251,19 @@ def test_hosts_of_other_names_are_refused_without_keys(serve, tmp_path):
         ("", False),
     ]:
         answer = plain.http.get("/health", headers={"Host": host})
-        assert answer.status_code == (200 if known else 421), host
-        if not known:
+        assert answer.status_code == (200 if accepted else 421), host
+        if not accepted:
             assert "--allow-host" in check_error(answer)["message"]
     assert named.http.get("/health", headers={"Host": "Model.Example:5000"}).status_code == 200
-    # A health check of HTTP/1.0 names none; browsers always do.
+    # A health check over HTTP/1.0 sends no Host; browsers always send one.
     with connected(plain) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert b" 200 " in connection.recv(100)
-    # A page elsewhere does not know the key, by whatever name it comes.
+    # With keys, any host name is allowed, because a foreign page does not know the key.
     assert locked.http.get("/health", headers={"Host": "evil.example"}).status_code == 200
 
 
-def test_the_description_needs_a_key_where_answers_do(live, serve, tmp_path):
+def test_api_description_requires_a_key_if_there_are_keys(live, serve, tmp_path):
     (tmp_path / "keys").write_text("right\n")
     locked = serve(keys=str(tmp_path / "keys"))
     assert "/v1/completions" in live.http.get("/openapi.json").json()["paths"]
@@ -280,23 +280,23 @@ def test_a_key_file_may_begin_with_a_byte_order_mark(serve, tmp_path):
     assert live.http.get("/v1/models", headers=headers).status_code == 200
 
 
-def test_key_files_that_hold_nothing(tmp_path):
+def test_unusable_key_files_are_input_errors(tmp_path):
     (tmp_path / "empty").write_text("\n# none\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name, found in [
+    for name, message in [
         ("empty", "contains no key"),
         ("absent", "cannot be read"),
         ("bytes", "read"),
     ]:
-        with pytest.raises(InputError, match=found):
+        with pytest.raises(InputError, match=message):
             Keys(str(tmp_path / name))
 
 
-# A prompt's echo.
+# Echoed prompts.
 
 
 class Counting:
-    """A tokenizer that notes how many tokens it decodes, and in which thread."""
+    """A tokenizer that records how many tokens it decodes, and in which thread."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -314,7 +314,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("token", [464, 222], ids=["text", "part of a character"])
-def test_an_echo_is_made_once_beside_the_event_loop(tokenizer, token):
+def test_echo_is_decoded_once_outside_the_event_loop(tokenizer, token):
     counting = Counting(tokenizer)
     script = tokenizer("one two three")["input_ids"]
     with contextlib.closing(Live(FakeNetwork(script, window=1024), counting, None)) as live:
@@ -327,7 +327,7 @@ def test_an_echo_is_made_once_beside_the_event_loop(tokenizer, token):
     assert all(text.startswith(tokenizer.decode(prompt)) for text in texts)
     beside = [count for thread, count in counting.decoded if thread.startswith("text")]
     others = [count for thread, count in counting.decoded if not thread.startswith("text")]
-    # In all some tens of tokens for each: in proportion to the prompt, and not to the answers.
+    # Some tens of tokens per prompt token, so proportional to the prompt and not to the answers.
     assert sum(beside) < 60 * len(prompt)
     assert sum(others) < 100 * 16
 
@@ -357,9 +357,9 @@ def test_a_stalled_network_is_unhealthy_until_it_answers(serve):
     assert live.http.get("/health").status_code == 200
 
 
-def test_making_a_network_anew_is_no_stall(serve):
+def test_recompiling_after_a_failure_is_no_stall(serve):
     live = serve(rows=1, stall_seconds=0.2)
-    live.network.seconds = 0.3  # of each of the many calls that compile everything
+    live.network.seconds = 0.3  # for each of the many calls that compile everything
     live.network.failures = [RuntimeError("device lost")]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(live.refused, {"prompt": "x"})
@@ -370,7 +370,7 @@ def test_making_a_network_anew_is_no_stall(serve):
         assert answer.result(SECONDS)[0] == 500
 
 
-def test_full_queue_says_when_to_come_back(serve):
+def test_full_queue_answers_with_retry_after(serve):
     live = serve(rows=1, queue=3)
     with held(live, count=4) as finish:
         for stream in (False, True):
@@ -386,9 +386,9 @@ def test_full_queue_says_when_to_come_back(serve):
     assert live.ask(prompt="x", max_tokens=3)["choices"]
 
 
-def test_client_that_leaves_frees_its_place(serve):
+def test_disconnected_client_frees_its_place(serve):
     live = serve(rows=1, queue=2)
-    live.network.seconds = 0.05  # a call: slow enough for all three to be there at once
+    live.network.seconds = 0.05  # per call: slow enough that all three are there at once
     for stream in (False, True):
         connections = []
         for _ in range(3):
@@ -399,13 +399,13 @@ def test_client_that_leaves_frees_its_place(serve):
         for connection in connections:
             connection.close()
         wait_for(lambda: not live.engine.waiting and not live.engine.active)
-        # Each call takes 50 ms: the three would take 20 s.  None of them comes that far.
+        # Each call takes 50 ms, so the three would take 20 s.  They end long before that.
         decodes = [call for call in live.network.calls if call[0] == "decode"]
         assert len(decodes) < 125
         live.network.calls.clear()
 
 
-def test_failing_network_is_a_500_and_the_next_request_goes_well(live):
+def test_network_failure_is_a_500_and_the_next_request_succeeds(live):
     for stream in (False, True):
         live.network.failures = [RuntimeError("device lost")]
         body = {"prompt": "x", "stream": stream}
@@ -417,7 +417,7 @@ def test_failing_network_is_a_500_and_the_next_request_goes_well(live):
         assert live.ask(prompt="x", seed=1)["choices"]
 
 
-def test_network_that_fails_for_good(serve):
+def test_permanent_network_failure_makes_the_server_unavailable(serve):
     live = serve(rows=1)
     live.network.allowed.clear()
     with ThreadPoolExecutor(2) as pool:
@@ -434,7 +434,7 @@ def test_network_that_fails_for_good(serve):
     assert live.http.get("/health").status_code == 503
 
 
-def test_fixed_positions_end(serve):
+def test_fixed_position_embeddings_limit_the_length(serve):
     live = serve(network={"pe": "fixed"})
     assert live.ask(prompt=[1] * 60, max_tokens=4)["choices"]
     for path, body in [

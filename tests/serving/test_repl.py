@@ -1,4 +1,4 @@
-"""A conversation with a small model: what it answers, what its commands change, how it starts."""
+"""The REPL with a small model: its answers, its commands and its start."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def network() -> CausalTransformer:
 
 @pytest.fixture
 def repl(network, monkeypatch) -> Any:
-    """A function that gives a conversation's output for the lines typed."""
+    """A function that runs a conversation with the typed lines and returns its `Repl`."""
 
     def typed(*lines: str, settings: Settings = QUIET) -> Repl:
         waiting = iter(lines)
@@ -56,35 +56,35 @@ def repl(network, monkeypatch) -> Any:
 
 def text_of(network: CausalTransformer, prompt: str, settings: Settings) -> str:
     tokens = np.array([list(prompt.encode())])
-    found = network.generate(tokens, [len(prompt)], settings.length, settings.options())
-    return Letters().decode(found[0].tolist()).partition("\0")[0]
+    generated = network.generate(tokens, [len(prompt)], settings.length, settings.options())
+    return Letters().decode(generated[0].tolist()).partition("\0")[0]
 
 
-def test_answers_are_those_of_generate(network, repl, capsys):
+def test_answers_match_generate(network, repl, capsys):
     repl("hello", "/seed 7", "/temp 1.5", "hello", "", "never read")
     out, err = capsys.readouterr()
     other = Settings(seed=7, temp=1.5, length=9)
-    wanted = [text_of(network, "hello", settings) for settings in (QUIET, other)]
-    assert out == "".join(f"{text}\n" for text in wanted)
-    assert wanted[0] != wanted[1]
+    expected = [text_of(network, "hello", settings) for settings in (QUIET, other)]
+    assert out == "".join(f"{text}\n" for text in expected)
+    assert expected[0] != expected[1]
     assert err.count("[9 tokens, ") == 2
 
 
-def test_a_long_prompt_is_cut_from_the_left_and_told(network, repl, capsys):
+def test_long_prompt_is_cut_from_the_left_with_a_message(network, repl, capsys):
     repl("x" * 20 + "y" * 32)
     out, err = capsys.readouterr()
     assert "the prompt has 52 tokens; only the last 32 (the window) are used" in err
     assert out == text_of(network, "y" * 32, QUIET) + "\n"
 
 
-def test_stop_ends_an_answer(network, repl, capsys):
+def test_stop_sequence_ends_an_answer(network, repl, capsys):
     text = text_of(network, "hello", QUIET)
     repl(f"/stop {text[3:5]}", "hello", "/stop none", "hello")
     out = capsys.readouterr().out
     assert out == f"{text[: text.index(text[3:5])]}\n{text}\n"
 
 
-def test_the_model_s_end_of_text_ends_an_answer(network):
+def test_end_of_text_token_ends_an_answer(network):
     text = text_of(network, "hello", QUIET)
     letters = Letters()
     letters.eos_token_id = ord(text[4])
@@ -93,7 +93,7 @@ def test_the_model_s_end_of_text_ends_an_answer(network):
 
 
 def test_commands_change_one_setting():
-    given = {
+    cases = {
         "/temp 0.5": {"temp": 0.5},
         "/top-p 0.3": {"top_p": 0.3},
         "/top_k 7": {"top_k": 7},
@@ -103,8 +103,8 @@ def test_commands_change_one_setting():
         "/stop \\n\\nQ:": {"stop": "\n\nQ:"},
         "/stop none": {"stop": None},
     }
-    assert {command.split()[0].strip("/").replace("-", "_") for command in given} == set(COMMANDS)
-    for command, changes in given.items():
+    assert {command.split()[0].strip("/").replace("-", "_") for command in cases} == set(COMMANDS)
+    for command, changes in cases.items():
         assert QUIET.changed(command) == Settings(**({"seed": 5, "length": 9} | changes))
     assert len(str(QUIET).splitlines()) == len(COMMANDS)
 
@@ -125,14 +125,14 @@ def test_commands_change_one_setting():
         ),
     ],
 )
-def test_a_bad_command_is_one_line_and_changes_nothing(repl, capsys, command, message):
+def test_bad_command_prints_one_line_and_changes_nothing(repl, capsys, command, message):
     assert repl(command, "/help").settings == QUIET
     err = capsys.readouterr().err.splitlines()
     assert err[1] == f"error: {message}"
     assert err[2].startswith("/temp 0.8")
 
 
-def test_an_interrupted_answer_leaves_the_next_whole(network, repl, monkeypatch, capsys):
+def test_interrupted_answer_does_not_affect_the_next(network, repl, monkeypatch, capsys):
     text = text_of(network, "hello", QUIET)
     calls = []
 

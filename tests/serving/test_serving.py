@@ -1,4 +1,4 @@
-"""The server over HTTP, as its clients meet it; its network's every token is known beforehand."""
+"""The server over HTTP, on a fake network whose tokens are all known in advance."""
 
 import json
 import random
@@ -17,42 +17,42 @@ pytest_plugins = ["tests.support.live_fixtures"]
 
 
 @pytest.mark.parametrize("prompt", ["Hello there", [15496, 612], "", "世"])
-def test_prompt_of_text_or_tokens(live, prompt):
+def test_prompt_can_be_text_or_tokens(live, prompt):
     tokens = live.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     tokens = tokens or [50256]
-    found = live.ask(prompt=prompt, max_tokens=40, seed=3)
-    assert found["object"] == "text_completion"
-    assert found["model"] == "fake"
-    [choice] = found["choices"]
+    answer = live.ask(prompt=prompt, max_tokens=40, seed=3)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "fake"
+    [choice] = answer["choices"]
     assert choice == {
         "index": 0,
         "text": live.text(tokens, 3, 40),
         "logprobs": None,
         "finish_reason": "length",
     }
-    assert found["usage"] == {
+    assert answer["usage"] == {
         "prompt_tokens": len(tokens),
         "completion_tokens": 40,
         "total_tokens": len(tokens) + 40,
     }
 
 
-def test_several_prompts_with_several_answers(live):
+def test_several_prompts_with_several_answers_each(live):
     prompts = ["One", "Two and more", "Three"]
-    found = live.ask(prompt=prompts, n=2, max_tokens=9, seed=5)
-    texts = {choice["index"]: choice["text"] for choice in found["choices"]}
+    answer = live.ask(prompt=prompts, n=2, max_tokens=9, seed=5)
+    texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
     tokens = [live.tokenizer(prompt)["input_ids"] for prompt in prompts]
     assert texts == {
-        at: live.text(tokens[at // 2], 5 + at % 2, 9) for at in range(2 * len(prompts))
+        index: live.text(tokens[index // 2], 5 + index % 2, 9) for index in range(2 * len(prompts))
     }
-    assert found["usage"]["prompt_tokens"] == sum(map(len, tokens))
-    assert found["usage"]["completion_tokens"] == 6 * 9
-    assert live.ask(prompt=tokens, n=2, max_tokens=9, seed=5)["choices"] == found["choices"]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, tokens))
+    assert answer["usage"]["completion_tokens"] == 6 * 9
+    assert live.ask(prompt=tokens, n=2, max_tokens=9, seed=5)["choices"] == answer["choices"]
 
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 3])
-def test_streamed_pieces_are_whole_characters_and_join_to_the_answer(live, echo, logprobs):
+def test_streamed_pieces_are_whole_characters_and_add_up_to_the_answer(live, echo, logprobs):
     for seed in range(40):
         body = {"prompt": "Say: ", "max_tokens": 30, "seed": seed, "echo": echo, "n": 2}
         body |= {"logprobs": logprobs}
@@ -67,7 +67,7 @@ def test_streamed_pieces_are_whole_characters_and_join_to_the_answer(live, echo,
                     assert [v for piece in mine for v in piece["logprobs"][key]] == values
 
 
-def test_usage_at_a_streams_end(live):
+def test_usage_is_reported_at_the_end_of_a_stream(live):
     body = {"prompt": "a b c", "max_tokens": 5, "seed": 1}
     events = list(live.stream(**body, stream_options={"include_usage": True}))
     assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
@@ -84,15 +84,15 @@ def test_stop_sequences_end_the_text_before_them(live):
         begin = rng.randrange(len(text) - 8)
         stops = [text[begin : begin + rng.randint(1, 8)], "never there", text[:3] + "§"]
         rng.shuffle(stops)
-        # The one that ends first counts, as the text is not read further than that.
+        # The stop sequence that ends first counts, because the text is not generated further.
         ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
-        wanted = text[: min(ends)[0]].removesuffix(min(ends, key=lambda e: (e[0], -len(e[1])))[1])
+        expected = text[: min(ends)[0]].removesuffix(min(ends, key=lambda e: (e[0], -len(e[1])))[1])
         body = {"prompt": prompt, "seed": seed, "max_tokens": length, "stop": stops, "logprobs": 0}
         [choice] = live.ask(**body)["choices"]
-        assert (choice["text"], choice["finish_reason"]) == (wanted, "stop")
+        assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
         pieces = [event["choices"][0] for event in live.stream(**body)]
-        assert "".join(piece["text"] for piece in pieces) == wanted
-        assert all(offset < len(wanted) for offset in choice["logprobs"]["text_offset"])
+        assert "".join(piece["text"] for piece in pieces) == expected
+        assert all(offset < len(expected) for offset in choice["logprobs"]["text_offset"])
     assert live.ask(prompt=prompt, seed=seed, max_tokens=length, stop="§")["choices"][0][
         "text"
     ] == live.text(prompt, seed, length)
@@ -109,13 +109,13 @@ def test_end_of_text_ends_the_answer_unless_ignored(live, monkeypatch):
     assert choice["text"] == "one two<|endoftext|> three four"
 
 
-def test_logprobs_stand_beside_their_text(live):
+def test_logprobs_match_their_text(live):
     for seed in range(30):
-        found = live.ask(prompt="Hi", max_tokens=25, seed=seed, logprobs=2)
-        [choice] = found["choices"]
+        answer = live.ask(prompt="Hi", max_tokens=25, seed=seed, logprobs=2)
+        [choice] = answer["choices"]
         logprobs, text = choice["logprobs"], choice["text"]
         numbers = live.network.answer(live.tokenizer("Hi")["input_ids"], seed, 25)
-        # f32 in the network, decimal in JSON: the same to the last digit that both have.
+        # f32 in the network and decimal in JSON, so equal up to the precision of f32.
         np.testing.assert_allclose(
             logprobs["token_logprobs"], [-1 - number / 50400 for number in numbers], rtol=1e-6
         )
@@ -141,68 +141,71 @@ def test_logprobs_stand_beside_their_text(live):
 def test_echo_scores_the_prompt(live):
     prompt = live.tokenizer("The 世界 is 🎉 big")["input_ids"]
     body = {"prompt": prompt, "seed": 2, "echo": True, "logprobs": 1}
-    [one] = live.ask(**body, max_tokens=1)["choices"]
-    [none] = live.ask(**body, max_tokens=0)["choices"]
+    [longer] = live.ask(**body, max_tokens=1)["choices"]
+    [prompt_only] = live.ask(**body, max_tokens=0)["choices"]
     answer = live.text(prompt, 2, 1)
-    assert (none["text"], one["text"]) == ("The 世界 is 🎉 big", "The 世界 is 🎉 big" + answer)
-    for key in one["logprobs"]:
-        assert one["logprobs"][key][:-1] == none["logprobs"][key]
+    assert (prompt_only["text"], longer["text"]) == (
+        "The 世界 is 🎉 big",
+        "The 世界 is 🎉 big" + answer,
+    )
+    for key in longer["logprobs"]:
+        assert longer["logprobs"][key][:-1] == prompt_only["logprobs"][key]
     logprobs = live.network.logprobs()
-    assert none["logprobs"]["token_logprobs"][0] is None
-    assert none["logprobs"]["token_logprobs"][1:] == logprobs[prompt[1:]].tolist()
-    assert max(none["logprobs"]["top_logprobs"][1].values()) == pytest.approx(logprobs.max())
-    assert none["logprobs"]["text_offset"][:2] == [0, 3]
+    assert prompt_only["logprobs"]["token_logprobs"][0] is None
+    assert prompt_only["logprobs"]["token_logprobs"][1:] == logprobs[prompt[1:]].tolist()
+    assert max(prompt_only["logprobs"]["top_logprobs"][1].values()) == pytest.approx(logprobs.max())
+    assert prompt_only["logprobs"]["text_offset"][:2] == [0, 3]
 
 
-def test_the_original_servers_request(live):
+def test_original_servers_request_format(live):
     tokens = live.tokenizer("eleutherai")["input_ids"]
     body = {"context": "eleutherai", "top_p": 0.9, "temp": 0.75}
     answer = live.http.post("/complete", json=body | {"seed": 4})
-    found = answer.json()
-    assert found["completion"] == live.text(tokens, 4, 500)[: len(found["completion"])]
-    assert set(found) == {"context", "completion", "time"}
-    # Of a context that is too long the last 64 tokens are used.
+    result = answer.json()
+    assert result["completion"] == live.text(tokens, 4, 500)[: len(result["completion"])]
+    assert set(result) == {"context", "completion", "time"}
+    # Only the last 64 tokens of a context that is too long are used.
     context = "word " * 5000
-    found = live.http.post("/complete", json={"context": context, "length": 8, "seed": 1}).json()
-    assert found["completion"] == live.text([0] * 64, 1, 8)
+    result = live.http.post("/complete", json={"context": context, "length": 8, "seed": 1}).json()
+    assert result["completion"] == live.text([0] * 64, 1, 8)
 
 
-def test_seeds_of_openais_range(live):
+def test_seeds_outside_32_bits_are_reduced(live):
     body = {"prompt": "x", "max_tokens": 12}
     texts = [live.ask(**body, seed=seed)["choices"] for seed in (-1, 2**32 - 1, 2**64 - 1)]
     assert texts[0] == texts[1] == texts[2]
     several = {live.ask(**body)["choices"][0]["text"] for _ in range(8)}
-    assert len(several) > 1  # without a seed each request has one of its own
+    assert len(several) > 1  # each request without a seed gets a random one
 
 
-# Clients of others.
+# Third-party clients.
 
 
 def test_openai_client(live, serve, tmp_path):
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        asked = {"model": "fake", "prompt": "Hello", "max_tokens": 20, "seed": 7}
-        whole = client.completions.create(**asked, logprobs=2, n=2, echo=True)
+        request = {"model": "fake", "prompt": "Hello", "max_tokens": 20, "seed": 7}
+        whole = client.completions.create(**request, logprobs=2, n=2, echo=True)
         assert whole.choices[0].text == "Hello" + live.text([15496], 7, 20)
         assert len(whole.choices[1].logprobs.tokens) == 21
-        pieces = list(client.completions.create(**asked, stream=True))
+        pieces = list(client.completions.create(**request, stream=True))
         assert "".join(p.choices[0].text for p in pieces) == live.text([15496], 7, 20)
         assert [model.id for model in client.models.list()] == ["fake"]
         assert client.models.retrieve("fake").id == "fake"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt-3.5-turbo-instruct", prompt="")
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
-            client.completions.create(**asked | {"max_tokens": 10**6})
+            client.completions.create(**request | {"max_tokens": 10**6})
         with pytest.raises(openai.BadRequestError, match="beams"):
-            client.completions.create(**asked, extra_body={"beams": 3})
+            client.completions.create(**request, extra_body={"beams": 3})
     (tmp_path / "keys").write_text("# ours\nsecret-1\n\nsecret-2\n")
     locked = serve(keys=str(tmp_path / "keys"))
     for key, right in [("secret-1", True), ("secret-2", True), ("secret-3", False), ("# ours", 0)]:
         with openai.OpenAI(base_url=f"{locked.url}/v1", api_key=key, max_retries=0) as client:
             if right:
-                assert client.completions.create(**asked).choices[0].text
+                assert client.completions.create(**request).choices[0].text
             else:
                 with pytest.raises(openai.AuthenticationError):
-                    client.completions.create(**asked)
+                    client.completions.create(**request)
     for path in ("/health", "/metrics", "/"):
         assert locked.http.get(path).status_code == 200
     for headers in ({}, {"Authorization": "Basic secret-1"}, {"Authorization": "secret-1"}):
@@ -217,15 +220,15 @@ def test_curl(live):
         command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
         return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
-    wanted = live.text([15496], 1, 9)
-    asked = {"prompt": "Hello", "max_tokens": 9, "seed": 1}
-    assert json.loads(curl("/v1/completions", asked))["choices"][0]["text"] == wanted
-    lines = curl("/v1/completions", asked | {"stream": True}, "-N").split("\n\n")
+    expected = live.text([15496], 1, 9)
+    request = {"prompt": "Hello", "max_tokens": 9, "seed": 1}
+    assert json.loads(curl("/v1/completions", request))["choices"][0]["text"] == expected
+    lines = curl("/v1/completions", request | {"stream": True}, "-N").split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2]]
-    assert "".join(pieces) == wanted
-    asked = {"context": "Hello", "top_p": 0.9, "temp": 0.7, "length": 9, "seed": 1}
-    assert json.loads(curl("/complete", asked))["completion"] == wanted
+    assert "".join(pieces) == expected
+    request = {"context": "Hello", "top_p": 0.9, "temp": 0.7, "length": 9, "seed": 1}
+    assert json.loads(curl("/complete", request))["completion"] == expected
 
 
 @pytest.mark.slow
@@ -244,14 +247,14 @@ def test_lm_eval_local_completions(live, tmp_path):
     )
     logprobs = live.network.logprobs()
     texts = [("The answer is", " yes or no"), ("", "Hello there"), ("One", " 世界")]
-    asked = [Instance("loglikelihood", {}, text, 0) for text in texts]
-    for (_, end), (found, greedy) in zip(texts, client.loglikelihood(asked), strict=True):
+    requests = [Instance("loglikelihood", {}, text, 0) for text in texts]
+    for (_, end), (actual, greedy) in zip(texts, client.loglikelihood(requests), strict=True):
         tokens = live.tokenizer(end)["input_ids"]
-        assert found == pytest.approx(logprobs[tokens].sum())
+        assert actual == pytest.approx(logprobs[tokens].sum())
         assert not greedy
     until = Instance("generate_until", {}, ("Hello", {"until": ["🎉"], "max_gen_toks": 40}), 0)
     [text] = client.generate_until([until])
-    # Its own seed is 1234.
+    # lm-eval uses the seed 1234.
     assert text == live.text([15496], 1234, 40).partition("🎉")[0]
 
 
@@ -281,7 +284,7 @@ def test_metrics_are_prometheus(live):
     assert values(after)["rows",] == 8
 
 
-def test_page_names_no_other_place(live):
+def test_page_refers_to_no_other_site(live):
     answer = live.http.get("/")
     assert answer.headers["Content-Type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]

@@ -1,4 +1,4 @@
-"""The commands that the documents tell their readers to run."""
+"""The commands in the documentation, and how tests run them."""
 
 import json
 import re
@@ -14,23 +14,23 @@ PYTHON = ".venv/bin/python"
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of each line of a document's bash blocks, in order."""
+    """Return the words of each line of a page's bash blocks, in order."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
 
 def python_commands(page: str) -> list[list[str]]:
-    """Those that run a script of ours, less the interpreter."""
+    """Return the commands of a page that run one of our scripts, without the interpreter."""
     return [words for first, *words in commands(page) if first == PYTHON]
 
 
 def new_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, configs: tuple[str, ...], **changes: Any
 ) -> None:
-    """Makes a folder that a page's commands can run in: those configs with changes, some text."""
+    """Enter `folder` and put into it what a page's commands need: changed configs and some text."""
     monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as where a script is started
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as if a script is started
     Path("configs").mkdir()
     for name in configs:
         values = json.loads((ROOT / "configs" / name).read_text()) | changes
@@ -44,7 +44,7 @@ def new_place(
 def run_here(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs a script with its flags in this process; it ends well."""
+    """Run a script with its flags in this process, and check that it succeeds."""
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")

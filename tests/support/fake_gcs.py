@@ -1,8 +1,8 @@
-"""Google Cloud Storage on loopback, as far as the clients here ask it: tensorstore and TensorFlow.
+"""A fake Google Cloud Storage on loopback, with what tensorstore and TensorFlow request.
 
 tensorstore and gcsfs take an endpoint from the environment.  TensorFlow does not, but it obeys
-`https_proxy`: the same port is such a proxy, behind which it speaks TLS with a certificate of
-its own.
+`https_proxy`: the same port is also such a proxy, behind which it speaks TLS with its own
+certificate.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ Key = tuple[str, str]  # a bucket and the name of an object
 
 @dataclasses.dataclass
 class Stored:
-    """An object and what it is by now the how-manieth writing of."""
+    """An object with its generation number and the time of its last write."""
 
     content: bytes
     generation: int
     written: float
 
     def resource(self, key: Key) -> dict[str, str]:
-        """As the JSON API describes it."""
+        """Return the object's description in the JSON API."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.written))
         return {
             "kind": "storage#object",
@@ -47,8 +47,8 @@ class Stored:
         }
 
 
-class Answer(Exception):  # noqa: N818  # most are no errors
-    """What ends a request: a status, a body, and headers."""
+class Answer(Exception):  # noqa: N818  # most are not errors
+    """Raised to end a request with a status, a body and headers."""
 
     def __init__(self, status: int, body: Any = b"", **headers: Any):
         super().__init__(status)
@@ -60,11 +60,11 @@ class Answer(Exception):  # noqa: N818  # most are no errors
 
 
 class FakeGcs:
-    """Buckets of every name; what is in them is kept in memory.
+    """Buckets of any name, whose objects are kept in memory.
 
     Attributes:
-      objects: all there are.
-      fault: called before each request; the status that it returns is the answer to it.
+      objects: all objects, by bucket and name.
+      fault: called before each request; if it returns a status, that status is the answer.
     """
 
     def __init__(self) -> None:
@@ -89,24 +89,24 @@ class FakeGcs:
             return Answer(404, f"{method} {parts.path} is unknown here")
 
     def _route(self, method: str, path: str, query: dict, headers: Any, content: bytes) -> None:
-        """Raises the answer, if there is one."""
-        if found := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
-            self._upload(method, found[1], query, headers, content)
-        if found := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
-            raise Answer(200, {"kind": "storage#bucket", "name": found[1], "location": "US"})
-        if found := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
-            raise Answer(200, self._listing(found[1], query))
-        if found := re.fullmatch(
+        """Raise the answer, if there is one."""
+        if match := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
+            self._upload(method, match[1], query, headers, content)
+        if match := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
+            raise Answer(200, {"kind": "storage#bucket", "name": match[1], "location": "US"})
+        if match := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
+            raise Answer(200, self._listing(match[1], query))
+        if match := re.fullmatch(
             r"/storage/v1/b/([^/]+)/o/([^/]+)/(?:rewriteTo|copyTo)/b/([^/]+)/o/([^/]+)", path
         ):
-            source = self._stored((found[1], unquote(found[2])))
-            copy = self._put((found[3], unquote(found[4])), source.content)
+            source = self._stored((match[1], unquote(match[2])))
+            copy = self._put((match[3], unquote(match[4])), source.content)
             raise Answer(200, {"done": True, "resource": copy, "objectSize": copy["size"]})
-        # The XML API reads with the same names, but not escaped as one part of a path.
-        found = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)", path)
-        media = found is None or query.get("alt") == "media"
-        if found := found or re.fullmatch(r"/(?!storage/|upload/)([^/]+)/(.+)", path):
-            self._one(method, (found[1], unquote(found[2])), media, query, headers)
+        # The XML API uses the same names for reading, but does not escape the slashes in them.
+        match = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)", path)
+        media = match is None or query.get("alt") == "media"
+        if match := match or re.fullmatch(r"/(?!storage/|upload/)([^/]+)/(.+)", path):
+            self._object(method, (match[1], unquote(match[2])), media, query, headers)
 
     def _stored(self, key: Key) -> Stored:
         if key not in self.objects:
@@ -119,9 +119,9 @@ class FakeGcs:
         return self.objects[key].resource(key)
 
     def _check(self, key: Key, query: dict) -> None:
-        """Preconditions on the generation, which is 0 where there is no object."""
-        there = self.objects.get(key)
-        generation = str(there.generation if there else 0)
+        """Check the preconditions on the generation, which is 0 if there is no object."""
+        stored = self.objects.get(key)
+        generation = str(stored.generation if stored else 0)
         if query.get("ifGenerationMatch", generation) != generation:
             raise Answer(412, "ifGenerationMatch")
         if query.get("ifGenerationNotMatch") == generation:
@@ -153,7 +153,7 @@ class FakeGcs:
 
     def _listing(self, bucket: str, query: dict) -> dict[str, Any]:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
-        after, most = query.get("pageToken", ""), int(query.get("maxResults", 1000))
+        after, limit = query.get("pageToken", ""), int(query.get("maxResults", 1000))
         entries: dict[str, dict | None] = {}  # None: a prefix
         for key in sorted(self.objects):
             name = key[1]
@@ -167,17 +167,17 @@ class FakeGcs:
             else:
                 entries[name] = self.objects[key].resource(key)
         names = sorted(name for name in entries if name > after)
-        found: dict[str, Any] = {"kind": "storage#objects"}
-        page = {name: entries[name] for name in names[:most]}
+        listing: dict[str, Any] = {"kind": "storage#objects"}
+        page = {name: entries[name] for name in names[:limit]}
         if items := [entry for entry in page.values() if entry is not None]:
-            found["items"] = items
+            listing["items"] = items
         if prefixes := [name for name, entry in page.items() if entry is None]:
-            found["prefixes"] = prefixes
-        if len(names) > most:
-            found["nextPageToken"] = names[most - 1]
-        return found
+            listing["prefixes"] = prefixes
+        if len(names) > limit:
+            listing["nextPageToken"] = names[limit - 1]
+        return listing
 
-    def _one(self, method: str, key: Key, media: bool, query: dict, headers: Any) -> None:
+    def _object(self, method: str, key: Key, media: bool, query: dict, headers: Any) -> None:
         stored = self._stored(key)
         self._check(key, query)
         if method == "DELETE":
@@ -185,20 +185,20 @@ class FakeGcs:
             raise Answer(204)
         if not media:
             raise Answer(200, stored.resource(key))
-        content, said = stored.content, {"x_goog_generation": stored.generation}
+        content, sent_headers = stored.content, {"x_goog_generation": stored.generation}
         span = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
         if not span:
-            raise Answer(200, content, **said)
+            raise Answer(200, content, **sent_headers)
         first = int(span[1]) if span[1] else max(len(content) - int(span[2]), 0)
         last = min(int(span[2]) if span[1] and span[2] else len(content) - 1, len(content) - 1)
         if first > last:
             raise Answer(416, "Range", Content_Range=f"bytes */{len(content)}")
-        said["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
-        raise Answer(206, content[first : last + 1], **said)
+        sent_headers["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
+        raise Answer(206, content[first : last + 1], **sent_headers)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """HTTP for one connection; after CONNECT it goes on inside TLS."""
+    """HTTP for one connection; after CONNECT, it continues inside TLS."""
 
     protocol_version = "HTTP/1.1"
     gcs: FakeGcs
@@ -231,12 +231,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _content(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        found = b""
+        content = b""
         while size := int(self.rfile.readline(), 16):
-            found += self.rfile.read(size)
+            content += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return found
+        return content
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -244,15 +244,15 @@ class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients may leave whenever they like."""
+        """Ignore errors, because clients may disconnect at any time."""
 
 
 @contextlib.contextmanager
 def gcs_server(folder: Path) -> Iterator[tuple[FakeGcs, dict[str, str]]]:
-    """A server, and the environment in which every client finds it.
+    """Run a server; yields it and the environment variables with which clients use it.
 
     Args:
-      folder: for its certificate.
+      folder: where its key and its certificate are written.
     """
     key, certificate = folder / "tls.key", folder / "tls.pem"
     names = ",".join(f"DNS:{name}" for name in HOSTS)

@@ -1,4 +1,4 @@
-"""A network for the server's tests: no mathematics, but every token is known beforehand."""
+"""A fake network for tests of the server, whose tokens are all known in advance."""
 
 import threading
 import time
@@ -19,11 +19,11 @@ class FakeChosen(NamedTuple):
 
 
 class FakeNetwork:
-    """Reads `script` aloud: with seed s the n-th token after a prompt of T is script[s + T + n].
+    """Generates `script`: with seed s, the n-th token after T prompt tokens is script[s + T + n].
 
     Attributes:
-      calls: what the engine asked, in order: ("insert", rows, width) or ("decode", steps).
-      allowed: cleared, the next call waits until it is set again.
+      calls: the calls of the engine, in order: ("insert", rows, width) or ("decode", steps).
+      allowed: while this event is cleared, calls wait until it is set again.
       failures: exceptions that the next calls raise.
     """
 
@@ -37,9 +37,9 @@ class FakeNetwork:
         self.calls: list[tuple[Any, ...]] = []
         self.allowed = threading.Event()
         self.allowed.set()
-        self.waits = False  # whether a call is held back
+        self.waits = False  # whether a call is waiting
         self.failures: list[Exception] = []
-        self.seconds = 0.0  # that each call takes
+        self.seconds = 0.0  # duration of each call
 
     def batch(self, rows: int) -> "FakeBatch":
         self.call("batch")
@@ -59,22 +59,22 @@ class FakeNetwork:
         return [self.script[(begin + at) % len(self.script)] for at in range(length)]
 
     def chosen(self, tokens: np.ndarray, alternatives: int | None) -> FakeChosen:
-        """A token's logprob is -1 - number / n_vocab; the alternatives are 0, 1, 2, ..."""
+        """Return tokens with logprobs -1 - number / n_vocab and the alternatives 0, 1, 2, ..."""
         if alternatives is None:
             return FakeChosen(tokens)
         top = np.broadcast_to(np.arange(alternatives), (*tokens.shape, alternatives))
         return FakeChosen(tokens, -1 - tokens / self.config.n_vocab, top, -0.1 * (1 + top))
 
     def logprobs(self) -> np.ndarray:
-        """[V], what `score` thinks of every token, whatever came before."""
+        """Return the logprobs [V] that `score` gives to the tokens, regardless of the context."""
         row = np.random.default_rng(0).normal(size=self.config.n_vocab)
         return row - np.log(np.exp(row).sum())
 
     def score(self, tokens: np.ndarray, alternatives: int) -> FakeChosen:
         self.call("score", tokens.shape[1])
-        said, row = tokens[:, 1:], self.logprobs()
-        top = np.broadcast_to(np.argsort(-row)[:alternatives], (*said.shape, alternatives))
-        return FakeChosen(said, row[said], top, row[top])
+        scored, row = tokens[:, 1:], self.logprobs()
+        top = np.broadcast_to(np.argsort(-row)[:alternatives], (*scored.shape, alternatives))
+        return FakeChosen(scored, row[scored], top, row[top])
 
 
 class FakeBatch:
@@ -97,10 +97,10 @@ class FakeBatch:
         alternatives: int | None = None,
     ) -> FakeChosen:
         self._network.call("insert", len(rows), max(map(len, prompts)))
-        asked = zip(
+        requests = zip(
             rows, prompts, np.broadcast_to(lengths, len(rows)), settings.seed_B, strict=True
         )
-        for row, prompt, length, seed in asked:
+        for row, prompt, length, seed in requests:
             answer = self._network.answer(prompt.tolist(), int(seed), int(length))
             self._texts[row], self._made[row] = answer, 1
         first = np.array([self._texts[row][0] for row in rows])

@@ -1,9 +1,9 @@
-"""A Google Cloud project on this machine: the TPU API over TLS, and hosts that can join Ray.
+"""A fake Google Cloud project on this machine: the TPU API over TLS, and hosts that join Ray.
 
-`train.py --tpu` finds it by what any driver can be told: the API's address, credentials and an
-SSH port.  Everything between is real: the client and its signed tokens, SSH, `init_ray.sh`, Ray
-nodes, the mesh.  A host has its own address, home and keys; its virtual environment is there
-already, as on a second start, since installing it would take minutes.
+`train.py --tpu` connects to it with ordinary settings: the API's address, credentials and an SSH
+port.  Everything in between is real: the client and its signed tokens, SSH, `init_ray.sh`, Ray
+nodes and the mesh.  Each host has its own address, home and keys.  Its virtual environment already
+exists, as on a second start, because installing it would take minutes.
 """
 
 import contextlib
@@ -29,18 +29,19 @@ from tests.support.fake_tpu import FakeHost, FakeTpuApi, key_pair
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "p"
-OURS = ("RAY_", "GOOGLE_", "CLOUDSDK_", "GRPC_", "PYTEST_")  # what a host knows nothing of
+# Prefixes of variables that hosts do not get.
+OURS = ("RAY_", "GOOGLE_", "CLOUDSDK_", "GRPC_", "PYTEST_")
 
 
 class FakePod:
-    """The project, with machines that are switched on and off; a context manager.
+    """A project whose machines can be switched on and off; a context manager.
 
-    `flags` and `environment` tell a driver where it is; `secrets` are the words that nobody may
-    see.
+    A driver that gets `flags` and `environment` uses this project.  `secrets` are texts that must
+    not appear in any output.
     """
 
     def __init__(self, folder: Path):
-        # A short name: the paths of Ray's sockets may have 107 characters.
+        # The name is short because the paths of Ray's sockets may have 107 characters.
         self._homes = tempfile.TemporaryDirectory()
         self._hosts: list[FakeHost] = []
         self._on: set[str] = set()
@@ -57,7 +58,7 @@ class FakePod:
             "GOOGLE_APPLICATION_CREDENTIALS": str(account),
             "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(authority),
         }
-        # Whole lines of the keys, since a last one may be as short as any word.
+        # Only full lines of the keys, because the last one may be as short as an ordinary word.
         lines = (private + self.key.read_text()).splitlines()
         self.secrets = [line for line in lines if len(line) == 64]
 
@@ -76,9 +77,10 @@ class FakePod:
         return [*ssh, "--ssh-port", str(self._hosts[0].port)]
 
     def switch_on(self, count: int, devices: int) -> list[FakeHost]:
-        """New machines, at addresses that none had before: the hosts of the next TPU.
+        """Start machines at new addresses, which are the hosts of the next TPU.
 
-        Each has so many virtual CPU devices.
+        Args:
+          devices: number of virtual CPU devices per machine.
         """
         port = self._hosts[0].port if self._hosts else 0
         made = []
@@ -103,52 +105,52 @@ class FakePod:
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
         }
         public = self.key.with_suffix(".pub").read_text()
-        # Ray takes 127.0.0.1 for the driver's machine.
+        # Ray assumes that 127.0.0.1 is the driver's machine.
         address = f"127.0.0.{1 + self._count}"
         return FakeHost(home, "me", public, address, port, environment=machine)
 
     def switch_off(self, addresses: Collection[str]) -> None:
-        """Ends machines with everything that runs on them."""
+        """End machines and everything that runs on them."""
         for host in self._hosts:
             if host.address in addresses:
                 host.__exit__(None, None, None)
         self._on -= set(addresses)
 
     def preempt(self) -> None:
-        """Takes the TPU and its machines away; those that were switched on since stay."""
+        """Take the TPU and its machines away; machines that were switched on later stay."""
         ends = [end for node in self.api.nodes.values() for end in node.network_endpoints]
         gone = {end.ip_address for end in ends}
         self.api.preempt()
         self.switch_off(gone)
 
     def processes(self, title: str) -> list[int]:
-        """The processes of all machines whose title begins so."""
-        found = []
+        """Return the processes of all machines whose title starts with `title`."""
+        pids = []
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 begins = (process / "cmdline").read_text().startswith(title)
                 environment = (process / "environ").read_text()
                 if begins and f"HOME={self._homes.name}" in environment:
-                    found.append(int(process.name))
-        return found
+                    pids.append(int(process.name))
+        return pids
 
     def readable(self) -> str:
-        """All that a host's other users can read in its homes, the package and libraries aside."""
-        found = []
+        """Return what other users can read in the hosts' homes, except the virtual environments."""
+        texts = []
         for path in Path(self._homes.name).rglob("*"):
             if path.is_file() and path.stat().st_mode & 0o077 and "venv" not in path.parts:
-                found.append(path.read_text(errors="replace"))
-        return "\n".join(found)
+                texts.append(path.read_text(errors="replace"))
+        return "\n".join(texts)
 
     def commands(self) -> str:
-        """All that was ever run on a host."""
+        """Return all commands that were ever run on a host."""
         return "\n".join(command for host in self._hosts for command in host.commands)
 
 
 def _install(home: Path) -> None:
-    """What `init_ray.sh` would install: an environment that finds the host's own package first.
+    """Create what `init_ray.sh` would install: an environment with the host's own package first.
 
-    Its Ray has a folder in the host's home in place of the one /tmp that all hosts here share.
+    Its Ray uses a folder in the host's home instead of /tmp, which all hosts here share.
     """
     package, venv = home / install.PACKAGE, home / install.FOLDER / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
@@ -178,7 +180,7 @@ def _private(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:
 
 
 def _certificate() -> tuple[bytes, bytes]:
-    """A key for 127.0.0.1 and the certificate that it signed itself."""
+    """Return a key for 127.0.0.1 and its self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loopback")])
     now = datetime.datetime.now(datetime.UTC)
@@ -198,7 +200,7 @@ def _certificate() -> tuple[bytes, bytes]:
 
 
 def _account(private: str) -> dict[str, str]:
-    """A service account's key file, as Google issues it; tokens are signed with it here."""
+    """Return a service account's key file, as Google issues it; the driver signs tokens with it."""
     return {
         "type": "service_account",
         "project_id": PROJECT,

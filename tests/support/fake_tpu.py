@@ -1,7 +1,7 @@
-"""The Cloud TPU API and a TPU's SSH server, on loopback, as far as the tests ask them.
+"""A fake Cloud TPU API and the SSH servers of TPU hosts, on loopback.
 
-The API is a gRPC server that speaks the real client's messages.  Time in it is counted in
-requests: a TPU that takes three polls to be ready takes three, however fast the machine.
+The API is a gRPC server that speaks the real client's messages.  It measures time in requests: a
+TPU that is ready after three polls takes three polls, however fast the machine is.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv6e")
 
 
 def client(address: str) -> tpu_v2.TpuClient:
-    """The real client on an insecure loopback channel, without credentials."""
+    """Return the real client on an insecure loopback channel, without credentials."""
     transport = TpuGrpcTransport(
         host=address,
         channel=grpc.insecure_channel(address),
@@ -47,14 +47,20 @@ def client(address: str) -> tpu_v2.TpuClient:
 
 
 class FakeTpuApi:
-    """One project's TPUs; the attributes are a test's levers.
+    """The TPUs of one project, which a test controls through the attributes.
 
-    `ready_after` polls a TPU is ready (None: never), `queue_after` polls a queued one is given.
-    `addresses` are a new TPU's hosts.  A request to create is answered after `create_seconds`, and
-    has its effect half way.  `create_errors` are given in turn to requests to create:
-    (code, message) at once, or, with a third element, "later" by the operation, or "lost" where
-    the TPU is made all the same; `delete_errors` and `read_errors` to those to delete and to read
-    a TPU.  `tls` is a key and its certificate, as PEM.
+    Attributes:
+      ready_after, queue_after: polls until a TPU is ready, and until a queued one is created; None
+        for never.
+      addresses: the hosts of a new TPU.
+      create_seconds: duration of a request to create a TPU, which takes effect halfway.
+      create_errors: errors for the next requests to create a TPU, (code, message).  With the third
+        element "later", the operation fails instead of the request.  With "lost", the TPU is
+        created all the same.
+      delete_errors, read_errors: errors for the next requests to delete and to read a TPU.
+
+    Args:
+      tls: a key and its certificate, as PEM.
     """
 
     def __init__(self, tls: tuple[bytes, bytes] | None = None) -> None:
@@ -71,7 +77,7 @@ class FakeTpuApi:
         self.addresses = ["127.0.0.1"]
         self.host_keys: list[list[tuple[str, str]]] = []  # by host
         self.calls: list[str] = []
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
         self.authorizations: set[str] = set()
         self.polls: dict[str, int] = {}
         self._numbers = itertools.count()
@@ -122,14 +128,14 @@ class FakeTpuApi:
             ),
             "ListAcceleratorTypes": (
                 lambda request, context: tpu_v2.ListAcceleratorTypesResponse(
-                    accelerator_types=[{"type_": each} for each in TYPES]
+                    accelerator_types=[{"type_": value} for value in TYPES]
                 ),
                 tpu_v2.ListAcceleratorTypesRequest,
                 tpu_v2.ListAcceleratorTypesResponse.serialize,
             ),
             "ListRuntimeVersions": (
                 lambda request, context: tpu_v2.ListRuntimeVersionsResponse(
-                    runtime_versions=[{"version": each} for each in RUNTIMES]
+                    runtime_versions=[{"version": value} for value in RUNTIMES]
                 ),
                 tpu_v2.ListRuntimeVersionsRequest,
                 tpu_v2.ListRuntimeVersionsResponse.serialize,
@@ -156,22 +162,22 @@ class FakeTpuApi:
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             self.calls.append(name)
-            self.asked.append(request)
-            told = dict(context.invocation_metadata())
-            self.authorizations.add(told.get("authorization", ""))
+            self.requests.append(request)
+            metadata = dict(context.invocation_metadata())
+            self.authorizations.add(metadata.get("authorization", ""))
             return function(request, context)
 
         return call
 
     def _operation(self, error: tuple[Any, ...] | None = None) -> operations_pb2.Operation:
-        """One that is under way; `_end` ends it."""
+        """Return a new operation: one that `_end` completes, or one that failed with `error`."""
         name = f"projects/p/operations/{next(self._numbers)}"
-        found = operations_pb2.Operation(name=name)
+        operation = operations_pb2.Operation(name=name)
         if error:
-            found.done = True
-            found.error.CopyFrom(status_pb2.Status(code=error[0].value[0], message=error[1]))
-        self.operations[name] = found
-        return found
+            operation.done = True
+            operation.error.CopyFrom(status_pb2.Status(code=error[0].value[0], message=error[1]))
+        self.operations[name] = operation
+        return operation
 
     def _end(self, name: str, result: Any) -> None:
         packed = any_pb2.Any()
@@ -206,13 +212,13 @@ class FakeTpuApi:
         node.name, node.state = name, Node.State.CREATING
         node.description = operation
         node.network_endpoints = [
-            tpu_v2.NetworkEndpoint(ip_address=each) for each in self.addresses
+            tpu_v2.NetworkEndpoint(ip_address=address) for address in self.addresses
         ]
         self.nodes[name] = node
         self.polls[name] = 0
 
     def _refused(self, context: grpc.ServicerContext) -> operations_pb2.Operation | None:
-        """The next error that a test has laid ready, if any."""
+        """Fail with the next of `create_errors`: abort, or return a failed operation; else None."""
         if not self.create_errors or self.create_errors[0][2:] == ("lost",):
             return None
         error = self.create_errors.pop(0)
@@ -277,9 +283,9 @@ class FakeTpuApi:
         due = self.queue_after is not None and polls >= self.queue_after
         if state == Queue.WAITING_FOR_RESOURCES and due:
             resource.state.state = Queue.ACTIVE
-            wanted = resource.tpu.node_spec[0]
-            node = Node.deserialize(Node.serialize(wanted.node))
-            name = f"{wanted.parent}/nodes/{wanted.node_id}"
+            spec = resource.tpu.node_spec[0]
+            node = Node.deserialize(Node.serialize(spec.node))
+            name = f"{spec.parent}/nodes/{spec.node_id}"
             self._new_node(name, node, self._operation().name)
         return resource
 
@@ -287,8 +293,8 @@ class FakeTpuApi:
         resource = self.queue.get(request.name)
         if resource is None:
             return self._missing(request.name, context)
-        wanted = resource.tpu.node_spec[0]
-        node = f"{wanted.parent}/nodes/{wanted.node_id}"
+        spec = resource.tpu.node_spec[0]
+        node = f"{spec.parent}/nodes/{spec.node_id}"
         if node in self.nodes and not request.force:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the queued resource has a node")
         self.nodes.pop(node, None)
@@ -307,7 +313,7 @@ class FakeTpuApi:
         )
 
     def preempt(self) -> None:
-        """Takes every TPU away, as the service does with spot ones."""
+        """Take every TPU away, as the service does with spot TPUs."""
         for node in self.nodes.values():
             node.state = Node.State.PREEMPTED
         for resource in self.queue.values():
@@ -316,10 +322,10 @@ class FakeTpuApi:
 
 
 class FakeHost(paramiko.ServerInterface):
-    """An SSH server on loopback: real commands and files, in a folder that is its user's home.
+    """An SSH server on loopback with real commands and files, in a folder that is the user's home.
 
-    Commands have `environment` in place of this process's own.  While it is `silent` it takes
-    commands and files, and says nothing.
+    Commands run with `environment`, or with this process's own if it is None.  While `silent` is
+    set, the server accepts commands and files but does not answer.
     """
 
     def __init__(
@@ -358,21 +364,21 @@ class FakeHost(paramiko.ServerInterface):
 
     @property
     def _mark(self) -> str:
-        """What only this host's processes have in their environment."""
+        """Return a text that only the environments of this host's processes contain."""
         return f"HOME={self.home}\0"
 
     def cut(self) -> None:
-        """Closes every connection, as a host that is taken away does."""
+        """Close every connection, as if the host was taken away."""
         for transport in self._transports:
             transport.close()
 
     def new_key(self) -> None:
-        """Becomes another machine at the same address."""
+        """Change the host key, as if another machine took over the address."""
         self.cut()
         self.host_key = paramiko.ECDSAKey.generate()
 
     def pause_for(self, seconds: float) -> None:
-        """Refuses connections for so long, as a host that is still starting does."""
+        """Refuse connections for some seconds, like a host that is still starting."""
         self._busy_until = time.monotonic() + seconds
 
     def published(self) -> list[tuple[str, str]]:
@@ -408,12 +414,12 @@ class FakeHost(paramiko.ServerInterface):
         return True
 
     def _login(self, channel: paramiko.Channel) -> dict[str, str]:
-        """A command's environment; its SSH_CONNECTION is as sshd sets it."""
+        """Return a command's environment, with SSH_CONNECTION as sshd sets it."""
         line: Any = channel.get_transport().sock
         ends = [*line.getpeername(), *line.getsockname()]
-        given = dict(os.environ) if self._environment is None else self._environment
-        connection = " ".join(str(each) for each in ends)
-        return given | {"HOME": str(self.home), "SSH_CONNECTION": connection}
+        base = dict(os.environ) if self._environment is None else self._environment
+        connection = " ".join(str(end) for end in ends)
+        return base | {"HOME": str(self.home), "SSH_CONNECTION": connection}
 
     def _execute(self, channel: paramiko.Channel, command: bytes) -> None:
         if self.silent.is_set():
@@ -437,16 +443,16 @@ class FakeHost(paramiko.ServerInterface):
         errors.join()
         status = process.wait()
         with contextlib.suppress(OSError):
-            if status >= 0:  # sshd tells a signal in another way, which the client does not read
+            if status >= 0:  # sshd reports signals differently, and the client ignores it
                 channel.send_exit_status(status)
             channel.close()
 
 
 def kill_marked(mark: str) -> None:
-    """Ends every process that has the mark in its environment, as a power cut does."""
-    for _ in range(3):  # those that were being started meanwhile
+    """Kill every process that has the mark in its environment, like a power cut."""
+    for _ in range(3):  # repeated for processes that were just starting
         for process in Path("/proc").glob("[0-9]*"):
-            # Those that have ended, and others' own.
+            # The process has ended or belongs to another user.
             with contextlib.suppress(OSError):
                 if mark.encode() in (process / "environ").read_bytes():
                     os.kill(int(process.name), signal.SIGKILL)
@@ -460,7 +466,7 @@ def _pump(source: Any, send: Callable[[bytes], None]) -> None:
 
 
 class _Files(paramiko.SFTPServerInterface):
-    """SFTP in a home folder; only what the client uses."""
+    """SFTP in a home folder, with only the operations that the client uses."""
 
     def __init__(self, server: FakeHost, host: FakeHost):
         super().__init__(server)
@@ -482,7 +488,7 @@ class _Files(paramiko.SFTPServerInterface):
 
 
 class _OpenFile(paramiko.SFTPHandle):
-    """A file being written."""
+    """A file that is open for writing."""
 
     def __init__(self, path: Path, flags: int, host: FakeHost):
         super().__init__(flags)
@@ -513,7 +519,7 @@ def _answer(action: Callable[[], Any]) -> Any:
 
 
 def key_pair(folder: Path) -> Path:
-    """A new SSH key without a passphrase; its .pub is beside it."""
+    """Create an SSH key without a passphrase, and its .pub file; returns the path of the key."""
     path, key = folder / "key", paramiko.ECDSAKey.generate()
     key.write_private_key_file(str(path))
     path.with_suffix(".pub").write_text(f"{key.get_name()} {key.get_base64()} somebody\n")

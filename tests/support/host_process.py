@@ -1,7 +1,7 @@
-"""One host of several, as a plain process: does what `multihost` wrote down, writes the results.
+"""One of several hosts, as a plain process that makes the calls which `multihost` requests.
 
-Its argument is a file of JSON: `rank`, the arguments of `NetworkRunner.start`, the `batches`
-(an .npz of all rows), `calls` (names, with arguments) and where the results go.
+Its argument is a JSON file with `rank`, the arguments of `NetworkRunner.start`, the `batches` (an
+.npz file with all rows), the `calls` (names with arguments) and the path for the results.
 """
 
 import json
@@ -16,11 +16,11 @@ from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
 from mesh_transformer.training.loop import IN_FLIGHT
 from tests.support.multihost import STEPS
 
-SECONDS_ARE = "seconds: "  # before a number on standard output, where libraries write too
+SECONDS_ARE = "seconds: "  # marks the number on standard output, where libraries write too
 
 
 def timed_block(steps: int, samples: list[Any], runner: NetworkRunner) -> float:
-    """Seconds that so many steps take, read as `training` does."""
+    """Return the seconds that `steps` steps take, with metrics read as in `training.loop`."""
     began, read = time.perf_counter(), 0
     for step in range(steps):
         runner.train(samples[step % len(samples)])
@@ -32,43 +32,47 @@ def timed_block(steps: int, samples: list[Any], runner: NetworkRunner) -> float:
     return time.perf_counter() - began
 
 
-def call(runner: NetworkRunner, facts: dict, batches: Any, name: str, given: Any) -> dict[str, Any]:
-    """One call's results, by name; rows are those of this process."""
+def call(
+    runner: NetworkRunner, facts: dict, batches: Any, name: str, argument: Any
+) -> dict[str, Any]:
+    """Make one call and return its results by name, for the rows of this process."""
 
     def mine(key: str, axis: int = 0) -> np.ndarray:
         return share(batches[key], facts["replicas"], facts["dp"], axis)
 
     if name == "train":
-        runner.train({key: mine(f"train_{key}_{given}", axis=1) for key in ("obs", "target")})
-        told = runner.metrics()
-        found = {"step": told.step} | told.numbers
-        return {name: np.asarray(each) for name, each in found.items()}
+        runner.train({key: mine(f"train_{key}_{argument}", axis=1) for key in ("obs", "target")})
+        measured = runner.metrics()
+        result = {"step": measured.step} | measured.numbers
+        return {name: np.asarray(value) for name, value in result.items()}
     if name == "eval":
         return runner.eval({key: mine(f"eval_{key}") for key in ("obs", "target")})
     if name == "score":
-        return runner.forward("score", mine("eval_obs"), given)._asdict()
+        return runner.forward("score", mine("eval_obs"), argument)._asdict()
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
-        arguments = (mine("ctx"), mine("length"), given, options)
+        arguments = (mine("ctx"), mine("length"), argument, options)
         return {"tokens": runner.forward("generate", *arguments)}
     if name == "blocks":
         samples = [
             {key: mine(f"train_{key}_{step}", axis=1) for key in ("obs", "target")}
             for step in range(STEPS)
         ]
-        for _ in sys.stdin:  # a line for each block
-            seconds = timed_block(given, samples, runner)
+        for _ in sys.stdin:  # one line per block
+            seconds = timed_block(argument, samples, runner)
             print(f"{SECONDS_ARE}{seconds}", flush=True)
         return {}
     if name == "train_and_save":
-        folder, last = given
+        folder, last = argument
         while (step := runner.network.step) < last:  # type: ignore[union-attr]
             call(runner, facts, batches, "train", step % STEPS)
             runner.forward("save", folder, {"saved after": step + 1})
         runner.forward("wait")
         return {}
-    found = runner.forward(name, *given) if name in FORWARDED else getattr(runner, name)(*given)
-    return {"aux": np.asarray(json.dumps(found))} if name == "restore" else {}
+    result = (
+        runner.forward(name, *argument) if name in FORWARDED else getattr(runner, name)(*argument)
+    )
+    return {"aux": np.asarray(json.dumps(result))} if name == "restore" else {}
 
 
 def main() -> None:
@@ -78,8 +82,8 @@ def main() -> None:
     facts = runner.start(spec["config"], **spec["start"])
     batches = np.load(spec["batches"])
     results = {"replicas": np.asarray(facts["replicas"])}
-    for number, (name, given) in enumerate(spec["calls"]):
-        for key, value in call(runner, facts, batches, name, given).items():
+    for number, (name, argument) in enumerate(spec["calls"]):
+        for key, value in call(runner, facts, batches, name, argument).items():
             results[f"{number}_{key}"] = value
     runner.close()
     np.savez(spec["results"], **results)

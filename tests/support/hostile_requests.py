@@ -1,4 +1,4 @@
-"""Requests that a server must survive: wrong values, bodies that are no request, rude clients."""
+"""Requests that a server must survive: wrong values, invalid bodies and clients that leave."""
 
 import json
 import math
@@ -48,7 +48,7 @@ WRONG = [
     {"top_k": 2**31},
     {"repetition_penalty": 0},
     {"repetition_penalty": 1e-50},  # 0 in float32
-    {"repetition_penalty": 1e-30},  # by which the quotient of a logit is infinite
+    {"repetition_penalty": 1e-30},  # a logit divided by it is infinite
     {"repetition_penalty": 101},
     {"temperature": 1e39},  # infinite in float32
     {"n": 0},
@@ -96,7 +96,7 @@ BODIES = [
 
 
 def _edges() -> Iterator[float]:
-    """Where an integer's width or a float's precision ends, and the next numbers beyond."""
+    """Yield the limits of integer and float formats, and the numbers next to them."""
     for bits in (7, 8, 15, 16, 31, 32, 53, 63, 64, 128):
         yield from (2**bits - 1, 2**bits, 2**bits + 1, -(2**bits), -(2**bits) - 1)
     for kind, largest in (("e", 65504.0), ("f", 3.4028234663852886e38), ("d", sys.float_info.max)):
@@ -125,7 +125,7 @@ NUMBERS = [
     "frequency_penalty",
 ]
 
-# Kinds for a server without keys, whose answers cost something.
+# Kinds for a server without keys; some of these requests are expensive to answer.
 COSTLY = [
     "edge",
     "lone_surrogates",
@@ -138,17 +138,17 @@ COSTLY = [
 
 
 class Target(Protocol):
-    """A server under test: a client of it, and where it listens."""
+    """A server under test: an HTTP client for it, and its address."""
 
     http: httpx.Client
     address: tuple[str, int]
 
 
 class Hostile:
-    """Requests of every bad kind, each with the statuses that may answer it.
+    """Hostile requests of every kind, each with the statuses that are allowed in answer to it.
 
     Args:
-      more: further kinds, by name, besides those that every server refuses.
+      more: names of further kinds, in addition to those that every server refuses.
     """
 
     def __init__(self, live: Target, seed: int, more: Sequence[str] = ()):
@@ -173,7 +173,7 @@ class Hostile:
         ]
 
     def run(self, number: int) -> str | None:
-        """One request; what was wrong with its answer, if anything."""
+        """Send one request; returns what is wrong with its answer, or None."""
         kind = self.kinds[number % len(self.kinds)]
         try:
             statuses, answer = kind()
@@ -184,7 +184,7 @@ class Hostile:
                     check_error(answer)
                 return None
             return f"{kind.__name__}: {answer.status_code} {answer.text[:200]}"
-        except Exception as error:  # of any kind: it is what the test is about
+        except Exception as error:  # any error counts against the server
             return f"{kind.__name__}: {type(error).__name__} {error}"[:300]
 
     def post(self, body: Any, **headers: str) -> httpx.Response:
@@ -234,10 +234,10 @@ class Hostile:
         prompt: Any = unit * (2**20 // len(unit.encode()))
         if self.rng.random() < 0.3:
             prompt = [1] * 200000
-        return {400, 413}, self.post({"prompt": prompt})  # escaped, some are beyond the limit
+        return {400, 413}, self.post({"prompt": prompt})  # with escapes, some exceed the limit
 
     def edge(self):
-        """A number at an edge of its type, of a float's precision or of an integer's width."""
+        """A number at the limit of an integer or float format."""
         name = self.rng.choice(NUMBERS)
         value = self.rng.choice(EDGES)
         body = json.dumps({"prompt": "Hello", "max_tokens": 4} | {name: value})
@@ -250,19 +250,19 @@ class Hostile:
         return {200, 400, 404, 429}, self.post(body)
 
     def lone_bytes(self):
-        """Tokens that are no whole character, whose text is only known when all are there."""
+        """Tokens of incomplete characters, whose text is known only once all are there."""
         prompt = [self.rng.choice([222, 94, 247])] * self.rng.choice([1, 17, 60])
         body = {"prompt": prompt, "max_tokens": 4, "echo": True, "n": self.rng.choice([1, 4])}
         return {200, 429}, self.completion(body | {"logprobs": self.rng.choice([None, 0, 5])})
 
     def many(self):
-        """As many answers as there may be, echoed and scored."""
+        """The maximum number of answers, with echo and logprobs."""
         body = {"prompt": [self.rng.randrange(50257) for _ in range(50)], "max_tokens": 2}
         body |= {"n": self.rng.choice([16, 128]), "echo": True, "logprobs": 5}
         return {200, 429}, self.completion(body)
 
     def slow(self):
-        """Some of a head or body, a byte at a time, and then nothing."""
+        """Part of a head or body, whose last bytes come slowly, and then nothing."""
         request = post(self.good())
         cut = self.rng.randrange(1, len(request))
         with connected(self.live) as connection:
@@ -274,7 +274,7 @@ class Hostile:
         return set(), None
 
     def refused_early(self):
-        """A body of which little ever comes, for a path that takes none."""
+        """A body that is never completed, for a path that takes no body."""
         head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{"
         with connected(self.live) as connection:
             connection.sendall(head)
@@ -282,7 +282,7 @@ class Hostile:
         return set(), None
 
     def settle(self, connection: socket.socket) -> None:
-        """Waits until the server answers or hangs up, but not for long."""
+        """Wait up to 3 s until the server closes the connection."""
         connection.settimeout(self.rng.uniform(0, 3))
         try:
             while connection.recv(2**16):
@@ -314,8 +314,8 @@ class Hostile:
                 self.rng.choice([b"\x16\x03\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"{}\n\n"])
             )
             connection.settimeout(SECONDS)
-            found = connection.recv(1000)
-        assert found.startswith(b"HTTP/1.1 400 "), found
+            answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 400 "), answer
         return {400}, None
 
     def _leave(self, body: dict[str, Any], cut: int | None, heard: int) -> tuple[set[int], None]:

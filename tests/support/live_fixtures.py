@@ -1,4 +1,4 @@
-"""Fixtures around `live_server`, a plugin of the tests that name it."""
+"""A pytest plugin with fixtures for `live_server`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.support.fake_network import FakeNetwork
 from tests.support.live_server import Live
 
-# Words, and characters of two to four bytes that are several tokens each.
+# Words, and characters of two to four bytes, each of which takes several tokens.
 SCRIPT = (
     "Once 世界 upon a 🎉🎊 time, Grüße naïve ⵣ end.\n\n"
     "Next — “day” 日本語 one ∑∞ two 🧑\u200d🚀 three "

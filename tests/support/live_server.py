@@ -1,4 +1,4 @@
-"""A server over a network whose every token is known, for tests that ask it over HTTP."""
+"""A server on a fake network with known tokens, for tests that use it over HTTP."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ SECONDS = 30
 
 
 class Live:
-    """A server in a thread, and a client of it."""
+    """A server in a thread, and an HTTP client for it."""
 
     def __init__(self, network: FakeNetwork, tokenizer: Any, keys: str | None, **options: Any):
         metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
@@ -64,11 +64,11 @@ class Live:
             yield json.loads(line.removeprefix("data: "))
 
     def text(self, prompt: list[int], seed: int, length: int) -> str:
-        """The whole answer to a prompt."""
+        """Return the complete answer to a prompt."""
         return self.tokenizer.decode(self.network.answer(prompt, seed, length))
 
     def refused(self, body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
-        """The status and the error of a request that must not succeed."""
+        """Send a request that must fail; returns its status and its error."""
         sent = {"content": body} if isinstance(body, bytes | str) else {"json": body}
         headers = {"Content-Type": "application/json"} | options.pop("headers", {})
         answer = self.http.post(path, headers=headers, **sent, **options)
@@ -76,7 +76,7 @@ class Live:
 
 
 def check_error(answer: httpx.Response) -> dict[str, Any]:
-    """The error in an answer, which must have OpenAI's shape."""
+    """Return the error in an answer, and check that it has OpenAI's format."""
     assert answer.status_code >= 400, answer.text
     error = answer.json()
     assert set(error) == {"error"}
@@ -86,12 +86,12 @@ def check_error(answer: httpx.Response) -> dict[str, Any]:
 
 
 def connected(live: Live) -> socket.socket:
-    """A bare connection, to be closed."""
+    """Return a plain connection, which the caller must close."""
     return socket.create_connection(live.address, timeout=SECONDS)
 
 
 def post(body: Any, path: str = "/v1/completions") -> bytes:
-    """A request as it goes over the wire."""
+    """Return the bytes of a POST request."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
@@ -106,15 +106,15 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def held(live: Live, count: int) -> Iterator[Callable[[], None]]:
-    """`count` requests that are under way, held back until the given function is called."""
+    """Run `count` requests, which are held back until the yielded function is called."""
     live.network.allowed.clear()
     with ThreadPoolExecutor(count) as pool:
-        asked = []
+        answers = []
         for _ in range(count):
-            asked.append(pool.submit(live.ask, prompt="held", max_tokens=3))
-            # The first is in a call of the network, the others wait behind it.
-            wait_for(lambda: live.network.waits and live.engine.waiting == len(asked) - 1)
+            answers.append(pool.submit(live.ask, prompt="held", max_tokens=3))
+            # The first request waits in a call of the network, the others in the queue.
+            wait_for(lambda: live.network.waits and live.engine.waiting == len(answers) - 1)
         yield live.network.allowed.set
         live.network.allowed.set()
-        for answer in asked:
+        for answer in answers:
             assert answer.result(SECONDS)["choices"]

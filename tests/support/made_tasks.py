@@ -1,4 +1,4 @@
-"""lm-eval's tasks of made-up sentences, and a tokenizer that knows the words in them alone."""
+"""Tasks for lm-eval with made-up sentences, and a tokenizer that knows only their words."""
 
 import json
 import re
@@ -14,14 +14,14 @@ END = "<|endoftext|>"
 
 
 def documents(kind: str) -> list[dict[str, Any]]:
-    """The questions of one task, as its file has them."""
+    """Return the questions in the file of one task."""
     return [json.loads(line) for line in (FOLDER / f"{kind}.jsonl").read_text().splitlines()]
 
 
 def save_tokenizer(folder: Path) -> str:
-    """Saves the tokenizer, of 64 tokens, as Hugging Face does; returns its folder.
+    """Save a tokenizer with 64 tokens in the Hugging Face format; returns its folder.
 
-    As in GPT-2's a word and the space before it are one token.
+    As in GPT-2's tokenizer, a word and the space before it are one token.
     """
     text = "".join((FOLDER / f"{kind}.jsonl").read_text() for kind in ("choice", "rolling"))
     words = sorted(set(re.findall("[a-z]+", text.lower())) - {"question", "choices", "answer"})

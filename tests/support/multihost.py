@@ -1,4 +1,4 @@
-"""Hosts as plain processes (`host_process`), without Ray: started, awaited, never left behind."""
+"""Hosts as plain processes (`host_process`), without Ray; they are always killed at the end."""
 
 import contextlib
 import json
@@ -17,9 +17,9 @@ from tests.support.small_run import SEQ, VOCAB
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-STEPS = 5  # of which there are batches
+STEPS = 5  # number of training batches
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-SECONDS = 300.0  # on a machine that has other things to do
+SECONDS = 300.0  # time limit for a busy machine
 
 
 def free_port() -> int:
@@ -29,35 +29,35 @@ def free_port() -> int:
 
 
 def listening(port: int) -> list[str]:
-    """Linux: the addresses, as the kernel writes them, on which somebody listens on a port."""
-    found = []
+    """Return the addresses with a listener on a port, as the kernel writes them (Linux only)."""
+    addresses = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             local, _, state = line.split()[1:4]
             address, _, number = local.partition(":")
             if state == "0A" and int(number, 16) == port:
-                found.append(address)
-    return found
+                addresses.append(address)
+    return addresses
 
 
 def random_batches(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """What `host_process` is fed: train batches, one to evaluate, prompts of unequal lengths."""
+    """Return batches for `host_process`: to train, to evaluate, and prompts of unequal lengths."""
     rng = np.random.default_rng(seed)
     assert config.tpu_size is not None
     rows = config.per_replica_batch * config.tpu_size // config.cores_per_replica
-    found: dict[str, np.ndarray] = {}
+    batches: dict[str, np.ndarray] = {}
     shapes = {f"_{step}": (2, rows) for step in range(STEPS)}
     for name, shape in ({f"train{k}": v for k, v in shapes.items()} | {"eval": (12,)}).items():
         tokens = rng.integers(0, min(VOCAB, config.n_vocab), (*shape, SEQ + 1)).astype(np.uint32)
         kind, _, number = name.partition("_")
         end = f"_{number}" if number else ""
-        found |= {f"{kind}_obs{end}": tokens[..., :-1], f"{kind}_target{end}": tokens[..., 1:]}
-    found["ctx"] = found["eval_obs"]
-    # One replica's rows are all short: alone, its process would compile for a narrower prompt.
-    found["length"] = np.concatenate((np.full(6, 2), np.full(6, SEQ))).astype(np.int32)
-    found["seed"] = np.arange(12, dtype=np.uint32)
-    found["top_p"] = np.linspace(0.3, 1, 12, dtype=np.float32)
-    return found
+        batches |= {f"{kind}_obs{end}": tokens[..., :-1], f"{kind}_target{end}": tokens[..., 1:]}
+    batches["ctx"] = batches["eval_obs"]
+    # One replica's rows are all short: by itself, its process would compile for narrower prompts.
+    batches["length"] = np.concatenate((np.full(6, 2), np.full(6, SEQ))).astype(np.int32)
+    batches["seed"] = np.arange(12, dtype=np.uint32)
+    batches["top_p"] = np.linspace(0.3, 1, 12, dtype=np.float32)
+    return batches
 
 
 @contextlib.contextmanager
@@ -70,9 +70,9 @@ def started(
     *,
     pipes: bool = False,
 ) -> Iterator[list[subprocess.Popen]]:
-    """Processes that make these calls; killed at the end of the block, if not over by then.
+    """Start processes that make these calls; those that still run at the end are killed.
 
-    `pipes` gives each a standard input and output of text; else what they say is in their logs.
+    With `pipes`, each has text pipes as standard input and output; else its output is in its log.
     """
     folder.mkdir()
     np.savez(folder / "batches.npz", **batches)
@@ -99,7 +99,7 @@ def started(
             command = [sys.executable, "-m", "tests.support.host_process", str(path)]
             with (folder / f"{rank}.log").open("w") as log:
                 to, out = (subprocess.PIPE,) * 2 if pipes else (None, log)
-                # A proxy that does not answer: hosts reach each other without.
+                # This proxy does not answer, because hosts must reach each other without it.
                 environment = os.environ | dict.fromkeys(PROXIES, "http://127.0.0.1:9")
                 processes.append(
                     subprocess.Popen(
@@ -112,14 +112,14 @@ def started(
                         text=True,
                     )
                 )
-        # On loopback alone: the coordinator believes whoever connects.
-        addresses = wait_until(lambda: listening(port), "nobody listens")
+        # Only on loopback, because the coordinator trusts everyone who connects.
+        addresses = wait_until(lambda: listening(port), "a listening coordinator")
         assert all(address.endswith("0100007F") for address in addresses), addresses
         yield processes
     finally:
         for process in processes:
             process.kill()
-            with process:  # closes its pipes, and waits
+            with process:  # closes its pipes and waits for it
                 pass
 
 
@@ -130,7 +130,7 @@ def run(
     batches: dict[str, np.ndarray],
     calls: list[tuple[str, Any]],
 ) -> list[dict[str, np.ndarray]]:
-    """What each of `hosts` processes found."""
+    """Return the results of each of `hosts` processes."""
     with started(folder, config, hosts, batches, calls) as processes:
         for rank, process in enumerate(processes):
             status = process.wait(SECONDS)

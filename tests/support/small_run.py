@@ -1,4 +1,4 @@
-"""A run small enough for milliseconds a step: records, config values, and the rows it leaves."""
+"""A small run, with steps of milliseconds: its records, config values and metrics rows."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from mesh_transformer.training.metrics import NAME
 
 SEQ = 16
 VOCAB = 64
-# Two files whose sizes share no factor with a step's 8 records: 30 steps read them 4 times.
+# Two files whose sizes share no factor with the 8 records per step; 30 steps read them 4 times.
 ROWS = {"one": 37, "two": 24}
-TIMES = ("train/tokens_per_sec", "train/mfu")  # what two equal runs may differ in
+TIMES = ("train/tokens_per_sec", "train/mfu")  # metrics in which two equal runs may differ
 
 VALUES = {
     "layers": 2,
@@ -40,7 +40,7 @@ VALUES = {
 
 
 def write_set(folder: Path, name: str, rows: dict[str, int] = ROWS, seed: int = 0) -> str:
-    """Record files of random tokens and their index, whose path is returned."""
+    """Write record files of random tokens and their index; returns the path of the index."""
     rng = np.random.default_rng(seed)
     for part, count in rows.items():
         path = folder / f"{name}_{part}.tfrecords"
@@ -51,14 +51,14 @@ def write_set(folder: Path, name: str, rows: dict[str, int] = ROWS, seed: int = 
 
 
 def run_values(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Config values of a run on fresh record sets in `folder`."""
+    """Write record sets to `folder`, and return config values for a run on them."""
     train_set = write_set(folder, "train")
     val_set = {"held_out": write_set(folder, "val", {"one": 13}, seed=1)}
     return VALUES | {"train_set": train_set, "val_set": val_set} | changes
 
 
 def mixed_values(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Config values of a run on two sets, mixed and shuffled."""
+    """Return config values for a run on two mixed and shuffled sets, like `run_values`."""
     values = run_values(folder)
     other = write_set(folder, "other", {"one": 5, "two": 9}, seed=2)
     sets = {values["train_set"]: 3.0, other: 1.0}
@@ -71,13 +71,13 @@ def write_config(path: Path, values: dict[str, Any]) -> str:
 
 
 def rows_of(folder: Path | str) -> list[dict[str, Any]]:
-    """A run's metrics, less what the clock decides."""
+    """Return a run's metrics rows without the values that depend on the clock."""
     rows = [json.loads(line) for line in (Path(folder) / NAME).read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
-def assert_same_rows(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Equal to the bit: JSON writes a float so that it reads back as the same."""
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one == other
+def assert_same_rows(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Check that rows are equal bit for bit, because floats in JSON read back unchanged."""
+    assert [row["step"] for row in actual] == [row["step"] for row in expected]
+    for actual_row, expected_row in zip(actual, expected, strict=True):
+        assert actual_row == expected_row

@@ -1,19 +1,19 @@
-"""Waiting for what other processes and threads do, with a limit for those that hang."""
+"""Waiting for other processes and threads, with a time limit in case they hang."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 240.0  # for a whole run, on a machine that has other things to do
+SECONDS = 240.0  # for a complete run on a busy machine
 
 
 def wait_until(
     condition: Callable[[], Any], what: str, seconds: float = SECONDS, pause: float = 0.01
 ) -> Any:
-    """The condition's first true value."""
+    """Return the condition's first true value; raises AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := condition():
-            return found
+        if value := condition():
+            return value
         time.sleep(pause)
     raise AssertionError(f"{what}: not within {seconds:.0f} s")
