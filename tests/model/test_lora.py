@@ -82,9 +82,9 @@ def gradients_of_merged_weights(config: Config, state: Any, batch: Any) -> Any:
         whole |= {"layers": jax.vmap(merge)(whole["layers"])}
         return train_loss(whole, obs, target, config.merged(), Auto())[0]
 
-    # All microbatches have the same size, so the mean over all sequences is the mean of their means.
-    batches = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
-    return jax.jit(jax.grad(loss))(state["params"], *batches)
+    # Microbatches have equal sizes, so the mean over all sequences is the mean of their means.
+    sequences = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
+    return jax.jit(jax.grad(loss))(state["params"], *sequences)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -132,7 +132,7 @@ def test_gradients_of_the_base_are_not_computed():
     Activations have a batch axis, so a product with the shape of a weight is its gradient.
     """
 
-    def gradients(config: Config) -> set[tuple[int, ...]]:
+    def gradient_shapes(config: Config) -> set[tuple[int, ...]]:
         state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
         batch = random_batch(config, 2, 3)
         function = functools.partial(step.gradients, config=config, par=Auto())
@@ -141,8 +141,10 @@ def test_gradients_of_the_base_are_not_computed():
         return shapes & {(64, 64), (64, 256), (256, 64), (64, 128), (128, 64)}
 
     config = lora_config(lora_targets=list(LORA_TARGETS["gptj"]))
-    assert len(gradients(config.merged())) == 4  # (128, 64) is missing: the embedding is a lookup
-    assert not gradients(config)
+    assert (
+        len(gradient_shapes(config.merged())) == 4
+    )  # (128, 64) is missing: the embedding is a lookup
+    assert not gradient_shapes(config)
 
 
 def run_config(folder: Path) -> Config:
