@@ -782,7 +782,7 @@ def test_load_gives_the_same_model_with_and_without_a_config(base):
             np.testing.assert_allclose(actual[key], expected[key], rtol=1e-5)
         np.testing.assert_array_equal(actual["correct"], expected["correct"])
     for rows in (1, 2, 3, 7):
-        actual = networks["its own"].eval({key: tokens[:rows] for key, tokens in batch.items()})
+        partial = networks["its own"].eval({key: tokens[:rows] for key, tokens in batch.items()})
         np.testing.assert_allclose(
-            actual["all_loss"], expected["all_loss"][: min(rows, 5)], rtol=1e-5
+            partial["all_loss"], expected["all_loss"][: min(rows, 5)], rtol=1e-5
         )
