@@ -156,11 +156,11 @@ def cycles(modules: dict[str, str]) -> list[str]:
     graph = {
         module: sorted(
             {
-                other
+                imported
                 for _, name in imports(source, types=False)
-                for other in (name.removeprefix("mesh_transformer."),)
-                for other in (other, other.rpartition(".")[0])
-                if other in modules and other != module
+                for imported in (name.removeprefix("mesh_transformer."),)
+                for imported in (imported, imported.rpartition(".")[0])
+                if imported in modules and imported != module
             }
         )
         for module, source in modules.items()
@@ -172,8 +172,8 @@ def cycles(modules: dict[str, str]) -> list[str]:
         if module in path:
             errors.append(" -> ".join([*path[path.index(module) :], module]))
         elif module not in finished:
-            for other in graph[module]:
-                walk(other, [*path, module])
+            for imported in graph[module]:
+                walk(imported, [*path, module])
             finished.add(module)
 
     for module in graph:

@@ -91,7 +91,9 @@ def test_logits_at_every_position_match_a_full_pass(kind, place):
     parts = [jax.tree.map(lambda x: x[:, None], first)]
     for count in (1, 4, 6):  # the cache's ring buffer wraps around during a call
         parts.append(batch.decode(count, alternatives=config.n_vocab))
-    tokens, own, top, logprob = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    tokens, token_logprobs, top, logprob = (
+        np.concatenate(x, axis=1) for x in zip(*parts, strict=True)
+    )
     actual = by_token(top, logprob)
     prompts = [prompt[-WINDOW:] for prompt in prompts]
     texts = [np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)]
@@ -104,7 +106,7 @@ def test_logits_at_every_position_match_a_full_pass(kind, place):
         # Logprobs reach 18 here, where adjacent f32 values differ by 2e-6.
         np.testing.assert_allclose(actual[row], expected[row, here], atol=1e-5, rtol=1e-5)
     drawn = np.take_along_axis(actual, tokens[..., None].astype(int), axis=-1)[..., 0]
-    np.testing.assert_array_equal(own, drawn)
+    np.testing.assert_array_equal(token_logprobs, drawn)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -161,7 +163,7 @@ def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, A
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
-    "place", [*PLACES[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in PLACES[3:])]
+    "place", [*PLACES[:3], *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[3:])]
 )
 def test_a_decode_step_copies_no_cache(place, rows):
     _, dp, mp = place

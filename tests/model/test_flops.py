@@ -91,15 +91,15 @@ def test_every_flop_count_of_gptj_6b():
     attention = 12 * layers * width * length
     assert round((palm - attention / 2) / 1e9, 2) == 37.71  # the causal half
     layer, products = layers * (24 - 10) * width**2, attention // 3
-    whole, logits = GPTJ_6B.replace(loss_chunk=length), 2 * 50400 * width
+    unchunked, logits = GPTJ_6B.replace(loss_chunk=length), 2 * 50400 * width
     least = palm - 3 * logits  # the embedding is a lookup
     for remat, recomputed in (("full", layer + products), ("dots", products), ("none", 0)):
-        assert flops.hardware_flops_per_token(whole.replace(remat=remat)) == least + recomputed
+        assert flops.hardware_flops_per_token(unchunked.replace(remat=remat)) == least + recomputed
     assert flops.hardware_flops_per_token(GPTJ_6B.replace(remat="none")) == least + logits
     # A kernel does not save the scores, so it computes seven products where plain attention has
     # six, but each only over the pairs that the mask allows.
     seen = (length + 1) / (2 * length)
-    kernel = flops.hardware_flops_per_token(whole.replace(remat="none"), "splash")
+    kernel = flops.hardware_flops_per_token(unchunked.replace(remat="none"), "splash")
     assert kernel == pytest.approx(least - attention + 7 * attention / 6 * seen, rel=1e-9)
 
 

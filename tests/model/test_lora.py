@@ -77,10 +77,10 @@ def gradients_of_merged_weights(config: Config, state: Any, batch: Any) -> Any:
     """Return the adapters' gradients, computed by merging them into a model without adapters."""
 
     def loss(adapters: Any, obs: Any, target: Any) -> Any:
-        whole = joined(state["frozen"], adapters)
+        params = joined(state["frozen"], adapters)
         merge = functools.partial(lora.merged, scale=config.lora_scale)
-        whole |= {"layers": jax.vmap(merge)(whole["layers"])}
-        return train_loss(whole, obs, target, config.merged(), Auto())[0]
+        params |= {"layers": jax.vmap(merge)(params["layers"])}
+        return train_loss(params, obs, target, config.merged(), Auto())[0]
 
     # Microbatches have equal sizes, so the mean over all sequences is the mean of their means.
     sequences = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
@@ -113,8 +113,8 @@ def test_every_mesh_trains_adapters_like_the_merged_model_without_changing_the_b
     for name in ("loss", "last_loss", "grad_norm"):
         assert metrics[name] == pytest.approx(expected_metrics[name], abs=1e-5)
     jax.tree.map(np.testing.assert_array_equal, actual["frozen"], state["frozen"])
-    moved = jax.tree.map(np.array_equal, actual["params"], state["params"])
-    assert not any(jax.tree.leaves(moved))
+    unchanged = jax.tree.map(np.array_equal, actual["params"], state["params"])
+    assert not any(jax.tree.leaves(unchanged))
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
@@ -295,9 +295,9 @@ def test_a_checksum_on_a_mesh_equals_the_sum_over_parts_on_the_host(dtype):
     values = rng.normal(size=(3, 8, 20)).astype(np.float32)
     mesh = make_mesh(lora_config(cores_per_replica=4))
     placed = jax.device_put(values, named(mesh, jax.sharding.PartitionSpec(None, "mp", None)))
-    whole = int(loading.compile_checksums(mesh, dtype)({"w": placed})["w"])
+    mesh_checksum = int(loading.compile_checksums(mesh, dtype)({"w": placed})["w"])
     parts = [host_checksum(part, at * 160, dtype) for at, part in enumerate(values)]
-    assert whole == sum(parts) % 2**32
+    assert mesh_checksum == sum(parts) % 2**32
     swapped = values.copy()
     swapped[0, 0, :2] = values[0, 0, 1::-1]
-    assert host_checksum(swapped, dtype=dtype) != whole
+    assert host_checksum(swapped, dtype=dtype) != mesh_checksum

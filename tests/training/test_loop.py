@@ -128,10 +128,10 @@ def test_losses_are_read_only_after_later_steps_are_dispatched(counter, tmp_path
     network = counter(ckpt_every=1000, val_set=None)
     loop.train(network, str(tmp_path))
     # The last losses are read at the end, when no more steps are dispatched.
-    assert {made: at for made, at in network.reads if at < 30} == {
+    assert {step_of_loss: at for step_of_loss, at in network.reads if at < 30} == {
         step: step + loop.IN_FLIGHT for step in range(1, 30 - loop.IN_FLIGHT)
     }
-    assert {made for made, _ in network.reads} == set(range(1, 31))
+    assert {step_of_loss for step_of_loss, _ in network.reads} == set(range(1, 31))
 
 
 def test_rows_have_the_documented_keys(counter, tmp_path):
