@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; small models and batches to compare with."""
+"""Settings and fixtures for all tests: eight virtual CPU devices, small models and batches."""
 
 import json
 import os
@@ -16,25 +16,26 @@ import pytest
 from mesh_transformer.config import Config
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Most of a test's time is compilation: with XLA's older way to write a fusion's code, and without
-# LLVM's optimisations (which some of it would take minutes of), it is a fifth.  The passes over
-# the program are the same, but that scatters become loops.
+# Most of a test's time is compilation.  Using XLA's older code generation for fusions and disabling
+# LLVM's optimisations (which take minutes for some programs) reduces it to a fifth.  XLA's passes
+# over the program stay the same, except that scatters become loops.
 QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
-# What a single program is compiled with where it is to be as users have it.
+# Compiler options for tests that compile a single program as users do.
 AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
-# What tests start compiles a program once a session.  In here hardly one is compiled twice, and to
-# write them all would take longer.
+# Processes that tests start share a compilation cache during a session.  This process does not use
+# it: it compiles hardly any program twice, and writing all programs to the cache would take longer.
 jax.config.update("jax_enable_compilation_cache", False)
-# A process in the background ignores Ctrl-C, and one under nohup SIGHUP; all that it starts would
-# too.  What has a handler here has the default there.
+# A background process ignores SIGINT (Ctrl-C), a process under nohup ignores SIGHUP, and the
+# processes that they start would inherit this.  Signals with a handler in this process are reset to
+# the default in the processes that it starts.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, lambda *_: None),
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
-if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of its session
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers use the folder of their session
     _compiled = tempfile.TemporaryDirectory(prefix="compiled")
     os.environ["MESH_TRANSFORMER_CACHE"] = _compiled.name
 
@@ -51,26 +52,26 @@ SMALL = {
     "lr": 1e-2,
     "warmup_steps": 1,
     "anneal_steps": 10,
-    # With 1e-8 Adam blows rounding up where a gradient is zero by symmetry.
+    # With 1e-8, Adam would amplify rounding errors where a gradient is zero by symmetry.
     "adam_eps": 1e-4,
 }
 
 
 @pytest.fixture
 def small() -> Callable[..., Config]:
-    """A small f32 config, with changes."""
+    """Return a function that creates a small f32 config, with changes."""
     return lambda **changes: Config(**(SMALL | changes))
 
 
 def random_batch(config: Config, *shape: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random `obs` and `target` of the given leading shape."""
+    """Return random `obs` and `target` arrays with the leading axes `shape`."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.n_vocab, (*shape, config.seq + 1)).astype(np.uint32)
     return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
 
 
 def original_config(variant: str, **changes: Any) -> Config:
-    """The config of one of the original's golden runs."""
+    """Return the config of one of the original's golden runs, with changes."""
     values = json.loads((DATA / "original" / variant / "config.json").read_text())
     return Config(
         **{k: v for k, v in values.items() if k[0] != "_"} | {"dtype": "float32"} | changes
@@ -79,7 +80,10 @@ def original_config(variant: str, **changes: Any) -> Config:
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
-    """A function that gives a folder on a file system of some size, or that another size."""
+    """Return a function that creates a small file system of a size, or resizes it.
+
+    The function returns the path of its folder.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""The config: what it reads, what it fills in, and one clear line for what it refuses."""
+"""The config: parsing, defaults, and one-line errors for invalid values."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from tests.conftest import SMALL
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.json"))
 YAML = """
-# Comments are YAML's own.
+# Only YAML allows comments.
 layers: 2
 d_model: 64
 n_heads: 8
@@ -26,10 +26,10 @@ eval_harness_tasks: [lambada, piqa]
 """
 
 
-def refusal(changes: dict[str, Any]) -> str:
-    with pytest.raises(InputError) as caught:
+def error_line(changes: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as error:
         Config.from_dict(SMALL | changes)
-    line = str(caught.value)
+    line = str(error.value)
     assert line.startswith("config: ")
     assert "\n" not in line
     return line
@@ -96,20 +96,20 @@ def refusal(changes: dict[str, Any]) -> str:
     ],
     ids=str,
 )
-def test_bad_values_get_one_line_with_key_value_and_remedy(changes, parts):
-    line = refusal(changes)
+def test_invalid_values_are_reported_with_key_value_and_remedy(changes, parts):
+    line = error_line(changes)
     for part in parts:
         assert part in line
 
 
-def test_a_missing_required_key_is_named():
+def test_a_missing_required_key_is_reported():
     values = {key: value for key, value in SMALL.items() if key != "n_vocab"}
     with pytest.raises(InputError, match="required key 'n_vocab' is missing"):
         Config.from_dict(values)
 
 
 @pytest.mark.parametrize("key", ["train_set", "total_steps"])
-def test_training_needs_more_keys_than_a_model(key):
+def test_training_requires_more_keys_than_a_model(key):
     values = SMALL | {"train_set": "a.index", "total_steps": 3}
     Config.from_dict(values).require_to_train()
     with pytest.raises(InputError, match=f"training needs the key '{key}'"):
@@ -133,23 +133,23 @@ def test_training_needs_more_keys_than_a_model(key):
         ("a.yml", "layers: 2\nlayer: 2", ["a.yml", "unknown key 'layer'", "'layers'"]),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, name, text, parts):
+def test_errors_in_a_config_file_name_the_file(tmp_path, name, text, parts):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error:
         Config.load(str(path))
-    line = str(caught.value)
+    line = str(error.value)
     assert "\n" not in line
     for part in parts:
         assert part in line
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_config_file_is_reported(tmp_path):
     with pytest.raises(InputError, match=r"none\.json: cannot be read \(No such file"):
         Config.load(str(tmp_path / "none.json"))
 
 
-def test_json_and_yaml_say_the_same(tmp_path):
+def test_json_and_yaml_give_the_same_config(tmp_path):
     (tmp_path / "a.yaml").write_text(YAML)
     values = {
         "layers": 2,
@@ -168,44 +168,44 @@ def test_json_and_yaml_say_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_committed_config_loads_and_comes_back_the_same(path):
+def test_every_committed_config_loads_and_round_trips(path):
     config = Config.load(str(path))
-    given = json.loads(path.read_text())
-    for key, value in given.items():
+    values = json.loads(path.read_text())
+    for key, value in values.items():
         assert getattr(config, key) == ({} if key == "val_set" and value is None else value)
-    again = Config.from_dict(json.loads(json.dumps(config.as_dict())))
-    assert again == config
-    assert hash(again) == hash(config)
+    reloaded = Config.from_dict(json.loads(json.dumps(config.as_dict())))
+    assert reloaded == config
+    assert hash(reloaded) == hash(config)
 
 
-def test_a_version_fills_in_what_is_not_set():
+def test_the_version_determines_default_values():
     first = Config.from_dict(SMALL)
     assert (first.block, first.partitioning, first.zero) == ("gptj", "shard_map", 0)
     second = Config.from_dict(SMALL | {"version": 2})
     assert (second.block, second.partitioning, second.zero) == ("geglu", "jit", 1)
-    late = Config.from_dict(SMALL | {"version": 2, "early_collect": False})
-    assert late.zero == 3
+    no_early_collect = Config.from_dict(SMALL | {"version": 2, "early_collect": False})
+    assert no_early_collect.zero == 3
     mixed = Config.from_dict(SMALL | {"version": 2, "block": "gptj", "zero": 0})
     assert (mixed.block, mixed.partitioning, mixed.zero) == ("gptj", "jit", 0)
 
 
-def test_sizes_follow_from_each_other():
+def test_default_sizes_are_derived_from_other_keys():
     values = {key: value for key, value in SMALL.items() if key != "pe_rotary_dims"}
     config = Config.from_dict(values | {"cores_per_replica": 4})
     assert (config.d_head, config.d_rotary, config.d_ff) == (8, 8, 256)
     assert (config.window, config.tpu_size) == (16, 4)
-    # Heads need not fill the width: the shards divide the heads alone.
+    # The heads need not add up to d_model; cores_per_replica must divide only their number.
     odd = Config.from_dict(values | {"head_size": 6, "n_heads": 4, "cores_per_replica": 4})
     assert (odd.d_head, odd.d_rotary) == (6, 6)
 
 
-def test_an_integer_is_a_float_where_one_is_asked_for():
+def test_integers_are_converted_to_floats_for_float_keys():
     config = Config.from_dict(SMALL | {"lr": 1, "clip_norm": 2})
     assert isinstance(config.lr, float)
     assert config == Config.from_dict(SMALL | {"lr": 1.0, "clip_norm": 2.0})
 
 
-def test_a_config_cannot_change_but_can_be_replaced():
+def test_a_config_is_immutable_but_has_replace():
     config = Config.from_dict(SMALL)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.layers = 3  # type: ignore[misc]
@@ -226,17 +226,17 @@ def test_a_config_cannot_change_but_can_be_replaced():
         (".", "run", "./run"),
     ],
 )
-def test_where_the_model_folder_is(bucket, model_dir, folder):
+def test_the_model_folder_is_derived_from_bucket_and_model_dir(bucket, model_dir, folder):
     values = SMALL | {"bucket": bucket, "model_dir": model_dir}
     assert Config.from_dict(values).model_folder() == folder
 
 
-def test_without_a_model_folder_the_remedy_is_named():
+def test_a_missing_model_folder_is_reported_with_a_remedy():
     with pytest.raises(InputError, match="set bucket and model_dir, or pass --model-dir"):
         Config.from_dict(SMALL).model_folder()
 
 
-def test_keys_at_their_derived_default_follow_a_replacement():
+def test_replace_updates_keys_that_have_derived_defaults():
     config = Config(**SMALL)
     assert config.replace(seq=32).window == 32
     assert config.replace(seq=8).window == 8
@@ -251,22 +251,22 @@ def test_keys_at_their_derived_default_follow_a_replacement():
 @pytest.mark.parametrize(
     ("key", "value"), [("n_heads", 4), ("norm", "rmsnorm"), ("pe_rotary_dims", 2), ("pe", "t5")]
 )
-def test_weights_of_another_model_are_refused_though_their_shapes_may_agree(key, value):
+def test_weights_of_another_model_are_refused_even_if_shapes_match(key, value):
     config = Config(**SMALL)
     check_same_model(config, config.as_dict(), "runs/step_3")
     with pytest.raises(InputError, match=rf"^runs/step_3: its model has {key} .*{value}"):
         check_same_model(config, config.replace(**{key: value}).as_dict(), "runs/step_3")
 
 
-def test_a_window_is_the_model_s_unless_it_is_all_of_seq():
+def test_only_a_window_smaller_than_seq_must_match_the_model():
     config = Config(**SMALL)
     check_same_model(config, config.replace(seq=8).as_dict(), "there")
     narrow = config.replace(attention_window=4)
     check_same_model(narrow, narrow.replace(seq=8).as_dict(), "there")
-    for one, other in ((config, narrow), (narrow, config)):
+    for expected, actual in ((config, narrow), (narrow, config)):
         with pytest.raises(InputError, match=r"^there: its model has attention_window \d+, the "):
-            check_same_model(one, other.as_dict(), "there")
+            check_same_model(expected, actual.as_dict(), "there")
 
 
 def test_numbers_must_be_finite():
-    assert "lr is nan, expected a finite number" in refusal({"lr": float("nan")})
+    assert "lr is nan, expected a finite number" in error_line({"lr": float("nan")})

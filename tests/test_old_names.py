@@ -1,4 +1,4 @@
-"""The original's names, calls and config keys: each works or names a replacement that exists."""
+"""The original's names, calls and config keys: each works, or its error names a replacement."""
 
 import importlib
 import inspect
@@ -34,8 +34,8 @@ NETWORK = "mesh_transformer.transformer_shard.CausalTransformer"
 KEPT = [name for name, now in NOW.items() if " " not in now]
 OLD_KEYS = [name for name in NOW if name.startswith("params[")]
 ATTRIBUTES = [name for name in NOW if name.startswith(f"{NETWORK}.")]
-GONE_MODULES = [name for name in NOW if "." not in name and name not in OLD_KEYS]
-GONE = sorted({*NOW} - {*KEPT, *OLD_KEYS, *ATTRIBUTES, *GONE_MODULES})
+REMOVED_MODULES = [name for name in NOW if "." not in name and name not in OLD_KEYS]
+REMOVED = sorted({*NOW} - {*KEPT, *OLD_KEYS, *ATTRIBUTES, *REMOVED_MODULES})
 
 DOTTED = r"(?:mesh_transformer|jax|optax)(?:\.\w+)+"
 FLAGS = set(
@@ -54,14 +54,14 @@ KEY = r"\bkey (\w+)|\bkeys ((?:\w+, )+\w+ and \w+)"
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch) -> None:
-    """Ray, which some replacements import, requires tokens; scripts are no modules."""
+    """Set up Ray's tokens, which some replacements require, and hide scripts from imports."""
     _require_token()
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("/scripts")])
     monkeypatch.delitem(sys.modules, "create_finetune_tfrecords", raising=False)
 
 
 def import_from(name: str) -> Any:
-    """What `from <module> import <name>` gives."""
+    """Return the result of `from <module> import <name>`."""
     module, _, attribute = name.rpartition(".")
     scope: dict[str, Any] = {}
     exec(f"from {module} import {attribute} as imported", scope)
@@ -69,23 +69,25 @@ def import_from(name: str) -> Any:
 
 
 def resolve(name: str) -> Any:
-    """The object of a dotted name, whichever parts of it are modules."""
+    """Return the object with a dotted name, of which any number of parts may be modules."""
     parts = name.split(".")
-    found, at = importlib.import_module(parts[0]), parts[0]
+    result, module_name = importlib.import_module(parts[0]), parts[0]
     for part in parts[1:]:
-        at = f"{at}.{part}"
-        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(at)
-    return found
+        module_name = f"{module_name}.{part}"
+        result = (
+            getattr(result, part) if hasattr(result, part) else importlib.import_module(module_name)
+        )
+    return result
 
 
 def keys_in(text: str) -> list[str]:
-    """The config keys that a text names."""
-    found = re.findall(KEY, text)
-    return [key for one, several in found for key in re.split(", | and ", one or several)]
+    """Return the config keys that a text names."""
+    matches = re.findall(KEY, text)
+    return [key for single, several in matches for key in re.split(", | and ", single or several)]
 
 
 def tables(heading: str) -> list[tuple[str, str]]:
-    """The rows (first cell, second cell) of the tables under a heading of the page."""
+    """Return the rows, as (first cell, second cell), of the tables under a heading of the page."""
     (section,) = re.findall(
         rf"^{re.escape(heading)}\n(.*?)(?=^#|\Z)", PAGE, re.DOTALL | re.MULTILINE
     )
@@ -93,59 +95,59 @@ def tables(heading: str) -> list[tuple[str, str]]:
     return [(first, second.strip()) for first, second in rows if not first.startswith("old call")]
 
 
-def test_every_row_is_of_one_kind():
+def test_every_old_name_has_exactly_one_kind():
     assert list(NOW) == sorted(NOW)
-    kinds = (KEPT, OLD_KEYS, ATTRIBUTES, GONE_MODULES, GONE)
+    kinds = (KEPT, OLD_KEYS, ATTRIBUTES, REMOVED_MODULES, REMOVED)
     assert sorted(name for kind in kinds for name in kind) == list(NOW)
     assert all(kinds)
     assert not [now for now in NOW.values() if "\n" in now or now != now.strip()]
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_kept_name_is_the_new_object(name):
+def test_a_kept_name_refers_to_the_new_object(name):
     assert import_from(name) is resolve(NOW[name])
     module, _, attribute = name.rpartition(".")
     assert getattr(importlib.import_module(module), attribute) is resolve(NOW[name])
 
 
-@pytest.mark.parametrize("name", GONE)
-def test_importing_a_name_that_is_gone_names_its_replacement(name):
-    with pytest.raises(ImportError) as raised:
+@pytest.mark.parametrize("name", REMOVED)
+def test_importing_a_removed_name_reports_its_replacement(name):
+    with pytest.raises(ImportError) as error:
         import_from(name)
-    assert str(raised.value) == f"{name}: {NOW[name]}"
+    assert str(error.value) == f"{name}: {NOW[name]}"
     module, _, attribute = name.rpartition(".")
     with pytest.raises(ImportError, match=re.escape(f"{name}: ")):
         getattr(importlib.import_module(module), attribute)
 
 
-@pytest.mark.parametrize("module", GONE_MODULES)
+@pytest.mark.parametrize("module", REMOVED_MODULES)
 @pytest.mark.parametrize("statement", ["import {}", "from {} import f", "import {}.util"])
-def test_importing_a_module_that_is_gone_names_its_replacement(module, statement):
-    with pytest.raises(ModuleNotFoundError) as raised:
+def test_importing_a_removed_module_reports_its_replacement(module, statement):
+    with pytest.raises(ModuleNotFoundError) as error:
         exec(statement.format(module))
-    assert str(raised.value) == f"{module}: {NOW[module]}"
+    assert str(error.value) == f"{module}: {NOW[module]}"
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_an_attribute_that_is_gone_names_its_replacement(name):
+def test_a_removed_attribute_reports_its_replacement(name):
     network = object.__new__(CausalTransformer)
-    with pytest.raises(AttributeError) as raised:
+    with pytest.raises(AttributeError) as error:
         getattr(network, name.rpartition(".")[2])
-    assert str(raised.value) == f"{name}: {NOW[name]}"
+    assert str(error.value) == f"{name}: {NOW[name]}"
 
 
 @pytest.mark.parametrize("name", NOW)
-def test_the_replacement_exists_and_takes_the_call(name):
+def test_the_replacement_exists_and_accepts_the_arguments(name):
     text = NOW[name]
     objects = re.findall(rf"({DOTTED})(?:\((.*?)\))?", text)
     scripts = re.findall(SCRIPT, text)
-    assert objects or scripts or keys_in(text), "names no replacement"
+    assert objects or scripts or keys_in(text), "the text names no replacement"
     for dotted, arguments in objects:
         target = resolve(dotted)
-        given = [each for each in arguments.split(", ") if each and each[0] != "*"]
-        if given:
-            named = dict(each.split("=") for each in given if "=" in each)
-            unnamed = [each for each in given if "=" not in each]
+        passed = [argument for argument in arguments.split(", ") if argument and argument[0] != "*"]
+        if passed:
+            named = dict(argument.split("=") for argument in passed if "=" in argument)
+            unnamed = [argument for argument in passed if "=" not in argument]
             method = inspect.isfunction(target) and inspect.isclass(
                 resolve(dotted.rpartition(".")[0])
             )
@@ -156,7 +158,7 @@ def test_the_replacement_exists_and_takes_the_call(name):
     assert set(keys_in(text)) <= KEYS
 
 
-def test_the_replacement_rule_finds():
+def test_the_helpers_find_keys_and_detect_missing_names():
     assert keys_in("set the key clip_norm, or the keys lr, end_lr and weight_decay") == [
         "clip_norm",
         "lr",
@@ -167,7 +169,7 @@ def test_the_replacement_rule_finds():
         resolve("mesh_transformer.model.layers.nothing")
 
 
-def test_names_that_neither_has_are_python_s_errors():
+def test_unknown_names_raise_the_usual_python_errors():
     from mesh_transformer import checkpoint, util
 
     layers = importlib.import_module("mesh_transformer.layers")
@@ -184,7 +186,7 @@ def test_names_that_neither_has_are_python_s_errors():
         importlib.import_module("params")
 
 
-def test_an_attribute_s_own_error_is_not_hidden(monkeypatch):
+def test_an_error_raised_by_a_property_is_not_hidden(monkeypatch):
     def broken(_):
         raise AttributeError("the real reason")
 
@@ -193,7 +195,7 @@ def test_an_attribute_s_own_error_is_not_hidden(monkeypatch):
         object.__new__(CausalTransformer).batch_size  # noqa: B018
 
 
-def test_what_exists_is_found_before_the_old_name(tmp_path, monkeypatch):
+def test_existing_modules_take_precedence_over_old_names(tmp_path, monkeypatch):
     assert sys.meta_path.count(old_names._FINDER) == 1
     old_names.install()
     assert sys.meta_path.count(old_names._FINDER) == 1
@@ -202,7 +204,7 @@ def test_what_exists_is_found_before_the_old_name(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "tasks", raising=False)
     assert importlib.import_module("tasks").TASK == 1
     monkeypatch.delitem(sys.modules, "tasks")
-    # A module of ours by an old name would be hidden by its line.
+    # The message of an old name would hide a module of the same name.
     assert not [name for name in NOW if (ROOT / f"{name.replace('.', '/')}.py").exists()]
     assert not [name for name in NOW if (ROOT / name.replace(".", "/")).exists()]
 
@@ -221,33 +223,33 @@ def test_what_exists_is_found_before_the_old_name(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_new_process_imports_nothing_but_the_line(program, printed):
+def test_old_names_are_reported_without_importing_jax(program, printed):
     heavy = "[name for name in ('jax', 'numpy', 'optax') if name in sys.modules]"
     lines = ("import sys", "try:", f"    exec({program!r})", "except ImportError as error:")
     script = "\n".join((*lines, "    print(error)", f"print({heavy})"))
     command = [sys.executable, "-c", script]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    assert found.stdout.splitlines() == [printed, "[]"]
+    process = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert process.stdout.splitlines() == [printed, "[]"]
 
 
-# Old calls.
+# Calls of the original.
 
 
 @pytest.mark.parametrize("name", OLD_KEYS)
-def test_an_old_key_in_params_names_its_replacement(name):
+def test_an_old_key_in_params_reports_its_replacement(name):
     params = SMALL | {re.findall('"(.*)"', name)[0]: object()}
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError) as error:
         CausalTransformer(params)
-    assert str(raised.value) == f"config: {name}: {NOW[name]}"
-    with pytest.raises(InputError) as raised:
+    assert str(error.value) == f"config: {name}: {NOW[name]}"
+    with pytest.raises(InputError) as error:
         mesh_transformer.load(ROOT / "tests/data/original/f32/mp4_ga1", params)
-    assert str(raised.value) == f"config: {name}: {NOW[name]}"
+    assert str(error.value) == f"config: {name}: {NOW[name]}"
 
 
-def test_the_original_s_params_are_told_all_at_once():
-    with pytest.raises(InputError) as raised:
+def test_all_old_keys_in_params_are_reported_together():
+    with pytest.raises(InputError) as error:
         CausalTransformer(SMALL | {"sampler": print, "optimizer": None})
-    line = str(raised.value)
+    line = str(error.value)
     assert "\n" not in line
     assert line.index('params["sampler"]: leave') < line.index('; params["optimizer"]: leave')
     with pytest.raises(InputError, match="unknown key 'layer'; did you mean 'layers'"):
@@ -263,10 +265,10 @@ def test_the_original_s_params_are_told_all_at_once():
         lambda: build_model({}, None, None, False),
     ],
 )
-def test_the_original_s_build_model_names_its_replacement(call):
-    with pytest.raises(InputError) as raised:
+def test_old_calls_of_build_model_report_the_replacement(call):
+    with pytest.raises(InputError) as error:
         call()
-    line = str(raised.value)
+    line = str(error.value)
     assert line.startswith("build_model(params, tpu_name, region, preemptible) is build_model(")
     assert "\n" not in line
     (target,) = re.findall(DOTTED, line)
@@ -275,7 +277,7 @@ def test_the_original_s_build_model_names_its_replacement(call):
     assert "train.py --tpu NAME" in line
 
 
-def test_old_calls_of_a_network_do_what_the_page_says():
+def test_old_calls_of_a_network_behave_as_documented():
     network: Any = CausalTransformer(SMALL | {"layers": 1}, devices=jax.devices()[:1])
     batch = random_batch(network.config, 1, 2)
     with pytest.raises(AttributeError, match=r"move_xmap: leave it out"):
@@ -287,9 +289,9 @@ def test_old_calls_of_a_network_do_what_the_page_says():
     assert output.shape == (2, 3)
     quoted = re.findall(r"IndexError: `(.*?)` for one prompt, `(.*?)` for several", PAGE)
     for rows, message in zip((output[:1], output), quoted[0], strict=True):
-        with pytest.raises(IndexError) as raised:
+        with pytest.raises(IndexError) as error:
             rows[1][0][:, :, 0]
-        assert str(raised.value) == message
+        assert str(error.value) == message
     with pytest.raises(TypeError, match="unexpected keyword argument 'return_logits'"):
         network.generate(tokens, length, 3, options, return_logits=True)
 
@@ -303,7 +305,7 @@ def test_old_calls_of_a_network_do_what_the_page_says():
     assert {"loss", "last_loss", "grad_norm", "grad_norm_micro"} <= set(network.train(batch))
 
 
-def test_old_calls_of_a_cluster_and_a_loader_do_what_the_page_says():
+def test_old_calls_of_a_cluster_and_a_loader_behave_as_documented():
     from mesh_transformer.pod.cluster import TPUCluster
 
     assert not hasattr(TPUCluster, "move")
@@ -327,23 +329,23 @@ def test_old_calls_of_a_cluster_and_a_loader_do_what_the_page_says():
     loader.close()
 
 
-# The page.
+# The page docs/porting.md.
 
 
-def test_the_page_has_the_table():
+def test_the_page_lists_every_old_name():
     headings = re.findall(r"^### `(.*)`$", PAGE, re.MULTILINE)
     sections = [(f"### `{heading}`", f"{heading}.") for heading in headings]
-    found = {}
+    documented = {}
     for heading, prefix in (*sections, ("### Other modules", ""), ("## Config keys", "")):
         for first, second in tables(heading):
             for name in re.findall("`(.*?)`", first):
-                found[prefix + name] = second.replace("`", "")
+                documented[prefix + name] = second.replace("`", "")
     for key in KEYS:
-        found.pop(key, None)
-    assert found == NOW
+        documented.pop(key, None)
+    assert documented == NOW
 
 
-def test_the_page_has_the_original_s_keys():
+def test_the_page_lists_the_config_keys_of_the_original():
     kept = [
         key
         for first, second in tables("## Config keys")
@@ -352,13 +354,13 @@ def test_the_page_has_the_original_s_keys():
     ]
     assert len(kept) == len(set(kept))
     assert set(kept) <= KEYS
-    # Its own config file, and the keys that its programs read besides.
-    own = json.loads((ROOT / "configs/6B_roto_256.json").read_text(encoding="utf-8"))
+    # The keys of the original's config file, and the other keys that its programs read.
+    config_keys = json.loads((ROOT / "configs/6B_roto_256.json").read_text(encoding="utf-8"))
     others = {"noise_scale_alpha", "early_cast", "bf16_optimizer", "early_collect"}
-    assert set(kept) == set(own) | others
+    assert set(kept) == set(config_keys) | others
 
 
-def test_the_page_s_scripts_exist():
+def test_the_scripts_and_flags_on_the_page_exist():
     rows = tables("## Scripts")
     assert len(rows) >= 15
     for first, second in rows:
@@ -373,7 +375,7 @@ def test_the_page_s_scripts_exist():
 
 
 @pytest.mark.slow
-def test_the_notebook_s_code_runs(tmp_path, monkeypatch, capsys):
+def test_the_code_of_the_notebook_runs(tmp_path, monkeypatch, capsys):
     tiny = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
     new_place(tmp_path, monkeypatch, ("example_config.json",), **tiny)
     config = Config.load("configs/example_config.json")
@@ -390,5 +392,5 @@ def test_the_notebook_s_code_runs(tmp_path, monkeypatch, capsys):
     assert "64 tokens in" in printed
     assert "\nEleutherAI is" in printed
     assert scope["network"].state["params"]["embed"]["embedding"]["w"].dtype == "bfloat16"
-    one, other = (scope["infer"]("EleutherAI is", gen_len=8)[0] for _ in range(2))
-    assert one != other  # the seeds are new ones
+    first, second = (scope["infer"]("EleutherAI is", gen_len=8)[0] for _ in range(2))
+    assert first != second  # each call uses a new seed

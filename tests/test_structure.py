@@ -1,7 +1,7 @@
-"""What the design promises of the source itself: who imports whom, and where collectives live.
+"""Rules about the source code: imports between rooms, heavy packages and use of collectives.
 
-Each rule is a function from source text to the lines that break it, so that the tests can also
-show that it finds something.
+Each rule is a function from source text to a list of errors, so that the tests can also check that
+it detects errors.
 """
 
 import ast
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mesh_transformer"
 
-# The rooms of the package; each may import only those before it, in its comments and types too.
+# The rooms of the package.  Each may import only those before it, even in type annotations.
 ROOMS = (
     "old_names",
     "util",
@@ -37,9 +37,9 @@ ROOMS = (
     "cli",
     "__init__",
 )
-# These know a network by its methods only (a Protocol), wherever it runs: no meshes, no layouts.
+# These modules use a network only through its protocol, without meshes and layouts.
 DRIVERS = ("training.loop", "training.metrics", "evaluation", "serving", "pod.restarts")
-LAYOUTS = {"declaration", "devices", "parallel", "placement", "program"}  # of the room mesh
+LAYOUTS = {"declaration", "devices", "parallel", "placement", "program"}  # modules in mesh/
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
 
 # The files that may import each of the heavy packages.
@@ -57,7 +57,7 @@ HOMES = {
         "mesh_transformer/evaluation/network_lm.py",
     },
     "transformers": {"mesh_transformer/data/tokenizer.py", "scripts/measure/generation.py"},
-    # To read .bin files, and as what generation is measured against.
+    # Reads .bin files, and generates the text for the speed comparison.
     "torch": {"mesh_transformer/checkpoint/hf_files.py", "scripts/measure/generation.py"},
     "fabric": {"mesh_transformer/pod/tpu/ssh.py"},
     "fastapi": {"mesh_transformer/serving/app.py"},
@@ -92,12 +92,12 @@ COLLECTIVES = {
     "with_sharding_constraint",
 }
 AXES = {"dp", "mp"}
-# Built from parts, since this file is searched as well.
+# Assembled from parts because this file is searched too.
 FORBIDDEN_TEXT = re.compile(r"\.\./" + r"shared|(?<![\w./:-])/" + r"(?:work|root|home)/")
 
 
 def module_of(path: Path) -> str:
-    """A file's module, without the package's name: "data.loader"; a room for its `__init__`."""
+    """Return a file's module, such as "data.loader", or the room for an `__init__` file."""
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name.removesuffix(".__init__")
 
@@ -107,9 +107,10 @@ def sources() -> list[Path]:
 
 
 def imports(source: str, *, types: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that a source imports, wherever in it.
+    """Yield the (line, dotted name) of every import in a source, at any level.
 
-    Without `types` what only a type checker imports is left out.
+    Args:
+      types: whether to include imports under `TYPE_CHECKING`.
     """
     pending: list[ast.AST] = [ast.parse(source)]
     while pending:
@@ -120,7 +121,7 @@ def imports(source: str, *, types: bool = True) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
-            # Relative imports would escape the rules below, so they are named as they stand.
+            # Keep the dots of relative imports, so that the rules below can reject them.
             base = "." * node.level + (node.module or "")
             for alias in node.names:
                 yield node.lineno, f"{base}.{alias.name}"
@@ -128,7 +129,7 @@ def imports(source: str, *, types: bool = True) -> Iterator[tuple[int, str]]:
 
 
 def layering_errors(module: str, source: str) -> list[str]:
-    """Imports inside the package that do not go to the same room or one before it."""
+    """Find imports inside the package that are not from the same room or one before it."""
     room = module.partition(".")[0]
     if room not in ROOMS:
         return [f"{module}: unknown room {room}; add it to ROOMS in tests/test_structure.py"]
@@ -139,37 +140,41 @@ def layering_errors(module: str, source: str) -> list[str]:
         package, _, rest = name.partition(".")
         if package != "mesh_transformer" or not rest:
             continue
-        other = rest.partition(".")[0]
-        below = other in ROOMS[: ROOMS.index(room)]
-        if not below and (other != room or "." not in module):
-            errors.append(f"{module}:{line}: may not import {other}")
+        imported_room = rest.partition(".")[0]
+        below = imported_room in ROOMS[: ROOMS.index(room)]
+        if not below and (imported_room != room or "." not in module):
+            errors.append(f"{module}:{line}: may not import {imported_room}")
     return errors
 
 
 def cycles(modules: dict[str, str]) -> list[str]:
-    """Modules (source by name) that import each other, one line per cycle found."""
+    """Find modules that import each other, and return one line per cycle.
+
+    Args:
+      modules: the source of each module by name.
+    """
     graph = {
         module: sorted(
             {
-                other
+                imported
                 for _, name in imports(source, types=False)
-                for other in (name.removeprefix("mesh_transformer."),)
-                for other in (other, other.rpartition(".")[0])
-                if other in modules and other != module
+                for imported in (name.removeprefix("mesh_transformer."),)
+                for imported in (imported, imported.rpartition(".")[0])
+                if imported in modules and imported != module
             }
         )
         for module, source in modules.items()
     }
     errors: list[str] = []
-    done: set[str] = set()
+    finished: set[str] = set()
 
     def walk(module: str, path: list[str]) -> None:
         if module in path:
             errors.append(" -> ".join([*path[path.index(module) :], module]))
-        elif module not in done:
-            for other in graph[module]:
-                walk(other, [*path, module])
-            done.add(module)
+        elif module not in finished:
+            for imported in graph[module]:
+                walk(imported, [*path, module])
+            finished.add(module)
 
     for module in graph:
         walk(module, [])
@@ -177,7 +182,7 @@ def cycles(modules: dict[str, str]) -> list[str]:
 
 
 def init_errors(module: str, source: str) -> list[str]:
-    """A room's `__init__` is its description: one sentence, and no import."""
+    """Check that a room's `__init__` is a docstring of one sentence, and nothing else."""
     tree = ast.parse(source)
     text = ast.get_docstring(tree) or ""
     if len(tree.body) == 1 and text.endswith(".") and "\n" not in text:
@@ -186,7 +191,7 @@ def init_errors(module: str, source: str) -> list[str]:
 
 
 def mesh_errors(module: str, source: str) -> list[str]:
-    """What a driver may not know: meshes and layouts."""
+    """Find imports of meshes and layouts in `DRIVERS`."""
     if not any(module == driver or module.startswith(f"{driver}.") for driver in DRIVERS):
         return []
     return [
@@ -198,9 +203,9 @@ def mesh_errors(module: str, source: str) -> list[str]:
 
 
 def home_errors(path: str, source: str) -> list[str]:
-    """Imports of a heavy package outside its home."""
+    """Find imports of a heavy package outside the files that `HOMES` lists."""
     return [
-        f"{path}:{line}: {package} is imported in {sorted(HOMES[package]) or 'tests'} alone"
+        f"{path}:{line}: {package} may be imported only in {sorted(HOMES[package]) or 'tests'}"
         for line, name in imports(source)
         for package in HOMES
         if f"{name}.".startswith(f"{package}.") and path not in HOMES[package]
@@ -214,7 +219,7 @@ def root_name(node: ast.expr) -> str | None:
 
 
 def jax_names(source: str) -> set[str]:
-    """The names under which a source knows jax, its parts and Haiku."""
+    """Return the names under which a source imports JAX, parts of it, and Haiku."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -226,8 +231,8 @@ def jax_names(source: str) -> set[str]:
     return names
 
 
-def strings_given(call: ast.Call) -> Iterator[str]:
-    """String constants among a call's arguments, in tuples too, but not in calls within."""
+def string_arguments(call: ast.Call) -> Iterator[str]:
+    """Yield the string constants in a call's arguments, except those inside nested calls."""
     pending: list[ast.AST] = [*call.args, *(keyword.value for keyword in call.keywords)]
     while pending:
         node = pending.pop()
@@ -238,37 +243,37 @@ def strings_given(call: ast.Call) -> Iterator[str]:
 
 
 def collective_errors(module: str, source: str) -> list[str]:
-    """In layers and model: collectives, and axis names given to JAX instead of `par`.
+    """Find collectives, PartitionSpecs, and axis names passed to JAX instead of `par`.
 
-    A layer may not even see a PartitionSpec; the model's stacking of its layers prepends to one.
+    `model.layers` may not even import PartitionSpec; `model.gptj` may, to stack its layers.
     """
     errors = []
-    known = jax_names(source)
+    jax_modules = jax_names(source)
     for line, name in imports(source):
         last = name.split(".")[-1]
         if last in COLLECTIVES or (module == "model.layers" and last in MESH_NAMES):
-            errors.append(f"{module}:{line}: imports {name}; ask `par`")
+            errors.append(f"{module}:{line}: imports {name}; use `par`")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES | {"PartitionSpec"}:
-            errors.append(f"{module}:{node.lineno}: {node.attr}; ask `par`")
-        if isinstance(node, ast.Call) and root_name(node.func) in known:
-            given = sorted(AXES.intersection(strings_given(node)))
-            if given:
-                errors.append(f"{module}:{node.lineno}: axes {given} given to JAX; ask `par`")
+            errors.append(f"{module}:{node.lineno}: {node.attr}; use `par`")
+        if isinstance(node, ast.Call) and root_name(node.func) in jax_modules:
+            axes = sorted(AXES.intersection(string_arguments(node)))
+            if axes:
+                errors.append(f"{module}:{node.lineno}: axes {axes} passed to JAX; use `par`")
     return errors
 
 
 def import_work_errors(module: str, source: str) -> list[str]:
-    """Calls at import: bare ones, and those that make arrays or ask for devices.
+    """Find calls at import: expression statements, array creation and device queries.
 
-    A custom derivative's `defvjp` is part of a definition, as a decorator would be.
+    The `defvjp` call of a custom gradient is allowed, because it belongs to a definition.
     """
     errors = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if getattr(node.value.func, "attr", None) == "defvjp":
                 continue
-            # Old names can only be imported if their finder is there once the package is.
+            # Importing the package must install the finder that handles old names.
             if (module, ast.unparse(node)) == ("__init__", "old_names.install()"):
                 continue
             errors.append(f"{module}:{node.lineno}: a call at import")
@@ -288,16 +293,16 @@ def makes_arrays(function: str) -> bool:
 
 
 def text_errors(name: str, text: str) -> list[str]:
-    """Lines that name a place which exists on one machine alone."""
+    """Find lines with paths that exist only on one machine."""
     return [
-        f"{name}:{number}: {match[0]!r} exists on one machine alone"
+        f"{name}:{number}: {match[0]!r} exists only on one machine"
         for number, line in enumerate(text.splitlines(), 1)
         if (match := FORBIDDEN_TEXT.search(line))
     ]
 
 
 @pytest.mark.parametrize("rule", [layering_errors, mesh_errors, import_work_errors])
-def test_every_module_keeps(rule):
+def test_every_module_follows_the_rule(rule):
     errors = [e for path in sources() for e in rule(module_of(path), path.read_text("utf-8"))]
     assert not errors, "\n".join(errors)
 
@@ -307,7 +312,7 @@ def test_no_two_modules_import_each_other():
     assert not cycles(modules), "\n".join(cycles(modules))
 
 
-def test_rooms_are_folders_with_a_description():
+def test_every_folder_has_a_description():
     folders = [path for path in PACKAGE.rglob("*/") if path != PACKAGE and any(path.glob("*.py"))]
     assert 10 <= sum(path.parent == PACKAGE for path in folders) <= 12
     errors = []
@@ -330,13 +335,13 @@ def test_rooms_are_folders_with_a_description():
         "generation.int8",
     ],
 )
-def test_no_collective_but_through_par(module):
+def test_collectives_are_used_only_through_par(module):
     path = PACKAGE / f"{module.replace('.', '/')}.py"
     errors = collective_errors(module, path.read_text("utf-8"))
     assert not errors, "\n".join(errors)
 
 
-def test_heavy_packages_have_one_home():
+def test_heavy_packages_are_imported_only_in_listed_files():
     files = [*sources(), *ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py")]
     errors = [
         e
@@ -346,7 +351,7 @@ def test_heavy_packages_have_one_home():
     assert not errors, "\n".join(errors)
 
 
-def test_scripts_and_files_stay_short():
+def test_modules_and_scripts_stay_short():
     lengths = {path: len(path.read_text("utf-8").splitlines()) for path in sources()}
     long = [
         f"{path.name}: {lines} lines, at most 600" for path, lines in lengths.items() if lines > 600
@@ -358,9 +363,9 @@ def test_scripts_and_files_stay_short():
     assert not long, "\n".join(long)
 
 
-def test_nothing_tracked_names_one_machine():
+def test_tracked_files_contain_no_paths_of_one_machine():
     if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: what is tracked is unknown")
+        pytest.skip("not a git checkout, so the tracked files are unknown")
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
     tracked = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     errors = []
@@ -378,12 +383,12 @@ def test_importing_the_package_loads_no_heavy_package():
         f"print([p for p in {sorted([*HOMES, 'jax'])} if p in sys.modules])"
     )
     command = [sys.executable, "-c", program]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    assert found.strip() == "[]"
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert output.strip() == "[]"
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "found"),
+    ("module", "source", "expected"),
     [
         ("mesh.devices", "from mesh_transformer.model import gptj", "may not import model"),
         ("model.layers", "from mesh_transformer.training import step", "may not import training"),
@@ -394,11 +399,11 @@ def test_importing_the_package_loads_no_heavy_package():
         ("helpers.files", "", "unknown room helpers"),
     ],
 )
-def test_layering_rule_finds(module, source, found):
-    assert found in "\n".join(layering_errors(module, source))
+def test_the_layering_rule_detects_errors(module, source, expected):
+    assert expected in "\n".join(layering_errors(module, source))
 
 
-def test_cycle_rule_finds():
+def test_the_cycle_rule_detects_errors():
     modules = {
         "data.a": "from mesh_transformer.data.b import f",
         "data.b": "def g():\n    from mesh_transformer.data import c",
@@ -415,7 +420,7 @@ def test_cycle_rule_finds():
     "source",
     ['"""Data."""\nimport jax', '"""Data"""', '"""Data.\n\nMore."""', ""],
 )
-def test_init_rule_finds(source):
+def test_the_init_rule_detects_errors(source):
     assert len(init_errors("data", source)) == 1
     assert init_errors("data", '"""Text to batches."""') == []
 
@@ -432,7 +437,7 @@ def test_init_rule_finds(source):
         "import jax.numpy as jnp\njnp.sum(x, axis_name='mp')",
     ],
 )
-def test_collective_rule_finds(source):
+def test_the_collective_rule_detects_errors(source):
     assert len(collective_errors("model.layers", source)) == 1
 
 
@@ -452,11 +457,11 @@ def test_collective_rule_finds(source):
         (text_errors, "train.py", "open('/" + "home/me/data')"),
     ],
 )
-def test_other_rules_find(rule, name, source):
+def test_the_other_rules_detect_errors(rule, name, source):
     assert len(rule(name, source)) == 1
 
 
-def test_rules_pass_what_the_design_allows():
+def test_the_rules_accept_valid_code():
     layer = """
 from mesh_transformer.mesh.parallel import param
 import jax

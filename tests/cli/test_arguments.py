@@ -1,4 +1,4 @@
-"""The flags that scripts share: what they stand for, and which of them go together."""
+"""Flags that several scripts share: their values, defaults and contradictions."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from tests.conftest import SMALL
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "x"])
-def test_positive_numbers_alone(text):
+def test_positive_accepts_only_positive_integers(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is not a positive integer"):
         positive(text)
     assert positive("7") == 7
@@ -28,14 +28,14 @@ def test_positive_numbers_alone(text):
 ZONE = {"tpu_zone": "us-central2-b"}
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parse(*words: str) -> argparse.Namespace:
     parser = run_parser("what it does")
     parser.add_argument("--tpu")
     add_tpu_arguments(parser)
     return parser.parse_args(["--config", "config.json", "--tpu", "pod", *words])
 
 
-def test_a_run_s_flags(tmp_path):
+def test_run_arguments(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | {"bucket": "./models", "model_dir": "run"}))
     words = ["--config", str(path), "--version", "2", "--max-steps", "7"]
@@ -65,10 +65,10 @@ def test_a_run_s_flags(tmp_path):
         ([], {"tpu_runtime_version": "a", "tpu_tier": "spot"}, "v3-8", "a", "spot"),
     ],
 )
-def test_which_tpu(words, values, kind, runtime, tier):
-    """Flags replace the config's keys; what neither says is the generation's own."""
+def test_tpu_arguments_from_flags_config_and_defaults(words, values, kind, runtime, tier):
+    """Flags override the config's keys; the defaults depend on the TPU generation."""
     config = Config(**SMALL | {"tpu_size": 8} | ZONE | values)
-    spec, _ = tpu_arguments(parsed(*words), config)
+    spec, _ = tpu_arguments(parse(*words), config)
     assert (spec.name, spec.zone, spec.devices) == ("pod", "us-central2-b", 8)
     assert (spec.accelerator_type, spec.runtime) == (kind, runtime)
     assert spec.tier == (tier or "on_demand")
@@ -76,22 +76,22 @@ def test_which_tpu(words, values, kind, runtime, tier):
 
 
 @pytest.mark.parametrize("flag", ["--tpu-zone", "--tpu-region", "--tpu_region"])
-def test_a_zone_by_any_of_its_names(flag):
+def test_zone_flag_aliases_and_network_keys(flag):
     config = Config(**SMALL | ZONE)
-    spec, _ = tpu_arguments(parsed(flag, "europe-west4-a"), config)
+    spec, _ = tpu_arguments(parse(flag, "europe-west4-a"), config)
     assert spec.zone == "europe-west4-a"
     network = config.replace(tpu_network="net", tpu_subnetwork="sub")
-    spec, _ = tpu_arguments(parsed(), network)
+    spec, _ = tpu_arguments(parse(), network)
     assert (spec.network, spec.subnetwork) == ("net", "sub")
 
 
-def test_whom_to_be_on_the_hosts(monkeypatch):
+def test_ssh_arguments(monkeypatch):
     monkeypatch.setenv("LOGNAME", "me")
     config = Config(**SMALL | ZONE)
-    _, ssh = tpu_arguments(parsed(), config)
+    _, ssh = tpu_arguments(parse(), config)
     assert (ssh.user, ssh.key_file, ssh.port) == ("me", "~/.ssh/google_compute_engine", 22)
     words = ["--ssh-user", "you", "--ssh-key", "key", "--ssh-port", "2222"]
-    _, ssh = tpu_arguments(parsed(*words), config)
+    _, ssh = tpu_arguments(parse(*words), config)
     assert (ssh.user, ssh.key_file, ssh.port) == ("you", "key", 2222)
 
 
@@ -108,15 +108,15 @@ def test_whom_to_be_on_the_hosts(monkeypatch):
         (["--queued"], {"tpu_tier": "preemptible"}, "'preemptible', which cannot be queued"),
     ],
 )
-def test_what_cannot_be_asked_for(words, values, message):
+def test_invalid_tpu_settings_are_refused(words, values, message):
     config = Config(**SMALL | ZONE | values)
-    with pytest.raises(InputError, match=message) as found:
-        tpu_arguments(parsed(*words), config)
-    assert "\n" not in str(found.value)
+    with pytest.raises(InputError, match=message) as error:
+        tpu_arguments(parse(*words), config)
+    assert "\n" not in str(error.value)
 
 
-def test_a_tpu_s_flags_alone_are_refused():
-    refuse_tpu_arguments(parsed())
+def test_tpu_flags_without_tpu_are_refused():
+    refuse_tpu_arguments(parse())
     for words in (["--preemptible"], ["--queued"], ["--tpu-zone", "a"], ["--ssh-key", "a"]):
         with pytest.raises(InputError, match=rf"^{words[0]} requires --tpu; "):
-            refuse_tpu_arguments(parsed(*words))
+            refuse_tpu_arguments(parse(*words))

@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: killed, interrupted, given bad input, and asked for text."""
+"""The scripts as users run them: interrupted, with a full disk, with bad input, and sampling."""
 
 import json
 import os
@@ -31,8 +31,8 @@ from tests.support.small_run import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 60  # of the run that is stopped again and again
-# The virtual devices appear in each of these.
+STEPS = 60  # steps of the run that is interrupted repeatedly
+# The scripts create the virtual devices in each of these environments.
 ENVIRONMENTS = {
     "cpu asked for": {"JAX_PLATFORMS": "cpu"},
     "nothing set": {},
@@ -44,16 +44,16 @@ ENVIRONMENTS = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> str:
-    """A folder of compiled programs that the processes share."""
+    """Return the folder of a compilation cache that the processes share."""
     return str(tmp_path_factory.mktemp("compiled"))
 
 
 def start(
     compiled: str, *command: object, stdin: str | None = None, **changes: str
 ) -> subprocess.Popen:
-    """A Python process with the given environment; the devices are JAX's choice otherwise."""
-    left_out = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    environment = {key: value for key, value in os.environ.items() if key not in left_out}
+    """Start a Python process with environment variables; by default JAX selects the devices."""
+    removed = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {key: value for key, value in os.environ.items() if key not in removed}
     environment |= {
         "JAX_COMPILATION_CACHE_DIR": compiled,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -72,15 +72,15 @@ def start(
 
 
 def finish(process: subprocess.Popen, stdin: str | None = None) -> tuple[int, str, list[str]]:
-    """Status, stdout, and what stderr says besides progress bars."""
+    """Return the exit status, stdout, and the lines of stderr without progress bars."""
     out, errors = process.communicate(stdin, timeout=300)
     pieces = [piece.strip() for piece in re.split(r"[\r\n]", errors)]
-    said = [piece for piece in pieces if piece and not re.match(r"\d+%\|", piece)]
-    return process.returncode, out, said
+    messages = [piece for piece in pieces if piece and not re.match(r"\d+%\|", piece)]
+    return process.returncode, out, messages
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file beneath a folder."""
+    """Return the contents of all files in a folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -89,25 +89,25 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def steps_in(folder: Path) -> list[int]:
-    # A save that ends between its commit file and its last renaming is no step yet.
+    # A save that ended between writing its commit file and the final rename is not a step yet.
     folders = [path.parent for path in folder.glob("step_*/commit_success.txt")]
     return sorted(int(path.name[5:]) for path in folders if path.suffix == "")
 
 
-# A run that is stopped again and again.
+# Interrupted runs.
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, compiled) -> tuple[str, dict[int, list[dict[str, Any]]]]:
-    """A config, and the rows of its whole run in each version."""
+    """Return a config, and the rows of its uninterrupted run for each version."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     values = run_values(folder, total_steps=STEPS, ckpt_every=5)
     config = write_config(folder / "config.json", values)
 
     def run(version: int) -> list[dict[str, Any]]:
         model = folder / f"version_{version}"
-        status, _, said = finish(start(compiled, *train_command(config, model, version)))
-        assert (status, said) == (0, [])
+        status, _, messages = finish(start(compiled, *train_command(config, model, version)))
+        assert (status, messages) == (0, [])
         assert steps_in(model) == [50, 55, 60]
         return rows_of(model)
 
@@ -119,12 +119,12 @@ def train_command(config: str, model: Path, version: int = 1) -> tuple[object, .
     return ("device_train.py", "--config", config, "--model-dir", model, "--version", version)
 
 
-def wait_for_row(process: subprocess.Popen, model: Path, began: float, more: int) -> None:
-    """Until the run is `more` rows beyond the checkpoint that it went on from."""
-    metrics, wanted = model / "metrics.jsonl", max(steps_in(model), default=0) + more
+def wait_for_row(process: subprocess.Popen, model: Path, started: float, more: int) -> None:
+    """Wait until the run is `more` rows past the checkpoint from which it resumed."""
+    metrics, target = model / "metrics.jsonl", max(steps_in(model), default=0) + more
     while process.poll() is None:
-        # A file from before it `began` has rows that the restart is going to cut.
-        if metrics.exists() and metrics.stat().st_mtime > began and lines_in(metrics) >= wanted:
+        # A file last written before the process started has rows that the restart will remove.
+        if metrics.exists() and metrics.stat().st_mtime > started and lines_in(metrics) >= target:
             return
         time.sleep(0.002)
 
@@ -138,7 +138,7 @@ def unfinished(model: Path) -> list[Path]:
 
 
 def wait_for_save(process: subprocess.Popen, model: Path) -> None:
-    """Until a checkpoint is being written."""
+    """Wait until a checkpoint is being written."""
     while process.poll() is None and not unfinished(model):
         time.sleep(0.0005)
 
@@ -146,25 +146,25 @@ def wait_for_save(process: subprocess.Popen, model: Path) -> None:
 def stop_in_turn(
     compiled: str, config: str, model: Path, version: int, stops: list[str], rng: random.Random
 ) -> list[str]:
-    """Runs the config to its end through all `stops`; returns what happened."""
-    happened = []
+    """Run the config to its end, interrupted by all `stops`; return a report of each stop."""
+    reports = []
     for count, stop in enumerate([*stops, "end"]):
         name = list(ENVIRONMENTS)[count % len(ENVIRONMENTS)]
-        began = time.time()
+        started = time.time()
         process = start(compiled, *train_command(config, model, version), **ENVIRONMENTS[name])
         if stop == "end":
             assert finish(process)[::2] == (0, [])
             break
         first = max(steps_in(model), default=0)
-        wait_for_row(process, model, began, rng.randint(1, 14))
+        wait_for_row(process, model, started, rng.randint(1, 14))
         if stop == "KILL while saving":
             wait_for_save(process, model)
         time.sleep(rng.uniform(0, 0.01))
         number = signal.Signals[f"SIG{stop.split()[0]}"]
         process.send_signal(number)
-        status, out, said = finish(process)
+        status, out, messages = finish(process)
         steps = steps_in(model)
-        happened.append(
+        reports.append(
             f"version {version}, {name}: from step {first}, {stop} at row "
             f"{lines_in(model / 'metrics.jsonl')}, saved {steps}, "
             f"unfinished {[path.name for path in unfinished(model)]}"
@@ -172,14 +172,16 @@ def stop_in_turn(
         if number == signal.SIGKILL:
             assert status == -signal.SIGKILL
         else:
-            assert (status, said) == (0, [])
-            stopped = f"{number.name}: stopped and saved at step {steps[-1]}; start again to resume"
-            assert out.splitlines()[-1] == stopped
-    return happened
+            assert (status, messages) == (0, [])
+            expected = (
+                f"{number.name}: stopped and saved at step {steps[-1]}; start again to resume"
+            )
+            assert out.splitlines()[-1] == expected
+    return reports
 
 
 @pytest.mark.slow
-def test_stopped_at_any_moment_the_losses_are_the_uninterrupted_runs(
+def test_losses_after_interruptions_equal_those_of_the_uninterrupted_run(
     uninterrupted, compiled, tmp_path
 ):
     config, expected = uninterrupted
@@ -195,41 +197,41 @@ def test_stopped_at_any_moment_the_losses_are_the_uninterrupted_runs(
         return stop_in_turn(compiled, config, model, version, stops[version], rng)
 
     with ThreadPoolExecutor(2) as pool:
-        for happened in pool.map(run, stops):
-            print(*happened, sep="\n")
+        for reports in pool.map(run, stops):
+            print(*reports, sep="\n")
     for version in stops:
         assert_same_rows(rows_of(tmp_path / f"version_{version}"), expected[version])
         assert len(expected[version]) == STEPS
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_a_run_that_resumes(uninterrupted, compiled, small_disk):
+def test_a_run_resumes_after_the_disk_was_full(uninterrupted, compiled, small_disk):
     config, expected = uninterrupted
     disk = small_disk("4m")
     model = disk / "model"
-    room = os.statvfs(disk)
-    # Whatever else is on it: no checkpoint fits into what is left, a run's metrics do.
-    junk = room.f_bavail * room.f_frsize - (64 << 10)
+    disk_stats = os.statvfs(disk)
+    # Fill the disk so that a run's metrics still fit, but no checkpoint does.
+    junk = disk_stats.f_bavail * disk_stats.f_frsize - (64 << 10)
     (disk / "junk").write_bytes(b"x" * junk)
-    status, _, said = finish(start(compiled, *train_command(config, model)))
-    print(*said)
+    status, _, messages = finish(start(compiled, *train_command(config, model)))
+    print(*messages)
     assert status == 2
-    assert said[-1].startswith("error: ")
-    failed = rf"{model}(: saving step \d+ failed|/metrics\.jsonl): No space left"
-    assert all(re.search(failed, line) for line in said)
-    assert f"saving step {STEPS} failed" in said[-1]
+    assert messages[-1].startswith("error: ")
+    save_error = rf"{model}(: saving step \d+ failed|/metrics\.jsonl): No space left"
+    assert all(re.search(save_error, line) for line in messages)
+    assert f"saving step {STEPS} failed" in messages[-1]
     assert os.listdir(model) == ["metrics.jsonl"]
-    assert_same_rows(rows_of(model), expected[1])  # It went on.
+    assert_same_rows(rows_of(model), expected[1])  # training continued without checkpoints
     (disk / "junk").unlink()
     small_disk("16m")
-    status, _, said = finish(start(compiled, *train_command(config, model)))
-    assert (status, said) == (0, [])
+    status, _, messages = finish(start(compiled, *train_command(config, model)))
+    assert (status, messages) == (0, [])
     assert_same_rows(rows_of(model), expected[1])
     assert steps_in(model)[-1] == STEPS
 
 
-def test_a_second_ctrl_c_ends_at_once(compiled, tmp_path):
-    """Also while the last checkpoint is written to a disk that does not answer."""
+def test_a_second_ctrl_c_exits_immediately(compiled, tmp_path):
+    """The process exits even while the last checkpoint is being written to a hanging disk."""
     config = write_config(tmp_path / "config.json", run_values(tmp_path, ckpt_every=1000))
     code = (
         "import time\n"
@@ -242,10 +244,10 @@ def test_a_second_ctrl_c_ends_at_once(compiled, tmp_path):
         "Checkpoints._commit = commit\n"
         "run_script(device_train.main)\n"
     )
-    began = time.time()
+    started = time.time()
     model = tmp_path / "model"
     process = start(compiled, "-c", code, *train_command(config, model)[1:])
-    wait_for_row(process, model, began, 3)
+    wait_for_row(process, model, started, 3)
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     assert process.stdout.readline() == "committing\n"
@@ -254,13 +256,13 @@ def test_a_second_ctrl_c_ends_at_once(compiled, tmp_path):
     assert finish(process)[2] == []
 
 
-# Bad input.
+# Invalid input.
 
 
-def only_error(said: list[str]) -> str:
-    assert len(said) == 1, said
-    assert said[0].startswith("error: ")
-    return said[0]
+def only_error(messages: list[str]) -> str:
+    assert len(messages) == 1, messages
+    assert messages[0].startswith("error: ")
+    return messages[0]
 
 
 @pytest.mark.parametrize(
@@ -271,34 +273,36 @@ def only_error(said: list[str]) -> str:
         (None, r"config \S+: cannot be read \(No such file or directory\)"),
     ],
 )
-def test_a_bad_config_from_the_command_line(compiled, tmp_path, changes, message):
+def test_an_invalid_config_file_is_reported(compiled, tmp_path, changes, message):
     config = tmp_path / "config.json"
     if changes is not None:
         write_config(config, VALUES | changes)
-    status, out, said = finish(start(compiled, *train_command(str(config), tmp_path / "model")))
+    status, out, messages = finish(start(compiled, *train_command(str(config), tmp_path / "model")))
     assert (status, out) == (2, "")
-    assert re.match(f"error: {message}", only_error(said))
+    assert re.match(f"error: {message}", only_error(messages))
     assert not (tmp_path / "model").exists()
 
 
-def test_a_corrupt_record_in_the_middle_of_training(compiled, tmp_path):
+def test_a_corrupt_record_loses_no_completed_steps(compiled, tmp_path):
     config = write_config(tmp_path / "config.json", run_values(tmp_path, ckpt_every=1000))
     path = tmp_path / "train_two.tfrecords"
     content = path.read_bytes()
     frame = len(content) // ROWS["two"]
     path.write_bytes(content[: 5 * frame + 30] + b"\xff" + content[5 * frame + 31 :])
     process = start(compiled, *train_command(config, tmp_path / "model"))
-    status, _, said = finish(process)
+    status, _, messages = finish(process)
     assert status == 2
-    assert only_error(said).startswith(f"error: {path}: corrupt record at byte {5 * frame} (wrong")
-    # 37 + 5 good records are 5 steps of 8: none of them is lost.
+    assert only_error(messages).startswith(
+        f"error: {path}: corrupt record at byte {5 * frame} (wrong"
+    )
+    # The 37 + 5 intact records are enough for 5 steps of 8 records, and none of these is lost.
     assert steps_in(tmp_path / "model") == [5]
     assert [row["step"] for row in rows_of(tmp_path / "model")] == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """A folder with record sets, broken ones among them, and a `model` saved at step 0."""
+    """Return a folder with valid and broken record sets, and with a `model` saved at step 0."""
     folder = tmp_path_factory.mktemp("trained")
     values = run_values(folder)
     network = CausalTransformer(values)
@@ -323,15 +327,15 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 
 
 def call(main: Callable[[], None], monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    """A script's status, stdout and stderr, in this process."""
+    """Run a script in this process; return its exit status, stdout and stderr."""
     monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_info:
         run_script(main)
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     status = exit_info.value.code
     assert status is None or isinstance(status, int)
-    return status or 0, said.out, said.err
+    return status or 0, captured.out, captured.err
 
 
 BAD_VALUES = [
@@ -381,29 +385,31 @@ BAD_VALUES = [
 ]
 
 
-def filled(value: Any, folder: Path) -> Any:
-    """`value` with the folder's path for each {}."""
+def fill(value: Any, folder: Path) -> Any:
+    """Return `value` with each {} replaced by the folder's path."""
     if isinstance(value, dict):
-        return {key: filled(each, folder) for key, each in value.items()}
+        return {key: fill(item, folder) for key, item in value.items()}
     return value.replace("{}", str(folder)) if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_VALUES)
-def test_bad_values_change_nothing(trained, tmp_path, monkeypatch, capsys, changes, message):
+def test_invalid_config_values_are_refused_without_changes(
+    trained, tmp_path, monkeypatch, capsys, changes, message
+):
     folder, values = trained
-    config = write_config(tmp_path / "config.json", values | filled(changes, folder))
+    config = write_config(tmp_path / "config.json", values | fill(changes, folder))
     before = snapshot(folder)
     status, out, err = call(
         device_train.main, monkeypatch, capsys, "--config", config, "--model-dir", folder / "model"
     )
     assert (status, out) == (2, "")
-    said = [piece for piece in re.split(r"[\r\n]", err) if piece.strip()]
-    said = [piece for piece in said if not re.match(r" *\d+%\|", piece)]
-    assert re.match(f"error: {filled(message, folder)}", only_error(said))
+    messages = [piece for piece in re.split(r"[\r\n]", err) if piece.strip()]
+    messages = [piece for piece in messages if not re.match(r" *\d+%\|", piece)]
+    assert re.match(f"error: {fill(message, folder)}", only_error(messages))
     assert snapshot(folder) == before
 
 
-def test_a_token_outside_the_vocabulary(trained, tmp_path, monkeypatch, capsys):
+def test_a_token_outside_the_vocabulary_is_reported(trained, tmp_path, monkeypatch, capsys):
     folder, values = trained
     config = write_config(tmp_path / "config.json", values | {"n_vocab": 32})
     model = tmp_path / "model"
@@ -440,24 +446,26 @@ def test_a_token_outside_the_vocabulary(trained, tmp_path, monkeypatch, capsys):
         ),
     ],
 )
-def test_bad_arguments_change_nothing(trained, tmp_path, monkeypatch, capsys, arguments, message):
+def test_invalid_arguments_are_refused_without_changes(
+    trained, tmp_path, monkeypatch, capsys, arguments, message
+):
     folder, values = trained
     config = write_config(tmp_path / "config.json", values)
     before = snapshot(folder)
-    given = [filled(argument, folder) for argument in arguments]
+    filled_arguments = [fill(argument, folder) for argument in arguments]
     defaults = ("--config", config, "--model-dir", folder / "model")
-    status, out, err = call(device_train.main, monkeypatch, capsys, *defaults, *given)
+    status, out, err = call(device_train.main, monkeypatch, capsys, *defaults, *filled_arguments)
     assert (status, out) == (2, "")
-    assert re.match(f"error: {filled(message, folder)}", only_error(err.splitlines()))
+    assert re.match(f"error: {fill(message, folder)}", only_error(err.splitlines()))
     assert snapshot(folder) == before
 
 
-# Text from a model, and a picture of its losses.
+# Sampling, and plots of losses.
 
 
 @pytest.fixture(scope="module")
-def speaker(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """An untrained model with the real vocabulary."""
+def untrained(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """Return a folder with an untrained `model` that has GPT-J's vocabulary, and its config."""
     folder = tmp_path_factory.mktemp("speaker")
     values = {key: VALUES[key] for key in ("layers", "d_model", "n_heads", "pe_rotary_dims")}
     values |= {"n_vocab": 50400, "seq": 32, "dtype": "float32"}
@@ -468,30 +476,38 @@ def speaker(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     return folder, values
 
 
-def test_sampling_from_a_pipe_and_from_a_flag(speaker, compiled, tmp_path):
-    folder, values = speaker
-    eight = write_config(tmp_path / "eight.json", values)
-    one = write_config(tmp_path / "one.json", values | {"tpu_size": 1, "cores_per_replica": 1})
+def test_sampling_gives_the_same_text_from_stdin_and_from_a_flag(untrained, compiled, tmp_path):
+    folder, values = untrained
+    eight_devices = write_config(tmp_path / "eight.json", values)
+    one_device = write_config(
+        tmp_path / "one.json", values | {"tpu_size": 1, "cores_per_replica": 1}
+    )
     options = ("--model-path", folder / "model", "--length", 5, "--seed", 3)
     lines = "In the beginning\nWhat is a man?\nIn the beginning\n"
-    repl = start(compiled, "device_sample.py", "--config", eight, *options, stdin=lines)
+    repl = start(compiled, "device_sample.py", "--config", eight_devices, *options, stdin=lines)
     flag = start(
-        compiled, "device_sample.py", "--config", one, *options, "--prompt", "In the beginning"
+        compiled,
+        "device_sample.py",
+        "--config",
+        one_device,
+        *options,
+        "--prompt",
+        "In the beginning",
     )
-    status, out, said = finish(repl, lines)
+    status, out, messages = finish(repl, lines)
     assert status == 0
-    assert said[0].startswith("Type a prompt; ")
-    assert all(re.fullmatch(r"\[5 tokens, [\d.]+ tokens/s\]", line) for line in said[1:])
+    assert messages[0].startswith("Type a prompt; ")
+    assert all(re.fullmatch(r"\[5 tokens, [\d.]+ tokens/s\]", line) for line in messages[1:])
     answers = out.split(">>> ")
     assert len(answers) == 5
     assert answers[1] == answers[3] != answers[2]
-    status, out, said = finish(flag)
-    assert (status, said) == (0, [])
+    status, out, messages = finish(flag)
+    assert (status, messages) == (0, [])
     assert out == "In the beginning" + answers[1]
 
 
-def test_sampling_without_a_model(speaker, tmp_path, monkeypatch, capsys):
-    _, values = speaker
+def test_sampling_without_a_model_is_refused(untrained, tmp_path, monkeypatch, capsys):
+    _, values = untrained
     config = write_config(tmp_path / "config.json", values)
     cases = [
         (("--model-path", tmp_path / "no"), f"checkpoint folder {tmp_path}/no does not exist; "),
@@ -504,8 +520,8 @@ def test_sampling_without_a_model(speaker, tmp_path, monkeypatch, capsys):
         assert only_error(err.splitlines()).startswith(f"error: {message}")
 
 
-def test_sampling_with_bad_options(speaker, tmp_path, monkeypatch, capsys):
-    folder, values = speaker
+def test_invalid_sampling_options_are_refused(untrained, tmp_path, monkeypatch, capsys):
+    folder, values = untrained
     config = write_config(tmp_path / "config.json", values)
     command = ("--config", config, "--model-path", folder / "model", "--prompt", "x")
     cases = {
@@ -522,16 +538,18 @@ def test_sampling_with_bad_options(speaker, tmp_path, monkeypatch, capsys):
         assert only_error(err.splitlines()) == f"error: generate: {message}"
 
 
-def test_a_picture_of_the_losses(tmp_path):
+def test_plot_loss_draws_the_losses(tmp_path):
     rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 6)]
     rows[-1]["val/loss_held_out"] = 0.3
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ("scripts/plot_loss.py", tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert finish(start("", *command)) == (0, "", [])
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    status, out, said = finish(start("", command[0], tmp_path / "no.jsonl", tmp_path / "no.png"))
+    status, out, messages = finish(
+        start("", command[0], tmp_path / "no.jsonl", tmp_path / "no.png")
+    )
     assert (status, out) == (2, "")
-    assert only_error(said) == (
+    assert only_error(messages) == (
         f"error: {tmp_path}/no.jsonl: cannot be read (No such file or directory)"
     )
     assert not (tmp_path / "no.png").exists()

@@ -1,7 +1,7 @@
 """CONTRIBUTING.md names only rooms, paths, make targets and identifiers that exist.
 
-Each rule is a function from the guide's text to its errors, so that the tests can also show that
-it finds something.
+Each rule is a function from the guide's text to a list of errors, so that the tests can also check
+that it detects errors.
 """
 
 import functools
@@ -69,11 +69,11 @@ RULES = [room_errors, path_errors, target_errors, identifier_errors]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_guide_keeps(rule):
+def test_the_guide_follows_the_rule(rule):
     assert not rule(GUIDE), "\n".join(rule(GUIDE))
 
 
-def test_the_rules_see_the_guide():
+def test_the_guide_has_paths_targets_and_code_to_check():
     assert len(PATH.findall(GUIDE)) > 50
     assert len(set(re.findall(r"\bmake ([\w-]+)", "\n".join(code(GUIDE))))) >= 4
     assert len(code(GUIDE)) > 100
@@ -96,7 +96,7 @@ def test_the_rules_see_the_guide():
         (identifier_errors, "`gptj.declarationz`"),
     ],
 )
-def test_a_rule_finds(rule, text):
+def test_a_rule_detects_an_error(rule, text):
     assert len(rule(text)) == 1
 
 

@@ -1,4 +1,4 @@
-"""What docker/ would do, done without a container: its copies, its command, its health check."""
+"""The steps of docker/, run without a container: copies, command and health check."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SECONDS = 120
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(keyword, the rest) of each instruction of the Dockerfile."""
+    """Return the (keyword, arguments) of each instruction in the Dockerfile."""
     text = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", "")
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
@@ -32,8 +32,8 @@ def services() -> dict:
     return yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
 
 
-def test_image_installs_what_ci_installs():
-    # CI installs by the Makefile's rule; the same file, with the same options.
+def test_the_image_installs_the_same_packages_as_ci():
+    # CI installs with the Makefile's rule: the same file, with the same options.
     rule = re.search(r"pip install (.* -r requirements\.txt)", (ROOT / "Makefile").read_text())
     installs = [rest for keyword, rest in instructions() if keyword == "RUN" and "-r " in rest]
     assert rule is not None
@@ -44,7 +44,7 @@ def test_image_installs_what_ci_installs():
     assert version.startswith("python:3.11")
 
 
-def test_context_holds_what_is_copied():
+def test_the_build_context_contains_the_copied_files():
     ignored = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
     copied = {rest.split()[0] for keyword, rest in instructions() if keyword == "COPY"}
     assert {f"!{name}" for name in copied} == {name for name in ignored if name[0] == "!"}
@@ -67,7 +67,7 @@ def test_compose_runs_the_image(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_command_serves_from_what_is_copied(tmp_path):
+def test_the_command_serves_from_the_copied_files(tmp_path):
     config = {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 50400, "seq": 16}
     network = CausalTransformer(config | {"pe_rotary_dims": 8, "dtype": "float32"})
     network.save(str(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""docs/finetune.md, run from its first line to its last on a smaller model."""
+"""All code and commands of docs/finetune.md, run with a smaller model."""
 
 import json
 import re
@@ -22,13 +22,13 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
 
-    found = python_commands("finetune.md")
-    assert len(found) == 11
-    for words in found:
+    guide_commands = python_commands("finetune.md")
+    assert len(guide_commands) == 11
+    for words in guide_commands:
         run_here(words, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert "train_800.tfrecords: 800 records of 64 tokens" in printed
-    assert printed.count("bits/byte") == 2  # of the two tables
+    assert printed.count("bits/byte") == 2  # in the two tables
     assert printed.count("17 + 8 =") == 1
     assert printed.count("logits differ by") == 2
     assert Path("runs/exported_lora/model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""The commands of docs/gpt-j.md, run on a tiny model under the names that they use."""
+"""The commands of docs/gpt-j.md, run on tiny models with the file names that they use."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.support.documents import new_place, python_commands, run_here
 
-# What the commands are not run with: records and answers as long as GPT-J's take a while.
+# Additional flags for the commands, because records and answers as long as GPT-J's take time.
 SHORTER = {"scripts/create_finetune_tfrecords.py": ["--seq", "32"]}
 SAMPLERS = ("device_sample.py", "resharding_example.py")
 TINY = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
@@ -28,13 +28,15 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     hf.write("gpt-j-6b", state, config)
     hf.write("cut", state, config, trim_vocab=True)
 
-    found = python_commands("gpt-j.md")
-    assert len(found) >= 8
-    # What the document says of the last of them: with a vocabulary that was cut.
-    (to_shards,) = (each for each in found if "from_hf" in each)
-    cut = " ".join(to_shards).replace("gpt-j-6b", "cut").replace("from_hf", "from_cut").split()
-    found.append([*cut, "--config", "configs/6B_roto_256.json"])
-    for script, *flags in found:
+    page_commands = python_commands("gpt-j.md")
+    assert len(page_commands) >= 8
+    # The document also describes the last command for a model whose vocabulary was trimmed.
+    (to_shards,) = (words for words in page_commands if "from_hf" in words)
+    for_trimmed = (
+        " ".join(to_shards).replace("gpt-j-6b", "cut").replace("from_hf", "from_cut").split()
+    )
+    page_commands.append([*for_trimmed, "--config", "configs/6B_roto_256.json"])
+    for script, *flags in page_commands:
         shorter = ["--length", "4"] if script in SAMPLERS else SHORTER.get(script, [])
         run_here([script, *flags, *shorter], monkeypatch, capsys)
     printed = capsys.readouterr().out

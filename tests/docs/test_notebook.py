@@ -1,4 +1,4 @@
-"""The notebook, run as it stands, on a model that was converted to Hugging Face's format."""
+"""The unmodified notebook, run with a model that was converted to Hugging Face's format."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_notebook_samples_from_a_converted_model(tmp_path, monkeypatch):
+def test_the_notebook_samples_from_a_converted_model(tmp_path, monkeypatch):
     config = {"layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 50400, "seq": 64}
     network = CausalTransformer(config | {"pe_rotary_dims": 8, "dtype": "float32"})
     network.save(str(tmp_path / "native"))
@@ -23,9 +23,9 @@ def test_notebook_samples_from_a_converted_model(tmp_path, monkeypatch):
     conversion.convert(str(tmp_path / "native"), "native", str(tmp_path / "hf"), "hf")
     notebook = nbformat.read(ROOT / "notebooks" / "sample.ipynb", as_version=4)
     nbformat.validate(notebook)
-    assert all(not cell.get("outputs") for cell in notebook.cells)  # nothing of one machine
-    where = {"metadata": {"path": str(ROOT / "notebooks")}}
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    assert all(not cell.get("outputs") for cell in notebook.cells)  # committed without outputs
+    resources = {"metadata": {"path": str(ROOT / "notebooks")}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     printed = "".join(
         output["text"]
         for cell in notebook.cells

@@ -1,4 +1,4 @@
-"""Scores of record sets: means over the tokens that bear loss, and bytes of the text they are."""
+"""Scores of record sets: means over the unmasked tokens, and bytes of their text."""
 
 import json
 import math
@@ -21,7 +21,7 @@ MESH = {"tpu_size": 8, "cores_per_replica": 4}  # batches of 2
 
 @pytest.fixture
 def masked(tmp_path):
-    """Random masked records, [rows, T] each, and their index."""
+    """Return random records with loss masks, as arrays [rows, T], and the path of their index."""
     rng = np.random.default_rng(1)
     records = rng.integers(0, 128, (3, ROWS, 16))
     records[2] %= 2
@@ -33,35 +33,35 @@ def masked(tmp_path):
     return dict(zip(("obs", "target", "loss_mask"), records, strict=True)), str(index)
 
 
-def test_scores_are_those_of_the_tokens_that_bear_loss(small, masked):
+def test_scores_are_means_over_the_unmasked_tokens(small, masked):
     records, index = masked
     network = CausalTransformer(small(**MESH, val_batches=4))
-    found = validation.score(network, index, bytes_of=np.arange(128))
-    whole = network.eval({key: records[key].astype(np.uint32) for key in ("obs", "target")})
-    bearing = records["loss_mask"][:8] == 1  # 4 batches of 2
-    loss = np.asarray(whole["all_loss"], np.float64)[:8][bearing]
-    assert found.tokens == bearing.sum()
-    assert found.loss == pytest.approx(loss.mean(), rel=1e-6)  # f32, in batches of another size
-    assert found.correct == np.asarray(whole["correct"])[:8][bearing].sum()
-    assert found.bytes == records["target"][:8][bearing].sum()
+    actual = validation.score(network, index, bytes_of=np.arange(128))
+    evaluated = network.eval({key: records[key].astype(np.uint32) for key in ("obs", "target")})
+    unmasked = records["loss_mask"][:8] == 1  # 4 batches of 2
+    loss = np.asarray(evaluated["all_loss"], np.float64)[:8][unmasked]
+    assert actual.tokens == unmasked.sum()
+    assert actual.loss == pytest.approx(loss.mean(), rel=1e-6)  # f32, in batches of different sizes
+    assert actual.correct == np.asarray(evaluated["correct"])[:8][unmasked].sum()
+    assert actual.bytes == records["target"][:8][unmasked].sum()
 
 
-def test_a_set_where_nothing_bears_loss_has_no_loss():
+def test_a_set_without_unmasked_tokens_has_loss_nan():
     assert math.isnan(validation.Scores().loss)
     assert "nan" in validation.Scores().row("empty")
 
 
-def test_tokens_stand_for_the_bytes_of_their_text():
+def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text():
     tokenizer = load_tokenizer()
     text = "Caf\u00e9 \u4e2d\u6587, don't \U0001f600\n\n  x<|endoftext|>y"
     counts = bytes_of_tokens(tokenizer, 50400)
     assert counts[tokenizer(text)["input_ids"]].sum() == len(
         text.replace("<|endoftext|>", "").encode()
     )
-    assert counts[50256:].sum() == 0  # the end of a text, and the padding of the vocabulary
+    assert counts[50256:].sum() == 0  # the end-of-text token and the vocabulary's padding
 
 
-def test_the_mode_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypatch, capsys):
+def test_mode_eval_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypatch, capsys):
     records, index = masked
     config = small(**MESH, val_set={"made": index}, val_batches=5)
     network = CausalTransformer(config)
@@ -72,13 +72,13 @@ def test_the_mode_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypa
     flags = ["--config", str(path), "--model-dir", str(tmp_path / "model"), "--mode", "eval"]
     monkeypatch.setattr(sys, "argv", ["device_train.py", *flags])
     device_train.main()
-    said = capsys.readouterr()
-    assert re.search(rf"{index}: .*5batch", said.err)  # a progress bar
-    heading, row = said.out.splitlines()
+    captured = capsys.readouterr()
+    assert re.search(rf"{index}: .*5batch", captured.err)  # a progress bar
+    heading, row = captured.out.splitlines()
     name, tokens, loss, perplexity, accuracy, bits = row.split()
     scores = validation.score(network, index, bytes_of=bytes_of_tokens(load_tokenizer(), 128))
     assert (name, int(tokens)) == ("made", records["loss_mask"][:10].sum())
-    assert float(loss) == pytest.approx(scores.loss, abs=5e-5)  # as printed
+    assert float(loss) == pytest.approx(scores.loss, abs=5e-5)  # rounded for printing
     assert float(perplexity) == pytest.approx(math.exp(scores.loss), rel=1e-4)
     assert accuracy == f"{scores.correct / scores.tokens:.2%}"
     assert float(bits) == pytest.approx(scores.nats / math.log(2) / scores.bytes, abs=5e-5)
@@ -96,7 +96,7 @@ def test_the_mode_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypa
     ],
     ids=str,
 )
-def test_what_cannot_be_scored_is_refused(
+def test_invalid_settings_of_mode_eval_are_refused(
     small, masked, tmp_path, monkeypatch, changes, flags, line
 ):
     config = small(**(MESH | {"val_set": {"made": masked[1]}} | changes))

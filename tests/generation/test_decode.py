@@ -1,4 +1,4 @@
-"""A running batch: every position against a full pass, in place, and each row for itself."""
+"""Running batches: logits against full passes, in-place caches and independence of rows."""
 
 import gc
 import re
@@ -27,19 +27,19 @@ from tests.model.test_gptj import KINDS, base_of, full_pass, small_config, weigh
 from tests.training.test_parity import network_at_step_0
 
 WINDOW = 24
-# Above the window, the last tokens are the prompt.
+# A prompt longer than the window is reduced to its last tokens.
 LENGTHS = [1, 5, 16, WINDOW, WINDOW + 9, 3]
 PLACES = [("jit", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4), ("shard_map", 1, 8), ("jit", 1, 8)]
 GREEDY = {"top_p": 1.0, "temp": 0.0}
-LIVELY = {"top_p": 0.9, "temp": 1.0}
+SAMPLED = {"top_p": 0.9, "temp": 1.0}
 
 
 def network_of(config: Config, place: tuple[str, int, int] = PLACES[0]) -> CausalTransformer:
-    """A network on a dp x mp mesh, with the weights that `config` has on any other."""
+    """Return a network on a dp x mp mesh, with the weights that `config` has on every mesh."""
     partitioning, dp, mp = place
-    there = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
-    network = CausalTransformer(there, devices=jax.devices()[: dp * mp], init=False)
-    layout = named(network.mesh, step.state_specs(there, network.mesh)["params"])
+    mesh_config = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
+    network = CausalTransformer(mesh_config, devices=jax.devices()[: dp * mp], init=False)
+    layout = named(network.mesh, step.state_specs(mesh_config, network.mesh)["params"])
     params = jax.tree.map(jax.device_put, weights(base_of(config)), layout)
     network.state = {"params": params, "frozen": {}}
     return network
@@ -51,23 +51,23 @@ def random_prompts(config: Config, lengths: list[int]) -> list[np.ndarray]:
 
 
 def full_logprobs(config: Config, tokens: np.ndarray) -> np.ndarray:
-    """log softmax [B, T, V] of one pass without a cache; a query sees `config.window` keys."""
+    """Return logprobs [B, T, V] of one pass without a cache, with `config`'s attention window."""
     width = tokens.shape[1]
-    # A table of positions is as long as it is; what has none may be any length.
+    # A position table has a fixed length; without one, sequences may have any length.
     seq = config.seq if config.pe == "fixed" else width
-    whole = config.replace(seq=seq, attention_window=min(config.window, width))
-    run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, whole, Auto()))
+    full_config = config.replace(seq=seq, attention_window=min(config.window, width))
+    run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, full_config, Auto()))
     return np.asarray(jax.nn.log_softmax(run(weights(base_of(config)), tokens)))
 
 
 def by_token(token: np.ndarray, logprob: np.ndarray) -> np.ndarray:
-    """Logprobs of all tokens, in the tokens' order, from those in the order of likelihood."""
-    found = np.empty_like(logprob)
-    np.put_along_axis(found, token.astype(int), logprob, axis=-1)
-    return found
+    """Return logprobs of all tokens in vocabulary order, from those sorted by likelihood."""
+    ordered = np.empty_like(logprob)
+    np.put_along_axis(ordered, token.astype(int), logprob, axis=-1)
+    return ordered
 
 
-# The first kind on every mesh, the others on one of each partitioning.
+# The first kind of model on every mesh, the others on one mesh per partitioning.
 EVERYWHERE = [
     pytest.param(kind, place, marks=[] if quick else pytest.mark.slow)
     for kind in [*KINDS, ("geglu", "t5"), ("geglu", "fixed")]
@@ -77,7 +77,7 @@ EVERYWHERE = [
 
 
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
-def test_every_position_is_that_of_a_full_pass(kind, place):
+def test_logits_at_every_position_match_a_full_pass(kind, place):
     block, pe = kind
     steps = 12
     fixed = pe == "fixed"
@@ -86,31 +86,33 @@ def test_every_position_is_that_of_a_full_pass(kind, place):
     )
     prompts = random_prompts(config, LENGTHS)
     batch = network_of(config, place).batch(len(prompts))
-    settings = sampler_settings(LIVELY | {"seed": np.arange(6)}, 6)
+    settings = sampler_settings(SAMPLED | {"seed": np.arange(6)}, 6)
     first = batch.insert(range(6), prompts, steps, settings, alternatives=config.n_vocab)
     parts = [jax.tree.map(lambda x: x[:, None], first)]
-    for some in (1, 4, 6):  # over the end of the ring in the midst of a call
-        parts.append(batch.decode(some, alternatives=config.n_vocab))
-    tokens, own, top, logprob = (np.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-    found = by_token(top, logprob)
+    for count in (1, 4, 6):  # the cache's ring buffer wraps around during a call
+        parts.append(batch.decode(count, alternatives=config.n_vocab))
+    tokens, token_logprobs, top, logprob = (
+        np.concatenate(x, axis=1) for x in zip(*parts, strict=True)
+    )
+    actual = by_token(top, logprob)
     prompts = [prompt[-WINDOW:] for prompt in prompts]
     texts = [np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)]
     padded = np.zeros((6, WINDOW + steps), np.uint32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
-    wanted = full_logprobs(config, padded)
+    expected = full_logprobs(config, padded)
     for row, prompt in enumerate(prompts):
         here = slice(len(prompt) - 1, len(prompt) - 1 + steps)
-        # Logprobs reach 18 here, where f32 itself has steps of 2e-6.
-        np.testing.assert_allclose(found[row], wanted[row, here], atol=1e-5, rtol=1e-5)
-    drawn = np.take_along_axis(found, tokens[..., None].astype(int), axis=-1)[..., 0]
-    np.testing.assert_array_equal(own, drawn)
+        # Logprobs reach 18 here, where adjacent f32 values differ by 2e-6.
+        np.testing.assert_allclose(actual[row], expected[row, here], atol=1e-5, rtol=1e-5)
+    drawn = np.take_along_axis(actual, tokens[..., None].astype(int), axis=-1)[..., 0]
+    np.testing.assert_array_equal(token_logprobs, drawn)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 3), (4, 1), (4, 3)])
-def test_a_position_is_written_and_nothing_beside_it(rows, heads, dtype):
-    """By the kernels that users have, which the other tests' values do not come from."""
+def test_write_changes_only_the_given_positions(rows, heads, dtype):
+    """Compile as users do, unlike the other tests, so that the same kernels are tested."""
     rng = np.random.default_rng(3)
 
     def random_cache(slots: int) -> LayerCache:
@@ -119,41 +121,41 @@ def test_a_position_is_written_and_nothing_beside_it(rows, heads, dtype):
 
     cache, new, slots = random_cache(7), random_cache(1), rng.integers(0, 7, rows)
     lowered = jax.jit(write).lower(cache, new, slots)
-    found = lowered.compile(AS_USERS_COMPILE)(cache, new, slots)
-    for before, one, after in zip(cache, new, found, strict=True):
-        wanted = np.array(before)
-        wanted[np.arange(rows), :, slots] = np.asarray(one)[:, :, 0]
-        np.testing.assert_array_equal(np.asarray(after), wanted)
+    written = lowered.compile(AS_USERS_COMPILE)(cache, new, slots)
+    for before, entry, after in zip(cache, new, written, strict=True):
+        expected = np.array(before)
+        expected[np.arange(rows), :, slots] = np.asarray(entry)[:, :, 0]
+        np.testing.assert_array_equal(np.asarray(after), expected)
 
 
 def cache_results(text: str, shape: tuple[int, ...]) -> list[str]:
-    """The operations of a compiled program that make an array as large as one cache.
+    """Return the operations of a compiled program that create an array as large as one cache.
 
-    What only passes an array on is left out, and the scatter that writes into it.
+    Operations that only pass an array on are excluded, as is the scatter that writes into it.
     """
     size = int(np.prod(shape))
-    passing = {"parameter", "get-tuple-element", "bitcast", "scatter"}
-    found, scatters = [], set()
+    pass_through = {"parameter", "get-tuple-element", "bitcast", "scatter"}
+    results, scatters = [], set()
     for computation in re.split(r"\n(?=%|ENTRY)", text):
         name = re.match(r"(?:ENTRY )?%(\S+)", computation)
         for line in computation.splitlines()[1:]:
-            read = re.match(r"\s*(ROOT )?%\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
-            if read is None:
+            match = re.match(r"\s*(ROOT )?%\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+            if match is None:
                 continue
-            numbers = [int(n) for n in read[2].split(",")]
-            if read[1] and read[3] == "scatter" and name:
+            numbers = [int(n) for n in match[2].split(",")]
+            if match[1] and match[3] == "scatter" and name:
                 scatters.add(name[1])
-            if int(np.prod(numbers)) == size and read[3] not in passing:
-                found.append(line.strip())
-    return [line for line in found if not any(f"calls=%{name}" in line for name in scatters)]
+            if int(np.prod(numbers)) == size and match[3] not in pass_through:
+                results.append(line.strip())
+    return [line for line in results if not any(f"calls=%{name}" in line for name in scatters)]
 
 
 def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, Any]:
-    """The text of the decode step over `batch`, and its memory."""
-    made, network = batch._generator, batch._state
+    """Return the compiled text and the memory analysis of the decode step for `batch`."""
+    generator, network = batch._generator, batch._state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "decode", function)
-        run: Any = running_batch.compile_decode(made.config, made.mesh, None, 8)
+        run: Any = running_batch.compile_decode(generator.config, generator.mesh, None, 8)
         lowered = run.lower(batch._weights, network, batch.left, np.int32(3))
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()
@@ -161,23 +163,23 @@ def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, A
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
-    "place", [*PLACES[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in PLACES[3:])]
+    "place", [*PLACES[:3], *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[3:])]
 )
 def test_a_decode_step_copies_no_cache(place, rows):
     _, dp, mp = place
-    # A width that no other array has.
+    # No other array has this head size.
     config = small_config(seq=512, head_size=12)
     batch = network_of(config, place).batch(rows * dp)
     shape = (rows, config.n_heads // mp, batch._state.slots, config.d_head)
     text, memory = compiled_decode(batch)
     assert text.count(" scatter(") >= 2 * config.layers
     assert cache_results(text, shape) == []
-    one = 4 * int(np.prod(shape))
-    assert memory.alias_size_in_bytes >= 2 * config.layers * one
-    assert memory.temp_size_in_bytes < one
+    cache_bytes = 4 * int(np.prod(shape))
+    assert memory.alias_size_in_bytes >= 2 * config.layers * cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes
 
 
-def test_a_copy_of_a_cache_would_be_found():
+def test_a_copy_of_a_cache_is_detected():
     config = small_config(seq=512, head_size=12)
     batch = network_of(config).batch(3)
     shape = (3, config.n_heads, batch._state.slots, config.d_head)
@@ -192,60 +194,62 @@ def test_a_copy_of_a_cache_would_be_found():
     assert cache_results(text, shape)
 
 
-def alone(network: CausalTransformer, prompt: np.ndarray, steps: int, **options: Any) -> list[int]:
-    found = network.generate(prompt[None], [len(prompt)], steps, options)
-    return found[0].tolist()
+def generate_alone(
+    network: CausalTransformer, prompt: np.ndarray, steps: int, **options: Any
+) -> list[int]:
+    tokens = network.generate(prompt[None], [len(prompt)], steps, options)
+    return tokens[0].tolist()
 
 
 @pytest.mark.parametrize("place", [pytest.param(PLACES[0], marks=pytest.mark.slow), PLACES[1]])
-def test_rows_that_come_and_go_say_what_they_say_alone(place):
-    """Joined late, in a used row, beside others, over calls of any length, past the window."""
+def test_inserted_rows_generate_the_same_tokens_as_alone(place):
+    """Insert prompts late, into used rows, with varying calls, and generate beyond the window."""
     config = small_config(seq=32)
     network = network_of(config, place)
     single = network_of(config)
     prompts = random_prompts(config, [5, 20, 1, 32, 11, 7])
     limits = [30, 9, 17, 12, 25, 40]
-    options = [LIVELY | {"seed": seed} for seed in range(6)]
+    options = [SAMPLED | {"seed": seed} for seed in range(6)]
     options[2] |= {"temp": 0.0}
     options[3] |= {"repetition_penalty": 1.3, "top_k": 9}
-    said: list[list[int]] = [[] for _ in prompts]
-    holds: dict[int, int] = {}
+    answers: list[list[int]] = [[] for _ in prompts]
+    prompt_of_row: dict[int, int] = {}
     waiting = list(range(len(prompts)))
     batch = network.batch(4)
     for steps in [3, 1, 8, 2, 5] * 8:
         free = [row for row in range(4) if batch.left[row] == 0][:2]
         for row in free:
             if waiting:
-                holds[row] = chosen = waiting.pop(0)
-                settings = sampler_settings(options[chosen], 1)
-                first = batch.insert([row], [prompts[chosen]], limits[chosen], settings)
-                said[chosen].append(int(first.token[0]))
+                prompt_of_row[row] = index = waiting.pop(0)
+                settings = sampler_settings(options[index], 1)
+                first = batch.insert([row], [prompts[index]], limits[index], settings)
+                answers[index].append(int(first.token[0]))
         left = batch.left.copy()
-        found = batch.decode(steps).token
-        for row, chosen in holds.items():
-            said[chosen] += found[row, : min(left[row], steps)].tolist()
-    for prompt, limit, option, text in zip(prompts, limits, options, said, strict=True):
-        assert text == alone(single, prompt, limit, **option)
+        tokens = batch.decode(steps).token
+        for row, index in prompt_of_row.items():
+            answers[index] += tokens[row, : min(left[row], steps)].tolist()
+    for prompt, limit, option, answer in zip(prompts, limits, options, answers, strict=True):
+        assert answer == generate_alone(single, prompt, limit, **option)
 
 
-def test_sampled_tokens_are_draws_from_the_full_pass_s_logits():
-    """Row by row the sampler's own choice, of that seed and so many tokens, on uncached logits."""
+def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
+    """Apply the sampler to logits without a cache, with the same seed and number of tokens."""
     config = small_config()
     prompts = np.stack(random_prompts(config, [6, 6]))
-    options = LIVELY | {"seed": [11, 12]}
-    found = network_of(config).generate(prompts, [6, 6], 5, options)
+    options = SAMPLED | {"seed": [11, 12]}
+    actual = network_of(config).generate(prompts, [6, 6], 5, options)
     run, text = full_pass(config, base_of(config)), np.zeros((2, 16), np.uint32)
     text[:, :6] = prompts
     settings, seen = sampler_settings(options, 2), jnp.zeros((2, config.n_vocab), bool)
     for at in range(5):
         drawn = choose(run(text)[:, 5 + at], settings, jnp.full(2, at), seen)
-        np.testing.assert_array_equal(found[:, at], drawn)
+        np.testing.assert_array_equal(actual[:, at], drawn)
         text[:, 6 + at] = drawn
-    assert found[0].tolist() != found[1].tolist()
+    assert actual[0].tolist() != actual[1].tolist()
 
 
-def test_released_rows_stand_still_and_their_settings_count_for_nothing(monkeypatch):
-    """The sampler here says the sum of the top k of all rows that it is told of."""
+def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypatch):
+    """Replace the sampler by one that returns the sum of all rows' top_k as every token."""
 
     def choose(logits_BV, settings, made_B, seen_BV):
         return jnp.full(len(made_B), settings.top_k_B.sum(), jnp.uint32)
@@ -265,13 +269,13 @@ def test_released_rows_stand_still_and_their_settings_count_for_nothing(monkeypa
     assert idle == (1.0, 0, 0.0, 1.0, 0)  # greedy, without a filter or a penalty
 
 
-def test_a_cache_that_grows_goes_on_as_one_that_is_large(monkeypatch):
+def test_a_growing_cache_gives_the_same_tokens_as_a_large_one(monkeypatch):
     config = small_config(seq=64)
     network = network_of(config)
     prompts = random_prompts(config, [5, 9])
-    settings = sampler_settings(LIVELY, 2)
+    settings = sampler_settings(SAMPLED, 2)
 
-    def said(smallest: int) -> tuple[list[int], np.ndarray]:
+    def generate(smallest: int) -> tuple[list[int], np.ndarray]:
         monkeypatch.setattr(running_batch, "SMALLEST_CACHE", smallest)
         batch, slots = network.batch(2), []
         parts = [batch.insert([0, 1], prompts, 40, settings).token[:, None]]
@@ -280,9 +284,9 @@ def test_a_cache_that_grows_goes_on_as_one_that_is_large(monkeypatch):
             slots.append(batch._state.slots)
         return slots, np.concatenate(parts, axis=1)[:, :40]
 
-    slots, small = said(8)
+    slots, small = generate(8)
     assert slots == [16, 32, 32, 64, 64, 64]
-    _, large = said(64)
+    _, large = generate(64)
     np.testing.assert_array_equal(small, large)
 
 
@@ -294,44 +298,47 @@ def test_a_cache_that_grows_goes_on_as_one_that_is_large(monkeypatch):
         pytest.param("f32/t5_mp4", "jit", marks=pytest.mark.slow),
     ],
 )
-def test_greedy_tokens_are_the_original_s(variant, partitioning):
+def test_greedy_tokens_match_the_original(variant, partitioning):
     golden = np.load(DATA / "original" / variant / "golden.npz")
     changes = {"partitioning": partitioning, "original_bias_copies": 4}
     network = network_at_step_0(variant, **changes)
-    if "train.loss" in golden:  # it generated after its training
+    if "train.loss" in golden:  # the original generated after training
         for tokens in golden["train_tokens"]:
             network.train({"obs": tokens[..., :-1], "target": tokens[..., 1:]})
-    # Its cache has seq - 1 slots, so that a prompt of seq tokens loses its first.
+    # The original's cache has seq - 1 slots, so a prompt of seq tokens loses its first token.
     sliding = CausalTransformer(
         network.config.replace(attention_window=network.config.seq - 1), init=False
     )
     sliding.state = network.state
-    for name, model_there in (("gen", network), ("gen_overflow", sliding)):
+    for name, model in (("gen", network), ("gen_overflow", sliding)):
         ctx, lengths = golden[f"{name}.ctx"], golden[f"{name}.ctx_length"]
-        wanted = golden[f"{name}.tokens"]
-        found = model_there.generate(ctx, lengths, wanted.shape[1], {"temp": 0.0})
-        np.testing.assert_array_equal(found, wanted, err_msg=name)
+        expected = golden[f"{name}.tokens"]
+        actual = model.generate(ctx, lengths, expected.shape[1], {"temp": 0.0})
+        np.testing.assert_array_equal(actual, expected, err_msg=name)
 
 
-def test_few_compilations_serve_all():
+def test_calls_with_similar_lengths_share_compiled_functions():
     network = network_of(small_config(seq=64))
-    made: Any = network._generator
+    generator: Any = network._generator
     prompts = np.ones((4, 40), int)
 
-    def compiled() -> list[int]:
-        return [run._cache_size() for run in (made.prefill(None), made.decode(None, MOST_STEPS))]
+    def compilations() -> list[int]:
+        return [
+            run._cache_size()
+            for run in (generator.prefill(None), generator.decode(None, MOST_STEPS))
+        ]
 
-    network.generate(prompts, [17] * 4, 9, LIVELY)
-    assert compiled() == [1, 1]
-    # Other lengths within the bucket, other settings, more tokens, three rows in place of four.
+    network.generate(prompts, [17] * 4, 9, SAMPLED)
+    assert compilations() == [1, 1]
+    # Other lengths in the same bucket, other settings, more tokens, or three rows instead of four.
     network.generate(prompts, [32, 17, 20, 1], 40, GREEDY | {"repetition_penalty": 1.1})
     network.generate(prompts[:3], [25] * 3, 1)
-    assert compiled() == [1, 1]
+    assert compilations() == [1, 1]
     network.generate(prompts, [33] * 4, 3)
-    assert compiled() == [2, 1]
+    assert compilations() == [2, 1]
 
 
-def test_repetition_penalty_is_hugging_face_s():
+def test_repetition_penalty_matches_hugging_face():
     torch = pytest.importorskip("torch")
     from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -341,18 +348,18 @@ def test_repetition_penalty_is_hugging_face_s():
     seen = np.zeros((4, 30), bool)
     np.put_along_axis(seen, text, True, axis=1)
     processor = RepetitionPenaltyLogitsProcessor(penalty=1.7)
-    wanted = processor(torch.tensor(text), torch.tensor(logits.copy()))
-    found = penalize(jnp.asarray(logits), jnp.asarray(seen), 1.7)
-    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6)
+    expected = processor(torch.tensor(text), torch.tensor(logits.copy()))
+    actual = penalize(jnp.asarray(logits), jnp.asarray(seen), 1.7)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("penalty", [1.5, 0.7])
-def test_the_penalty_counts_prompt_and_answer(penalty):
+def test_the_penalty_applies_to_tokens_of_the_prompt_and_the_answer(penalty):
     config = small_config(seq=32)
     prompt = random_prompts(config, [9])[0]
-    found = alone(network_of(config), prompt, 12, temp=0.0, repetition_penalty=penalty)
+    actual = generate_alone(network_of(config), prompt, 12, temp=0.0, repetition_penalty=penalty)
     text, run = prompt.tolist(), full_pass(config, base_of(config))
-    for token in found:
+    for token in actual:
         padded = np.zeros((1, 32), np.uint32)
         padded[0, : len(text)] = text
         logits = np.array(run(padded)[0, len(text) - 1])
@@ -362,16 +369,16 @@ def test_the_penalty_counts_prompt_and_answer(penalty):
         text.append(token)
 
 
-def test_what_only_generates_holds_no_more_than_that():
+def test_only_generate_frees_the_training_parameters():
     network = network_of(small_config())
     prompts = np.ones((1, 4), int)
-    wanted = network.generate(prompts, [4], 5, GREEDY)
+    expected = network.generate(prompts, [4], 5, GREEDY)
     assert network.state is not None
     leaf = weakref.ref(jax.tree.leaves(network.state["params"])[0])
     network.only_generate()
     gc.collect()
     assert leaf() is None
-    np.testing.assert_array_equal(network.generate(prompts, [4], 5, GREEDY), wanted)
+    np.testing.assert_array_equal(network.generate(prompts, [4], 5, GREEDY), expected)
     with pytest.raises(InputError, match="no weights yet"):
         network.logits(prompts)
     with pytest.raises(InputError, match="no weights yet"):
@@ -379,13 +386,13 @@ def test_what_only_generates_holds_no_more_than_that():
 
 
 @pytest.mark.parametrize("steps", [0, MOST_STEPS + 1])
-def test_a_call_of_too_many_tokens_is_refused(steps):
+def test_decode_refuses_an_invalid_number_of_tokens(steps):
     batch = network_of(small_config()).batch(1)
     with pytest.raises(InputError, match=f"decode of {steps} tokens, expected 1 to {MOST_STEPS}"):
         batch.decode(steps)
 
 
-def test_fixed_positions_end_with_a_clear_line():
+def test_exceeding_the_fixed_positions_is_refused():
     config = small_config(pe="fixed")
     batch = network_of(config).batch(1)
     settings = sampler_settings(GREEDY, 1)

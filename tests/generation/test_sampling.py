@@ -1,4 +1,4 @@
-"""The sampler against the original's numbers, a plain NumPy oracle, and its own promises."""
+"""Sampling, against the original's results, a NumPy reference and its specification."""
 
 import queue
 import threading
@@ -36,8 +36,8 @@ def keys_of(seeds: list[int]) -> jax.Array:
     return jax.vmap(jax.random.key)(jnp.asarray(seeds))
 
 
-def kept_by_oracle(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """Which tokens of one row stay, one token after the other, in float64."""
+def reference_kept(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    """Return the mask of the tokens that one row keeps, computed token by token in float64."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     exponentials = np.exp(logits.astype(np.float64) - logits.max())
     probabilities = exponentials / exponentials.sum()
@@ -53,26 +53,28 @@ def kept_by_oracle(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_filter_equals_the_original(setting):
+def test_the_filter_matches_the_original(setting):
     top_k = int(GOLDEN["top_k"][setting])
-    ours = np.array(nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], top_k))
-    theirs = GOLDEN["filtered"][setting].copy()
-    # With top_k the original subtracts 1e10 times the token's number, so it never removes token 0.
-    theirs[theirs < -1e9] = REMOVED
+    actual = np.array(
+        nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], top_k)
+    )
+    expected = GOLDEN["filtered"][setting].copy()
+    # With top_k, the original subtracts 1e10 times the token ID, so it never removes token 0.
+    expected[expected < -1e9] = REMOVED
     columns = slice(1, None) if top_k > 0 else slice(None)
-    np.testing.assert_array_equal(ours[:, columns], theirs[:, columns])
+    np.testing.assert_array_equal(actual[:, columns], expected[:, columns])
 
 
-def test_top_k_1_removes_token_0_where_the_original_kept_it():
+def test_top_k_1_removes_token_0_which_the_original_kept():
     setting = int(np.flatnonzero(GOLDEN["top_k"] == 1)[0])
-    ours = nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], 1)
+    filtered = nucleus_filter(jnp.asarray(GOLDEN["logits"]), GOLDEN["top_p"][setting], 1)
     assert np.all(np.sum(GOLDEN["filtered"][setting] > -1e9, axis=-1) == 2)
-    np.testing.assert_array_equal(np.sum(np.asarray(ours) > REMOVED, axis=-1), 1)
+    np.testing.assert_array_equal(np.sum(np.asarray(filtered) > REMOVED, axis=-1), 1)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_samples_equal_the_original(setting):
-    """Same keys, same tokens: it drew with the generator that was JAX's default before 0.5."""
+def test_samples_match_the_original(setting):
+    """Draw with the original's keys and generator, which was JAX's default before version 0.5."""
     rows = len(GOLDEN["logits"])
     with jax.threefry_partitionable(False):
         for seed in range(4):
@@ -88,18 +90,18 @@ def test_samples_equal_the_original(setting):
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_filter_equals_oracle(ties):
+def test_the_filter_matches_a_numpy_reference(ties):
     random = np.random.default_rng(1)
     logits = random_rows(2, 200, 37, ties)
     top_p = random.uniform(0, 1.1, 200)
     top_k = random.integers(-1, 45, 200)
-    ours = np.asarray(nucleus_filter(logits, top_p, top_k))
-    expected = [kept_by_oracle(*row) for row in zip(np.asarray(logits), top_p, top_k, strict=True)]
-    np.testing.assert_array_equal(ours, np.where(expected, logits, np.float32(REMOVED)))
+    actual = np.asarray(nucleus_filter(logits, top_p, top_k))
+    expected = [reference_kept(*row) for row in zip(np.asarray(logits), top_p, top_k, strict=True)]
+    np.testing.assert_array_equal(actual, np.where(expected, logits, np.float32(REMOVED)))
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-9, -1.0])
-def test_one_token_always_stays(top_p):
+def test_one_token_is_always_kept(top_p):
     logits = random_rows(3, 20, 11, ties=True)
     kept = np.asarray(nucleus_filter(logits, top_p)) > REMOVED
     np.testing.assert_array_equal(kept.sum(-1), 1)
@@ -125,15 +127,15 @@ def test_small_temperatures_and_huge_logits_stay_finite():
     np.testing.assert_array_equal(tokens, np.argmax(logits, -1))
 
 
-def test_bfloat16_logits_sample_as_their_float32_values():
+def test_bfloat16_logits_give_the_same_samples_as_their_float32_values():
     logits = random_rows(7, 8, 64).astype(jnp.bfloat16)
     keys = keys_of(list(range(8)))
-    both = [nucleus_sample(keys, x) for x in (logits, logits.astype(jnp.float32))]
-    np.testing.assert_array_equal(both[0], both[1])
+    tokens = [nucleus_sample(keys, x) for x in (logits, logits.astype(jnp.float32))]
+    np.testing.assert_array_equal(tokens[0], tokens[1])
 
 
-def test_a_row_does_not_feel_its_neighbours():
-    """Each row alone, all rows at once, and the rows in another order give the same tokens."""
+def test_rows_are_sampled_independently():
+    """Compare each row alone, all rows together, and the rows in a different order."""
     random = np.random.default_rng(8)
     rows = 24
     logits = random_rows(9, rows, 101)
@@ -144,9 +146,9 @@ def test_a_row_does_not_feel_its_neighbours():
         "temp": jnp.asarray(random.choice([0.0, 0.5, 1.0, 2.0], rows), jnp.float32),
     }
 
-    def tokens(chosen: np.ndarray) -> np.ndarray:
-        chosen_settings = {name: value[chosen] for name, value in settings.items()}
-        return np.asarray(nucleus_sample(keys[chosen], logits[chosen], **chosen_settings))
+    def tokens(selected: np.ndarray) -> np.ndarray:
+        selected_settings = {name: value[selected] for name, value in settings.items()}
+        return np.asarray(nucleus_sample(keys[selected], logits[selected], **selected_settings))
 
     together = tokens(np.arange(rows))
     alone = np.concatenate([tokens(np.array([row])) for row in range(rows)])
@@ -155,24 +157,24 @@ def test_a_row_does_not_feel_its_neighbours():
     np.testing.assert_array_equal(together[order], tokens(order))
 
 
-def test_a_single_key_folds_in_the_row():
+def test_a_single_key_is_folded_with_the_row_number():
     logits = random_rows(10, 6, 40)
     key = jax.random.key(11)
     keys = jnp.stack([jax.random.fold_in(key, row) for row in range(6)])
-    single, each = nucleus_sample(key, logits), nucleus_sample(keys, logits)
-    np.testing.assert_array_equal(single, each)
+    actual, expected = nucleus_sample(key, logits), nucleus_sample(keys, logits)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def settings_of(rows: list[tuple[float, int, float, float]]) -> SamplerSettings:
-    """Of rows (top_p, top_k, temperature, penalty), whose seeds are 0, 1, 2, ..."""
+    """Return the settings of rows (top_p, top_k, temperature, penalty), with seeds 0, 1, 2, ..."""
     top_p, top_k, temp, penalty = (np.asarray(column) for column in zip(*rows, strict=True))
     seed = np.arange(len(rows), dtype=np.uint32)
     f32 = np.float32
     return SamplerSettings(top_p.astype(f32), top_k, temp.astype(f32), penalty.astype(f32), seed)
 
 
-def test_a_step_of_generation_knows_no_neighbours():
-    """Alone a row meets only the branches that it needs itself."""
+def test_choose_treats_rows_independently():
+    """Compare with each row alone, where only the branches that this row needs are executed."""
     kinds = [(0.9, 5, 0.0, 1.0), (1.0, 0, 1.0, 1.0), (0.7, 9, 1.5, 1.0), (1.0, 0, 0.0, 1.4)]
     kinds += [(0.6, 0, 1.0, 1.3), (1.0, 2, 0.3, 1.0)]
     settings = settings_of(kinds * 4)
@@ -184,8 +186,8 @@ def test_a_step_of_generation_knows_no_neighbours():
     together = np.asarray(step(logits, settings, made, seen))
     for row in range(rows):
         here = slice(row, row + 1)
-        own = SamplerSettings(*(setting[here] for setting in settings))
-        assert step(logits[here], own, made[here], seen[here])[0] == together[row]
+        row_settings = SamplerSettings(*(setting[here] for setting in settings))
+        assert step(logits[here], row_settings, made[here], seen[here])[0] == together[row]
     penalized = penalize(logits, seen, settings.penalty_B)
     kept = nucleus_filter(penalized, settings.top_p_B, settings.top_k_B) > REMOVED
     assert np.all(np.asarray(kept)[np.arange(rows), together])
@@ -194,36 +196,36 @@ def test_a_step_of_generation_knows_no_neighbours():
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 9, 67, 50400])
-def test_a_step_of_generation_draws_tokens_of_the_vocabulary(vocabulary):
-    """Whose last block may be filled up; the last token is by far the likeliest."""
+def test_choose_draws_tokens_within_the_vocabulary(vocabulary):
+    """The last token, whose block may be padded, is by far the most likely."""
     settings = settings_of([(1.0, 0, 1.0, 1.0), (0.9, 0, 2.0, 1.0), (1.0, 3, 1e-5, 1.0)])
     logits = np.full((3, vocabulary), -1e30, np.float32)
     logits[:, -1] = [50, 0, 1e35]
     seen, made = np.zeros((3, vocabulary), bool), np.zeros(3, np.int32)
-    found = jax.jit(choose)(jnp.asarray(logits), settings, made, seen)
-    assert found.tolist() == [vocabulary - 1] * 3
-    hopeless = jax.jit(choose)(jnp.full_like(logits, jnp.nan), settings, made, seen)
-    assert np.all(np.asarray(hopeless) < vocabulary)
+    actual = jax.jit(choose)(jnp.asarray(logits), settings, made, seen)
+    assert actual.tolist() == [vocabulary - 1] * 3
+    with_nan = jax.jit(choose)(jnp.full_like(logits, jnp.nan), settings, made, seen)
+    assert np.all(np.asarray(with_nan) < vocabulary)
 
 
 @pytest.mark.parametrize("count", [1, 5, 40])
-def test_top_tokens_are_those_of_top_k(count):
+def test_top_tokens_match_jax_top_k(count):
     for shape in [(3, 2, 40), (6, 1000), (2, 50400)]:
         logits = np.random.default_rng(count).normal(size=shape)
         logits[0] = 1.0
-        logits = jnp.asarray(np.round(logits, 1), jnp.float32)  # of which many are equal
-        wanted = jax.lax.top_k(logits, count)
-        for found, expected in zip(top_tokens(logits, count), wanted, strict=True):
-            np.testing.assert_array_equal(found, expected)
+        logits = jnp.asarray(np.round(logits, 1), jnp.float32)  # rounding makes many of them equal
+        expected_results = jax.lax.top_k(logits, count)
+        for actual, expected in zip(top_tokens(logits, count), expected_results, strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
-def test_zeros_of_either_sign_are_equal():
+def test_positive_and_negative_zeros_are_equal():
     logits = jnp.asarray([[-0.0, 1.0, 0.0, -1.0, -0.0]])
     kept = np.asarray(nucleus_filter(logits, 1.0, top_k=3))[0] > REMOVED
     assert kept.tolist() == [True, True, True, False, False]
 
 
-def test_one_compilation_serves_all_settings():
+def test_different_settings_share_one_compilation():
     traces = []
 
     @jax.jit
@@ -240,8 +242,8 @@ def test_one_compilation_serves_all_settings():
 
 
 @pytest.mark.parametrize("by", ["nucleus_sample", "choose"])
-def test_tokens_come_as_often_as_the_softmax_says(by):
-    """40,000 draws: a share's standard error is at most 0.0025, so 0.0125 is five of them."""
+def test_token_frequencies_match_the_softmax(by):
+    """With 40,000 draws, a frequency's standard error is at most 0.0025; allow five of them."""
     draws, temp = 40_000, 0.7
     logits = random_rows(13, 1, 9)
     many = jnp.tile(logits, (draws, 1))
@@ -250,24 +252,26 @@ def test_tokens_come_as_often_as_the_softmax_says(by):
     for top_p, top_k in [(0.95, 0), (1.0, 0), (1.0, 4)]:
         if by == "choose":
             settings = settings_of([(top_p, top_k, temp, 1.0)] * draws)
-            # Of 200 seeds 200 tokens each.
+            # There are 200 seeds, with 200 tokens each.
             settings = settings._replace(seed_B=settings.seed_B // 200)
             made = np.arange(draws, dtype=np.int32) % 200
             tokens = step(many, settings, made, jnp.zeros(many.shape, bool))
         else:
             tokens = nucleus_sample(keys, many, top_p=top_p, top_k=top_k, temp=temp)
-        shares = np.bincount(np.asarray(tokens), minlength=9) / draws
+        frequencies = np.bincount(np.asarray(tokens), minlength=9) / draws
         filtered = np.asarray(nucleus_filter(logits, top_p, top_k))[0]
         expected = np.asarray(jax.nn.softmax(filtered / temp))
-        np.testing.assert_allclose(shares, expected, atol=0.0125)
-        assert np.all(shares[filtered <= REMOVED] == 0)
+        np.testing.assert_allclose(frequencies, expected, atol=0.0125)
+        assert np.all(frequencies[filtered <= REMOVED] == 0)
 
 
-def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
+def test_nucleus_sample_equals_sampling_from_the_filtered_logits():
     rng = np.random.default_rng(12)
-    filtered = jax.jit(lambda k, x, temp, **s: softmax_sample(k, nucleus_filter(x, **s), temp))
+    reference_sample = jax.jit(
+        lambda k, x, temp, **s: softmax_sample(k, nucleus_filter(x, **s), temp)
+    )
     for shape, decimals in [((64, 40), 0), ((64, 1000), 1), ((4, 50400), 3)]:
-        # Rounded, so that many logits are equal; some rows peaked, some flat, one constant.
+        # Rounding makes many logits equal.  Some rows are peaked, some flat, and one is constant.
         logits = rng.normal(size=shape) * rng.choice([0.1, 1, 5], (shape[0], 1))
         logits[0] = 1.0
         logits = jnp.asarray(np.round(logits, decimals), jnp.float32)
@@ -278,12 +282,12 @@ def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
         temp = rng.choice([0, 0.1, 1, 100], shape[0])
         for seed in range(4):
             keys = jax.random.split(jax.random.key(seed), shape[0])
-            wanted = filtered(keys, logits, temp, **settings)
-            found = nucleus_sample(keys, logits, **settings, temp=temp)
-            np.testing.assert_array_equal(found, wanted)
+            expected = reference_sample(keys, logits, temp, **settings)
+            actual = nucleus_sample(keys, logits, **settings, temp=temp)
+            np.testing.assert_array_equal(actual, expected)
 
 
-# Settings and logits that no number can stand for.
+# Invalid settings and logits.
 
 
 @pytest.mark.parametrize(
@@ -291,7 +295,7 @@ def test_a_draw_from_the_nucleus_is_one_from_the_filtered_logits():
     [
         ("repetition_penalty", 0),
         ("repetition_penalty", 1e-50),  # 0 in float32
-        ("repetition_penalty", 1e-37),  # a logit over it is infinite
+        ("repetition_penalty", 1e-37),  # a logit divided by it is infinite
         ("repetition_penalty", float("inf")),
         ("temp", 1e39),  # infinite in float32
         ("temp", -1e-30),
@@ -320,12 +324,12 @@ def test_settings_are_checked_in_the_precision_of_the_device(name, value):
             sampling.sampler_settings({name: np.array([1, 1, value])}, 3)
 
 
-def test_unknown_settings_are_named():
+def test_unknown_settings_are_reported_by_name():
     with pytest.raises(InputError, match="'topp'; use top_p"):
         sampling.sampler_settings({"topp": 1}, 1)
 
 
-def test_stacked_options_are_their_values_row_by_row():
+def test_stacked_options_have_one_value_per_row():
     texts = [SamplingOptions(0.5, 3, 0.7, 1.2, 9), SamplingOptions(seed=4), SamplingOptions()]
     rows = SamplingOptions.stacked(texts)
     assert [row[0] for row in rows] == [np.float32(0.5), 3, np.float32(0.7), np.float32(1.2), 9]
@@ -344,8 +348,8 @@ POISON = {
 
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 1e-38, np.nan])
-def test_a_poisoned_row_ends_and_leaves_the_others_alone(poison, penalty):
-    """Whatever a row's logits and unchecked settings are; without bounds this hangs."""
+def test_a_row_with_invalid_logits_terminates_without_affecting_others(poison, penalty):
+    """Test invalid logits and unchecked settings; sampling without bounded rounds would hang."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4, 300)).astype(np.float32)
     logits[2] = POISON[poison](logits[2])
@@ -359,35 +363,35 @@ def test_a_poisoned_row_ends_and_leaves_the_others_alone(poison, penalty):
     )
     others = [0, 1, 3]
 
-    def drawn(rows):
-        one = jax.tree.map(lambda x: x[rows], settings)
+    def draw(rows):
+        row_settings = jax.tree.map(lambda x: x[rows], settings)
         made = np.zeros(len(rows), np.int32)
-        return jax.jit(choose)(logits[rows], one, made, seen[rows])
+        return jax.jit(choose)(logits[rows], row_settings, made, seen[rows])
 
-    tokens = within_a_minute(lambda: np.asarray(drawn([0, 1, 2, 3])))
-    np.testing.assert_array_equal(tokens[others], drawn(others))
+    tokens = within_a_minute(lambda: np.asarray(draw([0, 1, 2, 3])))
+    np.testing.assert_array_equal(tokens[others], draw(others))
     assert tokens[2] < 300
 
 
 def within_a_minute(work):
-    """What `work` returns; it runs in a thread that cannot keep the test from ending."""
+    """Return the result of `work`, which runs in a daemon thread in case it hangs."""
     result: queue.Queue = queue.Queue()
     threading.Thread(target=lambda: result.put(work()), daemon=True).start()
     return result.get(timeout=60)
 
 
-def test_the_last_resort_is_the_likeliest_token(monkeypatch):
-    """A draw that always lies outside the nucleus ends after as many rounds as are allowed."""
+def test_the_fallback_is_the_most_likely_token(monkeypatch):
+    """A draw that is always outside the nucleus ends after the maximum number of rounds."""
     monkeypatch.setattr(sampling, "MOST_ROUNDS", 3)
     rounds = []
 
-    def stubborn(round_, among_BV):
+    def always_outside(round_, among_BV):
         jax.debug.callback(lambda number: rounds.append(int(number)), round_)
         return jnp.full(2, 9, jnp.uint32)
 
     logits = jnp.asarray([[0.0] * 9 + [-1.0], [0.0] * 4 + [9.0] + [0.0] * 5])
-    one = np.full((2, 1), 0.1, np.float32), np.full((2, 1), 10, np.int32)
-    found = sampling._inside(stubborn, logits, *one)
+    limits = np.full((2, 1), 0.1, np.float32), np.full((2, 1), 10, np.int32)
+    actual = sampling._inside(always_outside, logits, *limits)
     jax.effects_barrier()
-    assert found.tolist() == [0, 4]
+    assert actual.tolist() == [0, 4]
     assert rounds == [0, 1, 2]

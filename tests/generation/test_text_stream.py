@@ -1,4 +1,4 @@
-"""Pieces of text against the whole: characters of many bytes, stop sequences, any chunks."""
+"""Streamed text: multi-byte characters, stop sequences and arbitrary chunks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ TEXT = "naïve 日本語 👩‍👩‍👧‍👦 café 🇨🇭 \ufffd ok\n\n�
 
 
 def by_bytes(tokens: list[int]) -> str:
-    """A tokenizer whose tokens are bytes."""
+    """Decode tokens that are bytes."""
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -26,13 +26,13 @@ def streamed(stream: TextStream, parts: list[list[int]]) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_joined_are_the_text(seed):
+def test_joined_pieces_equal_the_decoded_text(seed):
     rng = np.random.default_rng(seed)
     tokenizer: Any = load_tokenizer()
     for decode, tokens in (
         (by_bytes, list(TEXT.encode())),
         (tokenizer.decode, tokenizer(TEXT)["input_ids"]),
-        # Noise, most of which is no text.
+        # Random tokens, most of which are not valid text.
         (by_bytes, rng.integers(0, 256, 300).tolist()),
         (tokenizer.decode, rng.integers(0, 50257, 300).tolist()),
     ):
@@ -40,47 +40,50 @@ def test_pieces_joined_are_the_text(seed):
         assert "".join(pieces) == decode(tokens)
 
 
-def test_a_piece_never_ends_within_a_character():
+def test_pieces_contain_only_complete_characters():
     stream = TextStream(by_bytes)
     pieces = [stream.push([byte]) for byte in "aé日👍b".encode()]
     assert pieces == ["a", "", "é", "", "", "日", "", "", "", "👍", "b"]
     assert stream.finish() == ""
 
 
-def test_a_character_that_is_never_finished_comes_at_the_end():
+def test_an_incomplete_character_is_returned_by_finish():
     stream = TextStream(by_bytes)
     assert stream.push(list("a日".encode())[:-1]) == "a"
     assert stream.finish() == "\ufffd"
 
 
-def test_bytes_that_are_no_text_do_not_hold_the_text_back():
+def test_invalid_bytes_do_not_hold_back_later_text():
     stream = TextStream(by_bytes)
     assert [stream.push([0x80]) for _ in range(3)] == ["", "\ufffd", "\ufffd"]
     assert stream.push(list(b"ok")) == "\ufffdok"
 
 
-def stopped_by_oracle(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """Character by character: the first that ends, the longest of those."""
+def reference_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop sequence, and that sequence, character by character.
+
+    If several stop sequences end at the same character, the longest is used.
+    """
     for end in range(len(text) + 1):
-        found = [sequence for sequence in stop if text[:end].endswith(sequence)]
-        if found:
-            longest = max(found, key=len)
+        matches = [sequence for sequence in stop if text[:end].endswith(sequence)]
+        if matches:
+            longest = max(matches, key=len)
             return text[: end - len(longest)], longest
     return text, None
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_stop_sequences_end_the_text_wherever_it_is_cut(seed):
+def test_stop_sequences_end_the_text_for_any_chunks(seed):
     rng = np.random.default_rng(seed)
     text = "".join(rng.choice(list("ab日"), 40))
     lengths = rng.integers(2, 6, rng.integers(1, 4))
     stop = ["".join(rng.choice(list("ab日"), length)) for length in lengths]
     stream = TextStream(by_bytes, stop)
     pieces = streamed(stream, chunks(rng, list(text.encode())))
-    assert ("".join(pieces), stream.stopped) == stopped_by_oracle(text, stop)
+    assert ("".join(pieces), stream.stopped) == reference_stop(text, stop)
 
 
-def test_the_beginning_of_a_stop_sequence_is_held_until_it_is_none():
+def test_a_partial_stop_sequence_is_held_back_until_it_fails_to_match():
     stream = TextStream(by_bytes, ["\n\nQ:"])
     assert stream.push(list(b"A: 4\n\n")) == "A: 4"
     assert stream.push(list(b"B")) == "\n\nB"
@@ -89,18 +92,18 @@ def test_the_beginning_of_a_stop_sequence_is_held_until_it_is_none():
     assert (stream.stopped, stream.push([65]), stream.finish()) == ("\n\nQ:", "", "")
 
 
-def test_what_is_held_at_the_end_is_text():
+def test_finish_returns_a_partial_stop_sequence():
     stream = TextStream(by_bytes, ["END"])
     assert stream.push(list(b"the EN")) == "the "
     assert stream.finish() == "EN"
 
 
-def test_an_empty_stop_sequence_is_none():
+def test_an_empty_stop_sequence_is_ignored():
     stream = TextStream(by_bytes, [""])
     assert stream.push(list(b"on")) == "on"
 
 
-def test_a_decoder_that_strips_the_first_space_is_followed():
+def test_a_decoder_that_strips_the_first_space_is_supported():
     def decode(tokens: list[int]) -> str:
         return "".join([" one", " two", " three"][token] for token in tokens).lstrip()
 

@@ -1,4 +1,4 @@
-"""Compiled programs are kept by every process of several, not by the first alone."""
+"""The compilation cache is written by every process, not only by the first."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ assert distributed.global_state.process_id == 3
 """
 
 
-def test_a_process_that_is_not_the_first_keeps_what_it_compiles(tmp_path):
+def test_a_process_other_than_the_first_writes_the_compilation_cache(tmp_path):
     command = [sys.executable, "-c", COMPILES]
     environment = os.environ | {"MESH_TRANSFORMER_CACHE": str(tmp_path)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120)

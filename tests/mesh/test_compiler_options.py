@@ -1,4 +1,7 @@
-"""What the compiler is told: for whom, and when.  That TPUs' own accepts it is in test_plan."""
+"""Compiler options per device and ZeRO stage.
+
+`tests/performance/test_plan.py` checks that the TPU compiler accepts them.
+"""
 
 from types import SimpleNamespace
 
@@ -17,7 +20,7 @@ def options(kind: str, platform: str = "tpu", **changes) -> dict | None:
 
 
 @pytest.mark.parametrize(("kind", "platform"), [("cpu", "cpu"), ("NVIDIA H200", "gpu")])
-def test_others_than_tpus_are_told_nothing(kind, platform):
+def test_devices_other_than_tpus_have_no_compiler_options(kind, platform):
     assert options(kind, platform, zero=3) is None
 
 
@@ -32,11 +35,11 @@ def test_others_than_tpus_are_told_nothing(kind, platform):
         ("TPU v6 lite", True),
     ],
 )
-def test_all_reduces_run_beside_other_work_where_tpus_can(kind, beside):
+def test_all_reduces_are_asynchronous_on_tpus_that_support_it(kind, beside):
     assert ("xla_enable_async_all_reduce" in (options(kind) or {})) is beside
 
 
-def test_zero_3_disables_the_pass_that_would_move_its_sums():
+def test_zero_3_disables_the_pass_that_would_move_its_gradient_sums():
     assert options("TPU v3") is None
     assert options("TPU v3", zero=3) == {
         "xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"

@@ -1,4 +1,4 @@
-"""The collectives in the compiled step, counted; virtual devices, the mesh and layouts."""
+"""Counts of collectives in the compiled step; virtual devices, meshes and layouts."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ DP, MP, ACCUMULATION, ROWS = 2, 4, 4, 3
 
 
 def over(axis: str) -> Groups:
-    """The device groups of a collective over one mesh axis."""
+    """Return the device groups of a collective over one mesh axis."""
     devices = np.arange(DP * MP).reshape(DP, MP)
     rows = devices if axis == "mp" else devices.T
     return frozenset(frozenset(map(int, row)) for row in rows)
@@ -43,11 +43,11 @@ def over(axis: str) -> Groups:
         "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
     ],
 )
-def test_groups_are_read_in_every_notation(text):
+def test_device_groups_are_parsed_in_every_notation(text):
     assert groups_of(text) == over("dp")
 
 
-def test_of_an_asynchronous_collective_the_result_counts():
+def test_asynchronous_collectives_are_counted_by_their_results():
     lines = (
         "ENTRY %main () -> f32[] {",
         "  %a = (f32[2,8], f32[16,8]) all-gather-start(f32[2,8] %x), replica_groups={{0,1}}",
@@ -56,8 +56,8 @@ def test_of_an_asynchronous_collective_the_result_counts():
         "  %d = f32[16,8] all-gather-done((f32[2,8], f32[16,8]) %a)",
         "}",
     )
-    found = parse("\n".join(lines)).collectives
-    assert [(c.kind, c.shape, c.bytes, c.is_alone) for c in found] == [
+    collectives = parse("\n".join(lines)).collectives
+    assert [(c.kind, c.shape, c.bytes, c.is_alone) for c in collectives] == [
         ("all-gather", (16, 8), 512, False),
         ("collective-permute", (4,), 8, False),
         ("all-reduce", (3,), 12, True),
@@ -67,13 +67,13 @@ def test_of_an_asynchronous_collective_the_result_counts():
 
 @dataclass
 class Program:
-    """A compiled program, and the bytes of its arguments that it reuses."""
+    """A compiled program, and the number of argument bytes that it reuses for its outputs."""
 
     whole: Loop
     reused: int
 
     def loops(self) -> tuple[list[Collective], list[list[Collective]], list[list[Collective]]]:
-        """What runs once a step, in each microbatch loop, and in each layer loop within."""
+        """Return the collectives outside loops, by microbatch loop, and by inner layer loop."""
         assert {loop.trips for loop in self.whole.loops} == {ACCUMULATION}
         layer = [loop for microbatch in self.whole.loops for loop in microbatch.loops]
         assert not any(loop.loops for loop in layer)
@@ -82,7 +82,7 @@ class Program:
 
 
 def compiled_step(**changes: Any) -> Program:
-    """The train step on 2 x 4 devices, four microbatches of 3 sequences a replica."""
+    """Compile the train step on 2 x 4 devices: four microbatches of 3 sequences per replica."""
     compiled = lowered_step(**changes).compile()
     return Program(parse(compiled.as_text()), compiled.memory_analysis().alias_size_in_bytes)
 
@@ -97,20 +97,20 @@ def lowered_step(**changes: Any) -> Any:
 
 
 def activations(collectives: list[Collective]) -> list[Collective]:
-    """All-reduces of one array as large as a replica's residual stream."""
+    """Return the all-reduces of an array as large as a replica's residual stream."""
     size = ROWS * SMALL["seq"] * SMALL["d_model"]
     return [c for c in collectives if c.kind == "all-reduce" and math.prod(c.shape) == size]
 
 
-def check_gradients_are_reduced_once_a_step(program: Program, zero: int, **changes: Any) -> None:
+def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **changes: Any) -> None:
     once, microbatch, layer = program.loops()
-    inside = [c for found in (*microbatch, *layer) for c in found]
+    inside = [c for collectives in (*microbatch, *layer) for c in collectives]
     assert {c.groups for c in inside} == {over("mp")}
 
-    # Over dp every gradient is summed exactly once a step, beside four metrics.
+    # Every gradient is summed over dp exactly once per step, as are four metrics.
     declared = gptj.declarations(Config.from_dict(SMALL | {"layers": 4} | changes))
-    every = jax.tree.leaves(declared, is_leaf=lambda node: isinstance(node, Declaration))
-    leaves = [d for d in every if not d.frozen]
+    all_declarations = jax.tree.leaves(declared, is_leaf=lambda node: isinstance(node, Declaration))
+    leaves = [d for d in all_declarations if not d.frozen]
     entries = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in leaves)
     size = {"all-reduce": 1, "reduce-scatter": DP}
     summed = sum(
@@ -120,15 +120,15 @@ def check_gradients_are_reduced_once_a_step(program: Program, zero: int, **chang
     )
     assert summed == entries + 4
 
-    # The new state takes the old one's memory: f32 parameters, two moments, two counts.
-    frozen = [d for d in every if d.frozen]
-    kept = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in frozen)
-    split = [1 if d.zero_axis(DP) is None or not zero else DP for d in leaves]
-    held = sum(
+    # The new state reuses the old state's memory: f32 parameters, two moments and two counters.
+    frozen = [d for d in all_declarations if d.frozen]
+    frozen_entries = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in frozen)
+    zero_shards = [1 if d.zero_axis(DP) is None or not zero else DP for d in leaves]
+    trained_entries = sum(
         math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) // parts
-        for d, parts in zip(leaves, split, strict=True)
+        for d, parts in zip(leaves, zero_shards, strict=True)
     )
-    assert program.reused == 4 * (3 * held + kept + 2)
+    assert program.reused == 4 * (3 * trained_entries + frozen_entries + 2)
 
 
 @pytest.mark.parametrize(
@@ -140,58 +140,60 @@ def check_gradients_are_reduced_once_a_step(program: Program, zero: int, **chang
         pytest.param("none", 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_reduces_one_activation_each_way_and_a_step_its_gradients_once(remat, zero):
+def test_layers_reduce_one_activation_per_pass_and_steps_reduce_gradients_once(remat, zero):
     program = compiled_step(partitioning="shard_map", remat=remat, zero=zero)
     _, _, layer = program.loops()
-    with_collectives = [found for found in layer if found]
+    with_collectives = [collectives for collectives in layer if collectives]
     forward, backward = sorted(with_collectives, key=lambda f: "transpose" in f[0].where)
     assert len(forward) == len(activations(forward)) == 1
     assert len(backward) == len(activations(backward)) == 1
     assert "transpose" not in forward[0].where
     assert "transpose" in backward[0].where
-    check_gradients_are_reduced_once_a_step(program, zero)
+    check_gradients_are_reduced_once_per_step(program, zero)
 
 
-def test_a_split_stream_is_gathered_and_scattered_once_a_layer_each_way():
+def test_a_split_stream_is_gathered_and_scattered_once_per_layer_and_pass():
     program = compiled_step(shard_activations=True, remat="none", zero=1)
-    check_gradients_are_reduced_once_a_step(program, 1)
+    check_gradients_are_reduced_once_per_step(program, 1)
     _, (microbatch,), layer = program.loops()
     size = ROWS * SMALL["seq"] * SMALL["d_model"]
-    moved = [
-        sorted((c.kind, math.prod(c.shape)) for c in found if c.groups == over("mp"))
-        for found in layer
-        if found
+    stream_collectives = [
+        sorted((c.kind, math.prod(c.shape)) for c in collectives if c.groups == over("mp"))
+        for collectives in layer
+        if collectives
     ]
-    # With remat the backward pass would gather once more, for what it computes again.
-    assert moved == [[("all-gather", size), ("reduce-scatter", size // MP)]] * 2
-    # Norms and biases have seen a part of the positions each: summed once, for all layers.
+    # With remat, the backward pass would gather once more for the recomputation.
+    assert stream_collectives == [[("all-gather", size), ("reduce-scatter", size // MP)]] * 2
+    # Each device computes the gradients of norms and biases from its own positions only.  They are
+    # summed once per microbatch, for all layers together.
     layers, width = 4, SMALL["d_model"]
     assert (
         sorted(c.shape for c in microbatch if c.shape == (layers, width)) == [(layers, width)] * 3
     )
 
 
-def test_adapters_add_no_activation_to_what_devices_exchange():
+def test_adapters_add_no_all_reduces_of_activations():
     adapters = {"lora_rank": 2, "lora_targets": ["q", "k", "v", "o", "fc", "out"]}
     program = compiled_step(**adapters, zero=1)
-    check_gradients_are_reduced_once_a_step(program, 1, **adapters)
+    check_gradients_are_reduced_once_per_step(program, 1, **adapters)
     _, (microbatch,), layer = program.loops()
-    for found in filter(None, layer):
-        assert len(found) == len(activations(found)) == 1
-    # A factor that mp does not split reads or feeds all of its parts: its gradient is summed over
-    # them once a microbatch, for all layers together, not once in every layer.
+    for collectives in filter(None, layer):
+        assert len(collectives) == len(activations(collectives)) == 1
+    # A factor that is replicated over mp is used by all devices.  Its gradient is summed over mp
+    # once per microbatch, for all layers together, not once per layer.
     factors = [(4, 64, 2)] * 4 + [(4, 2, 64)] * 2
     assert sorted(c.shape for c in microbatch if c.shape in factors) == sorted(factors)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_under_jit_too_a_step_reduces_its_gradients_once(zero):
-    # How often a layer reduces there is the compiler's affair, and differs between backends.
-    check_gradients_are_reduced_once_a_step(compiled_step(partitioning="jit", zero=zero), zero)
+def test_gradients_are_reduced_once_per_step_under_jit(zero):
+    # Here the compiler decides how often a layer reduces, which differs between backends.
+    check_gradients_are_reduced_once_per_step(compiled_step(partitioning="jit", zero=zero), zero)
 
 
-def test_under_jit_every_layer_hints_at_its_layout():
-    # Without the hint of `collect` TPUs keep some gradients otherwise; the CPU shows no difference.
+def test_layers_constrain_the_layout_of_their_weights_under_jit():
+    # Without the sharding constraint of `collect`, TPUs lay out some gradients differently; on CPUs
+    # there is no difference.
     text = lowered_step(partitioning="jit").as_text()
     for shape, layout in (("64x256", '{}, {"mp"}'), ("256x64", '{"mp"}, {}')):
         layer = rf"sharding_constraint %\S+ <@mesh, \[{layout}\]> : tensor<{shape}xf32>"
@@ -200,8 +202,8 @@ def test_under_jit_every_layer_hints_at_its_layout():
 
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_replicas_sum_their_gradients_in_f32(partitioning, zero):
-    # Read before compilation: the CPU's compiler would itself widen a bf16 sum.
+def test_gradients_are_summed_over_replicas_in_f32(partitioning, zero):
+    # The program is inspected before compilation, because the CPU compiler would widen bf16 sums.
     text = lowered_step(partitioning=partitioning, zero=zero, dtype="bfloat16").as_text()
     listed = r"dense<\[\[0, 4\], \[1, 5\], \[2, 6\], \[3, 7\]\]>"
     named = r"[^\n]*axis_ref<name = \"dp\">\]>"
@@ -214,32 +216,32 @@ def test_replicas_sum_their_gradients_in_f32(partitioning, zero):
     assert set(sums) == {"f32"}
 
 
-def test_without_the_fan_out_a_layer_would_reduce_more(monkeypatch):
+def test_layers_without_fan_out_reduce_more_often(monkeypatch):
     monkeypatch.setattr(Manual, "fan_out", lambda self, x: x)
     _, _, layer = compiled_step().loops()
-    # q, k, v and the feed-forward matmul then each bring their own.
-    assert sorted(len(activations(found)) for found in layer if found) == [1, 4]
+    # Then q, k, v and the feed-forward matmul each have their own all-reduce.
+    assert sorted(len(activations(collectives)) for collectives in layer if collectives) == [1, 4]
 
 
-def test_without_the_compute_copy_every_microbatch_would_reduce_over_dp(monkeypatch):
+def test_microbatches_without_the_compute_copy_reduce_over_dp(monkeypatch):
     copy = Manual.compute_copy
 
-    def lazy(self, params, *rest):
-        # The embedding keeps its copy: `lookup` has a derivative of its own, which needs one.
+    def only_embedding(self, params, *rest):
+        # The embedding keeps its copy, because the custom gradient of `lookup` requires one.
         return params | {k: v for k, v in copy(self, params, *rest).items() if k == "embed"}
 
-    monkeypatch.setattr(Manual, "compute_copy", lazy)
+    monkeypatch.setattr(Manual, "compute_copy", only_embedding)
     _, microbatch, layer = compiled_step().loops()
-    inside = [c for found in (*microbatch, *layer) for c in found]
+    inside = [c for collectives in (*microbatch, *layer) for c in collectives]
     assert over("dp") in {c.groups for c in inside}
 
 
 @pytest.mark.slow
 def test_zero_3_adds_only_dp_gathers_and_scatters_to_the_layer_loops():
     _, _, layer = compiled_step(zero=3).loops()
-    found = [f for f in layer if f]
-    assert [len(activations(f)) for f in found] == [1, 1]
-    kinds = {c.kind for f in found for c in f if c.groups == over("dp")}
+    layers = [f for f in layer if f]
+    assert [len(activations(f)) for f in layers] == [1, 1]
+    kinds = {c.kind for f in layers for c in f if c.groups == over("dp")}
     assert kinds == {"all-gather", "reduce-scatter"}
 
 
@@ -248,7 +250,8 @@ NARROW = {"d_model": 32, "n_vocab": 32, "seq": 8}
 
 
 def test_the_compiled_step_does_not_grow_with_depth():
-    # The text names sizes, so lines are counted; they differ by how loops are peeled or fused.
+    # Lines are counted because the text contains sizes.  The counts differ slightly because loops
+    # are peeled or fused differently.
     lines = [
         len(lowered_step(layers=n, **NARROW).compile(AS_USERS_COMPILE).as_text().splitlines())
         for n in (SHALLOW, DEEP)
@@ -260,12 +263,12 @@ def test_the_compiled_step_does_not_grow_with_depth():
 def test_compile_time_does_not_grow_with_depth():
     def seconds(layers: int) -> float:
         jax.clear_caches()
-        # The process's own time: other work on the machine does not count.
+        # CPU time of this process does not include other work on the machine.
         start = time.process_time()
         lowered_step(layers=layers, **NARROW).compile()
         return time.process_time() - start
 
-    seconds(SHALLOW)  # the first pays for imports
+    seconds(SHALLOW)  # the first call includes imports
     ratios = [seconds(DEEP) / seconds(SHALLOW) for _ in range(3)]
     assert np.median(ratios) < 1.25, ratios
 
@@ -286,7 +289,7 @@ PROBE = "print(jax.default_backend(), jax.local_device_count('cpu'))"
     ],
     ids=["bare", "cpu", "flags-3", "other-flags", "option-5", "variable-4", "started"],
 )
-def test_virtual_devices_appear_unless_the_caller_chose(environment, before, expected):
+def test_virtual_devices_are_created_unless_already_configured(environment, before, expected):
     lines = (
         "import jax",
         "from mesh_transformer.mesh.devices import use_virtual_devices",
@@ -295,25 +298,25 @@ def test_virtual_devices_appear_unless_the_caller_chose(environment, before, exp
         PROBE,
     )
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         env=kept | environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["cpu", str(expected)]
+    assert process.stdout.split() == ["cpu", str(expected)]
 
 
-def test_a_mesh_has_a_row_for_each_replica():
+def test_a_mesh_has_one_row_per_replica():
     config = Config.from_dict(SMALL | {"cores_per_replica": 4})
     assert dict(make_mesh(config).shape) == {"dp": 2, "mp": 4}
     assert dict(make_mesh(config, jax.devices()[:4]).shape) == {"dp": 1, "mp": 4}
-    # Neighbouring devices share a replica: their links are the fastest.
+    # Neighbouring devices share a replica because their links are the fastest.
     assert list(make_mesh(config).devices[0]) == jax.devices()[:4]
 
 
-def test_a_mesh_that_the_devices_cannot_fill_is_refused():
+def test_a_mesh_that_does_not_fit_the_devices_is_refused():
     config = Config.from_dict(SMALL | {"cores_per_replica": 4})
     with pytest.raises(InputError, match=r"cores_per_replica is 4, but there are 6 cpu devices; "):
         make_mesh(config, jax.devices()[:6])
@@ -326,18 +329,19 @@ def test_a_mesh_that_the_devices_cannot_fill_is_refused():
     [
         ((64, 32), P(None, "mp"), P("dp", "mp")),
         ((32, 64), P("mp", None), P("mp", "dp")),
-        ((8, 4, 64), P("mp", None, None), P("mp", None, "dp")),  # the longest: the fewest slivers
+        ((8, 4, 64), P("mp", None, None), P("mp", None, "dp")),  # the longest free axis
         ((64, 4, 7), P(None, "mp", None), P("dp", "mp", None)),
         ((63, 4), P(None, "mp"), P(None, "mp")),  # 2 replicas do not divide 63 rows
-        ((64,), P("mp"), P("mp")),  # small: every replica keeps it
+        ((64,), P("mp"), P("mp")),  # small, so it is replicated over dp
         ((64,), P(None), P(None)),
         ((), P(), P()),
     ],
 )
-def test_the_layout_at_rest(shape, spec, at_rest):
+def test_the_layout_between_steps(shape, spec, at_rest):
     declared = Declaration(shape, spec, decay=True, summed=False)
     assert declared.at_rest(2) == at_rest
-    # A stacked parameter is never split between layers: a scan takes one after the other.
+    # Stacked parameters are never split along the layer axis, because a scan runs one layer at a
+    # time.
     stacked = declared.stack(2)
     assert stacked.at_rest(2) == P(None, *at_rest)
     assert stacked.shape == (2, *shape)

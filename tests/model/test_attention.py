@@ -1,4 +1,4 @@
-"""Attention by kernels: the numbers of the plain one on every mesh, and where they can be had."""
+"""Attention backends: their results against plain attention, and their selection per device."""
 
 import re
 from types import SimpleNamespace
@@ -18,16 +18,16 @@ from mesh_transformer.util import InputError
 from tests.conftest import random_batch
 from tests.training.test_step import BATCH, largest_differences, mesh_of, on_mesh, run, small_config
 
-# Nine blocks of attention, of which three are above the diagonal and one is out of the window.
+# Attention has nine blocks: three are above the diagonal, and one is outside the window.
 CONFIG = small_config(layers=1, seq=384, d_model=32, n_heads=2, n_vocab=16, attention_window=130)
 GPTJ = Config(layers=1, d_model=4096, n_heads=16, n_vocab=16)
 
 
 def device(platform: str, kind: str, capability: str | None = None) -> Any:
-    found = SimpleNamespace(platform=platform, device_kind=kind)
+    result = SimpleNamespace(platform=platform, device_kind=kind)
     if capability is not None:
-        found.compute_capability = capability
-    return found
+        result.compute_capability = capability
+    return result
 
 
 CPU = device("cpu", "cpu")
@@ -37,7 +37,7 @@ H200 = device("gpu", "NVIDIA H200", "9.0")
 
 
 def packed(config: Config) -> dict[str, np.ndarray]:
-    """A batch whose sequences are of several texts each."""
+    """Return a batch in which every sequence contains several texts."""
     batch = random_batch(config, 1, BATCH)
     numbers = np.random.default_rng(3).integers(1, 5, batch["obs"].shape)
     return batch | {"segment_ids": np.sort(numbers, axis=-1).astype(np.int32)}
@@ -56,19 +56,21 @@ def plain() -> Any:
         ("blocks", "shard_map"),
     ],
 )
-def test_every_attention_trains_as_the_plain_one_does(plain, attention, partitioning):
-    """On 2 x 2 devices against one, within a window, with packed texts."""
+def test_every_backend_trains_like_plain_attention(plain, attention, partitioning):
+    """Compare 2 x 2 devices with one device, with an attention window and packed texts."""
     config = on_mesh(CONFIG.replace(attention=attention), partitioning, 2, 0)
-    found = run(config, 2, 2, packed(CONFIG), steps=1)
-    differences = largest_differences(found, plain)
+    actual = run(config, 2, 2, packed(CONFIG), steps=1)
+    differences = largest_differences(actual, plain)
     assert max(differences.values()) < 1e-5, differences  # as tests/training/test_step.py
 
 
 @pytest.mark.parametrize(
     ("partitioning", "remat", "kernels"), [("shard_map", "full", 4), ("jit", "none", 3)]
 )
-def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kernels):
-    """Forward, once more for the backward pass with remat, and the gradients' two."""
+def test_a_train_step_for_tpus_contains_the_splash_kernels(
+    monkeypatch, partitioning, remat, kernels
+):
+    """Count the kernels: one forward, one recomputed under full remat, two for the gradients."""
     monkeypatch.setattr(step, "attention_backend", lambda *_: "splash")
     config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
     mesh = mesh_of(2, 2)
@@ -78,17 +80,17 @@ def test_a_step_for_tpus_runs_the_kernels(monkeypatch, partitioning, remat, kern
     assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == kernels
 
 
-def test_blocks_never_hold_all_weights():
+def test_blocks_never_materialise_the_full_score_matrix():
     mesh, batch = mesh_of(1, 1), random_batch(CONFIG, 1, 2)
 
-    def has_all_weights(attention: str) -> bool:
+    def has_full_score_matrix(attention: str) -> bool:
         config = CONFIG.replace(attention=attention)
         train: Any = step.compile_train(config, mesh)
         lowered = train.lower(step.abstract_state(config, mesh), batch)
         return f"x{config.seq}x{config.seq}x" in lowered.as_text()
 
-    assert has_all_weights("xla")
-    assert not has_all_weights("blocks")
+    assert has_full_score_matrix("xla")
+    assert not has_full_score_matrix("blocks")
 
 
 @pytest.mark.parametrize(
@@ -103,38 +105,38 @@ def test_blocks_never_hold_all_weights():
         (V5E, {"pe": "t5"}, "xla"),
         (V5E, {"seq": 200}, "xla"),
         (V5E, {"attention": "xla"}, "xla"),
-        (A100, {}, "xla"),  # heads of 256 are too large
+        (A100, {}, "xla"),  # a head size of 256 is too large
         (A100, {"n_heads": 32}, "cudnn"),
         (H200, {}, "cudnn"),
         (H200, {"seq": 200}, "cudnn"),
         (device("gpu", "AMD Instinct MI300X", "gfx942"), {}, "xla"),
     ],
 )
-def test_auto_is_what_the_devices_have(monkeypatch, where, changes, expected):
+def test_auto_selects_the_best_backend_for_the_device(monkeypatch, where, changes, expected):
     monkeypatch.setattr(attention_module, "_cudnn_disagrees", lambda head_size: None)
     assert attention_backend(GPTJ.replace(**changes), where) == expected
 
 
-def test_a_gpu_whose_cudnn_fails_or_differs_has_xla(monkeypatch):
-    # There is no cuDNN here: the small batch cannot run.
+def test_a_gpu_whose_cudnn_fails_or_differs_uses_xla(monkeypatch):
+    # Without cuDNN on this machine, the small comparison batch cannot run.
     assert attention_backend(GPTJ, H200) == "xla"
     with pytest.raises(InputError, match="'cudnn', which fails here \\("):
         attention_backend(GPTJ.replace(attention="cudnn"), H200)
     real = jax.nn.dot_product_attention
     for error, expected in ((0.0, "cudnn"), (0.5, "xla")):
 
-        def other(*inputs, implementation, error=error, **options):
+        def fake_attention(*inputs, implementation, error=error, **options):
             wrong = error if implementation == "cudnn" else 0.0
             return real(*inputs, implementation="xla", **options) * (1 + wrong)
 
-        monkeypatch.setattr(jax.nn, "dot_product_attention", other)
+        monkeypatch.setattr(jax.nn, "dot_product_attention", fake_attention)
         _cudnn_disagrees.cache_clear()
         assert attention_backend(GPTJ, H200) == expected
     _cudnn_disagrees.cache_clear()
 
 
-def test_only_what_attends_to_whole_sequences_asks_for_a_kernel():
-    config = small_config(attention="splash")  # no CPU has it
+def test_only_programs_over_whole_sequences_select_a_backend():
+    config = small_config(attention="splash")  # not available on CPUs
     mesh = mesh_of(1, 1)
     step.state_specs(config, mesh)
     running_batch.compile_decode(config, mesh, None, 1)
@@ -163,21 +165,21 @@ def test_only_what_attends_to_whole_sequences_asks_for_a_kernel():
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(where, changes, words):
-    with pytest.raises(InputError, match=words) as refused:
+def test_an_unsupported_backend_is_refused(where, changes, words):
+    with pytest.raises(InputError, match=words) as error:
         attention_backend(GPTJ.replace(**changes), where)
-    assert str(refused.value).startswith("config: attention is '")
-    assert str(refused.value).endswith("set it to 'auto'")
+    assert str(error.value).startswith("config: attention is '")
+    assert str(error.value).endswith("set it to 'auto'")
 
 
-def test_other_lengths_and_packed_texts_fall_back_unless_the_config_insists():
+def test_unsupported_lengths_and_packed_texts_fall_back_unless_requested():
     text = np.zeros((1, 100), np.int32)
     splash, cudnn = Auto(attention="splash"), Auto(attention="cudnn")
     assert attend_function(GPTJ, splash, 256, text) is not None
     assert attend_function(GPTJ, splash, 100, None) is None
     assert attend_function(GPTJ, cudnn, 100, None) is not None
     assert attend_function(GPTJ, cudnn, 100, text) is None
-    # Long ones do not hold all weights even so.
+    # Even in these cases, long sequences do not materialise all attention scores.
     long = np.zeros((1, 2056), np.int32)
     assert attend_function(GPTJ, splash, 2056, None) is not None
     assert attend_function(GPTJ, cudnn, 2056, long) is not None

@@ -1,4 +1,4 @@
-"""Parameter counts and FLOPs against figures published for GPT-J-6B and counts by hand."""
+"""Parameter counts and FLOPs against published figures for GPT-J-6B and hand calculations."""
 
 import functools
 import math
@@ -31,18 +31,20 @@ def small(**changes) -> Config:
 
 
 def test_gptj_6b_has_the_published_number_of_parameters():
-    """Hugging Face's GPT-J has 6,050,882,784 parameters and no embedding bias, ours has one.
+    """Compare with Hugging Face's count and with the original's.
 
-    The original's own figure counts what each of its 8 shards holds of the norms (scale and
-    offset, a layer and once more) and of the biases added before a sum (a layer, the embedding).
+    Hugging Face's GPT-J has 6,050,882,784 parameters, without an embedding bias; ours has one.  The
+    original's figure counts replicated parameters once for each of its 8 shards: the scale and
+    offset of every norm (one norm per layer and a final one), and the biases that are added before
+    a sum over shards (one per layer, and the embedding's).
     """
     assert flops.n_params(GPTJ_6B) == 6_050_882_784 + 4096
     copies = 7 * 4096 * ((28 + 1) * 2 + 28 + 1)
     assert flops.n_params(GPTJ_6B) + copies == 6_053_381_344
 
 
-def test_gptj_6b_needs_39_gigaflops_a_token():
-    # The matrices: 12 D^2 a layer, and V x D twice.
+def test_gptj_6b_needs_39_gigaflops_per_token():
+    # The matrices have 12 D^2 parameters per layer, and V x D twice.
     matrices = 28 * 12 * 4096**2 + 2 * 50400 * 4096
     assert flops.flops_per_token(GPTJ_6B) == 6 * matrices
     assert round(flops.palm_flops_per_token(GPTJ_6B) / 1e9, 2) == 39.12
@@ -54,17 +56,17 @@ def test_gptj_6b_needs_39_gigaflops_a_token():
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", get_args(Norm))
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
-def test_parameters_equal_what_the_model_declares(block, norm, pe):
+def test_parameter_counts_match_the_declarations(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)
     declared = gptj.declarations(config)
     leaves = jax.tree.leaves(declared, is_leaf=is_declaration)
     assert flops.n_params(config) == sum(math.prod(leaf.shape) for leaf in leaves)
-    # Biases, norms and tables of positions take part in no matmul.
-    apart = {"b", "fused_in_b", "scale", "offset", "pos_embs", "rel_embedding"}
+    # Biases, norms and position tables are not used in matmuls.
+    not_matrices = {"b", "fused_in_b", "scale", "offset", "pos_embs", "rel_embedding"}
     matrices = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_declaration)
-        if path[-1].key not in apart
+        if path[-1].key not in not_matrices
     ]
     assert flops.matmul_params(config) == sum(math.prod(leaf.shape) for leaf in matrices)
 
@@ -73,33 +75,37 @@ def test_parameters_equal_what_the_model_declares(block, norm, pe):
     ("name", "billions"),
     [("6B_roto_256", 6.05), ("example_config", 6.05), ("20B", 20), ("40B", 40)],
 )
-def test_the_configs_have_the_size_they_are_named_after(name, billions):
+def test_the_configs_have_the_size_in_their_names(name, billions):
     config = Config.load(str(CONFIGS / f"{name}.json"))
     assert flops.n_params(config) == pytest.approx(billions * 1e9, rel=0.02)
 
 
-def test_gptj_6b_by_every_way_of_counting():
-    """By hand, L 28, D = HK = 4096, T 2048: attention 12 L D T is 2.819 GF a token; a layer's
-    forward pass has 24 D^2, of which what comes out last is 10 D^2 (HK to D and 4D to D)."""
+def test_every_flop_count_of_gptj_6b():
+    """Compare every count with a hand calculation for L = 28, D = HK = 4096, T = 2048.
+
+    Attention takes 12 L D T = 2.819 GFLOPs per token.  A layer's forward pass takes 24 D^2, of
+    which the output matrices (HK to D and 4D to D) take 10 D^2.
+    """
     width, layers, length = 4096, 28, 2048
     palm = flops.palm_flops_per_token(GPTJ_6B)
     attention = 12 * layers * width * length
     assert round((palm - attention / 2) / 1e9, 2) == 37.71  # the causal half
     layer, products = layers * (24 - 10) * width**2, attention // 3
-    whole, logits = GPTJ_6B.replace(loss_chunk=length), 2 * 50400 * width
+    unchunked, logits = GPTJ_6B.replace(loss_chunk=length), 2 * 50400 * width
     least = palm - 3 * logits  # the embedding is a lookup
-    for remat, again in (("full", layer + products), ("dots", products), ("none", 0)):
-        assert flops.hardware_flops_per_token(whole.replace(remat=remat)) == least + again
+    for remat, recomputed in (("full", layer + products), ("dots", products), ("none", 0)):
+        assert flops.hardware_flops_per_token(unchunked.replace(remat=remat)) == least + recomputed
     assert flops.hardware_flops_per_token(GPTJ_6B.replace(remat="none")) == least + logits
-    # Of six products a kernel has seven, as it keeps no scores, each of what a query sees.
+    # A kernel does not save the scores, so it computes seven products where plain attention has
+    # six, but each only over the pairs that the mask allows.
     seen = (length + 1) / (2 * length)
-    kernel = flops.hardware_flops_per_token(whole.replace(remat="none"), "splash")
+    kernel = flops.hardware_flops_per_token(unchunked.replace(remat="none"), "splash")
     assert kernel == pytest.approx(least - attention + 7 * attention / 6 * seen, rel=1e-9)
 
 
 @pytest.mark.parametrize("window", [1, 130, 384])
-def test_kernels_leave_out_what_no_query_sees(window):
-    """`blocks` have 128 queries each, and for all of them the keys that any of them sees."""
+def test_kernels_skip_masked_query_key_pairs(window):
+    """In `blocks`, the 128 queries of a block share the keys that any one of them attends to."""
     config = small(seq=384, attention_window=window)
     distance = np.subtract.outer(np.arange(384), np.arange(384))
     seen = int(np.sum((distance >= 0) & (distance < window)))
@@ -109,17 +115,17 @@ def test_kernels_leave_out_what_no_query_sees(window):
     assert flops.attended_pairs(config, "xla") == 384**2
 
 
-def multiplied(jaxpr) -> int:
-    """FLOPs of every matmul of a traced program, those of loops as often as they run."""
+def matmul_flops(jaxpr) -> int:
+    """Return the FLOPs of all matmuls in a traced program, counting every loop iteration."""
     total = 0
-    for one in jaxpr.eqns:
-        times = one.params["length"] if one.primitive.name == "scan" else 1
-        total += times * sum(multiplied(inner) for inner in jaxprs_in_params(one.params))
-        if one.primitive.name == "dot_general":
-            (contracted, _), _ = one.params["dimension_numbers"]
-            shape = one.invars[0].aval.shape
+    for equation in jaxpr.eqns:
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(matmul_flops(inner) for inner in jaxprs_in_params(equation.params))
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
             depth = math.prod(shape[axis] for axis in contracted)
-            total += 2 * depth * math.prod(one.outvars[0].aval.shape)
+            total += 2 * depth * math.prod(equation.outvars[0].aval.shape)
     return total
 
 
@@ -127,8 +133,8 @@ def multiplied(jaxpr) -> int:
     ("block", "attention"), [("gptj", "xla"), ("geglu", "xla"), ("gptj", "blocks")]
 )
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
-def test_hardware_flops_are_the_matmuls_that_a_step_has(remat, block, attention):
-    """With logits whole or in chunks, and three blocks of attention."""
+def test_hardware_flops_match_the_matmuls_of_a_traced_step(remat, block, attention):
+    """Compare with logits computed whole or in chunks, and with three blocks of attention."""
     chunk = 128 if block == "gptj" else 384
     config = small(remat=remat, block=block, seq=384, loss_chunk=chunk, attention=attention)
     tokens = jnp.zeros((2, config.seq), jnp.int32)
@@ -139,7 +145,7 @@ def test_hardware_flops_are_the_matmuls_that_a_step_has(remat, block, attention)
     params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     traced = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
     expected = flops.hardware_flops_per_token(config, attention)
-    assert multiplied(traced) == tokens.size * expected
+    assert matmul_flops(traced) == tokens.size * expected
 
 
 def test_mfu_is_1_at_the_peak():
@@ -186,11 +192,11 @@ def test_peak_of_a_device_kind(kind, platform, tera):
     assert peak == (None if tera is None else tera * 1e12)
 
 
-def test_hardware_by_name():
-    """A chip's figures are its cores' together; a device's kind and its name find the same row."""
-    one = accelerators.hardware("v3")
-    assert (2 * one.peak, 2 * one.hbm) == (123e12, 900e9)
-    assert accelerators.hardware_of(Device("TPU v3", "tpu")) is one
+def test_hardware_is_selected_by_name_or_device_kind():
+    """A chip's figures are the sums over its cores; device kind and name select the same row."""
+    v3 = accelerators.hardware("v3")
+    assert (2 * v3.peak, 2 * v3.hbm) == (123e12, 900e9)
+    assert accelerators.hardware_of(Device("TPU v3", "tpu")) is v3
     assert accelerators.hardware_of(Device("NVIDIA H200", "gpu")) is accelerators.hardware("h200")
     for kind, speed in (
         ("NVIDIA GH200 480GB", 4000e9),
@@ -198,12 +204,12 @@ def test_hardware_by_name():
         ("NVIDIA A100-PCIE-40GB", 1555e9),
         ("NVIDIA A100-SXM4-80GB", 2039e9),
     ):
-        found = accelerators.hardware_of(Device(kind, "gpu"))
-        assert found is not None
-        assert found.hbm == speed
+        hardware = accelerators.hardware_of(Device(kind, "gpu"))
+        assert hardware is not None
+        assert hardware.hbm == speed
     assert accelerators.hardware("v5p").interconnect == 600e9
-    for each in accelerators.HARDWARE:
-        assert accelerators.hardware(each.name).peak == each.peak
+    for row in accelerators.HARDWARE:
+        assert accelerators.hardware(row.name).peak == row.peak
     with pytest.raises(InputError, match=r"hardware is 'v9', expected one of cpu, v2, v3"):
         accelerators.hardware("v9")
 
@@ -213,6 +219,6 @@ def test_a_cpu_is_measured_once_and_shared_by_its_virtual_devices():
     first, second = accelerators.peak_flops(device), accelerators.peak_flops(device)
     assert first is not None
     assert first == second
-    whole = first * jax.local_device_count("cpu")
+    total = first * jax.local_device_count("cpu")
     # Wide on purpose: from one slow core under load to a large server.
-    assert 1e9 < whole < 1e14
+    assert 1e9 < total < 1e14

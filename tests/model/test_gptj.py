@@ -1,4 +1,4 @@
-"""The whole model: initial weights, declarations, and what its passes promise."""
+"""The whole model: initial weights, declarations, loss, causality and rematerialisation."""
 
 import functools
 import math
@@ -23,10 +23,10 @@ def small_config(**changes: Any) -> Config:
 
 @functools.cache
 def weights(config: Config) -> Any:
-    """Random weights, made without a compilation, that no two parts of the model share.
+    """Return random weights, different in every part of the model, without compiling anything.
 
-    They are large enough that attention is far from uniform and no two logits are close;
-    biases are small, or they alone would choose the same token for ever.
+    The weights are large enough that attention is far from uniform and no two logits are close.
+    The biases are small; otherwise they alone would select the same token at every position.
     """
     rng = np.random.default_rng(4)
     gain = 1.0 if config.norm.startswith("layernorm") else config.d_model**0.5
@@ -42,14 +42,14 @@ def weights(config: Config) -> Any:
 
 
 def base_of(config: Config) -> Config:
-    """The same model with nothing said of meshes and windows: the key of its weights."""
+    """Return the config without mesh and window settings, which identifies its weights."""
     return config.replace(
         partitioning="shard_map", cores_per_replica=1, tpu_size=1, attention_window=config.seq
     )
 
 
 def full_pass(config: Config, base: Config) -> Any:
-    """Logits of `config`'s model with the weights of `base`, on one device."""
+    """Return a function from tokens to logits, with the weights of `base`, on one device."""
     run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, config, Auto()))
     return lambda tokens: run(weights(base), np.asarray(tokens, np.uint32))
 
@@ -58,7 +58,7 @@ KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotar
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
-def test_initial_weights_have_the_original_s_spread(block):
+def test_initial_weights_have_the_standard_deviations_of_the_original(block):
     config = small_config(block=block, d_model=128, n_vocab=256, layers=4, pe="fixed")
     params = jax.jit(functools.partial(gptj.init, config))(jax.random.key(0))
     output = 2 / config.layers / math.sqrt(config.d_model)
@@ -75,21 +75,21 @@ def test_initial_weights_have_the_original_s_spread(block):
     else:
         sigmas += [(layer["fused_in"], fan_in), (layer["fused_out"], output)]
     for leaf, sigma in sigmas:
-        # A normal cut at two sigma has 0.8796 of its spread left.
+        # Truncation at two sigma reduces a normal distribution's standard deviation to 0.8796.
         assert np.std(leaf) == pytest.approx(0.87962566 * sigma, rel=0.05)
         assert 1.9 * sigma < np.abs(leaf).max() <= 2 * sigma * (1 + 1e-6)
         assert abs(np.mean(leaf)) < 5 * sigma / math.sqrt(leaf.size)
     biases = [params["embed"]["embedding"]["b"], params["proj"]["projection/head"]["b"], layer["b"]]
     assert not any(np.any(bias) for bias in biases)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-    other = jax.tree.map(lambda leaf: leaf[1], params["layers"])
+    second = jax.tree.map(lambda leaf: leaf[1], params["layers"])
     for name in ("o", "out") if block == "gptj" else ("fused_in", "fused_out"):
-        assert not np.array_equal(first["layer"][name], other["layer"][name])
+        assert not np.array_equal(first["layer"][name], second["layer"][name])
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "layernorm-desync", "scalenorm-bias"])
 @pytest.mark.parametrize(("block", "pe"), KINDS)
-def test_declarations_describe_the_parameters(block, pe, norm):
+def test_declarations_match_the_parameters(block, pe, norm):
     config = small_config(block=block, pe=pe, norm=norm, cores_per_replica=4)
     shapes = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
     declared = gptj.declarations(config)
@@ -102,10 +102,10 @@ def test_declarations_describe_the_parameters(block, pe, norm):
         assert declaration.stacked == ("layers" in name), name
         sizes = [size // 4 for size, axis in zip(leaf.shape, declaration.spec, strict=True) if axis]
         assert all(sizes), name
-        # Decay on matrices alone: a stacked one has three axes, geglu's four.
+        # Only matrices decay: a stacked matrix has three axes, geglu's has four.
         is_bias = name.endswith(("['b']", "['fused_in_b']", "['scale']", "['offset']"))
         assert declaration.decay == (not is_bias), name
-        # The biases that are added after the sum over mp.
+        # These biases are added after the sum over mp.
         after_sum = name in ("['embed']['embedding']['b']", "['layers']['layer']['b']")
         assert declaration.summed == after_sum, name
 
@@ -129,7 +129,7 @@ def test_the_training_loss_adds_the_z_loss_to_the_mean():
     np.testing.assert_allclose(last, token_loss[:, -1].mean() + z_loss, rtol=1e-5)
 
 
-def test_no_position_sees_the_future():
+def test_logits_do_not_depend_on_later_tokens():
     config = small_config()
     run = full_pass(config, base_of(config))
     tokens = np.random.default_rng(7).integers(0, 128, (1, 16))
@@ -141,10 +141,10 @@ def test_no_position_sees_the_future():
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
-def test_remat_keeps_what_matmuls_gave_and_no_more(small, block):
-    """Counted on what the layer's backward pass keeps: "full" keeps its inputs alone."""
+def test_remat_dots_saves_only_the_results_of_matmuls(small, block):
+    """Count the values saved for the backward pass; with "full" these are only layer inputs."""
 
-    def kept(policy: str) -> int:
+    def saved(policy: str) -> int:
         config = small(block=block, remat=policy)
         params = jax.eval_shape(lambda: gptj.init(config, jax.random.key(0)))
         tokens = jnp.zeros((1, config.seq), jnp.int32)
@@ -153,9 +153,9 @@ def test_remat_keeps_what_matmuls_gave_and_no_more(small, block):
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
     config = small(block=block)
-    # q, k, v and the 4 D of the feed-forward (twice that for geglu) of every token and layer.
+    # q, k, v and the feed-forward's 4 D (8 D for geglu), for every token and layer.
     widths = {"gptj": 3 + 4, "geglu": 3 + 8}[block] * config.d_model
-    assert kept("dots") - kept("full") >= config.layers * config.seq * widths
-    # The two of attention: a logit a head and pair of positions, and what the heads attended to.
+    assert saved("dots") - saved("full") >= config.layers * config.seq * widths
+    # Attention's two matmuls: one score per head and pair of positions, and the heads' outputs.
     attention = config.n_heads * config.seq**2 + config.seq * config.d_model
-    assert kept("none") - kept("dots") == config.layers * attention
+    assert saved("none") - saved("dots") == config.layers * attention

@@ -1,4 +1,4 @@
-"""Every part of a layer against a plain restatement of it."""
+"""Every part of a layer against a simple reference implementation."""
 
 import functools
 
@@ -32,40 +32,40 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dims", [2, 6, 8])
-def test_rotary_turns_pairs_as_complex_numbers(dims):
+def test_rotary_embedding_matches_a_complex_rotation_of_pairs(dims):
     x = normal(0, 2, 5, 3, 8)
     positions = np.random.default_rng(1).integers(0, 2048, (2, 5))
-    wanted = x.astype(np.float64)
-    pairs = wanted[..., 0:dims:2] + 1j * wanted[..., 1:dims:2]
+    expected = x.astype(np.float64)
+    pairs = expected[..., 0:dims:2] + 1j * expected[..., 1:dims:2]
     for pair in range(dims // 2):
         angle = positions * 10000.0 ** (-2 * pair / dims)
         pairs[..., pair] *= np.exp(1j * angle)[:, :, None]
-    wanted[..., 0:dims:2], wanted[..., 1:dims:2] = pairs.real, pairs.imag
-    found = rotate(jnp.asarray(x), jnp.asarray(positions), dims)
-    # An angle near 2048 in f32 is known to 1e-4.
-    np.testing.assert_allclose(found, wanted, atol=5e-4)
-    np.testing.assert_array_equal(found[..., dims:], x[..., dims:])
+    expected[..., 0:dims:2], expected[..., 1:dims:2] = pairs.real, pairs.imag
+    actual = rotate(jnp.asarray(x), jnp.asarray(positions), dims)
+    # In f32, an angle near 2048 is accurate to 1e-4.
+    np.testing.assert_allclose(actual, expected, atol=5e-4)
+    np.testing.assert_array_equal(actual[..., dims:], x[..., dims:])
 
 
-def test_rotary_logits_depend_on_the_distance_alone():
+def test_rotary_scores_depend_only_on_the_distance():
     q, k = (jnp.asarray(normal(seed, 1, 1, 1, 8)) for seed in (2, 3))
 
-    def logit(query: int, key: int) -> float:
-        turned = (rotate(x, jnp.asarray([[at]]), 8) for x, at in ((q, query), (k, key)))
-        return float(functools.reduce(lambda a, b: jnp.sum(a * b), turned))
+    def score(query: int, key: int) -> float:
+        rotated = (rotate(x, jnp.asarray([[at]]), 8) for x, at in ((q, query), (k, key)))
+        return float(functools.reduce(lambda a, b: jnp.sum(a * b), rotated))
 
-    # 1e-4: the angles' rounding, as above but for small positions.
-    assert logit(7, 3) == pytest.approx(logit(107, 103), abs=1e-4)
-    assert logit(7, 3) != pytest.approx(logit(7, 4), abs=1e-3)
+    # 1e-4 covers the rounding of the angles, as above but for small positions.
+    assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-3)
 
 
-def test_rotary_keeps_the_dtype():
+def test_rotary_embedding_keeps_the_dtype():
     x = jnp.asarray(normal(0, 1, 2, 1, 8), jnp.bfloat16)
     assert rotate(x, jnp.asarray([[0, 1]]), 4).dtype == jnp.bfloat16
 
 
-def test_t5_buckets_follow_the_paper():
-    """Integer arithmetic in place of the logarithm: bucket 16 + i begins where (d/16)^16 = 8^i."""
+def test_t5_buckets_match_the_paper():
+    """Use integers instead of the logarithm: bucket 16 + i starts where (d/16)^16 = 8^i."""
 
     def bucket(distance: int) -> int:
         if distance < 16:
@@ -80,7 +80,7 @@ def test_t5_buckets_follow_the_paper():
     )
 
 
-def test_the_relative_bias_reads_each_heads_row_at_the_bucket():
+def test_the_relative_bias_is_the_table_entry_for_head_and_bucket():
     config = Config.from_dict(SMALL | {"pe": "t5"})
     part = hk.without_apply_rng(hk.transform(lambda q, k: RelativePosition(config, Auto())(q, k)))
     positions = jnp.arange(16)[None]
@@ -93,38 +93,38 @@ def test_the_relative_bias_reads_each_heads_row_at_the_bucket():
 
 
 @pytest.mark.parametrize("window", [16, 3])
-def test_attention_is_the_textbook_s(window):
+def test_attention_matches_a_numpy_implementation(window):
     q, k, v = (normal(seed, 2, 6, 3, 4) for seed in range(3))
     extra = normal(3, 1, 3, 6, 6)
     positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
     bias = causal_bias(positions, positions, window) + extra
     k_BHSK, v_BHSK = (jnp.moveaxis(jnp.asarray(x), 1, 2) for x in (k, v))
-    found = attend(jnp.asarray(q), k_BHSK, v_BHSK, bias)
+    actual = attend(jnp.asarray(q), k_BHSK, v_BHSK, bias)
     for row in range(2):
         for head in range(3):
             for at in range(6):
                 seen = slice(max(at - window + 1, 0), at + 1)
                 logits = k[row, seen, head] @ q[row, at, head] / 2 + extra[0, head, at, seen]
-                wanted = softmax(logits) @ v[row, seen, head]
-                # f32 sums of six terms.
-                np.testing.assert_allclose(found[row, at, head], wanted, atol=1e-5)
+                expected = softmax(logits) @ v[row, seen, head]
+                # The sums are of six terms in f32.
+                np.testing.assert_allclose(actual[row, at, head], expected, atol=1e-5)
 
 
-def test_a_row_that_sees_nothing_stays_finite():
+def test_a_fully_masked_row_stays_finite():
     bias = jnp.full((1, 1, 1, 4), MASKED)
     k, v = (jnp.asarray(normal(seed, 1, 1, 4, 2)) for seed in (0, 1))
-    found = attend(jnp.ones((1, 1, 1, 2)), k, v, bias)
-    np.testing.assert_allclose(found[0, 0, 0], v[0, 0].mean(axis=0), rtol=1e-6)
+    actual = attend(jnp.ones((1, 1, 1, 2)), k, v, bias)
+    np.testing.assert_allclose(actual[0, 0, 0], v[0, 0].mean(axis=0), rtol=1e-6)
 
 
-def test_the_mask_hides_padding_the_future_and_what_is_out_of_the_window():
+def test_the_mask_hides_padding_later_tokens_and_tokens_outside_the_window():
     keys = jnp.asarray([[-2, -1, 0, 1, 2, 3]])
     bias = np.asarray(causal_bias(jnp.asarray([[2]]), keys, window=2))
     np.testing.assert_array_equal(bias[0, 0, 0] == 0, [False, False, False, True, True, False])
     assert set(bias.ravel()) <= {0.0, np.float32(MASKED)}
 
 
-def norm_oracle(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
+def reference_norm(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
     x = x.astype(np.float64)
     scale, offset = params["scale"], params.get("offset", np.zeros(()))
     if kind.startswith("layernorm"):
@@ -149,7 +149,7 @@ def norm_oracle(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> np.n
         ("scalenorm-bias", {"scale": (), "offset": ()}),
     ],
 )
-def test_norms(kind, shapes):
+def test_norms_match_a_float64_reference(kind, shapes):
     config = Config.from_dict(SMALL | {"norm": kind, "cores_per_replica": 4})
     part = hk.without_apply_rng(hk.transform(lambda x: Norm(config, Auto())(x)))
     x = normal(0, 2, 3, 64, scale=3.0) + 1
@@ -159,39 +159,39 @@ def test_norms(kind, shapes):
     assert np.all(np.asarray(fresh["scale"]) == gain)
     assert not np.any(np.asarray(fresh.get("offset", 0.0)))
     params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
-    found = part.apply({"norm": jax.tree.map(jnp.asarray, params)}, jnp.asarray(x))
-    assert found.shape == (4 if kind.endswith("desync") else 1, 2, 3, 64)
-    # f32 against float64, sums of 64.
-    wanted = np.broadcast_to(norm_oracle(kind, x, params), found.shape)
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    actual = part.apply({"norm": jax.tree.map(jnp.asarray, params)}, jnp.asarray(x))
+    assert actual.shape == (4 if kind.endswith("desync") else 1, 2, 3, 64)
+    # f32 against float64, with sums of 64 terms.
+    expected = np.broadcast_to(reference_norm(kind, x, params), actual.shape)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
     assert part.apply({"norm": params}, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed"])
-def test_embedding_looks_tokens_up_and_adds_bias_and_position(pe):
+def test_embedding_looks_up_tokens_and_adds_bias_and_position(pe):
     config = Config.from_dict(SMALL | {"pe": pe})
     part = hk.without_apply_rng(hk.transform(lambda t, p: Embedding(config, Auto())(t, p)))
     tokens = np.random.default_rng(0).integers(0, 128, (2, 16))
     positions = np.broadcast_to(np.arange(16)[::-1], (2, 16))
     shapes = jax.eval_shape(part.init, jax.random.key(0), tokens, positions)["embedding"]
     params = {name: normal(i, *leaf.shape) for i, (name, leaf) in enumerate(shapes.items())}
-    wanted = params["w"][tokens] + params["b"]
+    expected = params["w"][tokens] + params["b"]
     if pe == "fixed":
-        wanted = wanted + params["pos_embs"][positions]
-    found = part.apply(
+        expected = expected + params["pos_embs"][positions]
+    actual = part.apply(
         {"embedding": jax.tree.map(jnp.asarray, params)}, jnp.asarray(tokens), positions
     )
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_frequent_token_s_gradient_is_summed_in_f32():
+def test_the_gradient_of_a_frequent_token_is_summed_in_f32():
     table = jnp.zeros((3, 4), jnp.bfloat16)
     rows = jnp.ones((1, 8192), jnp.int32)
     terms = jnp.full((1, 8192, 4), 0.01, jnp.bfloat16)
     (gradient,) = jax.vjp(lambda w: lookup(w, rows), table)[1](terms)
-    wanted = 8192 * float(terms[0, 0, 0])
-    # The sum is rounded to bf16 once, 2**-8 of it; summed in bf16 it would stand still at 4.
-    np.testing.assert_allclose(np.asarray(gradient[1], np.float32), wanted, rtol=2**-8)
+    expected = 8192 * float(terms[0, 0, 0])
+    # The f32 sum is rounded to bf16 once, an error of up to 2**-8.  A sum in bf16 would stop at 4.
+    np.testing.assert_allclose(np.asarray(gradient[1], np.float32), expected, rtol=2**-8)
     assert not np.asarray(gradient[0], np.float32).any()
 
 
@@ -207,6 +207,7 @@ def test_logits_are_not_rounded_to_the_compute_dtype():
     assert logits.dtype == jnp.float32
     normed = hk.without_apply_rng(hk.transform(lambda x: Norm(config, Auto())(x)))
     inputs = normed.apply({"norm": params["projection/norm"]}, x)[0].astype(jnp.float32)
-    wanted = inputs @ params["projection/head"]["w"].astype(jnp.float32)
-    # 64 products of order 1, summed in f32; a bf16 logit of 8 would be off by up to 2e-2.
-    np.testing.assert_allclose(logits, wanted, atol=1e-4)
+    expected = inputs @ params["projection/head"]["w"].astype(jnp.float32)
+    # Each logit is an f32 sum of 64 products of order 1.  Rounded to bf16, a logit of 8 would have
+    # an error of up to 2e-2.
+    np.testing.assert_allclose(logits, expected, atol=1e-4)

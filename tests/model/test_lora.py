@@ -1,4 +1,4 @@
-"""Adapters: equal to their merged weights, on every mesh; saved alone, on a base that stays."""
+"""LoRA adapters: training on every mesh, merging, and checkpoints without the base model."""
 
 import functools
 import shutil
@@ -38,7 +38,7 @@ COMPILED = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once() -> Iterator[None]:
-    """Networks of one config share their programs: most of a test's time is compilation."""
+    """Compile each program only once per config, because compilation takes most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         for module, names in COMPILED.items():
             for name in names:
@@ -55,7 +55,7 @@ def lora_config(**changes: Any) -> Config:
 
 
 def state_of(config: Config) -> Any:
-    """A state whose adapters change the model: the second factors are not zero either."""
+    """Return a state whose adapters change the model: their second factors are also nonzero."""
     state = jax.tree.map(np.array, step.init_state(config, jax.random.key(0)))
     rng = np.random.default_rng(0)
     for module in state["params"]["layers"].values():
@@ -66,7 +66,7 @@ def state_of(config: Config) -> Any:
 
 
 def trained(config: Config, state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
-    """The state after a step, and what that measured."""
+    """Return the state after one step, and the step's metrics."""
     mesh = make_mesh(config, jax.devices()[: config.tpu_size])
     state = jax.device_put(state, named(mesh, step.state_specs(config, mesh)))
     state, metrics = step.compile_train(config, mesh)(state, batch)
@@ -74,22 +74,22 @@ def trained(config: Config, state: Any, batch: Any) -> tuple[Any, dict[str, floa
 
 
 def gradients_of_merged_weights(config: Config, state: Any, batch: Any) -> Any:
-    """The adapters' gradients, by the model without adapters: they enter through its weights."""
+    """Return the adapters' gradients, computed by merging them into a model without adapters."""
 
     def loss(adapters: Any, obs: Any, target: Any) -> Any:
-        whole = joined(state["frozen"], adapters)
+        params = joined(state["frozen"], adapters)
         merge = functools.partial(lora.merged, scale=config.lora_scale)
-        whole |= {"layers": jax.vmap(merge)(whole["layers"])}
-        return train_loss(whole, obs, target, config.merged(), Auto())[0]
+        params |= {"layers": jax.vmap(merge)(params["layers"])}
+        return train_loss(params, obs, target, config.merged(), Auto())[0]
 
-    # Microbatches of one size: the mean over all of their sequences is the mean of their means.
-    every = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
-    return jax.jit(jax.grad(loss))(state["params"], *every)
+    # Microbatches have equal sizes, so the mean over all sequences is the mean of their means.
+    sequences = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (batch["obs"], batch["target"]))
+    return jax.jit(jax.grad(loss))(state["params"], *sequences)
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    # f32 sums in another order; the largest number is about 1, Adam's steps are 1e-2.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found, expected)
+def assert_close(actual: Any, expected: Any) -> None:
+    # f32 sums in a different order.  The largest value is about 1, and Adam's steps are 1e-2.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -99,26 +99,26 @@ def assert_close(found: Any, expected: Any) -> None:
         ("geglu", {"cores_per_replica": 8, "partitioning": "jit", "zero": 0}),
     ],
 )
-def test_every_mesh_trains_adapters_as_the_merged_model_and_leaves_the_base(block, split):
+def test_every_mesh_trains_adapters_like_the_merged_model_without_changing_the_base(block, split):
     targets = list(LORA_TARGETS[block])
     config = lora_config(block=block, lora_targets=targets, clip_norm=1e9)
     state, batch = state_of(config), random_batch(config, 2, 4)
-    one, measured = trained(config, state, batch)
-    # Adam's first moment after a step that nothing clips.
-    gradients = jax.tree.map(lambda mu: mu / (1 - config.adam_b1), one["opt_state"]["mu"])
+    expected, expected_metrics = trained(config, state, batch)
+    # The gradients follow from Adam's first moment after one step without clipping.
+    gradients = jax.tree.map(lambda mu: mu / (1 - config.adam_b1), expected["opt_state"]["mu"])
     assert_close(gradients, gradients_of_merged_weights(config, state, batch))
 
-    found, told = trained(config.replace(**split, tpu_size=8), state, batch)
-    assert_close(found, one)
+    actual, metrics = trained(config.replace(**split, tpu_size=8), state, batch)
+    assert_close(actual, expected)
     for name in ("loss", "last_loss", "grad_norm"):
-        assert told[name] == pytest.approx(measured[name], abs=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, found["frozen"], state["frozen"])
-    moved = jax.tree.map(np.array_equal, found["params"], state["params"])
-    assert not any(jax.tree.leaves(moved))
+        assert metrics[name] == pytest.approx(expected_metrics[name], abs=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, actual["frozen"], state["frozen"])
+    unchanged = jax.tree.map(np.array_equal, actual["params"], state["params"])
+    assert not any(jax.tree.leaves(unchanged))
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of all matrix products in a program."""
+    """Yield the shapes of all matrix products in a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation.outvars[0].aval.shape
@@ -126,30 +126,35 @@ def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
             yield from products(inner)
 
 
-def test_no_gradient_of_the_base_is_computed():
-    """A product with a weight has a batch; one that gives a matrix of its shape is a gradient."""
+def test_gradients_of_the_base_are_not_computed():
+    """Check that no matrix product has the shape of a weight of the base.
 
-    def gradients(config: Config) -> set[tuple[int, ...]]:
+    Activations have a batch axis, so a product with the shape of a weight is its gradient.
+    """
+
+    def gradient_shapes(config: Config) -> set[tuple[int, ...]]:
         state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
         batch = random_batch(config, 2, 3)
         function = functools.partial(step.gradients, config=config, par=Auto())
         traced = jax.make_jaxpr(function)(state["params"], state["frozen"], batch)
-        found = set(products(traced.jaxpr))
-        return found & {(64, 64), (64, 256), (256, 64), (64, 128), (128, 64)}
+        shapes = set(products(traced.jaxpr))
+        return shapes & {(64, 64), (64, 256), (256, 64), (64, 128), (128, 64)}
 
     config = lora_config(lora_targets=list(LORA_TARGETS["gptj"]))
-    assert len(gradients(config.merged())) == 4  # (128, 64) alone is no product, but a lookup
-    assert not gradients(config)
+    assert (
+        len(gradient_shapes(config.merged())) == 4
+    )  # (128, 64) is missing: the embedding is a lookup
+    assert not gradient_shapes(config)
 
 
 def run_config(folder: Path) -> Config:
-    one = {"tpu_size": 1, "cores_per_replica": 1, "val_batches": 0, "ckpt_every": 100}
-    values = run_values(folder, total_steps=2, **one)
+    changes = {"tpu_size": 1, "cores_per_replica": 1, "val_batches": 0, "ckpt_every": 100}
+    values = run_values(folder, total_steps=2, **changes)
     return Config(**values, lora_rank=2, lora_targets=["q", "o"], lora_alpha=4.0)
 
 
 def run(config: Config, folder: Path, steps: int, base: Path | None = None) -> CausalTransformer:
-    """Trains until a step, or goes on."""
+    """Train up to step `steps`, resuming if the folder has a checkpoint."""
     network = CausalTransformer(config, devices=jax.devices()[: config.tpu_size], init=False)
     tune = None if base is None else str(base)
     loop.train(network, str(folder), max_steps=steps, tune_model_path=tune)
@@ -158,7 +163,7 @@ def run(config: Config, folder: Path, steps: int, base: Path | None = None) -> C
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, Config]:
-    """A folder with a base, of 1 step, and with adapters on it, of 2."""
+    """Return a folder with a base model at step 1, and adapters of that base at step 2."""
     folder = tmp_path_factory.mktemp("runs")
     config = run_config(folder)
     run(config.merged(), folder / "base", 1)
@@ -175,62 +180,62 @@ def logits(network: CausalTransformer) -> np.ndarray:
     return np.asarray(network.logits(tokens))
 
 
-def test_adapters_are_saved_alone_and_go_on_as_if_never_stopped(runs, tmp_path):
+def test_adapters_are_saved_without_the_base_and_resume_bit_identically(runs, tmp_path):
     folder, config = runs
     before = bytes_of(folder / "base")
     run(config, tmp_path / "halves", 1, folder / "base")
-    halves = run(config, tmp_path / "halves", 2)
-    assert halves.state is not None
-    whole = CausalTransformer(config, devices=jax.devices()[:1], init=False)
-    whole.restore(str(folder / "adapters"))
-    jax.tree.map(np.testing.assert_array_equal, halves.state, whole.state)
+    resumed = run(config, tmp_path / "halves", 2)
+    assert resumed.state is not None
+    uninterrupted = CausalTransformer(config, devices=jax.devices()[:1], init=False)
+    uninterrupted.restore(str(folder / "adapters"))
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, uninterrupted.state)
     assert bytes_of(folder / "base") == before
 
     with Checkpoints(str(folder / "adapters"), read_only=True) as saved:
-        held = {path: leaf for path, leaf in saved.saved(2).leaves.items() if path[0] != "step"}
-    names = {path[-1] for path in held if path[0] == "params"}
+        stored = {path: leaf for path, leaf in saved.saved(2).leaves.items() if path[0] != "step"}
+    names = {path[-1] for path in stored if path[0] == "params"}
     assert names == {f"{name}_lora_{factor}" for name in ("w", "o") for factor in "ab"}
-    assert {path[:2] for path in held if path[0] == "opt_state"} == {
+    assert {path[:2] for path in stored if path[0] == "opt_state"} == {
         ("opt_state", "count"),
         ("opt_state", "mu"),
         ("opt_state", "nu"),
     }
 
 
-def test_at_gpt_j_s_size_under_5_percent_of_the_state_is_trained():
+def test_gpt_j_adapters_train_less_than_5_percent_of_the_state():
     config = Config.load(str(ROOT / "configs" / "6B_lora_v3-8.json"))
 
-    def held(config: Config) -> int:
+    def trained_bytes(config: Config) -> int:
         state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
         trained = jax.tree.leaves((state["params"], state["opt_state"]))
         return sum(x.size * x.dtype.itemsize for x in trained)
 
-    assert held(config) < 0.05 * held(config.merged())
+    assert trained_bytes(config) < 0.05 * trained_bytes(config.merged())
 
 
 def test_a_merged_export_has_the_logits_of_the_adapters(runs, tmp_path):
     folder, config = runs
-    found = load(folder / "adapters", config)
-    expected = logits(found)
+    adapted = load(folder / "adapters", config)
+    expected = logits(adapted)
     assert np.abs(expected - logits(load(folder / "base", config.merged()))).max() > 1e-3
     for kind in FORMATS:
         path = tmp_path / kind
         written = conversion.convert(folder / "adapters", "native", path, kind)
         assert written.config.lora_rank == 0
         assert not written.optimizer
-        # f32: a weight and its adapter are rounded together in one, apart in the other.
+        # A merged weight is rounded to f32 as one value, a weight and its adapter separately.
         exported = logits(load(path, config.merged()))
         np.testing.assert_allclose(exported, expected, rtol=0, atol=1e-5)
     assert "lora" not in find(str(tmp_path / "native")).aux
 
-    merged = load(folder / "adapters", config.merged())  # rounded as above; logprobs are as large
+    merged = load(folder / "adapters", config.merged())  # same tolerance: logprobs are as large
     np.testing.assert_allclose(logits(merged), expected, rtol=0, atol=1e-5)
     tokens = np.arange(12).reshape(2, 6)
-    scores = [each.score(tokens, 0).logprob for each in (found, merged)]
+    scores = [network.score(tokens, 0).logprob for network in (adapted, merged)]
     np.testing.assert_allclose(scores[0], scores[1], rtol=0, atol=1e-5)
 
 
-def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
+def test_a_missing_or_different_base_is_reported_in_one_line(runs, tmp_path):
     folder, config = runs
     adapters, moved, other = (tmp_path / name for name in ("adapters", "moved", "other"))
     shutil.copytree(folder / "adapters", adapters)
@@ -269,7 +274,7 @@ def test_a_base_that_is_gone_or_another_is_told_in_one_line(runs, tmp_path):
     assert find(str(adapters)).aux["lora"]["base"] == str(moved / "step_1")
 
 
-def test_what_does_not_go_together_is_refused(runs, tmp_path):
+def test_contradictory_adapter_settings_are_refused(runs, tmp_path):
     folder, config = runs
     message = "lora_rank is 2, but adapters are trained on an existing model; load one first"
     with pytest.raises(InputError, match=message):
@@ -285,14 +290,14 @@ def test_what_does_not_go_together_is_refused(runs, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checksum_is_the_same_on_a_mesh_and_in_parts_on_the_host(dtype):
+def test_a_checksum_on_a_mesh_equals_the_sum_over_parts_on_the_host(dtype):
     rng = np.random.default_rng(0)
     values = rng.normal(size=(3, 8, 20)).astype(np.float32)
     mesh = make_mesh(lora_config(cores_per_replica=4))
     placed = jax.device_put(values, named(mesh, jax.sharding.PartitionSpec(None, "mp", None)))
-    whole = int(loading.compile_checksums(mesh, dtype)({"w": placed})["w"])
+    mesh_checksum = int(loading.compile_checksums(mesh, dtype)({"w": placed})["w"])
     parts = [host_checksum(part, at * 160, dtype) for at, part in enumerate(values)]
-    assert whole == sum(parts) % 2**32
+    assert mesh_checksum == sum(parts) % 2**32
     swapped = values.copy()
     swapped[0, 0, :2] = values[0, 0, 1::-1]
-    assert host_checksum(swapped, dtype=dtype) != whole
+    assert host_checksum(swapped, dtype=dtype) != mesh_checksum

@@ -1,4 +1,4 @@
-"""Where only some tokens bear loss: the mean over those alone, on every mesh."""
+"""Loss masks: losses and gradients are means over the unmasked tokens, on every mesh."""
 
 import functools
 from typing import Any
@@ -33,12 +33,12 @@ CONFIG = small_config(layers=1, z_loss=0.1)
 
 
 def state_of(config: Config) -> step.State:
-    """The one fresh state of a config, wherever it is put."""
+    """Return the fresh state of a config, which is the same for every mesh."""
     return fresh_state(config.replace(partitioning="jit", zero=0, cores_per_replica=1, tpu_size=1))
 
 
 def masked_batch(config: Config, accumulation: int = ACCUMULATION) -> dict[str, np.ndarray]:
-    """Sequences of which some bear loss everywhere, nowhere, or from somewhere to somewhere."""
+    """Return a batch with a random loss mask, including sequences of only ones and only zeros."""
     rng = np.random.default_rng(5)
     mask = rng.integers(0, 2, (accumulation * BATCH, config.seq)).astype(np.uint8)
     mask[0], mask[1], mask[2, :7] = 1, 0, 0
@@ -46,8 +46,8 @@ def masked_batch(config: Config, accumulation: int = ACCUMULATION) -> dict[str, 
     return random_batch(config, accumulation, BATCH) | {"loss_mask": mask.reshape(shape)}
 
 
-def by_hand(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
-    """The losses from the model's logits, in numpy and f64."""
+def numpy_losses(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
+    """Return the losses, computed from the model's logits with NumPy in float64."""
     params = state_of(config)["params"]
     call = jax.jit(functools.partial(gptj.logits, config=config, par=Auto()))
     sums, squares, last, positions = 0.0, 0.0, [], batch["loss_mask"].astype(bool)
@@ -63,7 +63,7 @@ def by_hand(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
     return {"loss": sums / positions.sum() + z_loss, "last_loss": np.mean(last) + z_loss}
 
 
-def measured(config: Config, dp: int, mp: int, batch: Any) -> dict[str, float]:
+def train_metrics(config: Config, dp: int, mp: int, batch: Any) -> dict[str, float]:
     mesh = mesh_of(dp, mp)
     layout = named(mesh, step.state_specs(config, mesh))
     state = jax.tree.map(jax.device_put, state_of(config), layout)
@@ -75,12 +75,12 @@ def one_device() -> Run:
     return run(CONFIG, batch=masked_batch(CONFIG))
 
 
-def test_the_losses_are_numpys():
+def test_masked_losses_match_numpy():
     batch = masked_batch(CONFIG)
-    found = measured(CONFIG, 1, 1, batch)
-    # f32 rounds each of 16 x 16 losses near 5 to about 5e-7.
-    for name, value in by_hand(CONFIG, batch).items():
-        assert found[name] == pytest.approx(value, rel=1e-6), name
+    actual = train_metrics(CONFIG, 1, 1, batch)
+    # f32 rounds each of the 16 x 16 losses, which are near 5, by about 5e-7.
+    for name, value in numpy_losses(CONFIG, batch).items():
+        assert actual[name] == pytest.approx(value, rel=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -91,54 +91,56 @@ def test_the_losses_are_numpys():
         pytest.param("jit", 2, 4, 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_mesh_trains_as_one_device(partitioning, dp, mp, zero):
-    found = run(on_mesh(CONFIG, partitioning, mp, zero), dp, mp, masked_batch(CONFIG))
-    differences = largest_differences(found, one_device())
+def test_every_mesh_trains_like_one_device(partitioning, dp, mp, zero):
+    actual = run(on_mesh(CONFIG, partitioning, mp, zero), dp, mp, masked_batch(CONFIG))
+    differences = largest_differences(actual, one_device())
     assert max(differences.values()) < 1e-5, differences  # as tests/training/test_step.py
 
 
-def test_it_does_not_matter_how_a_batch_is_cut_into_microbatches():
+def test_the_division_into_microbatches_does_not_matter():
     batch = masked_batch(CONFIG)
-    together = {key: x.reshape(1, -1, *x.shape[2:]) for key, x in batch.items()}
-    differences = largest_differences(run(CONFIG, batch=together), one_device())
+    one_microbatch = {key: x.reshape(1, -1, *x.shape[2:]) for key, x in batch.items()}
+    differences = largest_differences(run(CONFIG, batch=one_microbatch), one_device())
     assert max(differences.values()) < 1e-5, differences
 
 
-def test_what_should_follow_where_there_is_no_loss_changes_nothing():
+def test_targets_at_masked_positions_have_no_effect():
     batch = masked_batch(CONFIG)
     others = random_batch(CONFIG, ACCUMULATION, BATCH, seed=1)["target"]
     changed = batch | {"target": np.where(batch["loss_mask"], batch["target"], others)}
     assert (changed["target"] != batch["target"]).any()
-    for found, wanted in zip(run(CONFIG, batch=changed), one_device(), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    for actual, expected in zip(run(CONFIG, batch=changed), one_device(), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_positions_without_loss_get_no_gradient():
+def test_masked_positions_get_no_gradient():
     batch = {key: x[0] for key, x in masked_batch(CONFIG).items()}
     params = state_of(CONFIG)["params"]
     weights = loss_weights(jnp.asarray(batch["loss_mask"]), Auto())
 
-    def loss(moved: jax.Array) -> jax.Array:
-        """The loss when what the head reads is moved: its gradient is that of the positions."""
-        logits = moved + gptj.logits(params, batch["obs"], CONFIG, Auto())
-        found = cross_entropy(logits, batch["target"], Auto())
-        return jnp.mean(weights.every_BT * found.loss_BT)
+    def loss(offset: jax.Array) -> jax.Array:
+        """Return the loss with `offset` added to the logits."""
+        logits = offset + gptj.logits(params, batch["obs"], CONFIG, Auto())
+        result = cross_entropy(logits, batch["target"], Auto())
+        return jnp.mean(weights.every_BT * result.loss_BT)
 
     gradient = jax.jit(jax.grad(loss))(jnp.zeros((*batch["obs"].shape, CONFIG.n_vocab)))
     np.testing.assert_array_equal(np.abs(gradient).max(-1) > 0, batch["loss_mask"].astype(bool))
 
 
-def test_a_mask_of_ones_is_no_mask_and_one_of_zeros_trains_nothing():
+def test_a_mask_of_ones_equals_no_mask_and_a_mask_of_zeros_gives_zero_loss():
     batch = random_batch(CONFIG, ACCUMULATION, BATCH)
     config = on_mesh(CONFIG, "shard_map", 4, 0)
-    ones = measured(config, 2, 4, batch | {"loss_mask": np.ones(batch["obs"].shape, np.uint8)})
-    for name, value in measured(config, 2, 4, batch).items():
+    ones = train_metrics(config, 2, 4, batch | {"loss_mask": np.ones(batch["obs"].shape, np.uint8)})
+    for name, value in train_metrics(config, 2, 4, batch).items():
         assert ones[name] == pytest.approx(value, rel=1e-6), name
-    none = measured(config, 2, 4, batch | {"loss_mask": np.zeros(batch["obs"].shape, np.uint8)})
+    none = train_metrics(
+        config, 2, 4, batch | {"loss_mask": np.zeros(batch["obs"].shape, np.uint8)}
+    )
     assert (none["loss"], none["last_loss"], none["grad_norm"]) == (0, 0, 0)
 
 
-def test_a_mask_of_another_shape_is_refused(small):
+def test_a_mask_of_the_wrong_shape_is_refused(small):
     network = CausalTransformer(small())
     batch = random_batch(network.config, 1, 2)
     mask = np.ones((1, 2, network.config.seq - 1))

@@ -1,4 +1,4 @@
-"""The table of parameters in `gptj`'s docstring is that of the code."""
+"""The parameter table in the docstring of `gptj` against the code."""
 
 import math
 import re
@@ -24,12 +24,12 @@ NORMS = [
     "scalenorm",
     "scalenorm-bias",
 ]
-TRUNCATED = 0.8796  # standard deviation of a normal distribution truncated at two of its own
+TRUNCATED = 0.8796  # standard deviation of a standard normal distribution truncated at two sigma
 CONFIGS = [{"norm": norm} for norm in NORMS] + [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}]
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The rows below a heading of the docstring, up to the next empty line, as cells."""
+    """Return the rows of the docstring's table with a heading, each as a list of cells."""
     assert gptj.__doc__ is not None
     (table,) = re.findall(rf"^    ({heading} .*(?:\n    \S.*)*)", gptj.__doc__, re.MULTILINE)
     return [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[1:]]
@@ -43,7 +43,7 @@ def symbols(config: Config) -> dict[str, int]:
 
 
 def documented(config: Config) -> dict[str, tuple[str, str]]:
-    """{name: (shape, initial value)} as the docstring has them for a config."""
+    """Return {name: (shape, initial value)} for a config, according to the docstring."""
     (norm,) = (row[1:] for row in rows("norm") if row[0] == config.norm)
     table = {}
     for name, shape, value, *condition in rows("parameter"):
@@ -51,22 +51,22 @@ def documented(config: Config) -> dict[str, tuple[str, str]]:
             continue
         if name.endswith("*"):
             for part, cell in zip(("scale", "offset"), norm, strict=False):
-                own, value = cell.split(": ")
-                whole = shape.replace("...", own.replace("()", "")).strip(", ")
-                table[name[:-1] + part] = whole, value
-        elif found := re.search(r"\{(.*)\}", name):
-            table |= {name.replace(found[0], x): (shape, value) for x in found[1].split(",")}
+                axes, value = cell.split(": ")
+                full_shape = shape.replace("...", axes.replace("()", "")).strip(", ")
+                table[name[:-1] + part] = full_shape, value
+        elif match := re.search(r"\{(.*)\}", name):
+            table |= {name.replace(match[0], x): (shape, value) for x in match[1].split(",")}
         else:
             table[name] = shape, value
     return table
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: "-".join(changes.values()))
-def test_the_table_is_that_of_the_declarations(changes):
+def test_documented_shapes_and_layouts_match_the_declarations(changes):
     config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
     values: dict[str, Any] = symbols(config)
     declared = jax.tree.flatten_with_path(gptj.declarations(config), is_leaf=is_declaration)[0]
-    found = {"/".join(key.key for key in path): (d.shape, d.spec) for path, d in declared}
+    actual = {"/".join(key.key for key in path): (d.shape, d.spec) for path, d in declared}
 
     def layout(cells: str) -> tuple[tuple[int, ...], P]:
         axes = [cell.removesuffix("/mp") for cell in cells.split(", ") if cell]
@@ -74,23 +74,23 @@ def test_the_table_is_that_of_the_declarations(changes):
         return tuple(eval(axis, {}, values) for axis in axes), P(*split)
 
     table = {name: layout(shape) for name, (shape, _) in documented(config).items()}
-    assert found == table
+    assert actual == table
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: "-".join(changes.values()))
-def test_the_table_s_initial_values_are_those_of_the_code(changes):
+def test_documented_initial_values_match_the_code(changes):
     config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
-    drawn = jax.jit(gptj.init, static_argnums=0)(config, jax.random.key(0))
-    found = {"/".join(path): np.asarray(leaf) for path, leaf in leaves(drawn).items()}
+    params = jax.jit(gptj.init, static_argnums=0)(config, jax.random.key(0))
+    actual = {"/".join(path): np.asarray(leaf) for path, leaf in leaves(params).items()}
     for name, (_, value) in documented(config).items():
         number = eval(value.removeprefix("normal"), {}, symbols(config))
-        leaf = found.pop(name)
+        leaf = actual.pop(name)
         if not value.startswith("normal"):
             np.testing.assert_array_equal(leaf, np.float32(number), err_msg=name)
             continue
-        # Five standard errors of the mean of squares, and of the mean, of that many draws.
+        # Five standard errors of the mean, and of the mean square, of `leaf.size` draws.
         tolerance = 5 / math.sqrt(leaf.size)
         assert np.abs(leaf).max() <= 2 * number * (1 + 1e-6), name
         assert leaf.std() / number == pytest.approx(TRUNCATED, abs=tolerance), name
         assert abs(leaf.mean() / number) < tolerance, name
-    assert not found
+    assert not actual

@@ -1,4 +1,4 @@
-"""Plans for TPU slices: their names and grids, what fits, and what does not."""
+"""Plans: names and grids of TPU slices, memory, collectives, search and compiler errors."""
 
 import dataclasses
 import json
@@ -47,38 +47,38 @@ needs_libtpu = pytest.mark.skipif(
         ("v6e-64", "v6e", (8, 8), 64),
     ],
 )
-def test_a_slice_has_the_grid_and_the_devices_that_its_name_says(name, generation, grid, devices):
-    found = topology(name)
-    assert (found.generation, found.grid, found.devices) == (generation, grid, devices)
+def test_the_name_of_a_slice_gives_its_grid_and_devices(name, generation, grid, devices):
+    actual = topology(name)
+    assert (actual.generation, actual.grid, actual.devices) == (generation, grid, devices)
 
 
 @pytest.mark.parametrize("name", ["", "v3", "v9-8", "v3-6", "v5p-7", "v5e-0", "h100-8", "v9:2x2"])
-def test_a_name_that_no_slice_has_is_refused(name):
+def test_an_unknown_slice_name_is_refused(name):
     with pytest.raises(InputError, match=r"topology is '"):
         topology(name)
 
 
 @pytest.mark.parametrize(
-    ("dp", "mp", "found"),
+    ("dp", "mp", "expected"),
     [(None, None, 4), (None, 2, 2), (4, None, 2), (2, 4, 4), (1, 8, 8)],
 )
-def test_the_mesh_is_the_one_that_was_asked_for(dp, mp, found):
-    assert script.replica_size(dp, mp, default=4, devices=8) == found
+def test_missing_mesh_sizes_are_computed(dp, mp, expected):
+    assert script.replica_size(dp, mp, default=4, devices=8) == expected
 
 
 @pytest.mark.parametrize(("dp", "mp"), [(3, None), (16, None), (0, None), (2, 2), (None, 3)])
-def test_a_mesh_of_other_devices_is_refused(dp, mp):
+def test_a_mesh_that_does_not_fit_the_slice_is_refused(dp, mp):
     with pytest.raises(InputError, match="is not a mesh of the slice's 8 devices"):
         script.replica_size(dp, mp, default=4, devices=8)
 
 
 @pytest.mark.parametrize("name", ["cpu-0", "cpu-9", "cpu-x"])
-def test_devices_that_the_machine_does_not_have(name):
+def test_an_invalid_number_of_cpu_devices_is_refused(name):
     with pytest.raises(InputError, match=r"topology is '"):
         slice_named(name)
 
 
-def test_a_machine_without_a_gpu(monkeypatch):
+def test_a_gpu_plan_on_a_machine_without_a_gpu_is_refused(monkeypatch):
     def none(backend):
         raise RuntimeError(f"no {backend}")
 
@@ -88,22 +88,22 @@ def test_a_machine_without_a_gpu(monkeypatch):
 
 
 class Gpu(SimpleNamespace):
-    """As much of a GPU as a plan asks before it compiles."""
+    """A fake GPU, with the attributes that a plan reads before it compiles."""
 
     def memory_stats(self):
-        return self.told
+        return self.stats
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "reason"),
+    ("kind", "stats", "reason"),
     [
         ("NVIDIA H200", None, "H200 does not report how much memory a program may use"),
         ("NVIDIA H200", {}, "H200 does not report how much memory a program may use"),
         ("NVIDIA X1", {"bytes_limit": 1}, "X1 is not in the hardware table"),
     ],
 )
-def test_a_gpu_that_cannot_be_planned_for_is_refused_first(monkeypatch, kind, told, reason):
-    gpu, mesh = Gpu(platform="gpu", device_kind=kind, told=told), slice_named("cpu").mesh(1, 1)
+def test_an_unsupported_gpu_is_refused_before_compiling(monkeypatch, kind, stats, reason):
+    gpu, mesh = Gpu(platform="gpu", device_kind=kind, stats=stats), slice_named("cpu").mesh(1, 1)
     monkeypatch.setattr(Present, "_list", lambda self: [gpu])
     monkeypatch.setattr(Present, "mesh", lambda *_: mesh)
     monkeypatch.setattr(plan, "compiled", lambda *_, **__: pytest.fail("compiled"))
@@ -111,24 +111,26 @@ def test_a_gpu_that_cannot_be_planned_for_is_refused_first(monkeypatch, kind, to
         plan.plan(small(), Present("gpu", "gpu", 1))
 
 
-@pytest.mark.parametrize(("told", "size"), [("1.25T", 1.25 * 2**40), ("20.5G", 20.5 * 2**30)])
-def test_what_the_compiler_says_of_too_large_a_program(told, size):
-    found = refused(f"RESOURCE_EXHAUSTED: Used {told} of 15G ({told}) exceeds available HBM by 5G")
-    assert (found.peak, found.text) == (size, None)
+@pytest.mark.parametrize(("text", "size"), [("1.25T", 1.25 * 2**40), ("20.5G", 20.5 * 2**30)])
+def test_the_size_of_a_program_that_does_not_fit_is_parsed(text, size):
+    memory = failed_compilation(
+        f"RESOURCE_EXHAUSTED: Used {text} of 15G ({text}) exceeds available HBM by 5G"
+    )
+    assert (memory.peak, memory.text) == (size, None)
 
 
-def test_what_else_the_compiler_says_is_one_line():
+def test_other_compiler_errors_are_reported_in_one_line():
     with pytest.raises(InputError, match=r"topology v3-8: compilation failed: INTERNAL: no$"):
-        refused("INTERNAL: no\nand a stack of lines")
+        failed_compilation("INTERNAL: no\nand a stack of lines")
 
 
-def refused(message: str) -> plan.Memory:
-    """A program whose compilation ends with that."""
+def failed_compilation(message: str) -> plan.Memory:
+    """Return the memory of a program whose compilation fails with `message`."""
 
-    def end(compiler_options):
+    def fail(compiler_options):
         raise jax.errors.JaxRuntimeError(message)
 
-    lowered = SimpleNamespace(compile=end)
+    lowered = SimpleNamespace(compile=fail)
     function: Any = SimpleNamespace(trace=lambda *_: SimpleNamespace(lower=lambda: lowered))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     argument = jax.ShapeDtypeStruct((1,), "float32", sharding=sharding)
@@ -140,62 +142,68 @@ def small(**changes) -> Config:
 
 
 def test_a_plan_for_virtual_devices():
-    """dp 2 x mp 4 on CPU: what is summed over dp is summed once a step, of each gradient."""
+    """Plan for dp 2 x mp 4 on CPUs, where every gradient is summed over dp once per step."""
     config = small(cores_per_replica=4)
-    found = plan.plan(config, slice_named("cpu-8"))
-    assert (found.dp, found.mp, found.fits) == (2, 4, True)
-    assert found.flops == flops.palm_flops_per_token(config) * config.seq * 3 * 2
-    assert found.collectives is not None
-    assert (found.collectives.layer_forward, found.collectives.layer_backward) == (1, 1)
-    over_dp = [each for each in found.collectives.exchanges if each.axis != "mp"]
-    assert {each.place for each in over_dp} == {"step"}
-    assert sum(each.bytes for each in over_dp) >= 4 * flops.matmul_params(config) / 4
-    for each in found.collectives.exchanges:
-        if each.place.startswith("layer"):
+    result = plan.plan(config, slice_named("cpu-8"))
+    assert (result.dp, result.mp, result.fits) == (2, 4, True)
+    assert result.flops == flops.palm_flops_per_token(config) * config.seq * 3 * 2
+    assert result.collectives is not None
+    assert (result.collectives.layer_forward, result.collectives.layer_backward) == (1, 1)
+    over_dp = [exchange for exchange in result.collectives.exchanges if exchange.axis != "mp"]
+    assert {exchange.place for exchange in over_dp} == {"step"}
+    assert sum(exchange.bytes for exchange in over_dp) >= 4 * flops.matmul_params(config) / 4
+    for exchange in result.collectives.exchanges:
+        if exchange.place.startswith("layer"):
             activations = 4 * config.seq * config.d_model * config.per_replica_batch
-            assert each.bytes == each.count * activations  # f32
-            assert each.sent == each.bytes * 6 // 4
-    assert found.estimate is not None
-    least, most = found.estimate.step_seconds
+            assert exchange.bytes == exchange.count * activations  # f32
+            assert exchange.sent == exchange.bytes * 6 // 4
+    assert result.estimate is not None
+    least, most = result.estimate.step_seconds
     assert 0 < least < most
-    assert found.state_bytes < found.peak_bytes
-    text = found.table()
+    assert result.state_bytes < result.peak_bytes
+    text = result.table()
     for word in ("fits", "estimate on cpu", "TFLOP/s per device", "MFU", "layer backward"):
         assert word in text
 
 
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
-def test_a_plan_of_generation(partitioning):
+def test_a_plan_for_generation(partitioning):
     config = small(cores_per_replica=2, per_replica_batch=3, partitioning=partitioning)
-    found = plan.decode_plan(config, slice_named("cpu-4"))
-    assert (found.dp, found.mp, found.rows, found.fits) == (2, 2, 6, True)
-    # K and V of each layer, of the heads and rows that a device has, in f32.
+    result = plan.decode_plan(config, slice_named("cpu-4"))
+    assert (result.dp, result.mp, result.rows, result.fits) == (2, 2, 6, True)
+    # K and V of each layer in f32, for the heads and rows on one device.
     heads = config.n_heads // 2
-    assert found.cache_bytes == 2 * config.layers * 3 * heads * config.seq * config.d_head * 4
-    assert found.state_bytes == found.weights_bytes + found.cache_bytes
-    assert found.collectives is not None
-    # The compiler's own partitioning sums attention and feed-forward in one operation of two.
-    assert found.collectives.layer_forward == (1 if partitioning == "shard_map" else 2)
-    # Of the logits; what is written into the caches is where it belongs.
-    gathers = [each for each in found.collectives.exchanges if each.kind == "all-gather"]
-    assert sum(each.count for each in gathers) == 1
-    assert found.bytes_per_token is not None
-    assert found.bytes_per_token >= found.read_bytes
-    assert "tokens/s" in found.table()
+    assert result.cache_bytes == 2 * config.layers * 3 * heads * config.seq * config.d_head * 4
+    assert result.state_bytes == result.weights_bytes + result.cache_bytes
+    assert result.collectives is not None
+    # Under jit, one all-reduce sums two arrays: the outputs of attention and feed-forward.
+    assert result.collectives.layer_forward == (1 if partitioning == "shard_map" else 2)
+    # The only all-gather is that of the logits; cache entries need none.
+    gathers = [
+        exchange for exchange in result.collectives.exchanges if exchange.kind == "all-gather"
+    ]
+    assert sum(exchange.count for exchange in gathers) == 1
+    assert result.bytes_per_token is not None
+    assert result.bytes_per_token >= result.read_bytes
+    assert "tokens/s" in result.table()
 
 
-def test_a_search_ranks_what_fits():
-    """Of 4 devices; the settings are fixed but for mp and dp to have two compilations."""
+def test_a_search_ranks_the_plans_that_fit():
+    """Search on 4 devices with all settings fixed except mp and dp: two compilations."""
     config = small(cores_per_replica=2, tpu_size=4, gradient_accumulation_steps=1)
     fixed = {"remat": "full", "zero": 0, "per_replica_batch": config.per_replica_batch}
-    found = search.search(config, slice_named("cpu-4"), fixed=fixed, limit=2)
-    assert found.fits
-    assert len(found.plans) == 2
-    speeds = [one.estimate.tokens_per_second[1] for one in found.plans if one.estimate]
+    result = search.search(config, slice_named("cpu-4"), fixed=fixed, limit=2)
+    assert result.fits
+    assert len(result.plans) == 2
+    speeds = [
+        found_plan.estimate.tokens_per_second[1]
+        for found_plan in result.plans
+        if found_plan.estimate
+    ]
     assert speeds == sorted(speeds, reverse=True)
-    assert {one.zero for one in found.plans} == {0}
-    assert "2 fit" in found.table()
-    json.dumps(dataclasses.asdict(found))
+    assert {found_plan.zero for found_plan in result.plans} == {0}
+    assert "2 fit" in result.table()
+    json.dumps(dataclasses.asdict(result))
     with pytest.raises(InputError, match="has the config's number of sequences per step"):
         search.search(
             config.replace(per_replica_batch=1),
@@ -205,9 +213,9 @@ def test_a_search_ranks_what_fits():
 
 
 def run_python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, its compiler as it is outside of tests."""
+    """Run Python with these arguments, and with the compiler flags that users have."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
         env=environment,
@@ -216,19 +224,20 @@ def run_python(*words: str) -> subprocess.CompletedProcess[str]:
         timeout=900,
         check=False,
     )
-    assert done.returncode in (0, 1), done.stderr
-    return done
+    assert process.returncode in (0, 1), process.stderr
+    return process
 
 
-def planned(config: Path, *words: str) -> tuple[int, dict]:
-    """The exit status and the one object on stdout."""
-    done = run_python("scripts/plan.py", "--config", str(config), *words, "--json")
-    return done.returncode, json.loads(done.stdout)
+def run_plan(config: Path, *words: str) -> tuple[int, dict]:
+    """Run scripts/plan.py; return its exit status and the JSON object that it prints."""
+    process = run_python("scripts/plan.py", "--config", str(config), *words, "--json")
+    return process.returncode, json.loads(process.stdout)
 
 
-# Peaks of docs/plan.md (a quick compilation tells none) and what there is, in GiB, and the GB that
-# a step moves; the peaks are below what a prototype of this design needed (13.4 and 12.9).  16
-# microbatches are fine-tuning.
+# For each set of flags: the peak memory from docs/plan.md in GiB (None with --fast, which does not
+# report it), the available memory in GiB, and the memory traffic per step in GB.  With one
+# microbatch, the peaks are below those of a prototype of this design (13.4 and 12.9).  16
+# microbatches are for fine-tuning.
 GPT_J = [
     (("v3-8", "--accumulate", "1", "--fast"), None, 15.48, 78),
     (("v3-8", "--accumulate", "16"), 14.55, 15.48, 981),
@@ -240,27 +249,28 @@ GPT_J = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "peak", "limit", "moved"), GPT_J)
 def test_gpt_j_fits(words, peak, limit, moved):
-    """Compiled as it would be to run, but for the one with --fast."""
+    """Compile with the options of a real run, except in the case with --fast."""
     path = ROOT / "configs" / "6B_roto_256.json"
-    status, found = planned(path, "--topology", *words)
-    assert (status, found["fits"]) == (0, True)
-    assert (found["devices"], found["dp"], found["mp"]) == (8, 1, 8)
-    # Parameters and both moments in f32 by eighths; norms and biases are whole on each.
-    assert 12 * found["parameters"] / 8 < found["state_bytes"] < 8.5 * GIB
-    assert found["state_bytes"] < found["peak_bytes"]
-    assert peak is None or found["peak_bytes"] < 1.05 * peak * GIB
-    assert found["fast"] == (peak is None)
-    assert found["hbm_bytes"] == int(limit * GIB)
-    reduced = found["collectives"]
+    status, result = run_plan(path, "--topology", *words)
+    assert (status, result["fits"]) == (0, True)
+    assert (result["devices"], result["dp"], result["mp"]) == (8, 1, 8)
+    # Each device has an eighth of the parameters and of both moments in f32, and replicated norms
+    # and biases.
+    assert 12 * result["parameters"] / 8 < result["state_bytes"] < 8.5 * GIB
+    assert result["state_bytes"] < result["peak_bytes"]
+    assert peak is None or result["peak_bytes"] < 1.05 * peak * GIB
+    assert result["fast"] == (peak is None)
+    assert result["hbm_bytes"] == int(limit * GIB)
+    reduced = result["collectives"]
     assert (reduced["layer_forward"], reduced["layer_backward"]) == (1, 1)
     config = Config.load(str(path))
     tokens = config.seq * int(words[2])
-    assert found["flops"] == flops.palm_flops_per_token(config) * tokens
-    # Each all-reduce of a layer's activations, bf16, over eight devices.
-    speed = found["estimate"]
+    assert result["flops"] == flops.palm_flops_per_token(config) * tokens
+    # The layers' all-reduces of bf16 activations, over eight devices.
+    speed = result["estimate"]
     sent = 2 * config.layers * tokens * config.d_model * 2 * 7 // 4
     assert sent < speed["link_bytes"] < 1.1 * sent
-    # Another version of the compiler may do better or worse, but not by much.
+    # The traffic may differ between versions of the compiler, but not by much.
     assert moved / 2 < speed["hbm_traffic_bytes"] / 1e9 < 2 * moved
     assert 0 < speed["mfu"][1] < speed["mfu"][0] < 1
 
@@ -274,30 +284,36 @@ from mesh_transformer.performance.topology import topology
 
 keys = json.loads(sys.argv[1])
 configs = [Config(**keys, **more) for more in json.loads(sys.argv[2])]
-found = [plan(each, topology("v3-8"), fast=True) for each in configs]
-print(json.dumps([asdict(one) for one in found]))
+results = [plan(config, topology("v3-8"), fast=True) for config in configs]
+print(json.dumps([asdict(result) for result in results]))
 """
 
 
 @needs_libtpu
 @pytest.mark.slow
-def test_what_tpus_sum_over_replicas():
-    """dp 2 x mp 4, four microbatches: over dp nothing is said in their loop, but with ZeRO 3."""
+def test_collectives_over_replicas_on_tpus():
+    """Compile for dp 2 x mp 4: only ZeRO 3 has collectives over dp in the microbatch loop."""
     keys = SMALL | {"cores_per_replica": 4, "gradient_accumulation_steps": 4, "layers": 3}
     keys |= {"d_model": 512, "n_heads": 4, "seq": 256, "n_vocab": 1024, "dtype": "bfloat16"}
-    ways = [{"zero": zero} for zero in (0, 1, 3)] + [{"zero": 1, "partitioning": "jit"}]
-    found = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps(ways))
+    variants = [{"zero": zero} for zero in (0, 1, 3)] + [{"zero": 1, "partitioning": "jit"}]
+    process = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps(variants))
     inside, once = [], []
-    for one in json.loads(found.stdout):
-        reduced = one["collectives"]
-        assert one["fits"]
+    for plan_values in json.loads(process.stdout):
+        reduced = plan_values["collectives"]
+        assert plan_values["fits"]
         assert (reduced["layer_forward"], reduced["layer_backward"]) == (1, 1)
-        over_dp = [each for each in reduced["exchanges"] if each["axis"] != "mp"]
-        once.append({(each["kind"], each["dtype"]) for each in over_dp if each["place"] == "step"})
-        inside.append({each["place"] for each in over_dp} - {"step"})
+        over_dp = [exchange for exchange in reduced["exchanges"] if exchange["axis"] != "mp"]
+        once.append(
+            {
+                (exchange["kind"], exchange["dtype"])
+                for exchange in over_dp
+                if exchange["place"] == "step"
+            }
+        )
+        inside.append({exchange["place"] for exchange in over_dp} - {"step"})
     assert inside[0] == inside[1] == inside[3] == set()
     assert {"layer forward", "layer backward"} <= inside[2]
-    # Sums in f32, weights in bf16.
+    # Gradient sums are in f32, parameters in bf16.
     summed = {("all-reduce", "f32")}
     split = summed | {("reduce-scatter", "f32"), ("all-gather", "bf16")}
     assert once == [summed, split, summed, split]
@@ -309,34 +325,34 @@ from mesh_transformer.config import Config
 from mesh_transformer.performance.plan import decode_plan
 from mesh_transformer.performance.topology import topology
 
-found = decode_plan(Config(**json.loads(sys.argv[1])), topology("v3-8"))
+result = decode_plan(Config(**json.loads(sys.argv[1])), topology("v3-8"))
 names = ("weights_bytes", "cache_bytes", "read_bytes", "peak_bytes", "bytes_per_token")
-print(json.dumps([getattr(found, name) for name in names]))
+print(json.dumps([getattr(result, name) for name in names]))
 """
 
 
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "partitioning"), [(1, "shard_map"), (32, "jit")])
-def test_tpus_hold_each_cache_once(rows, partitioning):
-    """Another layout for what is written would be another copy of all."""
+def test_tpus_store_each_cache_only_once(rows, partitioning):
+    """Writing in a different layout would require a second copy of the cache."""
     keys = SMALL | {"cores_per_replica": 8, "n_heads": 16, "d_model": 2048, "seq": 2048}
     keys |= {"per_replica_batch": rows, "dtype": "bfloat16", "partitioning": partitioning}
-    done = run_python("-c", DECODE_ON_A_TPU, json.dumps(keys))
-    weights, cache, read, peak, moved = json.loads(done.stdout)
+    process = run_python("-c", DECODE_ON_A_TPU, json.dumps(keys))
+    weights, cache, read, peak, moved = json.loads(process.stdout)
     assert cache == 2 * 2 * rows * 2048 * 2048 // 8 * 2
-    # Of the rest some takes part in nothing but rounding up to tiles.
+    # The rest includes padding to full tiles.
     assert peak < weights + 1.5 * cache + 2**20
-    # The compiler may move a layer's part on the chip and back, and keep some there.
+    # The compiler may copy a layer's cache to on-chip memory and back, or keep parts of it there.
     assert read / 2 < moved < 2 * read
 
 
 @needs_libtpu
 @pytest.mark.slow
-def test_what_does_not_fit_says_by_how_much(tmp_path):
+def test_a_model_that_does_not_fit_reports_its_peak_memory(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | {"cores_per_replica": 4, "seq": 2048, "d_model": 1024}))
-    status, found = planned(path, "--topology", "v2-8", "--mp", "8", "--batch", "4096", "--fast")
-    assert (status, found["fits"], found["collectives"]) == (1, False, None)
-    assert found["mp"] == 8
-    assert found["peak_bytes"] > found["hbm_bytes"]
+    status, result = run_plan(path, "--topology", "v2-8", "--mp", "8", "--batch", "4096", "--fast")
+    assert (status, result["fits"], result["collectives"]) == (1, False, None)
+    assert result["mp"] == 8
+    assert result["peak_bytes"] > result["hbm_bytes"]

@@ -1,4 +1,4 @@
-"""What a step costs on paper: links, memory traffic in a program's text, settings in order."""
+"""Estimates of a step's cost: links, memory traffic of a program, scaling and search."""
 
 import functools
 import itertools
@@ -37,28 +37,28 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 @pytest.mark.parametrize(
     ("kind", "size", "devices", "expected"),
     [
-        ("all-reduce", 800, 8, 1400),  # 7/8 of it out, and 7/8 of it on
+        ("all-reduce", 800, 8, 1400),  # 7/8 for the reduce-scatter, and 7/8 for the all-gather
         ("all-gather", 800, 8, 700),
-        ("reduce-scatter", 100, 8, 700),  # the result is an eighth
+        ("reduce-scatter", 100, 8, 700),  # the result is an eighth of the input
         ("all-to-all", 800, 8, 700),
         ("collective-permute", 800, 8, 800),
         ("all-reduce", 800, 1, 0),
     ],
 )
-def test_what_a_device_sends_in_a_ring(kind, size, devices, expected):
+def test_bytes_sent_per_device_in_a_ring(kind, size, devices, expected):
     assert sent(kind, size, devices) == expected
 
 
-def test_links_are_all_busy_or_two_of_them():
+def test_link_time_is_a_range_from_all_links_to_two_links():
     v5p = accelerators.hardware("v5p")  # six links of 100 GB/s
     assert link_seconds(600e9, v5p) == pytest.approx((1, 3))
     assert link_seconds(450e9, accelerators.hardware("h100")) == pytest.approx((1, 1))
 
 
-def test_a_step_is_between_its_longest_part_and_the_sum():
+def test_the_step_time_is_between_its_longest_part_and_the_sum():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     hardware, tokens = accelerators.hardware("v5e"), 8 * 2048
-    found = estimate(
+    result = estimate(
         config,
         hardware,
         devices=8,
@@ -67,11 +67,11 @@ def test_a_step_is_between_its_longest_part_and_the_sum():
         link_bytes=20 * 10**9,  # 0.1 s over four links, 0.2 s over two
     )
     compute = tokens * flops.hardware_flops_per_token(config) / (8 * 197e12)
-    assert found.compute_seconds == pytest.approx(compute)
-    assert found.step_seconds == pytest.approx((compute, compute + 0.3))
-    assert found.hfu[0] == pytest.approx(1)
+    assert result.compute_seconds == pytest.approx(compute)
+    assert result.step_seconds == pytest.approx((compute, compute + 0.3))
+    assert result.hfu[0] == pytest.approx(1)
     useful = flops.palm_flops_per_token(config) / flops.hardware_flops_per_token(config)
-    assert found.mfu[0] == pytest.approx(useful)
+    assert result.mfu[0] == pytest.approx(useful)
     kernel = estimate(
         config,
         hardware,
@@ -83,7 +83,7 @@ def test_a_step_is_between_its_longest_part_and_the_sum():
     )
     splash = flops.hardware_flops_per_token(config, "splash")
     assert kernel.compute_seconds == pytest.approx(tokens * splash / (8 * 197e12))
-    text = "\n".join(found.lines())
+    text = "\n".join(result.lines())
     assert "estimate on v5e, peak 197 TFLOP/s" in text
     assert "cloud.google.com" in text
 
@@ -135,14 +135,17 @@ ENTRY %main (a: f32[8,100], b: f32[8,100]) -> f32[8,100] {
 """
 
 
-def test_memory_traffic_of_a_made_program():
-    """A row has 400 bytes.  The addition moves 24 of them.  A turn of the loop reads a row and
-    its number and writes it, copies it on-chip (one read), and writes it from there where the
-    number says: what is on-chip, and the rows beside it, do not count."""
-    turn = (400 + 4 + 400) + 400 + (4 + 400)
+def test_memory_traffic_of_a_program_with_a_loop():
+    """Compare with a count by hand; accesses to on-chip memory and other rows do not count.
+
+    A row has 400 bytes, and the addition moves 24 rows.  An iteration of the loop reads a row and
+    its index and writes the row, copies it to on-chip memory (one read), and writes it from there
+    to the indexed row.
+    """
+    iteration = (400 + 4 + 400) + 400 + (4 + 400)
     program = Program(PROGRAM)
-    assert program.moved() == 24 * 400 + 8 * turn
-    assert program.moved_in_a_loop() == turn
+    assert program.moved() == 24 * 400 + 8 * iteration
+    assert program.moved_in_a_loop() == iteration
 
 
 STARTED = """
@@ -161,15 +164,15 @@ ENTRY %main (a: f32[8,100]) -> f32[16,100] {
 @pytest.mark.parametrize(
     ("line", "moved"),
     [
-        # The operand is read and twice as much is written.
+        # The operand is read, and twice as much is written.
         ("(f32[8,100]{1,0}, f32[16,100]{1,0}) all-gather-start(%a), dimensions={0}", 3 * 3200),
         ("f32[8,100]{1,0} all-reduce-start(%a)", 2 * 3200),
-        # Of what is computed beside other work that counts which it reads and writes.
+        # An asynchronous computation counts what it reads and writes.
         ("((f32[8,100]{1,0}), f32[1,100]{1,0}) async-start(%a), calls=%wrapped", 2 * 400),
         ("((f32[8,100]{1,0}), f32[1,100]{1,0:S(1)}) async-start(%a), calls=%wrapped", 400),
     ],
 )
-def test_memory_traffic_of_what_is_started(line, moved):
+def test_memory_traffic_of_asynchronous_operations(line, moved):
     assert Program(STARTED.replace("LINE", f"%begun = {line}")).moved() == moved
 
 
@@ -218,43 +221,43 @@ ENTRY %main (a: f32[8,100], i: s32[2], b: f32[2,100]) -> f32[8,100] {
 
 @pytest.mark.parametrize(
     ("line", "moved"),
-    [  # two rows that are read and written; a fusion reads their numbers too
+    [  # two rows are read and written; a fusion also reads their indices
         ("scatter(%a, %i, %b), to_apply=%second", 2 * 800),
         ("fusion(%a, %i, %b), kind=kCustom, calls=%fused", 8 + 2 * 800),
-        # What is added to is read as well.
+        # An addition also reads the rows that it adds to.
         ("scatter(%a, %i, %b), to_apply=%sum", 3 * 800),
         ("fusion(%a, %i, %b), kind=kCustom, calls=%adding", 8 + 3 * 800),
-        # Eight rows of zeros are written before two of them are.
+        # Eight rows of zeros are written before two of them are overwritten.
         ("fusion(%i, %b), kind=kCustom, calls=%fresh", 8 + 800 + 3200),
     ],
 )
-def test_memory_traffic_of_what_is_scattered_in_place(line, moved):
+def test_memory_traffic_of_in_place_scatters(line, moved):
     assert Program(SCATTERED.replace("LINE", line)).moved() == moved
 
 
-def test_runs_are_as_many_as_asked_for_or_take_so_long(monkeypatch):
+def test_runs_reach_a_minimum_number_or_duration(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(accelerators, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     runs: list[None] = []
     assert accelerators._run_seconds(lambda: runs.append(None), 3) == [1] * 3
-    assert len(runs) == 4  # the first is left out
+    assert len(runs) == 4  # the first run is not timed
     assert accelerators._run_seconds(lambda: None, 3, 7.0) == [1] * 7
 
 
-def test_every_array_of_a_collective_in_pieces_counts_once():
-    """Two pieces of one exchange of two arrays, and one of another."""
+def test_a_collective_split_into_pieces_counts_once():
+    """Parse two pieces of one all-reduce of two arrays, and one piece of another all-reduce."""
     piece = (
         "(f32[8]{0}, f32[4]{0}) all-reduce(%a, %b), replica_groups={{0,1}}, "
         'frontend_attributes={chain_id="C"}'
     )
     lines = [f"  %first = {piece}", f"  %second = {piece}", f"  %third = {piece.replace('C', 'D')}"]
     text = "\n".join(["ENTRY %main (a: f32[8], b: f32[4]) -> f32[8] {", *lines, "}"])
-    found = hlo.parse(text).collectives
-    assert [each.shape for each in found] == [(8,), (4,), (8,), (4,)]
+    collectives = hlo.parse(text).collectives
+    assert [collective.shape for collective in collectives] == [(8,), (4,), (8,), (4,)]
 
 
-def test_a_program_is_not_its_own_loop_over_one_layer():
-    """What is outside of every loop is no layer's, though it runs once, as a single layer does."""
+def test_collectives_outside_loops_do_not_belong_to_a_layer():
+    """With one layer, collectives outside all loops do not count as collectives of the layer."""
     config = Config(layers=1, d_model=8, n_heads=2, n_vocab=8, seq=4, cores_per_replica=2)
     text = """ENTRY %main (a: f32[1,4,8]) -> f32[1,4,8] {
   %a = f32[1,4,8]{2,1,0} parameter(0)
@@ -262,35 +265,41 @@ def test_a_program_is_not_its_own_loop_over_one_layer():
 }
 """
     mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("dp", "mp"))
-    found = traffic_of(text, config, mesh)
-    assert (found.layer_forward, found.layer_backward) == (0, 0)
-    assert [each.place for each in found.exchanges] == ["step"]
+    result = traffic_of(text, config, mesh)
+    assert (result.layer_forward, result.layer_backward) == (0, 0)
+    assert [exchange.place for exchange in result.exchanges] == ["step"]
 
 
-def test_paper_of_gpt_j_on_a_v3_8():
-    """58 all-reduces of 2048 x 4096 bf16 over 8 devices: 1.70 GB sent; no replicas, no dp."""
+def test_the_estimate_for_gpt_j_on_a_v3_8():
+    """58 all-reduces of 2048 x 4096 bf16 over 8 devices send 1.70 GB; there are none over dp."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(gradient_accumulation_steps=1)
-    found = on_paper(config, accelerators.hardware("v3"), 8)
-    assert (found.dp, found.mp, found.dp_bytes) == (1, 8, 0)
-    assert found.mp_bytes == 58 * 2 * 7 * 2048 * 4096 * 2 // 8
-    # f32 parameters and moments, and at the update gradients; with several microbatches also a
-    # bf16 copy and the residual stream of each layer; with eight times the batch these are more.
+    result = on_paper(config, accelerators.hardware("v3"), 8)
+    assert (result.dp, result.mp, result.dp_bytes) == (1, 8, 0)
+    assert result.mp_bytes == 58 * 2 * 7 * 2048 * 4096 * 2 // 8
+    # The memory holds f32 parameters and moments, and f32 gradients during the update.  With
+    # several microbatches it also holds a bf16 copy and each layer's residual stream.  With eight
+    # times the batch, this copy and these streams take more memory than the gradients.
     eighth, stream = flops.n_params(config) // 8, 28 * 2048 * 4096 * 2
-    assert found.memory_bytes == (12 + 4) * eighth
-    more = on_paper(config.replace(gradient_accumulation_steps=2), accelerators.hardware("v3"), 8)
-    assert more.memory_bytes == (12 + 4 + 2) * eighth + stream
-    batch = on_paper(config.replace(per_replica_batch=8), accelerators.hardware("v3"), 8)
-    assert batch.memory_bytes == (12 + 2) * eighth + 8 * stream
+    assert result.memory_bytes == (12 + 4) * eighth
+    accumulated = on_paper(
+        config.replace(gradient_accumulation_steps=2), accelerators.hardware("v3"), 8
+    )
+    assert accumulated.memory_bytes == (12 + 4 + 2) * eighth + stream
+    large_batch = on_paper(config.replace(per_replica_batch=8), accelerators.hardware("v3"), 8)
+    assert large_batch.memory_bytes == (12 + 2) * eighth + 8 * stream
 
 
-def test_paper_of_zero():
-    """With 32 replicas each has 31/32 of its part to send: f32 twice, f32 and bf16 once with
-    ZeRO 1, and with ZeRO 3 f32 and twice bf16 in each microbatch."""
+def test_the_estimate_of_dp_bytes_with_zero():
+    """Each of 32 replicas sends 31/32 of its part, several times.
+
+    Without ZeRO it sends f32 values twice; with ZeRO 1, f32 and bf16 once each; with ZeRO 3, f32
+    once and bf16 twice in each microbatch.
+    """
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     part = flops.n_params(config) // 8
     for zero, width in ((0, 8), (1, 6), (3, 16 * 8)):
-        found = on_paper(config.replace(zero=zero), accelerators.hardware("v3"), 256)
-        assert found.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
+        result = on_paper(config.replace(zero=zero), accelerators.hardware("v3"), 256)
+        assert result.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
     assert (
         on_paper(config.replace(zero=1), accelerators.hardware("v3"), 256).memory_bytes < 8 * 2**30
     )
@@ -299,8 +308,8 @@ def test_paper_of_zero():
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 @pytest.mark.parametrize("attention", ["xla", "blocks", "splash_interpreted"])
-def test_on_paper_a_layer_keeps_what_its_backward_pass_reads(attention, remat, block):
-    """Of a gradient's saved arrays those that have a layer, a batch and all positions."""
+def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, remat, block):
+    """Sum the arrays saved for a gradient that have axes for layers, batch and positions."""
     batch = 5
     config = Config(
         layers=3,
@@ -325,46 +334,52 @@ def test_on_paper_a_layer_keeps_what_its_backward_pass_reads(attention, remat, b
         for leaf in saved
         if leaf.shape[:2] == (config.layers, batch)
     )
-    one = scaling.kept_of_a_layer(config, attention)
-    assert kept == config.layers * batch * config.seq * one
+    per_token = scaling.kept_of_a_layer(config, attention)
+    assert kept == config.layers * batch * config.seq * per_token
 
 
-def test_attention_on_paper_is_the_generation_s(monkeypatch):
+def test_estimates_assume_the_attention_backend_of_the_hardware(monkeypatch):
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     names = {
         name: scaling.attention_on(config, accelerators.hardware(name)) for name in ("v3", "v4")
     }
     assert names == {"v3": "xla", "v4": "splash"}
-    # A GPU's kernels count where they were tried.
+    # cuDNN's kernels are used only where the check of their results succeeds.
     assert scaling.attention_on(config, accelerators.hardware("h200")) == "xla"
     monkeypatch.setattr(attention_module, "_cudnn_disagrees", lambda head_size: None)
     assert scaling.attention_on(config, accelerators.hardware("h200")) == "cudnn"
-    for each in ("t5", "rotary"):
-        named = config.replace(pe=each, attention="splash")
-        assert scaling.attention_on(named, accelerators.hardware("v3")) == "xla"
-    whole = config.replace(remat="none")
-    v3, v4 = (scaling.on_paper(whole, accelerators.hardware(name), 8) for name in names)
-    # Of two heads, the scores for what each gave once more, and a sum.
-    less = 2 * (2048 * 4 - 256 * 2 - 4)
-    assert v3.memory_bytes - v4.memory_bytes == 28 * 2048 * less
+    for pe in ("t5", "rotary"):
+        explicit = config.replace(pe=pe, attention="splash")
+        assert scaling.attention_on(explicit, accelerators.hardware("v3")) == "xla"
+    without_remat = config.replace(remat="none")
+    v3, v4 = (scaling.on_paper(without_remat, accelerators.hardware(name), 8) for name in names)
+    # Per head, for two heads: the scores are replaced by a second copy of the output and a sum.
+    saving = 2 * (2048 * 4 - 256 * 2 - 4)
+    assert v3.memory_bytes - v4.memory_bytes == 28 * 2048 * saving
 
 
-def test_every_candidate_trains_on_as_many_sequences_a_step():
+def test_all_search_candidates_have_the_same_sequences_per_step():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    found = search.candidates(config, 256)
-    assert len(found) == len(set(found)) > 100
-    for one in found:
-        dp = 256 // one.cores_per_replica
-        assert dp * one.per_replica_batch * one.gradient_accumulation_steps == 512
-    assert {one.cores_per_replica for one in found} == {1, 2, 4, 8, 16}  # of 16 heads
+    candidates = search.candidates(config, 256)
+    assert len(candidates) == len(set(candidates)) > 100
+    for candidate in candidates:
+        dp = 256 // candidate.cores_per_replica
+        assert dp * candidate.per_replica_batch * candidate.gradient_accumulation_steps == 512
+    assert {c.cores_per_replica for c in candidates} == {1, 2, 4, 8, 16}  # divisors of 16 heads
     assert not any(
-        one.zero for one in search.candidates(config, 8) if one.tpu_size == one.cores_per_replica
+        candidate.zero
+        for candidate in search.candidates(config, 8)
+        if candidate.tpu_size == candidate.cores_per_replica
     )
 
 
-def test_the_tables_of_scaling():
-    """With tokens that are nothing but 2 N of f32 to sum, break-even is the peak over the links:
-    for GPT-J-6B about (8 N) / (FLOPs a token) of 61.5 T / 82 G = 750 tokens on a v3."""
+def test_scaling_tables():
+    """Compare the break-even point and the meshes with calculations by hand.
+
+    If the only communication is the all-reduce of 2 N f32 values, the break-even point is the ratio
+    of peak FLOP/s to link speed: for GPT-J-6B on a v3 about 8 N / (FLOPs per token) times
+    61.5 T / 82 G = 750 tokens.
+    """
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     lines = scaling.scaling_of(config, "v3", 512).table().splitlines()
     zero_0 = next(line for line in lines if line.startswith("| 0 |"))
@@ -373,33 +388,39 @@ def test_the_tables_of_scaling():
     by_mp = [line.split(" | ")[1] for line in lines[4:10]]
     assert by_mp == sorted(by_mp)
     rows = [line for line in lines if " x " in line and line.startswith("| ")][1:]
-    assert [row.split(" | ")[1] for row in rows] == ["1", "4", "16", "64", "256"]  # 768: not of 512
+    assert [row.split(" | ")[1] for row in rows] == [
+        "1",
+        "4",
+        "16",
+        "64",
+        "256",
+    ]  # 768: no divisor of 512
 
 
 def run_script(monkeypatch, capsys, *words: str) -> str:
-    """What scripts/plan.py prints for GPT-J-6B."""
+    """Return the output of scripts/plan.py for GPT-J-6B."""
     path = str(CONFIGS / "6B_roto_256.json")
     monkeypatch.setattr(sys, "argv", ["plan.py", "--config", path, *words])
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the script does, but not for other tests
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # the script sets it too; this undoes it afterwards
     script.main()
     return capsys.readouterr().out
 
 
-def test_a_picture_of_scaling_has_every_line(monkeypatch, capsys, tmp_path):
-    measured, picture = tmp_path / "scaling.json", tmp_path / "scaling.svg"
+def test_the_scaling_plot_has_every_line(monkeypatch, capsys, tmp_path):
+    tables, picture = tmp_path / "scaling.json", tmp_path / "scaling.svg"
     words = ("--topology", "v3-8", "--scaling", "--json")
-    measured.write_text(run_script(monkeypatch, capsys, *words))
-    monkeypatch.setattr(sys, "argv", ["plot_scaling.py", str(measured), str(picture)])
+    tables.write_text(run_script(monkeypatch, capsys, *words))
+    monkeypatch.setattr(sys, "argv", ["plot_scaling.py", str(tables), str(picture)])
     plot_scaling.main()
-    drawn = picture.read_text()
+    svg = picture.read_text()
     for label in (*scaling.GENERATIONS, "dp, ZeRO 0", "dp, ZeRO 1", "dp, ZeRO 3", "mp 8"):
-        assert drawn.count(f">{label}<") == 1
-    measured.write_text("[1]")
+        assert svg.count(f">{label}<") == 1
+    tables.write_text("[1]")
     with pytest.raises(InputError, match=r"expected the output of plan\.py --scaling --json"):
         plot_scaling.main()
 
 
-def test_another_mp_keeps_the_sequences_a_step(monkeypatch, capsys):
+def test_another_mp_keeps_the_sequences_per_step(monkeypatch, capsys):
     words = ("--topology", "v3-8", "--scaling")
     assert "v3, mp 8, 512 sequences" in run_script(monkeypatch, capsys, *words)
     assert "v3, mp 2, 512 sequences" in run_script(monkeypatch, capsys, *words, "--mp", "2")
@@ -407,14 +428,14 @@ def test_another_mp_keeps_the_sequences_a_step(monkeypatch, capsys):
     assert "v3, mp 2, 256 sequences" in halved
 
 
-def test_flags_that_do_not_go_together_or_count_nothing(monkeypatch, capsys):
+def test_a_search_limit_of_0_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_script(monkeypatch, capsys, "--topology", "v3-8", "--search", "--limit", "0")
     assert "0 is not a positive integer" in capsys.readouterr().err
 
 
-def told(config: Config, speed: float, *, fits: bool = True, fast: bool = True) -> Any:
-    """As much of a plan as a search reads."""
+def fake_plan(config: Config, speed: float, *, fits: bool = True, fast: bool = True) -> Any:
+    """Return a fake plan with the attributes that a search reads."""
     return SimpleNamespace(
         dp=8 // config.cores_per_replica,
         mp=config.cores_per_replica,
@@ -432,8 +453,8 @@ def told(config: Config, speed: float, *, fits: bool = True, fast: bool = True) 
     )
 
 
-def searched(monkeypatch, compile_one: Any, fixed: dict[str, Any], **keys: Any) -> Any:
-    """A search for a v3-8 with `compile_one(config, fast)` as the compiler."""
+def run_search(monkeypatch, compile_one: Any, fixed: dict[str, Any], **keys: Any) -> Any:
+    """Run a search for a v3-8 with `compile_one(config, fast)` in place of the compiler."""
     monkeypatch.setattr(search, "plan", lambda config, _, fast=False: compile_one(config, fast))
     config = Config(
         layers=2, d_model=128, n_heads=8, n_vocab=512, tpu_size=8, gradient_accumulation_steps=3
@@ -445,61 +466,64 @@ def searched(monkeypatch, compile_one: Any, fixed: dict[str, Any], **keys: Any) 
     ("key", "value"),
     [("loss_chunk", 64), ("shard_activations", True), ("per_replica_batch", 3)],
 )
-def test_a_search_keeps_what_is_given(monkeypatch, key, value):
+def test_a_search_keeps_fixed_settings(monkeypatch, key, value):
     def compile_one(config: Config, fast: bool) -> Any:
         assert getattr(config, key) == value
-        return told(config, config.cores_per_replica, fast=fast)
+        return fake_plan(config, config.cores_per_replica, fast=fast)
 
-    found = searched(monkeypatch, compile_one, {key: value}, limit=4)
-    assert len(found.plans) == 4
-    assert found.sequences == 24
+    result = run_search(monkeypatch, compile_one, {key: value}, limit=4)
+    assert len(result.plans) == 4
+    assert result.sequences == 24
 
 
-def test_activations_stay_whole_where_that_is_asked(monkeypatch):
-    """Though nothing else has room for them."""
+def test_a_search_keeps_activations_unsharded_if_fixed(monkeypatch):
+    """They stay unsharded even if memory then is too small."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(per_replica_batch=16)
     slice_, hardware = topology("v3-256"), accelerators.hardware("v3")
-    asked = {"shard_activations": False}
+    fixed = {"shard_activations": False}
     assert search._with_room(config, hardware, slice_, {})[1].shard_activations
-    paper, kept = search._with_room(config, hardware, slice_, asked)
-    assert not kept.shard_activations
+    paper, fixed_config = search._with_room(config, hardware, slice_, fixed)
+    assert not fixed_config.shard_activations
     assert paper.memory_bytes > slice_.hbm
 
 
-def test_the_best_of_a_search_are_compiled_in_full(monkeypatch):
-    """Where the quick figures have the order wrong, and one too small: mp says how fast."""
+def test_the_best_plans_of_a_search_are_compiled_in_full(monkeypatch):
+    """Quick compilation ranks the plans wrongly and underestimates one's memory.
+
+    In this test, a plan's speed depends only on mp.
+    """
     speeds = {True: {1: 4, 2: 3, 4: 2, 8: 1}, False: {1: 5, 2: 6, 4: 7}}
 
     def compile_one(config: Config, fast: bool) -> Any:
         mp = config.cores_per_replica
-        return told(config, speeds[fast][mp], fits=fast or mp != 4, fast=fast)
+        return fake_plan(config, speeds[fast][mp], fits=fast or mp != 4, fast=fast)
 
     fixed = {"zero": 0, "remat": "full", "per_replica_batch": 1}
-    found = searched(monkeypatch, compile_one, fixed)
-    assert [(one.mp, one.fast) for one in found.plans] == [(2, False), (1, False), (8, True)]
-    assert [one.mp for one in found.too_large] == [4]
-    rows = found.table().splitlines()[2:]
+    result = run_search(monkeypatch, compile_one, fixed)
+    assert [(plan.mp, plan.fast) for plan in result.plans] == [(2, False), (1, False), (8, True)]
+    assert [plan.mp for plan in result.too_large] == [4]
+    rows = result.table().splitlines()[2:]
     assert [row.split("  ")[-1] for row in rows] == ["in full", "in full", "quickly"]
-    quick = searched(monkeypatch, compile_one, fixed, in_full=False)
-    assert [(one.mp, one.fast) for one in quick.plans] == [(mp, True) for mp in (1, 2, 4, 8)]
+    quick = run_search(monkeypatch, compile_one, fixed, in_full=False)
+    assert [(plan.mp, plan.fast) for plan in quick.plans] == [(mp, True) for mp in (1, 2, 4, 8)]
 
 
-def test_a_search_says_what_became_of_every_setting(monkeypatch):
-    """mp 1 is too large, and so is all that keeps more; mp 2 is refused."""
+def test_a_search_accounts_for_every_setting(monkeypatch):
+    """mp 1 and all settings that need more memory are too large, and mp 2 fails to compile."""
 
     def compile_one(config: Config, fast: bool) -> Any:
         if config.cores_per_replica == 2:
             raise InputError("no")
-        return told(config, 1.0, fits=config.cores_per_replica > 1, fast=False)
+        return fake_plan(config, 1.0, fits=config.cores_per_replica > 1, fast=False)
 
-    found = searched(monkeypatch, compile_one, {"zero": 0}, limit=3)
-    tried = len(found.plans) + len(found.too_large) + found.larger + found.refused
+    result = run_search(monkeypatch, compile_one, {"zero": 0}, limit=3)
+    tried = len(result.plans) + len(result.too_large) + result.larger + result.refused
     config = Config(
         layers=2, d_model=128, n_heads=8, n_vocab=512, tpu_size=8, gradient_accumulation_steps=3
     )
-    every = search.candidates(config, 8, {"zero": 0})
-    assert tried + found.hopeless + found.left_out == len(every)
-    assert found.refused > 0
-    assert f"{found.refused} failed to compile" in found.table()
+    all_candidates = search.candidates(config, 8, {"zero": 0})
+    assert tried + result.hopeless + result.left_out == len(all_candidates)
+    assert result.refused > 0
+    assert f"{result.refused} failed to compile" in result.table()
     with pytest.raises(InputError, match="no"):
-        searched(monkeypatch, compile_one, {"cores_per_replica": 2})
+        run_search(monkeypatch, compile_one, {"cores_per_replica": 2})

@@ -1,4 +1,4 @@
-"""The loop: what it reads and writes when, with a network that only counts and with real ones."""
+"""The training loop: metrics, checkpoints, signals and resuming, with fake and real networks."""
 
 import itertools
 import json
@@ -24,12 +24,13 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.conftest import random_batch
 from tests.support.small_run import assert_same_rows, rows_of, run_values, write_set
 
-# f32 rounds to 6e-8; other meshes only add in another order, over 20 updates.
+# Relative tolerance: f32 rounds to 6e-8, and another mesh only changes the order of the additions,
+# over 20 updates.
 OTHER_MESH = 1e-5
 
 
 class Number:
-    """A device scalar: reading it notes at which step that was."""
+    """A device scalar that records at which step it is read."""
 
     def __init__(self, network: "Counter", value: float):
         self.network, self.value = network, value
@@ -44,12 +45,12 @@ class Number:
 
 
 def whole_records(sample: dict[str, np.ndarray]) -> np.ndarray:
-    """Records [..., T + 1] of what the model reads and should say."""
+    """Return records [..., T + 1]: the input tokens followed by the last target token."""
     return np.concatenate((sample["obs"], sample["target"][..., -1:]), axis=-1)
 
 
 class Counter:
-    """A network whose loss is its step's reciprocal, and whose checkpoints are a dict."""
+    """A fake network whose loss is 1 / step and whose checkpoints are entries of a dict."""
 
     batch_size = 4
     noise_batches = (4, 8)
@@ -59,7 +60,7 @@ class Counter:
         self.config = config
         self.step = 0
         self.saved = {} if saved is None else saved
-        self.reads: list[tuple[int, int]] = []  # the loss of which step, read at which step
+        self.reads: list[tuple[int, int]] = []  # (step of the loss, step at which it was read)
         self.seen: list[np.ndarray] = []
         self.calls: list[str] = []
         self.before_step: Callable[[int], None] = lambda step: None
@@ -123,17 +124,17 @@ def counter(tmp_path) -> Callable[..., Counter]:
     return make
 
 
-def test_no_loss_is_read_before_later_steps_were_dispatched(counter, tmp_path):
+def test_losses_are_read_only_after_later_steps_are_dispatched(counter, tmp_path):
     network = counter(ckpt_every=1000, val_set=None)
     loop.train(network, str(tmp_path))
-    # The last ones are read at the end, when there is nothing left to dispatch.
-    assert {made: at for made, at in network.reads if at < 30} == {
+    # The last losses are read at the end, when no more steps are dispatched.
+    assert {step_of_loss: at for step_of_loss, at in network.reads if at < 30} == {
         step: step + loop.IN_FLIGHT for step in range(1, 30 - loop.IN_FLIGHT)
     }
-    assert {made for made, _ in network.reads} == set(range(1, 31))
+    assert {step_of_loss for step_of_loss, _ in network.reads} == set(range(1, 31))
 
 
-def test_rows_have_the_keys_of_the_issue(counter, tmp_path):
+def test_rows_have_the_documented_keys(counter, tmp_path):
     network = counter(ckpt_every=7)
     loop.train(network, str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -151,19 +152,19 @@ def test_rows_have_the_keys_of_the_issue(counter, tmp_path):
 
 
 @pytest.mark.parametrize("stops", [(1, 2, 30), (13, 14, 29, 30)])
-def test_records_are_read_once_each_over_restarts(counter, tmp_path, stops):
-    whole = counter(ckpt_every=5)
-    loop.train(whole, str(tmp_path / "whole"))
+def test_every_record_is_read_once_across_restarts(counter, tmp_path, stops):
+    uninterrupted = counter(ckpt_every=5)
+    loop.train(uninterrupted, str(tmp_path / "whole"))
     saved: dict[int, Any] = {}
     seen = []
     for stop in stops:
         network = counter(saved, ckpt_every=5)
         loop.train(network, str(tmp_path / "parts"), max_steps=stop)
         seen += network.seen
-    np.testing.assert_array_equal(np.stack(seen), np.stack(whole.seen))
+    np.testing.assert_array_equal(np.stack(seen), np.stack(uninterrupted.seen))
     assert_same_rows(rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole"))
-    # Beyond one epoch, and what was read is the index's order.
-    records = np.concatenate(whole.seen).reshape(-1, 17)
+    # Training covers more than one epoch, and every epoch has the same order of records.
+    records = np.concatenate(uninterrupted.seen).reshape(-1, 17)
     assert len(records) > 3 * 61
     np.testing.assert_array_equal(records[61:], records[:-61])
 
@@ -172,22 +173,22 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_saves_and_returns(counter, tmp_path, capsys, number):
+def test_a_signal_saves_a_checkpoint_and_returns(counter, tmp_path, capsys, number):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-    before = [signal.getsignal(each) for each in STOP_SIGNALS]
+    before = [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS]
     network = counter()
     network.before_step = lambda step: os.kill(os.getpid(), number) if step == 6 else None
-    if number == signal.SIGHUP:  # a shell that ends sends it once more
+    if number == signal.SIGHUP:  # a shell that exits sends it a second time
         network.wait = lambda: os.kill(os.getpid(), number)
     loop.train(network, str(tmp_path))
     assert max(network.saved) == network.step == 6
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
-    said = f"{number.name}: stopped and saved at step 6"
-    assert said in capsys.readouterr().out
-    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
+    message = f"{number.name}: stopped and saved at step 6"
+    assert message in capsys.readouterr().out
+    assert [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS] == before
 
 
-def test_under_nohup_a_terminal_that_closes_is_nothing(counter, tmp_path):
+def test_under_nohup_sighup_is_ignored(counter, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     network = counter()
     network.before_step = lambda step: os.kill(os.getpid(), signal.SIGHUP) if step == 6 else None
@@ -199,30 +200,30 @@ def test_under_nohup_a_terminal_that_closes_is_nothing(counter, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_does_what_it_did_before(counter, tmp_path, number):
-    """Ctrl-C raises; SIGTERM has the handler of whoever made a TPU; neither waits for a save."""
+def test_a_second_signal_calls_the_previous_handler(counter, tmp_path, number):
+    """Ctrl-C raises and SIGTERM calls its previous handler; neither waits for a save."""
 
-    def ended(number: int, frame: object) -> None:
+    def previous_handler(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, ended)
-    # A shell's background jobs ignore it.
-    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, previous_handler)
+    # Background jobs of a shell ignore SIGINT.
+    previous_sigint_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     network = counter()
     network.before_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 6 else None
     network.wait = lambda: os.kill(os.getpid(), number)
     try:
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
             loop.train(network, str(tmp_path))
-        assert signal.getsignal(signal.SIGTERM) is ended
+        assert signal.getsignal(signal.SIGTERM) is previous_handler
     finally:
         signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGINT, previous_sigint_handler)
     assert max(network.saved) == 6
     assert network.calls == ["claim " + tmp_path.name, "init"]
 
 
-def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
+def test_a_signal_before_the_first_step_stops_without_saving(counter, tmp_path, capsys):
     network = counter()
     network.init = lambda: os.kill(os.getpid(), signal.SIGINT)
     loop.train(network, str(tmp_path))
@@ -231,8 +232,8 @@ def test_a_signal_before_the_first_step(counter, tmp_path, capsys):
     assert "SIGINT: stopped before the first step; " in capsys.readouterr().out
 
 
-def test_a_signal_is_kept_where_a_host_fails_after_it(counter, tmp_path):
-    """Before the first step too, as in a long restore: another attempt would train on."""
+def test_a_host_failure_after_a_signal_still_stops_the_run(counter, tmp_path):
+    """A stop signal must not lead to another attempt, even before the first step."""
     network = counter()
 
     def fails(*_: object) -> None:
@@ -240,14 +241,12 @@ def test_a_signal_is_kept_where_a_host_fails_after_it(counter, tmp_path):
         raise HostError("host 1 died")
 
     network.restore = fails
-    with pytest.raises(
-        StoppedError, match="SIGTERM: stopped, but not saved: host 1 died"
-    ) as caught:
+    with pytest.raises(StoppedError, match="SIGTERM: stopped, but not saved: host 1 died") as error:
         loop.train(network, str(tmp_path))
-    assert not isinstance(caught.value, HostError)
+    assert not isinstance(error.value, HostError)
 
 
-def test_a_host_that_fails_after_the_last_save_costs_nothing(counter, tmp_path):
+def test_a_host_failure_after_the_last_save_is_ignored(counter, tmp_path):
     network = counter()
     network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 6 else None
 
@@ -259,23 +258,21 @@ def test_a_host_that_fails_after_the_last_save_costs_nothing(counter, tmp_path):
     assert max(network.saved) == 6
 
 
-def test_off_the_main_thread_it_trains_without_signals(counter, tmp_path):
+def test_training_off_the_main_thread_ignores_signals(counter, tmp_path):
     network = counter()
-    with ThreadPoolExecutor(1) as other:
-        other.submit(loop.train, network, str(tmp_path)).result()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loop.train, network, str(tmp_path)).result()
     assert network.step == 30
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("step", [1, 8, 9, 30])
-def test_a_loss_that_is_not_finite_stops_and_nothing_is_saved_after_it(
-    counter, tmp_path, loss, step
-):
+def test_a_non_finite_loss_stops_the_run_without_saving(counter, tmp_path, loss, step):
     network = counter(ckpt_every=4)
     network.loss = lambda at: loss if at == step else 1 / at
-    with pytest.raises(StoppedError, match=rf"^step {step}: loss is {loss}, ") as caught:
+    with pytest.raises(StoppedError, match=rf"^step {step}: loss is {loss}, ") as error:
         loop.train(network, str(tmp_path))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     assert max(network.saved, default=0) == (step - 1) // 4 * 4
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, step))
     assert network.calls[-1] == "close"
@@ -283,15 +280,15 @@ def test_a_loss_that_is_not_finite_stops_and_nothing_is_saved_after_it(
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
 @pytest.mark.parametrize("step", [1, 8, 9, 30])
-def test_a_gradient_norm_that_is_not_finite_stops_as_well(counter, tmp_path, norm, step):
+def test_a_non_finite_gradient_norm_stops_the_run_without_saving(counter, tmp_path, norm, step):
     network = counter(ckpt_every=4)
-    act = network.train
+    original_train = network.train
 
     def train(sample: Any) -> dict[str, Any]:
-        measured = act(sample)
+        metrics = original_train(sample)
         if network.step == step:
-            measured["grad_norm"] = Number(network, norm)
-        return measured
+            metrics["grad_norm"] = Number(network, norm)
+        return metrics
 
     network.train = train
     with pytest.raises(StoppedError, match=rf"^step {step}: loss is .*, gradient norm {norm}; "):
@@ -301,18 +298,20 @@ def test_a_gradient_norm_that_is_not_finite_stops_as_well(counter, tmp_path, nor
 
 
 @pytest.mark.parametrize("record", [8 * 6, 8 * 6 + 7])
-def test_a_corrupt_record_loses_no_step_and_mended_goes_on(counter, tmp_path, record):
-    whole = counter(ckpt_every=1000)
-    loop.train(whole, str(tmp_path / "whole"))
+def test_a_corrupt_record_loses_no_steps_and_training_resumes_after_repair(
+    counter, tmp_path, record
+):
+    undamaged = counter(ckpt_every=1000)
+    loop.train(undamaged, str(tmp_path / "whole"))
     saved: dict[int, Any] = {}
     network = counter(saved, ckpt_every=1000)
     path = Path(str(network.config.train_set)).parent / "train_two.tfrecords"
     good = path.read_bytes()
     frame = len(good) // 24 * (record - 37)
     path.write_bytes(good[: frame + 20] + b"\xff" + good[frame + 21 :])
-    # The first two batches are checked for at the start, without their contents.
+    # At the start, the loop only checks that two batches exist, not their contents.
     message = r"train_two\.tfrecords: corrupt record at byte \d+ \(wrong checksum\)"
-    for _ in range(2):  # To start again says the same and changes nothing.
+    for _ in range(2):  # A restart reports the same error and changes nothing.
         with pytest.raises(InputError, match=message):
             loop.train(counter(saved, ckpt_every=1000), str(tmp_path / "parts"))
         assert list(saved) == [6]
@@ -322,7 +321,7 @@ def test_a_corrupt_record_loses_no_step_and_mended_goes_on(counter, tmp_path, re
     assert_same_rows(rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole"))
 
 
-def test_a_corrupt_validation_record_loses_no_step(counter, tmp_path):
+def test_a_corrupt_validation_record_loses_no_steps(counter, tmp_path):
     network = counter(ckpt_every=1000, val_batches=3)
     path = Path(network.config.val_set["held_out"]).parent / "val_one.tfrecords"
     content = path.read_bytes()
@@ -334,7 +333,7 @@ def test_a_corrupt_validation_record_loses_no_step(counter, tmp_path):
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
 
 
-def test_bad_records_are_told_even_where_the_hosts_have_ended(counter, tmp_path):
+def test_bad_records_are_reported_even_if_the_hosts_have_exited(counter, tmp_path):
     network = counter(ckpt_every=1000, val_every=1000)
     loader = network.open_train_set()
     sample = loader.get_samples()
@@ -356,11 +355,11 @@ def test_bad_records_are_told_even_where_the_hosts_have_ended(counter, tmp_path)
         loop.train(network, str(tmp_path))
 
 
-# Saves that fail.
+# Failing saves.
 
 
 class Storage:
-    """Fails the saves of some steps of a `Counter`, as they begin or in the background.
+    """Makes the saves of some steps of a `Counter` fail, immediately or in the background.
 
     Attributes:
       tried: the steps of all saves, in order.
@@ -375,7 +374,7 @@ class Storage:
         return InputError(f"model: saving step {step} failed: disk full")
 
     def begin(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        assert not self.network.save_failed, "a failure was never looked at"
+        assert not self.network.save_failed, "an earlier failure was not handled"
         step = self.network.step
         self.tried.append(step)
         if (how := self.fails(step)) == "at once":
@@ -392,24 +391,24 @@ class Storage:
 
 
 @pytest.mark.parametrize("how", ["at once", "later"])
-def test_a_save_that_fails_is_tried_again_with_the_next_step(counter, tmp_path, capsys, how):
+def test_a_failed_save_is_retried_at_the_next_step(counter, tmp_path, capsys, how):
     network = counter(ckpt_every=7)
     storage = Storage(network, lambda step: how if step == 14 else None)
     loop.train(network, str(tmp_path))
-    again = 15 if how == "at once" else 16  # seen at step 15
-    assert storage.tried == [7, 14, again, 21, 28, 30]
-    assert sorted(network.saved) == [7, again, 21, 28, 30]
-    said = (
+    retry = 15 if how == "at once" else 16  # a background failure is noticed at step 15
+    assert storage.tried == [7, 14, retry, 21, 28, 30]
+    assert sorted(network.saved) == [7, retry, 21, 28, 30]
+    message = (
         "saving step 14 failed: disk full; training continues, next attempt to save at step "
-        f"{again}"
+        f"{retry}"
     )
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 31))
 
 
 @pytest.mark.parametrize("how", ["at once", "later"])
 @pytest.mark.parametrize("ends", [41, 42, 45, 53, 70, 79])
-def test_soon_after_storage_works_again_all_is_saved(counter, tmp_path, how, ends):
+def test_saves_succeed_within_10_steps_after_storage_recovers(counter, tmp_path, how, ends):
     network = counter(ckpt_every=40, total_steps=90, val_set=None)
     storage = Storage(network, lambda step: how if step < ends else None)
     loop.train(network, str(tmp_path))
@@ -419,18 +418,18 @@ def test_soon_after_storage_works_again_all_is_saved(counter, tmp_path, how, end
 
 
 @pytest.mark.parametrize("how", ["at once", "later"])
-def test_while_storage_fails_it_is_tried_ever_less_often(counter, tmp_path, how):
+def test_the_interval_between_retried_saves_grows(counter, tmp_path, how):
     network = counter(ckpt_every=100, total_steps=150, val_set=None)
     storage = Storage(network, lambda step: how if step < 150 else None)
     loop.train(network, str(tmp_path))
     gaps = np.diff([step for step in storage.tried if step < 150])
-    seen = how == "later"  # a step later
-    assert gaps[:3].tolist() == [1 + seen, 2 + seen, 4 + seen]
-    assert set(gaps[3:]) == {8 + seen}
+    delay = how == "later"  # a background failure is noticed one step later
+    assert gaps[:3].tolist() == [1 + delay, 2 + delay, 4 + delay]
+    assert set(gaps[3:]) == {8 + delay}
 
 
 @pytest.mark.parametrize("how", ["at once", "later"])
-def test_the_last_save_is_tried_twice(counter, tmp_path, how):
+def test_a_failed_last_save_is_retried_once(counter, tmp_path, how):
     fails = [how]
     network = counter(ckpt_every=1000)
     storage = Storage(network, lambda step: fails.pop() if fails else None)
@@ -445,7 +444,7 @@ def test_the_last_save_is_tried_twice(counter, tmp_path, how):
 
 
 @pytest.mark.parametrize("at", [14, 15, 16, 20])
-def test_a_signal_saves_although_the_save_before_failed(counter, tmp_path, at):
+def test_a_signal_saves_even_if_the_previous_save_failed(counter, tmp_path, at):
     network, fails = counter(ckpt_every=7), ["later"]
     Storage(network, lambda step: fails.pop() if step == 14 and fails else None)
     network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == at else None
@@ -454,18 +453,18 @@ def test_a_signal_saves_although_the_save_before_failed(counter, tmp_path, at):
 
 
 @pytest.mark.parametrize("failing", ["train", "eval", "open_train_set"])
-def test_whatever_ends_a_run_what_is_done_is_saved(counter, tmp_path, failing):
+def test_a_run_that_ends_with_an_error_saves_its_last_step(counter, tmp_path, failing):
     network = counter(ckpt_every=1000, val_every=10)
-    act = getattr(network, failing)
+    original = getattr(network, failing)
 
     def fails(*arguments: Any) -> Any:
         if network.step == 10:
             raise RuntimeError("unforeseen")
-        return act(*arguments)
+        return original(*arguments)
 
     setattr(network, failing, fails)
     if failing == "open_train_set":
-        loader = act()
+        loader = original()
         loader.get_samples = lambda read=loader.get_samples: (
             fails() if network.step == 10 else read()
         )
@@ -477,39 +476,39 @@ def test_whatever_ends_a_run_what_is_done_is_saved(counter, tmp_path, failing):
 
 
 @pytest.mark.parametrize("total", [10, 15])
-def test_a_validation_that_is_cut_short_is_made_anew(counter, tmp_path, total):
+def test_an_interrupted_validation_is_repeated_after_resuming(counter, tmp_path, total):
     loop.train(counter(val_every=10, val_batches=4), str(tmp_path / "whole"), max_steps=total)
     evaluated = []
 
-    def ends(saved: dict[int, Any], how: Callable[[], Any]) -> Any:
+    def interrupted_network(saved: dict[int, Any], interrupt: Callable[[], Any]) -> Any:
         network = counter(saved, ckpt_every=1000, val_every=10, val_batches=4)
-        act = network.eval
+        original_eval = network.eval
 
         def evaluate(sample: Any) -> Any:
             evaluated.append(network.step)
             if len(evaluated) == 2:
-                how()
-            return act(sample)
+                interrupt()
+            return original_eval(sample)
 
         network.eval = evaluate
         return network
 
     model = str(tmp_path / "model")
-    stopped = ends({}, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = interrupted_network({}, lambda: os.kill(os.getpid(), signal.SIGTERM))
     loop.train(stopped, model, max_steps=total)
     assert evaluated == [10, 10]
     assert max(stopped.saved) == 10
     assert "val/loss_held_out" not in rows_of(model)[-1]
-    # Again, by an error.
+    # An error interrupts the validation again.
     evaluated.clear()
     with pytest.raises(ZeroDivisionError):
-        loop.train(ends(stopped.saved, lambda: 1 // 0), model, max_steps=total)
+        loop.train(interrupted_network(stopped.saved, lambda: 1 // 0), model, max_steps=total)
     assert [row["step"] for row in rows_of(model)] == list(range(1, 11))
     loop.train(counter(stopped.saved, val_every=10, val_batches=4), model, max_steps=total)
     assert_same_rows(rows_of(model), rows_of(tmp_path / "whole"))
 
 
-def test_what_keeps_training_from_beginning(counter, tmp_path):
+def test_invalid_settings_are_refused_before_training(counter, tmp_path):
     cases = [
         ({"train_set": None}, {}, "training needs the key 'train_set'"),
         ({"total_steps": None}, {}, "training needs the key 'total_steps'"),
@@ -524,7 +523,7 @@ def test_what_keeps_training_from_beginning(counter, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-def test_nothing_left_to_train_says_so_and_touches_nothing(counter, tmp_path, capsys):
+def test_a_finished_run_reports_it_and_changes_nothing(counter, tmp_path, capsys):
     saved: dict[int, Any] = {}
     loop.train(counter(saved), str(tmp_path), max_steps=9)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -532,14 +531,14 @@ def test_nothing_left_to_train_says_so_and_touches_nothing(counter, tmp_path, ca
     for stop in (9, 5):
         network = counter(saved)
         loop.train(network, str(tmp_path), max_steps=stop)
-        said = capsys.readouterr()
-        assert said.out == f"{tmp_path} is at step 9 of {stop}: nothing left to train\n"
-        assert said.err == ""
+        captured = capsys.readouterr()
+        assert captured.out == f"{tmp_path} is at step 9 of {stop}: nothing left to train\n"
+        assert captured.err == ""
         assert network.seen == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_another_record_set_is_refused_before_anything_changes(counter, tmp_path):
+def test_a_different_record_set_is_refused_before_anything_changes(counter, tmp_path):
     saved: dict[int, Any] = {}
     loop.train(counter(saved), str(tmp_path), max_steps=9)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -550,7 +549,7 @@ def test_another_record_set_is_refused_before_anything_changes(counter, tmp_path
     assert max(saved) == 9
 
 
-def test_a_new_run_may_start_from_other_weights_a_resumed_one_does_not(counter, tmp_path):
+def test_only_a_new_run_loads_tune_model_path(counter, tmp_path):
     saved: dict[int, Any] = {}
     network = counter(saved)
     options: dict[str, Any] = {"tune_model_path": "there", "fresh_opt": True}
@@ -562,8 +561,8 @@ def test_a_new_run_may_start_from_other_weights_a_resumed_one_does_not(counter, 
     assert len(network.seen) == 27
 
 
-class Ending:
-    """A measurement of a step that ends at some time; reading it waits for that."""
+class TimedMetric:
+    """A metric of a step; reading it waits until the step has finished."""
 
     def __init__(self, network: "Timed", ends: float):
         self.network, self.ends = network, ends
@@ -577,9 +576,9 @@ class Ending:
 
 
 class Timed(Counter):
-    """Its steps take random seconds, one after another, by a clock that nothing else moves.
+    """A network with a simulated clock, whose steps run one after another for random durations.
 
-    `train` returns with so many steps under way as `depth` says, and the newest.
+    `train` returns when at most `depth` steps besides the newest are unfinished.
     """
 
     now, depth = 0.0, 0
@@ -588,14 +587,14 @@ class Timed(Counter):
         self.depth, self.rng = depth, np.random.default_rng(seed)
         self.seconds: list[float] = []
         self.ends = [0.0]
-        self.pauses: list[tuple[int, float]] = []  # after which step, how long
+        self.pauses: list[tuple[int, float]] = []  # (step before the pause, seconds)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        measured = super().train(sample)
+        metrics = super().train(sample)
         self.now = max(self.now + 1e-3, self.ends[max(0, self.step - 1 - self.depth)])
         self.seconds.append(self.rng.uniform(0.5, 1.5))
         self.ends.append(max(self.now, self.ends[-1]) + self.seconds[-1])
-        return dict.fromkeys(measured, Ending(self, self.ends[-1]))
+        return dict.fromkeys(metrics, TimedMetric(self, self.ends[-1]))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         self.pause(3.0)
@@ -611,28 +610,31 @@ class Timed(Counter):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_seconds_of_steps_add_up_to_what_they_took(counter, tmp_path, monkeypatch, depth):
-    """Between pauses for saves and validation; each step has its own, however far reads lag."""
+def test_step_times_add_up_to_the_elapsed_time(counter, tmp_path, monkeypatch, depth):
+    """Check each step's time, and the sums between pauses for saves and validation.
+
+    The times must be correct however long after their step the metrics are read.
+    """
     network = Timed(counter().config)
     network.begin(depth, seed=depth)
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: network.now))
     loop.train(network, str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     tokens = network.config.gradient_accumulation_steps * network.batch_size * network.config.seq
-    found = np.array([tokens / row["train/tokens_per_sec"] for row in rows])
-    # A step is dispatched in a thousandth of a second, and seen to have ended that much later.
-    np.testing.assert_allclose(found, network.seconds, atol=5e-3)
+    actual = np.array([tokens / row["train/tokens_per_sec"] for row in rows])
+    # Dispatching a step takes one millisecond, so its end is noticed up to that much late.
+    np.testing.assert_allclose(actual, network.seconds, atol=5e-3)
     stops = sorted({step for step, _ in network.pauses})
     assert stops == [7, 10, 14, 20, 21, 28, 30]
     paused = 0.0
     for first, last in itertools.pairwise([0, *stops]):
-        # The newest step was read, which no clock moved after; f64 rounds to 1e-16.
+        # The clock has not advanced since the newest step was read; f64 rounds to 1e-16.
         wall = network.ends[last] - network.ends[first] - paused
-        np.testing.assert_allclose(found[first:last].sum(), wall, rtol=1e-9)
+        np.testing.assert_allclose(actual[first:last].sum(), wall, rtol=1e-9)
         paused = sum(seconds for step, seconds in network.pauses if step == last)
 
 
-# With real networks.  The run of `base` is what the others are compared with.
+# Real networks.  The other runs are compared with the run of the fixture `base`.
 
 MESHES = {
     "2x4": {},
@@ -643,7 +645,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """A folder in which `model` was trained to step 40; `half` is what it was at step 20."""
+    """Return a folder with `model`, trained to step 40, and `half`, its copy at step 20."""
     folder = tmp_path_factory.mktemp("base")
     values = run_values(folder, anneal_steps=60, total_steps=40, ckpt_every=20)
     train_here(values, folder / "model")
@@ -653,26 +655,31 @@ def base(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 
 
 def train_here(values: dict[str, Any], folder: Path, **options: Any) -> list[np.ndarray]:
-    """Trains a real network and returns the records it read."""
+    """Train a real network and return the records that it read."""
     network = CausalTransformer(Config(**values), init=False)
     seen: list[np.ndarray] = []
     train = network.train
 
-    def watched(sample: dict[str, np.ndarray]) -> dict[str, Any]:
+    def recording_train(sample: dict[str, np.ndarray]) -> dict[str, Any]:
         seen.append(whole_records(sample))
         return train(sample)
 
-    network.train = watched  # type: ignore[method-assign]
+    network.train = recording_train  # type: ignore[method-assign]
     loop.train(network, str(folder), **options)
     return [record for batch in seen for record in batch.reshape(-1, batch.shape[-1])]
 
 
-def relative_difference(found: Path, expected: Path, first: int) -> float:
-    """The largest of the losses' and gradient norms' from step `first` on."""
+def relative_difference(actual_folder: Path, expected_folder: Path, first: int) -> float:
+    """Return the largest relative difference of losses and gradient norms from step `first` on."""
     names = ("train/loss", "train/last_loss", "train/grad_norm", "val/loss_held_out")
-    pairs = zip(rows_of(found)[first - 1 :], rows_of(expected)[first - 1 :], strict=True)
+    pairs = zip(
+        rows_of(actual_folder)[first - 1 :], rows_of(expected_folder)[first - 1 :], strict=True
+    )
     return max(
-        abs(one[name] / other[name] - 1) for one, other in pairs for name in names if name in other
+        abs(actual[name] / expected[name] - 1)
+        for actual, expected in pairs
+        for name in names
+        if name in expected
     )
 
 
@@ -686,12 +693,12 @@ def relative_difference(found: Path, expected: Path, first: int) -> float:
         pytest.param("2x4", {"zero": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_on_another_mesh_the_same_records_and_losses(base, tmp_path, mesh, changes):
+def test_resuming_on_another_mesh_gives_the_same_records_and_losses(base, tmp_path, mesh, changes):
     folder, values = base
     shutil.copytree(folder / "half", tmp_path / "model")
     changed = values | MESHES[mesh] | changes
     seen = train_here(changed, tmp_path / "model")
-    # 2 microbatches of 4 records a step, from step 21 on.
+    # From step 21 on, each step reads 2 microbatches of 4 records.
     expected = TFRecordNewInputs(values["train_set"], 8, values["seq"])
     batches = [whole_records(expected.get_samples()) for _ in range(40)]
     expected.close()
@@ -703,10 +710,10 @@ def test_on_another_mesh_the_same_records_and_losses(base, tmp_path, mesh, chang
 
 
 @pytest.mark.slow
-def test_a_real_divergence_stops_and_the_run_can_go_on(base, tmp_path):
+def test_a_diverged_run_stops_and_can_be_resumed(base, tmp_path):
     folder, values = base
     shutil.copytree(folder / "half", tmp_path / "model")
-    # A step this long leaves weights whose products overflow f32.
+    # Such a large learning rate gives weights whose products overflow f32.
     wild = values | {"lr": 1e30, "end_lr": 1e30, "ckpt_every": 1000}
     with pytest.raises(StoppedError, match=r"^step 22: loss is (nan|inf), gradient norm"):
         train_here(wild, tmp_path / "model")
@@ -721,7 +728,7 @@ def moments(network: CausalTransformer) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(network.state["opt_state"])]
 
 
-def test_fine_tuning_begins_at_step_0_with_or_without_the_moments(base, tmp_path):
+def test_fine_tuning_starts_at_step_0_with_or_without_the_moments(base, tmp_path):
     folder, values = base
     config = Config(**values)
     tuned, fresh = (CausalTransformer(config, init=False) for _ in range(2))
@@ -730,8 +737,8 @@ def test_fine_tuning_begins_at_step_0_with_or_without_the_moments(base, tmp_path
     tuned.load(str(folder / "half"))
     fresh.load(str(folder / "half"), fresh_opt=True)
     assert (trained.step, tuned.step, fresh.step) == (20, 0, 0)
-    for one, other in zip(moments(tuned), moments(trained), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(moments(tuned), moments(trained), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert all(not leaf.any() for leaf in moments(fresh))
     trained.close()
 
@@ -745,11 +752,11 @@ def test_fine_tuning_begins_at_step_0_with_or_without_the_moments(base, tmp_path
     metrics = tuned.train(random_batch(config, 2, 4))
     assert {"loss", "last_loss", "grad_norm", "grad_norm_micro"} <= metrics.keys()
     assert all(isinstance(x, jax.Array) and x.shape == () for x in metrics.values())
-    # The run's data starts anew too: what it first reads is what the trained one first read.
+    # The data restarts too, so the first batch is the one that the pretrained run read first.
     assert first["train/loss"] < rows_of(folder / "half")[0]["train/loss"]
 
 
-def test_load_with_and_without_a_config_gives_the_same_model(base):
+def test_load_gives_the_same_model_with_and_without_a_config(base):
     folder, values = base
     model = {key: values[key] for key in ("layers", "d_model", "n_heads", "n_vocab", "seq")}
     model |= {"pe_rotary_dims": 4, "dtype": "float32"}
@@ -762,20 +769,20 @@ def test_load_with_and_without_a_config_gives_the_same_model(base):
     }
     networks["one device"].load(path)
     batch = random_batch(Config(**values), 5)
-    found = {name: network.eval(batch) for name, network in networks.items()}
-    expected = found.pop("its own")
+    results = {name: network.eval(batch) for name, network in networks.items()}
+    expected = results.pop("its own")
     assert {k: v.shape for k, v in expected.items()} == {
         "loss": (5,),
         "last_loss": (5,),
         "all_loss": (5, 16),
         "correct": (5, 16),
     }
-    for one in found.values():
-        for key in ("loss", "last_loss", "all_loss"):  # f32, added in another order
-            np.testing.assert_allclose(one[key], expected[key], rtol=1e-5)
-        np.testing.assert_array_equal(one["correct"], expected["correct"])
+    for actual in results.values():
+        for key in ("loss", "last_loss", "all_loss"):  # f32 sums in a different order
+            np.testing.assert_allclose(actual[key], expected[key], rtol=1e-5)
+        np.testing.assert_array_equal(actual["correct"], expected["correct"])
     for rows in (1, 2, 3, 7):
-        some = networks["its own"].eval({key: tokens[:rows] for key, tokens in batch.items()})
+        partial = networks["its own"].eval({key: tokens[:rows] for key, tokens in batch.items()})
         np.testing.assert_allclose(
-            some["all_loss"], expected["all_loss"][: min(rows, 5)], rtol=1e-5
+            partial["all_loss"], expected["all_loss"][: min(rows, 5)], rtol=1e-5
         )

@@ -1,4 +1,4 @@
-"""The run's log: what a restart finds in it, and a noise scale that goes on where it was."""
+"""Metrics logs: restarts, failing disks and buckets, wandb; and restoring the noise scale."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = Config(layers=1, d_model=8, n_heads=1, n_vocab=8)
 
 
-def opened(folder, step=0, config=CONFIG, wandb_id=None):
+def open_log(folder, step=0, config=CONFIG, wandb_id=None):
     return MetricsLog(str(folder), config, step, wandb_id)
 
 
@@ -35,8 +35,8 @@ def rows_in(folder):
     return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
 
 
-def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path):
-    log = opened(tmp_path / "new" / "folder")
+def test_a_row_is_in_the_file_as_soon_as_write_returns(tmp_path):
+    log = open_log(tmp_path / "new" / "folder")
     rows = [{"step": step, "train/loss": random.Random(step).random()} for step in (1, 2, 3)]
     for count, row in enumerate(rows, 1):
         log.write(row)
@@ -46,12 +46,12 @@ def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("restored", [0, 1, 4, 9])
-def test_a_restart_cuts_the_rows_past_its_step_and_a_torn_line(tmp_path, restored):
+def test_a_restart_removes_later_rows_and_an_incomplete_line(tmp_path, restored):
     rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 7)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     torn = json.dumps({"step": 1, "train/loss": 0.25})[:-7]
     (tmp_path / NAME).write_text(text + torn)
-    log = opened(tmp_path, restored)
+    log = open_log(tmp_path, restored)
     kept = [row for row in rows if row["step"] <= restored]
     assert rows_in(tmp_path) == kept
     log.write({"step": restored + 1})
@@ -59,33 +59,33 @@ def test_a_restart_cuts_the_rows_past_its_step_and_a_torn_line(tmp_path, restore
     assert rows_in(tmp_path) == [*kept, {"step": restored + 1}]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/metrics\.jsonl: cannot be written \(File exists"):
-        opened(tmp_path / "file")
+        open_log(tmp_path / "file")
 
 
-def test_a_full_disk_keeps_the_rows_until_there_is_room(tmp_path, capsys):
-    log = opened(tmp_path)
+def test_rows_are_kept_in_memory_while_the_disk_is_full(tmp_path, capsys):
+    log = open_log(tmp_path)
     log.write({"step": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
     try:
         for step in (2, 3):
             log.write({"step": step, "train/loss": "x" * 40})
-            assert (tmp_path / NAME).read_text() == '{"step": 1}\n'  # and no part of a row
+            assert (tmp_path / NAME).read_text() == '{"step": 1}\n'  # without a partial row
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     warning = "metrics.jsonl: File too large; training continues, its metrics are kept in memory"
-    assert said.count(warning) == 1
+    assert message.count(warning) == 1
     log.write({"step": 4})
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3, 4]
     log.close()
 
 
-def test_rows_that_never_find_room_are_said_to_be_lost(tmp_path, capsys):
-    log = opened(tmp_path)
+def test_rows_that_cannot_be_written_are_reported_as_lost(tmp_path, capsys):
+    log = open_log(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))
     try:
@@ -94,19 +94,20 @@ def test_rows_that_never_find_room_are_said_to_be_lost(tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "metrics.jsonl: File too large; 1 rows are lost" in capsys.readouterr().err
-    opened(tmp_path, 1).close()
+    open_log(tmp_path, 1).close()
     assert rows_in(tmp_path) == []
 
 
-# A model folder in a bucket.
+# Model folders in a bucket.
 
 
 class Bucket:
-    """Stands in for `epath.Path` of URIs: files in a local folder, which fail when told to.
+    """A fake bucket, stored in a local folder, whose writes can be made to fail or hang.
 
     Attributes:
-      failures: what the next writes raise.
-      allowed: cleared, a write waits until it is set again.
+      failures: the exceptions that the next writes raise.
+      allowed: while this event is cleared, writes wait.
+      written: an event that is set after each successful write.
     """
 
     def __init__(self, folder):
@@ -148,15 +149,15 @@ class Remote:
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    found = Bucket(tmp_path / "bucket")
-    monkeypatch.setattr(metrics, "epath", SimpleNamespace(Path=found.path))
+    fake_bucket = Bucket(tmp_path / "bucket")
+    monkeypatch.setattr(metrics, "epath", SimpleNamespace(Path=fake_bucket.path))
     monkeypatch.setattr(metrics, "RETRY_SECONDS", (0.01, 0.01))
     monkeypatch.chdir(tmp_path)
-    return found
+    return fake_bucket
 
 
-def trained(folder, restored, steps):
-    log = opened("gs://b/model", restored)
+def write_and_upload(folder, restored, steps):
+    log = open_log("gs://b/model", restored)
     for step in steps:
         log.write({"step": step, "by": Path.cwd().name})
     log.upload()
@@ -164,51 +165,51 @@ def trained(folder, restored, steps):
 
 
 def test_no_rows_are_lost_when_the_driver_changes(bucket, tmp_path, monkeypatch):
-    """Each driver machine has a copy of its own, which may be of a time before the other's."""
+    """Each driver machine has a local copy of the log, which may be out of date."""
 
     def driver(name, restored, steps):
         (tmp_path / name).mkdir(exist_ok=True)
         monkeypatch.chdir(tmp_path / name)
-        trained(name, restored, steps)
+        write_and_upload(name, restored, steps)
         return [(row["step"], row["by"]) for row in rows_in(bucket.folder / "b" / "model")]
 
     driver("A", 0, range(1, 4))
     driver("B", 3, range(4, 8))
-    said = driver("A", 7, range(8, 10))
-    assert said == [(n, "A") for n in (1, 2, 3)] + [(n, "B") for n in range(4, 8)] + [
+    rows_after_a = driver("A", 7, range(8, 10))
+    assert rows_after_a == [(n, "A") for n in (1, 2, 3)] + [(n, "B") for n in range(4, 8)] + [
         (8, "A"),
         (9, "A"),
     ]
-    # Rows that were not uploaded: the copy here has more of them.
+    # If rows were not uploaded, the local copy, which has more rows, is used.
     (bucket.folder / "b" / "model" / NAME).write_text('{"step": 1, "by": "A"}\n')
-    assert driver("A", 9, [10]) == [*said, (10, "A")]
-    # As many of the same steps: those that others have seen.
+    assert driver("A", 9, [10]) == [*rows_after_a, (10, "A")]
+    # If both copies cover the same steps, the uploaded copy is used.
     rows = [{"step": n, "by": "other"} for n in range(1, 11)]
     (bucket.folder / "b" / "model" / NAME).write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert driver("A", 10, []) == [(n, "other") for n in range(1, 11)]
 
 
-def test_uploads_that_fail_or_hang_end_and_delay_nothing(bucket, tmp_path, capsys, monkeypatch):
+def test_failing_or_hanging_uploads_delay_nothing(bucket, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(metrics, "CLOSE_SECONDS", 60.0)
     bucket.failures = [PermissionError(13, "Permission denied"), RuntimeError("503")]
     bucket.allowed.clear()
-    log = opened("gs://b/model")
+    log = open_log("gs://b/model")
     for step in range(1, 50):
         log.write({"step": step})
-        log.upload()  # returns at once, though none of them can begin
+        log.upload()  # returns immediately, although no upload can start
     bucket.allowed.set()
     assert bucket.written.wait(60)
     log.close()
     assert len(rows_in(bucket.folder / "b" / "model")) == 49
-    said = capsys.readouterr().err
-    assert said.count("gs://b/model/metrics.jsonl: cannot be written (Permission denied)") == 1
-    assert "503" not in said
+    message = capsys.readouterr().err
+    assert message.count("gs://b/model/metrics.jsonl: cannot be written (Permission denied)") == 1
+    assert "503" not in message
 
 
-def test_an_upload_that_never_ends_is_left_behind(bucket, tmp_path, capsys, monkeypatch):
+def test_an_upload_that_never_finishes_is_abandoned(bucket, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.2)
     bucket.allowed.clear()
-    trained("A", 0, [1])
+    write_and_upload("A", 0, [1])
     assert "not uploaded; the metrics are in runs/b/model/metrics.jsonl" in capsys.readouterr().err
     assert [row["step"] for row in rows_in(tmp_path / "runs" / "b" / "model")] == [1]
     bucket.allowed.set()
@@ -223,31 +224,31 @@ def wandb_folder(tmp_path, monkeypatch):
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    # On a machine that has other things to do it may take long to import wandb.
+    # On a busy machine, importing wandb may take long.
     monkeypatch.setattr(wandb_upload, "CLOSE_SECONDS", 120.0)
     return tmp_path
 
 
 def records_in(path):
-    """The records of a wandb file: 7 bytes of its own, then LevelDB's log format."""
-    content, at, begun = path.read_bytes(), 7, b""
+    """Yield the records of a wandb file, which is a 7-byte header and a log in LevelDB's format."""
+    content, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
         if (left := 32768 - at % 32768) < 7:
-            at += left  # a block's end is too short for a header
+            at += left  # the rest of the block is too short for a header
             continue
         _, length, kind = struct.unpack_from("<IHB", content, at)
-        begun += content[at + 7 : at + 7 + length]
+        record += content[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or a last part
-            yield begun
-            begun = b""
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield record
+            record = b""
 
 
-def sent_to_wandb(folder, run_id):
-    """(step, loss) of all that is in the offline runs of that id."""
+def rows_sent_to_wandb(folder, run_id):
+    """Return the (step, loss) pairs in all offline runs with the ID `run_id`."""
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    rows = []
     for path in sorted(folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
         for data in records_in(path):
             record: Any = vars(wandb_internal_pb2)["Record"]()
@@ -257,24 +258,24 @@ def sent_to_wandb(folder, run_id):
                     item.key or "/".join(item.nested_key): json.loads(item.value_json)
                     for item in record.history.item
                 }
-                found.append((items["_step"], items.get("train/loss")))
-    return found
+                rows.append((items["_step"], items.get("train/loss")))
+    return rows
 
 
-def test_wandb_offline_needs_no_network_and_goes_on_with_the_same_run(wandb_folder, monkeypatch):
+def test_offline_wandb_needs_no_network_and_resumes_the_same_run(wandb_folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    # Whatever tried to reach a server would fail here at once.
+    # Any attempt to contact a server fails immediately.
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     config = CONFIG.replace(wandb_project="project")
-    log = opened(wandb_folder / "model", config=config)
+    log = open_log(wandb_folder / "model", config=config)
     first = log.wandb_id
     log.write({"step": 1, "train/loss": 2.0})
     log.close()
-    log = opened(wandb_folder / "model", 1, config, first)
+    log = open_log(wandb_folder / "model", 1, config, first)
     assert log.wandb_id == first
     log.write({"step": 2, "train/loss": 1.0})
     log.close()
-    assert sent_to_wandb(wandb_folder, first) == [(1, 2.0), (2, 1.0)]
+    assert rows_sent_to_wandb(wandb_folder, first) == [(1, 2.0), (2, 1.0)]
     assert rows_in(wandb_folder / "model") == [
         {"step": 1, "train/loss": 2.0},
         {"step": 2, "train/loss": 1.0},
@@ -282,34 +283,34 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_the_same_run(wandb_fold
 
 
 def children(pid):
-    """Linux: the processes that a process has started."""
-    found = []
+    """Return the child processes of a process (Linux only)."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize("victim", ["all of it", "its service"])
-def test_wandb_that_dies_is_started_again_and_loses_nothing(wandb_folder, monkeypatch, victim):
+def test_wandb_is_restarted_if_it_dies_and_loses_no_later_rows(wandb_folder, monkeypatch, victim):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb_upload, "RETRY_SECONDS", (0.01, 0.01))
-    log = opened(wandb_folder / "model", config=CONFIG.replace(wandb_project="project"))
+    log = open_log(wandb_folder / "model", config=CONFIG.replace(wandb_project="project"))
     upload = log._wandb
     assert upload is not None
     log.write({"step": 1, "train/loss": 1.0})
-    wait_until(lambda: upload.sent == 1, "nothing is sent")
+    wait_until(lambda: upload.sent == 1, "the row was not sent")
     assert upload._process is not None
     pid = upload._process.pid
     services = children(pid)
     assert services
-    for each in services if victim == "its service" else [pid, *services]:
-        os.kill(each, signal.SIGKILL)
+    for process_id in services if victim == "its service" else [pid, *services]:
+        os.kill(process_id, signal.SIGKILL)
     for step in (2, 3):
         log.write({"step": step, "train/loss": 1 / step})
     log.close()
-    assert sent_to_wandb(wandb_folder, log.wandb_id)[-2:] == [(2, 0.5), (3, 1 / 3)]
+    assert rows_sent_to_wandb(wandb_folder, log.wandb_id)[-2:] == [(2, 0.5), (3, 1 / 3)]
     assert [row["step"] for row in rows_in(wandb_folder / "model")] == [1, 2, 3]
 
 
@@ -331,7 +332,7 @@ class init:
 """
 
 
-def test_what_is_left_to_wandb_is_sent_after_the_run_has_ended(tmp_path):
+def test_remaining_rows_are_sent_to_wandb_after_the_run_has_ended(tmp_path):
     package = tmp_path / "wandb"
     package.mkdir()
     (package / "__init__.py").write_text(FAKE_WANDB)
@@ -349,17 +350,17 @@ def test_what_is_left_to_wandb_is_sent_after_the_run_has_ended(tmp_path):
     assert process.stdin is not None
     assert process.stdout is not None
     task = {"path": str(path), "project": "p", "name": "n", "config": {}, "id": "i", "after": 0}
-    process.stdout.close()  # the run ends, and nobody reads
+    process.stdout.close()  # the run has ended and no longer reads the output
     process.stdin.write(json.dumps(task) + "\n")
     process.stdin.close()
     assert process.wait(SECONDS) == 0
     assert sent.read_text().splitlines() == [*map(str, range(1, 31)), "finished"]
 
 
-def test_wandb_that_cannot_be_reached_is_said_once_and_delays_nothing(
+def test_an_unreachable_wandb_is_reported_once_and_delays_nothing(
     wandb_folder, monkeypatch, capsys
 ):
-    """Nor does a run that is resumed, nor a wrong account."""
+    """Resume a run with a wrong API key, while the server cannot be reached."""
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -367,49 +368,49 @@ def test_wandb_that_cannot_be_reached_is_said_once_and_delays_nothing(
     monkeypatch.setattr(wandb_upload, "RETRY_SECONDS", (0.01, 0.01))
     monkeypatch.setattr(wandb_upload, "CLOSE_SECONDS", 0.0)
     config = CONFIG.replace(wandb_project="project")
-    log = opened(wandb_folder / "model", config=config, wandb_id="abc")
+    log = open_log(wandb_folder / "model", config=config, wandb_id="abc")
     assert log.wandb_id == "abc"
     log.write({"step": 1})
     upload: Any = log._wandb
-    wait_until(lambda: upload._warned, "nothing is said")
+    wait_until(lambda: upload._warned, "no warning was printed")
     log.write({"step": 2})
     log.close()
-    said = capsys.readouterr().err
-    assert said.count("; training continues, and its metrics are in ") == 1
+    message = capsys.readouterr().err
+    assert message.count("; training continues, and its metrics are in ") == 1
     assert [row["step"] for row in rows_in(wandb_folder / "model")] == [1, 2]
 
 
-def test_without_an_account_wandb_is_left_out(wandb_folder, monkeypatch, capsys):
+def test_training_without_a_wandb_account_continues(wandb_folder, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(wandb_folder))  # no .netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    log = opened(wandb_folder / "model", config=CONFIG.replace(wandb_project="project"))
+    log = open_log(wandb_folder / "model", config=CONFIG.replace(wandb_project="project"))
     log.write({"step": 1})
     upload: Any = log._wandb
-    wait_until(lambda: not upload._thread.is_alive(), "it tries again")
+    wait_until(lambda: not upload._thread.is_alive(), "the upload thread is still running")
     log.close()
     assert "; training continues, and its metrics are in " in capsys.readouterr().err
 
 
-def test_wandb_disabled(wandb_folder, monkeypatch):
+def test_disabled_wandb_creates_no_run(wandb_folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    log = opened(wandb_folder / "model", config=CONFIG.replace(wandb_project="project"))
+    log = open_log(wandb_folder / "model", config=CONFIG.replace(wandb_project="project"))
     log.write({"step": 1})
     log.close()
     assert not list(wandb_folder.glob("wandb/*run-*"))
     assert rows_in(wandb_folder / "model") == [{"step": 1}]
 
 
-def test_the_noise_scale_goes_on_from_its_state():
+def test_the_noise_scale_resumes_from_its_state():
     rng = random.Random(5)
     norms = [(rng.uniform(2, 3), rng.uniform(1, 2)) for _ in range(20)]
-    whole, part = NoiseScale(0.1, 2, 16), NoiseScale(0.1, 2, 16)
-    expected = [whole.update(*pair) for pair in norms]
-    found = [part.update(*pair) for pair in norms[:7]]
+    uninterrupted, interrupted = NoiseScale(0.1, 2, 16), NoiseScale(0.1, 2, 16)
+    expected = [uninterrupted.update(*pair) for pair in norms]
+    actual = [interrupted.update(*pair) for pair in norms[:7]]
     resumed = NoiseScale(0.1, 2, 16)
-    resumed.restore(json.loads(json.dumps(part.state())))
-    found += [resumed.update(*pair) for pair in norms[7:]]
-    assert found == expected
+    resumed.restore(json.loads(json.dumps(interrupted.state())))
+    actual += [resumed.update(*pair) for pair in norms[7:]]
+    assert actual == expected
     fresh = NoiseScale(0.1, 2, 16)
     fresh.restore(json.loads(json.dumps(NoiseScale(0.1, 2, 16).state())))
     assert fresh.update(*norms[0]) == expected[0]

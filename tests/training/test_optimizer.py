@@ -1,4 +1,4 @@
-"""The optimizer chain against optax's own, the original's schedule, the gradient noise scale."""
+"""The optimizer against optax, the learning rate schedule and the gradient noise scale."""
 
 import math
 from typing import Any
@@ -49,101 +49,101 @@ def optax_chain(config: Config, decayed: Any) -> Any:
     )
 
 
-def moved(params: Any, updates: Any) -> Any:
+def apply_updates(params: Any, updates: Any) -> Any:
     return optax.apply_updates(params, updates)
 
 
-def test_the_schedule_is_the_original_s():
+def test_the_schedule_matches_the_original():
     golden = np.load(DATA / "original" / "sampling.npz")
     warmup, anneal, lr, end_lr = golden["sched_args"]
     schedule = gpt3_schedule(int(warmup), int(anneal), lr, end_lr)
-    found = np.array([float(schedule(jnp.asarray(s))) for s in golden["sched_steps"]])
-    # f32 there and here: a few units in the last place of lr.
-    np.testing.assert_allclose(found, golden["sched_values"], rtol=1e-6, atol=1e-6 * lr)
+    actual = np.array([float(schedule(jnp.asarray(s))) for s in golden["sched_steps"]])
+    # Both schedules are computed in f32: a few units in the last place of lr.
+    np.testing.assert_allclose(actual, golden["sched_values"], rtol=1e-6, atol=1e-6 * lr)
 
 
-def test_without_warm_up_the_first_update_has_the_whole_rate():
+def test_without_warmup_the_first_update_has_the_full_learning_rate():
     schedule = gpt3_schedule(0, 10, 1e-3, 1e-4)
-    found = [float(schedule(jnp.asarray(s))) for s in (0, 5, 10, 99)]
-    np.testing.assert_allclose(found, [1e-3, 5.5e-4, 1e-4, 1e-4], rtol=1e-6)
+    actual = [float(schedule(jnp.asarray(s))) for s in (0, 5, 10, 99)]
+    np.testing.assert_allclose(actual, [1e-3, 5.5e-4, 1e-4, 1e-4], rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.01, 10.0], ids=["unclipped", "clipped"])
-def test_the_chain_is_optax_s(scale):
+def test_the_optimizer_matches_an_optax_chain(scale):
     config, rng = config_with(), np.random.default_rng(0)
     optimizer = Optimizer(config, DECLARED)
     chain = optax_chain(config, {name: d.decay for name, d in DECLARED.items()})
     params = random_tree(rng)
-    theirs: Any = params
-    state, chain_state = optimizer.init(params), chain.init(theirs)
+    expected: Any = params
+    state, chain_state = optimizer.init(params), chain.init(expected)
     for step in range(8):
         grads = random_tree(rng, scale)
         norm = norm_of(optimizer, grads)
         assert (norm > config.clip_norm) == (scale > 1)
         params, state = optimizer.update(grads, state, params, jnp.asarray(step), norm)
-        updates, chain_state = chain.update(grads, chain_state, theirs)
-        theirs = moved(theirs, updates)
-        # The same f32 operations but for the order of a few products.
+        updates, chain_state = chain.update(grads, chain_state, expected)
+        expected = apply_updates(expected, updates)
+        # The f32 operations are the same, except for the order of a few products.
         for name in DECLARED:
-            np.testing.assert_allclose(params[name], theirs[name], rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(params[name], expected[name], rtol=1e-6, atol=1e-7)
 
 
-def test_original_bias_copies_moves_a_bias_as_so_many_that_add_up():
-    """The oracle keeps the original's copies, each bias / 4 and with the bias's own gradient."""
+def test_original_bias_copies_updates_a_bias_like_a_sum_of_copies():
+    """The reference has the original's copies: each is bias / 4 and gets the bias's gradient."""
     copies = 4
     config, rng = config_with(original_bias_copies=copies), np.random.default_rng(1)
     optimizer = Optimizer(config, DECLARED)
     decayed = {"matrix": True, "gain": False, "bias": [False] * copies}
     chain = optax_chain(config, decayed)
 
-    def spread(tree: dict[str, Any], divisor: int) -> dict[str, Any]:
+    def with_copies(tree: dict[str, Any], divisor: int) -> dict[str, Any]:
         return tree | {"bias": [tree["bias"] / divisor] * copies}
 
     params = random_tree(rng)
-    theirs: Any = spread(params, copies)
-    state, chain_state = optimizer.init(params), chain.init(theirs)
+    expected: Any = with_copies(params, copies)
+    state, chain_state = optimizer.init(params), chain.init(expected)
     for step in range(5):
         grads = random_tree(rng)
         norm = norm_of(optimizer, grads)
-        np.testing.assert_allclose(norm, optax.tree.norm(spread(grads, 1)), rtol=1e-6)
+        np.testing.assert_allclose(norm, optax.tree.norm(with_copies(grads, 1)), rtol=1e-6)
         params, state = optimizer.update(grads, state, params, jnp.asarray(step), norm)
-        updates, chain_state = chain.update(spread(grads, 1), chain_state, theirs)
-        theirs = moved(theirs, updates)
-    merged = theirs | {"bias": sum(theirs["bias"])}
-    # A sum of four quarters rounds differently.
+        updates, chain_state = chain.update(with_copies(grads, 1), chain_state, expected)
+        expected = apply_updates(expected, updates)
+    summed = expected | {"bias": sum(expected["bias"])}
+    # The sum of four quarters is rounded differently.
     for name in DECLARED:
-        np.testing.assert_allclose(params[name], merged[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(params[name], summed[name], rtol=1e-5, atol=1e-6)
 
 
 def test_zero_gradients_do_not_divide_by_zero():
     optimizer = Optimizer(config_with(weight_decay=0.0), DECLARED)
     params = random_tree(np.random.default_rng(2))
     grads = jax.tree.map(jnp.zeros_like, params)
-    after, _ = optimizer.update(
+    updated, _ = optimizer.update(
         grads, optimizer.init(params), params, jnp.asarray(5), norm_of(optimizer, grads)
     )
-    jax.tree.map(np.testing.assert_array_equal, after, params)
+    jax.tree.map(np.testing.assert_array_equal, updated, params)
 
 
-def test_moments_in_bf16_are_kept_so_and_parameters_keep_their_dtype():
+def test_bf16_moments_and_bf16_parameters_keep_their_dtype():
     optimizer = Optimizer(config_with(bf16_optimizer=True), DECLARED)
     params = random_tree(np.random.default_rng(3))
     stored = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     grads = random_tree(np.random.default_rng(4))
-    after, state = optimizer.update(
+    updated, state = optimizer.update(
         grads, optimizer.init(stored), stored, jnp.asarray(3), norm_of(optimizer, grads)
     )
-    for tree in (after, state["mu"], state["nu"]):
+    for tree in (updated, state["mu"], state["nu"]):
         assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize(
     ("replicas", "accumulation"), [(1, 8), (4, 1), (2, 4)], ids=["accumulated", "dp", "both"]
 )
-def test_the_noise_scale_finds_a_known_mean_and_covariance(replicas, accumulation):
+def test_the_noise_scale_estimates_a_known_mean_and_covariance(replicas, accumulation):
     rng = np.random.default_rng(5)
     mean = rng.normal(size=50)
-    spread = rng.uniform(1, 5, size=50)  # one sequence's gradient: independent entries
+    spread = rng.uniform(1, 5, size=50)  # standard deviations of one sequence's gradient entries
     per_replica = 2
     parts = replicas * accumulation
     noise = NoiseScale(alpha=0.001, small=per_replica, big=per_replica * parts)
@@ -153,13 +153,13 @@ def test_the_noise_scale_finds_a_known_mean_and_covariance(replicas, accumulatio
         small = np.square(grads).sum(axis=1).mean()
         metrics = noise.update(small, np.square(grads.mean(axis=0)).sum())
     square, trace = np.square(mean).sum(), np.square(spread).sum()
-    # About 1000 steps are averaged; single estimates scatter by less than their own size.
+    # The averages cover about 1000 steps, and the relative error of one estimate is below 1.
     np.testing.assert_allclose(metrics["noise/grad_square"], square, rtol=0.15)
     np.testing.assert_allclose(metrics["noise/covariance_trace"], trace, rtol=0.05)
     np.testing.assert_allclose(metrics["noise/scale"], trace / square, rtol=0.15)
 
 
-def test_one_estimate_is_mccandlish_s_formula():
+def test_a_single_estimate_matches_the_formula_of_mccandlish():
     noise = NoiseScale(alpha=0.1, small=1, big=4)
     metrics = noise.update(7.0, 4.0)
     # |G|^2 = (4 * 4 - 1 * 7) / 3; trace = (7 - 4) / (1 - 1/4).
@@ -170,14 +170,14 @@ def test_one_estimate_is_mccandlish_s_formula():
     }
 
 
-def test_the_noise_scale_says_nothing_where_it_cannot_know():
+def test_the_noise_scale_omits_metrics_it_cannot_estimate():
     assert NoiseScale(0.1, small=2, big=2).update(3.0, 3.0) == {}
     assert NoiseScale(0.1, small=1, big=2).update(math.nan, 3.0) == {}
-    # A negative estimate of a square is noise; its ratio would be meaningless.
+    # A negative estimate of a square is noise, and its ratio would be meaningless.
     assert "noise/scale" not in NoiseScale(0.1, small=1, big=2).update(9.0, 1.0)
 
 
-def test_the_noise_scale_goes_on_from_its_state():
+def test_the_noise_scale_resumes_from_its_state():
     first = NoiseScale(0.1, small=1, big=4)
     first.update(7.0, 4.0)
     second = NoiseScale(0.1, small=1, big=4)

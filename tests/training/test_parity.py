@@ -1,4 +1,4 @@
-"""Our numbers against the original program's, f32."""
+"""Evaluation and training against results of the original program, in f32."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ ORIGINAL = DATA / "original"
 def network_at_step_0(variant: str, **changes) -> CausalTransformer:
     config = original_config(variant, **changes)
     params = read(str(ORIGINAL / variant / "step_0"), config)["params"]
-    # The optimizer's fresh state is zeros, so replacing the parameters is all there is to loading.
+    # Fresh optimizer state is all zeros, so only the parameters need to be replaced.
     network = CausalTransformer(config)
     shardings = named(network.mesh, step.state_specs(config, network.mesh)["params"])
     network.state["params"] = jax.tree.map(jax.device_put, params, shardings)
@@ -25,32 +25,33 @@ def network_at_step_0(variant: str, **changes) -> CausalTransformer:
 
 @pytest.mark.parametrize("variant", ["f32/mp4_ga1", "f32/t5_mp4"])
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
-def test_evaluation_is_the_original_s(variant, partitioning):
+def test_evaluation_matches_the_original(variant, partitioning):
     golden = np.load(ORIGINAL / variant / "golden.npz")
     network = network_at_step_0(variant, partitioning=partitioning)
     tokens = golden["eval_tokens"]
-    found = network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
+    actual = network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
     logits = network.logits(tokens[:, :-1])
-    # 2e-5: twenty times the original's own run to run noise of 1e-6.
+    # The tolerance 2e-5 is twenty times the original's difference between runs, 1e-6.
     for name in ("loss", "last_loss", "all_loss"):
-        np.testing.assert_allclose(found[name], golden[f"eval_step0.{name}"], atol=2e-5, rtol=0)
-    np.testing.assert_array_equal(found["correct"], golden["eval_step0.correct"])
-    theirs = golden["eval_step0.logits"]
-    np.testing.assert_allclose(logits, theirs, atol=2e-5, rtol=0)
-    # As close as the logits that they are differences of.
-    logprobs = np.asarray(jax.nn.log_softmax(theirs))
+        np.testing.assert_allclose(actual[name], golden[f"eval_step0.{name}"], atol=2e-5, rtol=0)
+    np.testing.assert_array_equal(actual["correct"], golden["eval_step0.correct"])
+    expected_logits = golden["eval_step0.logits"]
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-5, rtol=0)
+    # Log probabilities are differences of logits, so they have the same tolerance.
+    logprobs = np.asarray(jax.nn.log_softmax(expected_logits))
     scored = network.score(tokens, 3)
     np.testing.assert_array_equal(scored.token, tokens[:, 1:])
-    said = -golden["eval_step0.all_loss"]
-    np.testing.assert_allclose(scored.logprob, said, atol=2e-5, rtol=0)
-    own = np.take_along_axis(logprobs, scored.top_token.astype(int), axis=-1)
-    for top in (own, -np.sort(-logprobs)[..., :3]):
+    expected_logprobs = -golden["eval_step0.all_loss"]
+    np.testing.assert_allclose(scored.logprob, expected_logprobs, atol=2e-5, rtol=0)
+    logprobs_of_top_tokens = np.take_along_axis(logprobs, scored.top_token.astype(int), axis=-1)
+    for top in (logprobs_of_top_tokens, -np.sort(-logprobs)[..., :3]):
         np.testing.assert_allclose(scored.top_logprob, top, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
-def test_ten_training_steps_are_the_original_s(monkeypatch, partitioning):
-    # What the original's ten steps are compared with is what users run; a CPU has no other options.
+def test_ten_training_steps_match_the_original(monkeypatch, partitioning):
+    # Compile as users do.  This replaces all compiler options, which is correct because on CPUs the
+    # library sets none.
     monkeypatch.setattr(step, "compiler_options", lambda *_: AS_USERS_COMPILE)
     variant = "f32/mp4_ga1"
     golden = np.load(ORIGINAL / variant / "golden.npz")
@@ -61,9 +62,9 @@ def test_ten_training_steps_are_the_original_s(monkeypatch, partitioning):
     ]
     names = ["loss", "last_loss", "grad_norm"]
     if partitioning == "shard_map":
-        # One sequence a replica: its norm is the original's per-example norm.
+        # Each replica has one sequence, so its norm is the original's per-example norm.
         names.append("grad_norm_micro")
     for name in names:
-        found = np.array([float(one[name]) for one in trace])
-        # 1e-4: rounding grows over ten Adam steps; the original allows itself 5e-5.
-        np.testing.assert_allclose(found, golden[f"train.{name}"], rtol=1e-4, err_msg=name)
+        actual = np.array([float(metrics[name]) for metrics in trace])
+        # Rounding errors grow over ten Adam steps; the original's own tolerance is 5e-5.
+        np.testing.assert_allclose(actual, golden[f"train.{name}"], rtol=1e-4, err_msg=name)

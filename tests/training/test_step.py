@@ -1,4 +1,4 @@
-"""One model, one set of numbers: every mesh, partitioning and ZeRO stage against one device."""
+"""Training steps on every mesh, partitioning and ZeRO stage, against one device."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ from tests.conftest import SMALL, random_batch
 from tests.model.test_gptj import weights
 
 STEPS, ACCUMULATION, BATCH = 3, 2, 8
-WEIGHT_SCALE = 0.5  # the generation tests' weights are louder than training likes
+WEIGHT_SCALE = 0.5  # the weights of `tests.model.test_gptj` are too large for training
 MESHES = [
     ("shard_map", 1, 8, 0),
     ("shard_map", 2, 4, 0),
@@ -36,7 +36,7 @@ MESHES = [
 
 
 class Run(NamedTuple):
-    """What a few steps leave behind, on the host."""
+    """The results of a few training steps, on the host."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -45,13 +45,13 @@ class Run(NamedTuple):
 
 
 def mesh_of(dp: int, mp: int) -> Mesh:
-    # Built here and not by make_mesh: a model with cores_per_replica 4 also runs on one device.
+    # `make_mesh` could not run a model with cores_per_replica 4 on one device.
     return Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
 
 
 @functools.cache
 def fresh_state(config: Config) -> step.State:
-    """A state before the first update, its weights random (biases and gains too), on the host."""
+    """Return a state at step 0 on the host, with random weights, including biases and gains."""
     shapes = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     params = jax.tree.map(
@@ -63,9 +63,9 @@ def fresh_state(config: Config) -> step.State:
 
 
 def run(config: Config, dp: int = 1, mp: int = 1, batch: Any = None, steps: int = STEPS) -> Run:
-    """`steps` updates from the config's fresh state, on a dp x mp mesh."""
+    """Run `steps` updates from the config's fresh state on a dp x mp mesh."""
     mesh = mesh_of(dp, mp)
-    # What the numbers must not depend on must not choose the initial state either.
+    # Settings that must not change the results must not change the initial state either.
     base = config.replace(partitioning="jit", zero=0, cores_per_replica=1, remat="full")
     if config.norm == "layernorm-desync":
         base = base.replace(cores_per_replica=config.cores_per_replica)
@@ -80,7 +80,7 @@ def run(config: Config, dp: int = 1, mp: int = 1, batch: Any = None, steps: int 
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
         if grads is None:
-            # Adam's first moment after one step is exactly (1 - b1) times the gradient.
+            # After one step, Adam's first moment is exactly (1 - b1) times the gradient.
             grads = jax.tree.map(
                 lambda mu: np.asarray(mu, np.float32) / (1 - config.adam_b1),
                 state["opt_state"]["mu"],
@@ -95,7 +95,7 @@ def run(config: Config, dp: int = 1, mp: int = 1, batch: Any = None, steps: int 
 
 @functools.cache
 def one_device(config: Config) -> Run:
-    """The reference: the same model as one program on one device."""
+    """Return the reference: the same model as one program on one device."""
     shards = config.cores_per_replica if config.norm == "layernorm-desync" else 1
     return run(
         config.replace(partitioning="jit", zero=0, cores_per_replica=shards, tpu_size=shards)
@@ -103,7 +103,7 @@ def one_device(config: Config) -> Run:
 
 
 def small_config(**changes: Any) -> Config:
-    # Gradients are clipped, and the first update already moves the weights.
+    # Gradients are clipped, and even the first update changes the weights.
     return Config.from_dict(SMALL | {"warmup_steps": 0, "clip_norm": 0.5} | changes)
 
 
@@ -111,26 +111,33 @@ def on_mesh(config: Config, partitioning: str, mp: int, zero: int) -> Config:
     return config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=8, zero=zero)
 
 
-def largest_differences(found: Run, wanted: Run) -> dict[str, float]:
-    """Losses: absolute; gradients: by each leaf's largest entry; parameters: absolute."""
+def largest_differences(actual: Run, expected: Run) -> dict[str, float]:
+    """Return the largest differences between two runs, by kind of result.
+
+    Differences of losses and parameters are absolute, those of gradient norms are relative, and
+    those of gradients are relative to each leaf's largest entry.
+    """
 
     def worst(compare: Any, a: Any, b: Any) -> float:
         return max(jax.tree.leaves(jax.tree.map(compare, a, b)))
 
     return {
-        "losses": float(np.abs(found.losses - wanted.losses).max()),
-        "norms": float(np.abs(found.norms / wanted.norms - 1).max()),
+        "losses": float(np.abs(actual.losses - expected.losses).max()),
+        "norms": float(np.abs(actual.norms / expected.norms - 1).max()),
         "gradients": worst(
-            lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), found.grads, wanted.grads
+            lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), actual.grads, expected.grads
         ),
-        "parameters": worst(lambda a, b: float(np.abs(a - b).max()), found.params, wanted.params),
+        "parameters": worst(
+            lambda a, b: float(np.abs(a - b).max()), actual.params, expected.params
+        ),
     }
 
 
-def check_agreement(config: Config, wanted: Run, dp: int, mp: int) -> None:
-    found = largest_differences(run(config, dp, mp), wanted)
-    # f32 sums in another order: about 1e-7 a number; ten times what was seen is still below.
-    assert max(found.values()) < 1e-5, found
+def check_agreement(config: Config, expected: Run, dp: int, mp: int) -> None:
+    differences = largest_differences(run(config, dp, mp), expected)
+    # f32 sums in a different order: each number differs by about 1e-7.  Even ten times the observed
+    # differences is below this tolerance.
+    assert max(differences.values()) < 1e-5, differences
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
@@ -138,30 +145,31 @@ def check_agreement(config: Config, wanted: Run, dp: int, mp: int) -> None:
     ("partitioning", "dp", "mp", "zero"),
     [m if m == MESHES[1] else pytest.param(*m, marks=pytest.mark.slow) for m in MESHES],
 )
-def test_every_mesh_trains_as_one_device(block, partitioning, dp, mp, zero):
+def test_every_mesh_trains_like_one_device(block, partitioning, dp, mp, zero):
     config = small_config(block=block)
-    wanted = one_device(config)
-    assert wanted.losses[-1] < wanted.losses[0]
-    check_agreement(on_mesh(config, partitioning, mp, zero), wanted, dp, mp)
+    expected = one_device(config)
+    assert expected.losses[-1] < expected.losses[0]
+    check_agreement(on_mesh(config, partitioning, mp, zero), expected, dp, mp)
 
 
-def test_shard_map_writes_the_whole_step_out_over_mp_and_jit_parts_of_it():
+def test_only_shard_map_makes_the_whole_step_manual_over_mp():
     manual = {}
     for partitioning in ("shard_map", "jit"):
         config = on_mesh(small_config(), partitioning, 4, 0)
         state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
         batch = random_batch(config, ACCUMULATION, BATCH)
         program = step.compile_train(config, mesh_of(2, 4)).lower(state, batch).as_text()
-        found = re.findall(r"manual_axes=\{([^}]*)\}", program)
-        manual[partitioning] = {frozenset(re.findall(r"\w+", axes)) for axes in found}
-    # Under jit small parts alone, within what is manual over dp: such as looking up embeddings.
+        matches = re.findall(r"manual_axes=\{([^}]*)\}", program)
+        manual[partitioning] = {frozenset(re.findall(r"\w+", axes)) for axes in matches}
+    # Under jit, only small parts are manual over mp, such as embedding lookups; they are inside the
+    # part that is manual over dp.
     assert manual == {
         "shard_map": {frozenset({"dp", "mp"})},
         "jit": {frozenset({"dp"}), frozenset({"mp"})},
     }
 
 
-# The first of each kind runs always; the rest of the matrix is slow.
+# The first case always runs; the others are slow.
 @pytest.mark.parametrize(
     ("norm", "partitioning"),
     [
@@ -179,7 +187,7 @@ def test_shard_map_writes_the_whole_step_out_over_mp_and_jit_parts_of_it():
         ),
     ],
 )
-def test_every_norm_trains_on_2x4_as_on_one_device(norm, partitioning):
+def test_every_norm_trains_on_2x4_like_on_one_device(norm, partitioning):
     shards = 4 if norm == "layernorm-desync" else 1
     config = small_config(norm=norm, cores_per_replica=shards)
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
@@ -187,13 +195,13 @@ def test_every_norm_trains_on_2x4_as_on_one_device(norm, partitioning):
 
 @pytest.mark.parametrize("partitioning", ["shard_map", pytest.param("jit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
-def test_every_position_encoding_trains_on_2x4_as_on_one_device(pe, partitioning):
+def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioning):
     config = small_config(pe=pe)
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
 @pytest.mark.slow
-def test_geglu_takes_the_norm_of_each_shard():
+def test_geglu_uses_the_norm_of_each_shard():
     config = small_config(norm="layernorm-desync", block="geglu", cores_per_replica=4)
     check_agreement(on_mesh(config, "shard_map", 4, 1), one_device(config), 2, 4)
 
@@ -208,11 +216,11 @@ def test_geglu_takes_the_norm_of_each_shard():
     ],
     ids=str,
 )
-def test_options_train_on_2x4_as_on_one_device(changes):
+def test_options_train_on_2x4_like_on_one_device(changes):
     config = small_config(**changes)
-    # Remat changes what is kept, never the numbers: its reference keeps the default.
-    wanted = one_device(config.replace(remat="full"))
-    check_agreement(on_mesh(config, "shard_map", 4, 0), wanted, 2, 4)
+    # Remat changes what is saved, not the results, so the reference uses the default policy.
+    expected = one_device(config.replace(remat="full"))
+    check_agreement(on_mesh(config, "shard_map", 4, 0), expected, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +234,7 @@ def test_options_train_on_2x4_as_on_one_device(changes):
     ],
     ids=str,
 )
-def test_a_split_stream_trains_as_one_device(partitioning, zero, changes):
+def test_a_sharded_residual_stream_trains_like_one_device(partitioning, zero, changes):
     shards = 4 if changes.get("norm") == "layernorm-desync" else 1
     config = small_config(**changes, cores_per_replica=shards)
     split = on_mesh(config, partitioning, 4, zero).replace(shard_activations=True)
@@ -244,37 +252,37 @@ def test_a_split_stream_trains_as_one_device(partitioning, zero, changes):
         pytest.param("geglu", "jit", 2, 4, 3, marks=pytest.mark.slow),
     ],
 )
-def test_bf16_losses_agree(block, partitioning, dp, mp, zero):
+def test_bf16_losses_agree_between_meshes(block, partitioning, dp, mp, zero):
     config = small_config(block=block, dtype="bfloat16", lr=1e-3)
-    found = run(on_mesh(config, partitioning, mp, zero), dp, mp)
-    # Activations are rounded to 8 bits, in places that differ between programs.
-    np.testing.assert_allclose(found.losses, one_device(config).losses, atol=2e-3, rtol=0)
+    actual = run(on_mesh(config, partitioning, mp, zero), dp, mp)
+    # Activations are rounded to 8 bits, at points that differ between programs.
+    np.testing.assert_allclose(actual.losses, one_device(config).losses, atol=2e-3, rtol=0)
 
 
 @pytest.mark.slow
-def test_bf16_is_close_to_f32():
+def test_bf16_losses_are_close_to_f32_losses():
     config = small_config(lr=1e-3)
     rounded = one_device(config.replace(dtype="bfloat16"))
-    # NUMERICS allows 2e-2 where weights and activations are rounded to 8 bits.
+    # The tolerance 2e-2 allows for weights and activations rounded to 8 bits.
     np.testing.assert_allclose(rounded.losses, one_device(config).losses, atol=2e-2, rtol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
-def test_state_in_bf16_takes_half_the_memory_and_trains_alike(zero):
+def test_a_bf16_state_takes_half_the_memory_and_trains_like_f32(zero):
     plain = small_config(lr=1e-3)
     config = plain.replace(early_cast=True, bf16_optimizer=True)
     shapes = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
     for tree in (shapes["params"], shapes["opt_state"]["mu"], shapes["opt_state"]["nu"]):
         assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(jnp.bfloat16)}
-    found = run(on_mesh(config, "shard_map", 4, zero), 2, 4)
+    actual = run(on_mesh(config, "shard_map", 4, zero), 2, 4)
     reference = one_device(config)
-    np.testing.assert_allclose(found.losses, reference.losses, atol=2e-3, rtol=0)
-    # Weights rounded to 8 bits: as far from f32 as bf16 compute is.
-    np.testing.assert_allclose(found.losses, one_device(plain).losses, atol=2e-2, rtol=0)
+    np.testing.assert_allclose(actual.losses, reference.losses, atol=2e-3, rtol=0)
+    # Rounding weights to 8 bits changes the losses as much as computing in bf16.
+    np.testing.assert_allclose(actual.losses, one_device(plain).losses, atol=2e-2, rtol=0)
 
 
-def test_a_fresh_state_has_the_same_bits_on_every_mesh():
+def test_a_fresh_state_is_bit_identical_on_every_mesh():
     config = small_config(layers=1)
     mesh = mesh_of(2, 4)
     sharded = step.compile_init(on_mesh(config, "shard_map", 4, 1), mesh)(jax.random.key(1))
@@ -283,15 +291,15 @@ def test_a_fresh_state_has_the_same_bits_on_every_mesh():
 
 
 def replica_gradients(config: Config, state: step.State, batch: Any) -> list[list[Any]]:
-    """By microbatch and replica, of one sequence each: its gradient, as one device computes it."""
+    """Return gradients computed on one device, by microbatch and replica, of one sequence each."""
     grad = jax.jit(jax.grad(lambda p, x, y: train_loss(p, x, y, config, Auto())[0]))
 
-    def one(micro: int, row: int) -> Any:
+    def gradient(micro: int, row: int) -> Any:
         tokens = (batch[key][micro, row : row + 1] for key in ("obs", "target"))
         return jax.tree.map(lambda g: np.asarray(g, np.float64), grad(state["params"], *tokens))
 
     micros, rows = batch["obs"].shape[:2]
-    return [[one(micro, row) for row in range(rows)] for micro in range(micros)]
+    return [[gradient(micro, row) for row in range(rows)] for micro in range(micros)]
 
 
 def mean_of(trees: list[Any]) -> Any:
@@ -308,7 +316,7 @@ def mean_of(trees: list[Any]) -> Any:
         pytest.param("shard_map", 3, marks=pytest.mark.slow),
     ],
 )
-def test_micro_norms_are_those_of_the_replicas_gradients(partitioning, zero):
+def test_micro_norms_are_the_norms_of_the_replicas_gradients(partitioning, zero):
     config = on_mesh(small_config(layers=1, original_bias_copies=3), partitioning, 4, zero)
     batch = random_batch(config, 2, 2)
     mesh = mesh_of(2, 4)
@@ -322,58 +330,58 @@ def test_micro_norms_are_those_of_the_replicas_gradients(partitioning, zero):
         return sum(jax.tree.leaves(squares))
 
     grads = replica_gradients(config, state, batch)
-    # ZeRO 3 has summed over the replicas before there is a norm to take.
-    measured = [[mean_of(replicas)] if zero == 3 else replicas for replicas in grads]
-    squares = np.array([[square(grad) for grad in replicas] for replicas in measured])
+    # ZeRO 3 sums gradients over the replicas before any norm is computed.
+    normed = [[mean_of(replicas)] if zero == 3 else replicas for replicas in grads]
+    squares = np.array([[square(grad) for grad in replicas] for replicas in normed])
     placed = jax.tree.map(jax.device_put, state, named(mesh, step.state_specs(config, mesh)))
     _, metrics = step.compile_train(config, mesh)(placed, batch)
     assert step.gradient_replicas(config, mesh) == squares.shape[1]
-    # 1e-5: f32 sums of some 100,000 squares.
-    wanted = {
+    # The tolerance 1e-5 covers f32 sums of about 100,000 squares.
+    expected = {
         "grad_square_micro": squares.mean(),
         "grad_norm_micro": np.sqrt(squares).mean(),
         "grad_norm": np.sqrt(square(mean_of([mean_of(replicas) for replicas in grads]))),
     }
-    for name, value in wanted.items():
+    for name, value in expected.items():
         np.testing.assert_allclose(float(metrics[name]), value, rtol=1e-5, err_msg=name)
 
 
-def test_without_a_mesh_a_gradient_is_that_of_a_mesh_of_one():
+def test_gradients_without_a_mesh_match_a_mesh_of_one_device():
     config = small_config(layers=1)
     params, batch = fresh_state(config)["params"], random_batch(config, 2, 2)
     gradients = jax.jit(functools.partial(step.gradients, config=config, par=Auto()))
     alone, _ = gradients(params, {}, batch)
-    # Adam's first moment after one step is (1 - b1) times the gradient, clipped by its norm.
-    wanted = run(config.replace(clip_norm=1e9), batch=batch, steps=1).grads
+    # `run` derives gradients from Adam's first moment, so clipping is disabled.
+    expected = run(config.replace(clip_norm=1e9), batch=batch, steps=1).grads
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), alone, wanted
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), alone, expected
     )
 
 
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
-def test_evaluation_on_2x4_is_that_of_one_device(partitioning):
+def test_evaluation_on_2x4_matches_one_device(partitioning):
     config = small_config()
     params, batch = fresh_state(config)["params"], random_batch(config, BATCH)
-    wanted = jax.jit(functools.partial(step.eval_step, config=config, par=Auto()))(params, batch)
+    expected = jax.jit(functools.partial(step.eval_step, config=config, par=Auto()))(params, batch)
     sharded = on_mesh(config, partitioning, 4, 3)
     mesh = mesh_of(2, 4)
     layout = named(mesh, step.state_specs(sharded, mesh)["params"])
-    found = step.compile_eval(sharded, mesh)(jax.tree.map(jax.device_put, params, layout), batch)
-    # 1e-5: f32 sums in another order; hits are exact, being no sums.
+    actual = step.compile_eval(sharded, mesh)(jax.tree.map(jax.device_put, params, layout), batch)
+    # The tolerance 1e-5 covers f32 sums in a different order; `correct` is exact.
     for name in ("loss", "last_loss", "all_loss"):
-        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5, rtol=0)
-    np.testing.assert_array_equal(found["correct"], wanted["correct"])
+        np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(actual["correct"], expected["correct"])
 
 
-def test_zero_names_the_matrix_that_it_cannot_split():
-    # 3 replicas divide neither side of a 64 x 64 matrix.
+def test_zero_reports_the_matrix_that_it_cannot_shard():
+    # 3 replicas do not divide either axis of a 64 x 64 matrix.
     config = small_config(cores_per_replica=2, tpu_size=6, zero=1)
     with pytest.raises(InputError, match=r"zero is 1.*dp 3.*set zero to 0"):
         step.check_zero(config, mesh_of(3, 2))
     step.check_zero(config.replace(zero=0), mesh_of(3, 2))
 
 
-def test_the_state_at_rest_is_split_as_zero_promises():
+def test_the_state_between_steps_is_sharded_by_zero():
     mesh = mesh_of(2, 4)
     declared = gptj.declarations(small_config())
     for stage, shards in ((0, 4), (1, 8), (3, 8)):
@@ -383,7 +391,7 @@ def test_the_state_at_rest_is_split_as_zero_promises():
         def check(declaration: Any, sharding: Any, shards: int = shards) -> None:
             local = sharding.shard_shape(declaration.shape)
             split = np.prod(declaration.shape) // np.prod(local)
-            expected = shards if declaration.decay else min(shards, 4)  # a bias is mp's alone
+            expected = shards if declaration.decay else min(shards, 4)  # biases: only over mp
             assert split == (expected if "mp" in tuple(declaration.spec) else 1)
 
         jax.tree.map(check, declared, layout, is_leaf=lambda node: hasattr(node, "decay"))
