@@ -600,9 +600,8 @@ def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
             state["params"]["layers"]["layer/q"]["w"][0] *= -1
         return loaded_config, state
 
-    monkeypatch.setattr(
-        conversion, "read", read_wrong
-    )  # patched in its module, where `comparison` looks it up
+    # Patched in its module, where `comparison` looks it up.
+    monkeypatch.setattr(conversion, "read", read_wrong)
     with pytest.raises(StoppedError, match="its logits differ from those of"):
         convert("native", tmp_path / "a", "native", tmp_path / "d", "--verify")
 
