@@ -180,9 +180,8 @@ def test_embedding_bias_is_added_in_f32(tmp_path, dtype, target):
     hf.write(str(tmp_path / "hf"), state, config, dtype=target)
     values = state["params"]["embed"]["embedding"]
     total = values["w"].astype(np.float32) + values["b"].astype(np.float32)
-    assert not np.array_equal(
-        total, total.astype(dtype)
-    )  # so that a sum in the narrow dtype would differ
+    # A sum in the narrow dtype would give a different result.
+    assert not np.array_equal(total, total.astype(dtype))
     loaded = hf.read(str(tmp_path / "hf"))[1]["params"]["embed"]["embedding"]["w"]
     assert loaded.dtype == (target or dtype)
     np.testing.assert_array_equal(loaded, total.astype(loaded.dtype))
@@ -308,9 +307,8 @@ def test_peak_memory_is_the_weights_and_one_tensor(tmp_path):
         x.nbytes for p in state["params"].values() for m in p.values() for x in m.values()
     )
     largest = 4096 * 256 * 4
-    hf.write(
-        str(tmp_path / "warm"), state, config
-    )  # so that imports and tokenizer caches are not measured
+    # A first write, so that imports and the caches of the tokenizer are not measured below.
+    hf.write(str(tmp_path / "warm"), state, config)
     tracemalloc.start()
     try:
         load_tokenizer()
