@@ -881,7 +881,7 @@ def two_processes(function, folder):
 
 
 def fails_once(function):
-    """Return a function that raises PermissionError at its first call, then calls `act`."""
+    """Return a function that raises PermissionError at its first call, then calls `function`."""
     errors = [PermissionError(errno.EACCES, "Permission denied")]
 
     def fail_once():
