@@ -38,7 +38,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def random_state(config, *, seed=0, dtype=np.float32, full=True):
-    """Return a state of random leaves, with positive second moments unless `full` is False."""
+    """Return a state of random leaves; if `full`, with Adam's moments, of which nu is positive."""
     rng = np.random.default_rng(seed)
     declared = gptj.declarations(config)
 
@@ -163,7 +163,7 @@ def test_bf16_losses_are_close_to_the_originals():
     # The two golden runs start from the same f32 weights.
     network = network_of(read(str(ORIGINAL / "f32/mp4_ga1/step_0"), config), config)
     losses = [float(network.train(batch)["loss"]) for batch in tokens_of(golden["train_tokens"])]
-    # 2e-2: two runs of the original differ by 4e-4, and it has f32 activations in places where
+    # 2e-2: two runs of the original differ by 4e-4, and its activations are f32, whereas
     # ours are bf16.
     np.testing.assert_allclose(losses, golden["train.loss"], atol=2e-2, rtol=0)
 
@@ -424,7 +424,7 @@ def test_leaves_that_all_shards_contain_are_averaged(small, tmp_path):
         "embedding_shard/~/linear b": 1,
     }
     for name, start in changed.items():
-        index = start + next(i for i, previous in enumerate(names) if previous.endswith(name))
+        index = start + next(i for i, entry_name in enumerate(names) if entry_name.endswith(name))
         piece = next(p for p, (first, end) in enumerate(places) if first <= index < end)
         leaf = f"arr_{index - places[piece][0]}"
         path = f"{folder}/shard_1/{piece}.npz"
@@ -582,7 +582,10 @@ def test_damage_is_a_one_line_error(small, damage, line, tmp_path):
 
 
 def mutated(content, rng):
-    """Return the bytes truncated, or with two changed: anywhere, at the start or at the end."""
+    """Return the bytes truncated, or with two of them changed.
+
+    The changes are anywhere, near the first headers, or in the archive's directory at the end.
+    """
     content = bytearray(content)
     kind = rng.integers(4)
     if kind == 0:
@@ -605,9 +608,8 @@ def test_random_damage_is_a_one_line_error_or_harmless(tmp_path):
         path.write_bytes(mutated(whole, rng))
         line = None
         try:
-            assert_same(
-                read(folder, config), good
-            )  # harmless, such as a changed date in the archive
+            # Harmless, such as a changed date in the archive.
+            assert_same(read(folder, config), good)
         except InputError as error:
             line = str(error)
             refused += 1
