@@ -64,10 +64,8 @@ def run(tmp_path, monkeypatch, capsys, tokenizer):
         arguments = [str(folder), "set", "--output-dir", str(tmp_path / "out"), "--seq", str(SEQ)]
         with pytest.raises(SystemExit) as ended:
             run_script(lambda: SCRIPTS[kind].main([*arguments, *flags]))
-        output = capsys.readouterr()
-        return ended.value.code or 0, (output.err if ended.value.code else output.out).splitlines()[
-            -1
-        ]
+        out = capsys.readouterr()
+        return ended.value.code or 0, (out.err if ended.value.code else out.out).splitlines()[-1]
 
     monkeypatch.setattr(text_documents, "LONGEST_LINE", LIMIT)
     return run_on
