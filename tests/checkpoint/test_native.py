@@ -154,7 +154,7 @@ def test_floating_leaves_are_cast(tmp_path):
     assert_same_bits(restored, {"w": value.astype(jnp.bfloat16)})
 
 
-def test_donation_right_after_save_changes_nothing(tmp_path):
+def test_donation_right_after_save_does_not_affect_the_checkpoint(tmp_path):
     sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
 
@@ -377,9 +377,9 @@ def test_error_names_the_damaged_file(tmp_path, saved, what):
     assert f"its file {what}" in str(caught.value)
 
 
-def flip(path: Path, at: int, bit: int) -> None:
+def flip(path: Path, offset: int, bit: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
+    content[offset] ^= 1 << bit
     path.write_bytes(content)
 
 
@@ -417,12 +417,15 @@ def test_flipped_bit_is_detected_wherever_it_is(tmp_path, as_host):
         content = file.read_bytes()
         # The first 16 bytes of an array are contiguous, whatever its chunks are.
         starts = {name: content.find(value.tobytes()[:16]) for name, value in values.items()}
-        arrays = {at: name for name, at in starts.items() if at >= 0}
-        for at in [*(at + 9 for at in arrays), *map(int, rng.integers(0, len(content), 3))]:
-            flip(file, at, int(rng.integers(8)))
+        arrays = {offset: name for name, offset in starts.items() if offset >= 0}
+        for offset in [
+            *(offset + 9 for offset in arrays),
+            *map(int, rng.integers(0, len(content), 3)),
+        ]:
+            flip(file, offset, int(rng.integers(8)))
             message = error_of(tmp_path, state)
             file.write_bytes(content)
-            if (leaf := arrays.get(at - 9)) is not None:
+            if (leaf := arrays.get(offset - 9)) is not None:
                 assert f"its leaf {leaf}" in (message or "nothing")
             # Other bytes may belong to an array too, so any outcome is allowed there.
             what = "nothing" if message is None else re.search("(file|leaf) ", message)[1]
@@ -438,8 +441,8 @@ def test_checksum_of_each_layer_is_verified_as_it_is_read(tmp_path):
     with Checkpoints(str(tmp_path), host=True) as checkpoints:
         checkpoints.save(7, state, {})
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
-        if (at := file.read_bytes().find(values[1].tobytes()[:64])) >= 0:
-            flip(file, at, 3)
+        if (offset := file.read_bytes().find(values[1].tobytes()[:64])) >= 0:
+            flip(file, offset, 3)
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
         leaf = checkpoints.saved(7).open_leaf(("params", "layers", "w"))
     for layer in (0, 2):
@@ -521,9 +524,9 @@ def test_lock_of_a_killed_writer_blocks_no_other_process(tmp_path):
             FolderLock(folder)
         process.kill()
         process.wait()
-        with FolderLock(folder) as mine:
+        with FolderLock(folder) as lock:
             assert json.loads((tmp_path / "model" / ".lock").read_text())["process"] == os.getpid()
-            mine.release()
+            lock.release()
             FolderLock(folder).release()
     assert os.listdir(folder) == []
 

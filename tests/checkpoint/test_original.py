@@ -366,9 +366,9 @@ def test_desync_requires_its_own_number_of_shards(small, tmp_path):
     assert_same(write_and_read(tmp_path / "model", state, config), state)
     with pytest.raises(InputError, match=r"8 shards, but norm layernorm-desync .* 4; choose"):
         write(str(tmp_path / "other"), state, config, shards=8)
-    other = config.replace(cores_per_replica=2)
+    changed = config.replace(cores_per_replica=2)
     with pytest.raises(InputError, match=r"4 shards, but norm layernorm-desync .* 2; copy all"):
-        read(str(tmp_path / "model"), other)
+        read(str(tmp_path / "model"), changed)
 
 
 def edit(path, change):
@@ -666,9 +666,9 @@ def test_writing_a_state_that_does_not_match_the_config_is_refused(small, tmp_pa
         write(str(folder), state, small(layers=3, n_vocab=128))
     for dtype in (np.float64, np.int32):
         leaf = state["params"]["layers"]["layer/q"]["w"].astype(dtype)
-        others = state["params"]["layers"] | {"layer/q": {"w": leaf}}
+        layers = state["params"]["layers"] | {"layer/q": {"w": leaf}}
         with pytest.raises(InputError, match=r"params/layers/layer/q/w has dtype \w+, the config "):
-            write(str(folder), state | {"params": state["params"] | {"layers": others}}, config)
+            write(str(folder), state | {"params": state["params"] | {"layers": layers}}, config)
     del state["opt_state"]["nu"]["embed"]["embedding"]["w"]
     with pytest.raises(InputError, match="opt_state/nu/embed/embedding/w is missing"):
         write(str(folder), state, config)

@@ -127,14 +127,14 @@ def test_resume_reads_nothing_before_the_position(index, tmp_path):
 
 
 def test_relative_paths_are_looked_up_in_the_working_directory_first(tmp_path, monkeypatch):
-    here, there = np.zeros((2, SEQ + 1)), np.ones((2, SEQ + 1))
+    in_working_directory, beside_index = np.zeros((2, SEQ + 1)), np.ones((2, SEQ + 1))
     (tmp_path / "data").mkdir()
-    write_records(str(tmp_path / "data" / "a.tfrecords"), there.astype(int))
+    write_records(str(tmp_path / "data" / "a.tfrecords"), beside_index.astype(int))
     (tmp_path / "data" / "a.index").write_text("a.tfrecords\n\n")
     monkeypatch.chdir(tmp_path)
-    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), there)
-    write_records("a.tfrecords", here.astype(int))
-    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), here)
+    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), beside_index)
+    write_records("a.tfrecords", in_working_directory.astype(int))
+    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), in_working_directory)
 
 
 def test_a_uri_is_read_through_tensorflows_file_system(files):

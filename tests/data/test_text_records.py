@@ -319,7 +319,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
         create(tmp_path)
 
 
-def test_too_little_variety_is_refused(tmp_path, documents):
+def test_text_with_too_few_distinct_tokens_is_refused(tmp_path, documents):
     write_files(tmp_path / "in", documents)
     with pytest.raises(InputError, match="with at least 18 distinct tokens"):
         create(tmp_path, "--min-unique-tokens", 18)
