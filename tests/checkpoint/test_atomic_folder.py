@@ -1,4 +1,4 @@
-"""A folder is there whole, or it is not there."""
+"""Folders that are created atomically: completely or not at all."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ def fill(folder, size=10):
         file.write(b"x" * size)
 
 
-def test_it_takes_its_name_at_the_end(tmp_path):
+def test_folder_gets_its_name_only_at_the_end(tmp_path):
     with whole_folder(str(tmp_path / "new" / "model")) as temporary:
         fill(temporary)
         assert not (tmp_path / "new" / "model").exists()
@@ -28,7 +28,7 @@ def test_it_takes_its_name_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])
-def test_nothing_is_left_where_its_filling_fails(tmp_path, error):
+def test_nothing_is_left_if_filling_the_folder_fails(tmp_path, error):
     def fill_half(folder):
         fill(folder)
         raise error
@@ -38,7 +38,7 @@ def test_nothing_is_left_where_its_filling_fails(tmp_path, error):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_there_is_kept(tmp_path):
+def test_existing_folder_is_kept_and_uris_are_refused(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(InputError, match="model: already exists"):
         whole_folder(str(tmp_path / "model")).__enter__()
@@ -47,14 +47,16 @@ def test_what_is_there_is_kept(tmp_path):
         whole_folder("gs://bucket/model").__enter__()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_error_names_a_path_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    said = "model: cannot be written: Not a directory; nothing is left there; choose another path$"
-    with pytest.raises(InputError, match=said):
+    message = (
+        "model: cannot be written: Not a directory; nothing is left there; choose another path$"
+    )
+    with pytest.raises(InputError, match=message):
         whole_folder(str(tmp_path / "file" / "model")).__enter__()
 
 
-def test_every_file_and_folder_is_flushed_before_it_appears(tmp_path, monkeypatch):
+def test_every_file_and_folder_is_flushed_before_the_rename(tmp_path, monkeypatch):
     flushed, flush = set(), os.fsync
 
     def record(descriptor):
@@ -63,13 +65,13 @@ def test_every_file_and_folder_is_flushed_before_it_appears(tmp_path, monkeypatc
 
     rename = os.rename
 
-    def check(source, target):
+    def check_and_rename(source, target):
         inner = os.path.join(source, "inner")
-        assert {os.stat(each).st_ino for each in (source, inner, f"{inner}/file")} <= flushed
+        assert {os.stat(path).st_ino for path in (source, inner, f"{inner}/file")} <= flushed
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", record)
-    monkeypatch.setattr(os, "rename", check)
+    monkeypatch.setattr(os, "rename", check_and_rename)
     with whole_folder(str(tmp_path / "model")) as temporary:
         fill(temporary)
     assert tmp_path.stat().st_ino in flushed
@@ -84,15 +86,16 @@ with whole_folder(sys.argv[1]) as folder:
 """
 
 
-def test_what_a_killed_process_left_is_cleared_away(tmp_path):
-    """What a running one, another host's or another folder's is, stays."""
+def test_temporary_folder_of_a_killed_process_is_deleted(tmp_path):
+    """Temporary folders of running processes, other hosts and other model folders are kept."""
     path = str(tmp_path / "model")
     assert subprocess.run([sys.executable, "-c", KILLED, path], check=False).returncode == -9
-    (left,) = tmp_path.iterdir()
-    dead = left.name.split(".")[-2]
-    running = left.name.replace(f".{dead}.", f".{os.getppid()}.")
-    own = left.name.replace(f".{dead}.", f".{os.getpid()}.")  # where process numbers begin anew
-    kept = {running, f".model.elsewhere.{dead}.tmp", left.name.replace("model", "models")}
+    (leftover,) = tmp_path.iterdir()
+    dead = leftover.name.split(".")[-2]
+    running = leftover.name.replace(f".{dead}.", f".{os.getppid()}.")
+    # As if left by an earlier process with this process's number.
+    own = leftover.name.replace(f".{dead}.", f".{os.getpid()}.")
+    kept = {running, f".model.elsewhere.{dead}.tmp", leftover.name.replace("model", "models")}
     for name in (own, *kept):
         (tmp_path / name).mkdir()
     with whole_folder(path) as temporary:
@@ -100,7 +103,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"model", *kept}
 
 
-def test_a_failing_flush_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_flush_leaves_nothing(tmp_path, monkeypatch):
     def fail(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -113,7 +116,7 @@ def test_a_failing_flush_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_written_is_flushed_meanwhile(tmp_path, monkeypatch):
+def test_files_are_flushed_in_the_background_while_being_written(tmp_path, monkeypatch):
     flushed, flush = [], os.fsync
 
     def record(descriptor):
@@ -131,7 +134,7 @@ def test_what_is_written_is_flushed_meanwhile(tmp_path, monkeypatch):
         wait_until(lambda: flushed.count(file) > 1)
 
 
-def test_a_flush_that_fails_meanwhile_is_not_forgotten(tmp_path, monkeypatch):
+def test_failed_background_flush_is_reported_at_the_end(tmp_path, monkeypatch):
     failed, flush = [], os.fsync
 
     def fail_once(descriptor):
@@ -150,19 +153,19 @@ def test_a_flush_that_fails_meanwhile_is_not_forgotten(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def fill_until(folder, true):
+def fill_until(folder, condition):
     fill(folder)
-    wait_until(true)
+    wait_until(condition)
 
 
-def wait_until(true, seconds=10.0):
+def wait_until(condition, seconds=10.0):
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
 
 
-def test_a_full_disk_leaves_nothing(small_disk):
+def test_full_disk_leaves_nothing(small_disk):
     folder = small_disk("1m")
     with (
         pytest.raises(InputError, match="model: cannot be written: No space left on device"),

@@ -1,4 +1,4 @@
-"""No number becomes infinite on its way between dtypes, whichever format holds it."""
+"""Casts between dtypes, which never turn a finite number into infinity, in every format."""
 
 import os
 
@@ -18,14 +18,14 @@ from mesh_transformer.util import InputError
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (2, 0, 4)])
 @pytest.mark.parametrize("source", FLOATS.values())
 @pytest.mark.parametrize("target", FLOATS.values())
-def test_a_cast_is_numpy_s(shape, source, target):
+def test_cast_matches_numpys_cast(shape, source, target):
     value = np.random.default_rng(0).normal(size=shape).astype(source)
-    found = cast(value, target, "leaf")
-    assert found.dtype == target
-    assert found.tobytes() == value.astype(target).tobytes()
+    actual = cast(value, target, "leaf")
+    assert actual.dtype == target
+    assert actual.tobytes() == value.astype(target).tobytes()
 
 
-@pytest.mark.parametrize("place", [(0, 0, 0), (1, 2, 3)])
+@pytest.mark.parametrize("index", [(0, 0, 0), (1, 2, 3)])
 @pytest.mark.parametrize(
     ("largest", "source", "target", "line"),
     [
@@ -49,20 +49,20 @@ def test_a_cast_is_numpy_s(shape, source, target):
         ),
     ],
 )
-def test_what_is_too_large_is_refused(place, largest, source, target, line):
+def test_values_above_the_maximum_of_a_dtype_are_refused(index, largest, source, target, line):
     value = np.zeros((2, 3, 4), FLOATS[source])
-    value[place] = largest
+    value[index] = largest
     value[0, 1, :2] = np.inf, np.nan
     with pytest.raises(InputError, match=line):
         cast(value, FLOATS[target], "leaf")
-    value[place] = np.copysign(np.inf, largest)  # infinite before, infinite after
-    found = cast(value, FLOATS[target], "leaf")
-    # In f32, as numpy's comparison knows no NaN of bfloat16's.
-    np.testing.assert_array_equal(found.astype(np.float32), value.astype(np.float32))
+    value[index] = np.copysign(np.inf, largest)  # infinities stay infinite
+    actual = cast(value, FLOATS[target], "leaf")
+    # Compared in f32, because numpy's comparison does not recognise NaNs of bfloat16.
+    np.testing.assert_array_equal(actual.astype(np.float32), value.astype(np.float32))
 
 
 def weights(config, dtype: DTypeLike = np.float32):
-    """Random weights that every format holds: without a bias of the embedding."""
+    """Random weights with an embedding bias of zero, which every format can represent."""
     rng = np.random.default_rng(0)
     params = map_declared(
         lambda d: rng.normal(size=d.shape).astype(dtype), gptj.declarations(config)
@@ -80,7 +80,7 @@ def write(folder, kind, state, config):
 
 @pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize("target", FORMATS)
-def test_every_pair_of_formats_refuses_what_f16_cannot_hold(small, source, target, tmp_path):
+def test_every_pair_of_formats_refuses_values_too_large_for_f16(small, source, target, tmp_path):
     config = small(layers=1)
     state = weights(config)
     state["params"]["layers"]["layer/q"]["w"][0, 3, 4] = 1e6
@@ -95,12 +95,12 @@ def test_every_pair_of_formats_refuses_what_f16_cannot_hold(small, source, targe
     assert sorted(os.listdir(tmp_path)) == before
     state["params"]["layers"]["layer/q"]["w"][0, 3, 4] = np.inf
     write(end, source, state, config)
-    _, found = conversion.read(Source(end, source), config, dtype=np.float16)
+    _, loaded = conversion.read(Source(end, source), config, dtype=np.float16)
     expected = state["params"]["layers"]["layer/q"]["w"].astype(np.float16)
-    np.testing.assert_array_equal(found["params"]["layers"]["layer/q"]["w"], expected)
+    np.testing.assert_array_equal(loaded["params"]["layers"]["layer/q"]["w"], expected)
 
 
-def test_a_sum_of_f16_shares_may_be_too_large_for_it(small, tmp_path):
+def test_sum_of_f16_shares_too_large_for_f16_is_refused(small, tmp_path):
     config = small(layers=1, norm="rmsnorm", cores_per_replica=4)
     folder = original.write(str(tmp_path / "f16"), weights(config, np.float16), config)
     for number in range(4):
@@ -115,7 +115,7 @@ def test_a_sum_of_f16_shares_may_be_too_large_for_it(small, tmp_path):
     assert wide["params"]["embed"]["embedding"]["b"][5] == ml_dtypes.bfloat16(1e5)
 
 
-def test_a_bias_folded_into_f16_may_be_too_large_for_it(small, tmp_path):
+def test_sum_of_embedding_and_bias_too_large_for_f16_is_refused(small, tmp_path):
     config = small(layers=1)
     state = weights(config, np.float16)
     state["params"]["embed"]["embedding"]["w"][7, 3] = 4e4

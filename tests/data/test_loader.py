@@ -1,4 +1,4 @@
-"""Token records: one sequence whatever the batch size, exact resumes, and each refusal."""
+"""Token records: order independent of the batch size, exact resuming, and all refusals."""
 
 import gc
 import itertools
@@ -20,7 +20,7 @@ N_VOCAB = 500
 
 @pytest.fixture
 def files():
-    """Token arrays of three files whose sizes share no factor with the batches below."""
+    """Token arrays of three files, 13 records in total, which most batch sizes do not divide."""
     generator = np.random.default_rng(3)
     return [generator.integers(0, N_VOCAB, (rows, SEQ + 1), np.uint32) for rows in (5, 1, 7)]
 
@@ -40,7 +40,7 @@ def load(index, batch_size: int | tuple = 1, **options):
 
 
 def tokens_of(batch):
-    """A batch's records, one a row."""
+    """Return a batch's records, one per row."""
     obs, target = (batch[key].reshape(-1, SEQ) for key in ("obs", "target"))
     np.testing.assert_array_equal(obs[:, 1:], target[:, :-1])
     return np.concatenate((obs, target[:, -1:]), axis=1)
@@ -51,7 +51,7 @@ def take(loader, batches):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 13, (2, 2), (3, 4), (1, 11)])
-def test_any_batch_size_gives_the_files_records_in_order_over_and_over(index, files, batch_size):
+def test_any_batch_size_repeats_the_files_records_in_order(index, files, batch_size):
     everything = np.concatenate(files)
     loader = load(index, batch_size)
     batches = [loader.get_samples() for _ in range(9)]
@@ -60,9 +60,9 @@ def test_any_batch_size_gives_the_files_records_in_order_over_and_over(index, fi
         assert {(key, x.shape, str(x.dtype)) for key, x in batch.items()} == {
             (key, (*shape, SEQ), "uint32") for key in ("obs", "target")
         }
-    found = np.concatenate([tokens_of(batch) for batch in batches])
-    expected = everything[np.arange(len(found)) % len(everything)]
-    np.testing.assert_array_equal(found, expected)
+    actual = np.concatenate([tokens_of(batch) for batch in batches])
+    expected = everything[np.arange(len(actual)) % len(everything)]
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 13])
@@ -71,12 +71,12 @@ def test_one_epoch_ends_after_its_last_full_batch(index, files, batch_size):
     full = len(everything) // batch_size * batch_size
     loader = load(index, batch_size, repeat=False)
     np.testing.assert_array_equal(take(loader, 100), everything[:full])
-    for _ in range(2):  # and stays ended
+    for _ in range(2):  # the loader stays exhausted
         with pytest.raises(StopIteration):
             loader.get_samples()
 
 
-def test_sample_once_starts_afresh_and_leaves_the_position(index, files):
+def test_sample_once_starts_at_the_beginning_and_keeps_the_position(index, files):
     loader = load(index, 4)
     loader.get_samples()
     state = loader.state()
@@ -91,10 +91,10 @@ def test_sample_once_starts_afresh_and_leaves_the_position(index, files):
 def test_resume_at_every_batch_with_another_batch_size(index, files, first, second):
     everything = np.concatenate(files)
     loader = load(index, first)
-    for handed_out in range(0, 30, first):
+    for done in range(0, 30, first):
         state = json.loads(json.dumps(loader.state()))
         resumed = take(load(index, second, restore_state=state), 5)
-        expected = everything[(handed_out + np.arange(len(resumed))) % len(everything)]
+        expected = everything[(done + np.arange(len(resumed))) % len(everything)]
         np.testing.assert_array_equal(resumed, expected)
         loader.get_samples()
 
@@ -108,9 +108,9 @@ def test_restore_rewinds_a_loader_in_use(index):
     np.testing.assert_array_equal(take(loader, 7), expected)
 
 
-def test_the_state_names_the_record(index):
+def test_state_contains_the_position_of_the_next_record(index):
     loader = load(index, 4)
-    take(loader, 4)  # 16 records: an epoch of 13 and 3 more
+    take(loader, 4)  # 16 records: one epoch of 13 and 3 more
     state = loader.state()
     assert (state["epoch"], state["file"], state["record"]) == (1, 0, 3)
 
@@ -126,19 +126,19 @@ def test_resume_reads_nothing_before_the_position(index, tmp_path):
     np.testing.assert_array_equal(take(load(index, 1, restore_state=state), 4), expected)
 
 
-def test_relative_paths_count_from_the_working_directory_first(tmp_path, monkeypatch):
-    here, there = np.zeros((2, SEQ + 1)), np.ones((2, SEQ + 1))
+def test_relative_paths_are_looked_up_in_the_working_directory_first(tmp_path, monkeypatch):
+    in_working_directory, beside_index = np.zeros((2, SEQ + 1)), np.ones((2, SEQ + 1))
     (tmp_path / "data").mkdir()
-    write_records(str(tmp_path / "data" / "a.tfrecords"), there.astype(int))
+    write_records(str(tmp_path / "data" / "a.tfrecords"), beside_index.astype(int))
     (tmp_path / "data" / "a.index").write_text("a.tfrecords\n\n")
     monkeypatch.chdir(tmp_path)
-    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), there)
-    write_records("a.tfrecords", here.astype(int))
-    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), here)
+    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), beside_index)
+    write_records("a.tfrecords", in_working_directory.astype(int))
+    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), in_working_directory)
 
 
 def test_a_uri_is_read_through_tensorflows_file_system(files):
-    # TensorFlow's in-memory file system stands in for gs://, which takes the same calls.
+    # TensorFlow's in-memory file system takes the place of gs://; the calls are the same.
     gfile = tensorflow().io.gfile
     write_records("ram://bucket/a.tfrecords", files[0])
     write_records("ram://bucket/b.tfrecords", files[2])
@@ -152,7 +152,7 @@ def test_a_uri_is_read_through_tensorflows_file_system(files):
     assert "ram://bucket/absent.index: no such file" in refusal("ram://bucket/absent.index")
 
 
-def test_tensorflow_reads_what_is_written_and_the_reverse(index, files, tmp_path):
+def test_tensorflow_reads_our_records(index, files, tmp_path):
     tf = tensorflow()
     dataset = tf.data.TFRecordDataset(str(tmp_path / "part_2.tfrecords"))
     schema = {"text": tf.io.FixedLenFeature([SEQ + 1], tf.int64)}
@@ -178,7 +178,7 @@ def test_an_empty_index_is_refused(tmp_path, content):
     assert "empty.index: empty" in refusal(path)
 
 
-def test_records_given_as_an_index_are_refused(index, tmp_path):
+def test_binary_file_is_refused_as_an_index(index, tmp_path):
     (tmp_path / "bytes.index").write_bytes(b"\xff\xfe\x00")
     assert "bytes.index: not text" in refusal(tmp_path / "bytes.index")
 
@@ -196,7 +196,7 @@ def test_an_empty_record_file_is_refused_at_once(index, tmp_path):
 
 
 def record_starts(path):
-    """Byte offsets of the records, from the framing's length fields; the file's size last."""
+    """Return the byte offsets of the records, from their length fields, and the file size."""
     content, starts = path.read_bytes(), [0]
     while starts[-1] < len(content):
         length = int.from_bytes(content[starts[-1] : starts[-1] + 8], "little")
@@ -204,7 +204,7 @@ def record_starts(path):
     return starts
 
 
-def test_truncation_at_any_byte_names_the_file_and_the_records_offset(index, tmp_path):
+def test_error_of_truncation_at_any_byte_names_the_file_and_the_records_offset(index, tmp_path):
     path = tmp_path / "part_2.tfrecords"
     starts, content = record_starts(path), path.read_bytes()
     for kept in range(starts[3] + 1, starts[4]):
@@ -213,7 +213,7 @@ def test_truncation_at_any_byte_names_the_file_and_the_records_offset(index, tmp
         assert f"part_2.tfrecords: truncated in the record at byte {starts[3]};" in message
 
 
-def test_a_flipped_bit_anywhere_names_the_file_and_the_records_offset(index, tmp_path):
+def test_error_of_a_flipped_bit_names_the_file_and_the_records_offset(index, tmp_path):
     path = tmp_path / "part_2.tfrecords"
     starts, content = record_starts(path), path.read_bytes()
     for byte in range(starts[3], starts[4]):
@@ -224,7 +224,7 @@ def test_a_flipped_bit_anywhere_names_the_file_and_the_records_offset(index, tmp
         assert f"part_2.tfrecords: corrupt record at byte {starts[3]} " in message
 
 
-def test_the_records_before_the_damage_are_handed_out(index, files, tmp_path):
+def test_records_before_the_damage_are_returned(index, files, tmp_path):
     path = tmp_path / "part_2.tfrecords"
     path.write_bytes(path.read_bytes()[: record_starts(path)[3] + 5])
     loader = load(index)
@@ -258,7 +258,7 @@ def test_a_record_of_raw_text_is_refused(index, tmp_path):
     assert "no int64 feature text, found ['text']" in refusal(index, batches=6)
 
 
-def test_a_record_that_is_no_example_is_refused(index, tmp_path):
+def test_record_that_is_not_an_example_is_refused(index, tmp_path):
     with tensorflow().io.TFRecordWriter(str(tmp_path / "part_1.tfrecords")) as writer:
         writer.write(b"\xff\xff\xff")
     assert "record 0 (the first is 0) is not a tf.train.Example" in refusal(index, batches=6)
@@ -310,7 +310,7 @@ def test_a_damaged_state_is_refused(index, change):
     assert "expected counts" in refusal(index, restore_state=state)
 
 
-def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path, files):
+def test_failed_write_keeps_the_existing_file(tmp_path, files):
     path = tmp_path / "a.tfrecords"
     write_records(str(path), files[0])
     before = path.read_bytes()
@@ -330,7 +330,7 @@ def test_writing_into_a_missing_folder_is_refused(tmp_path, files):
         write_records(str(tmp_path / "absent" / "a.tfrecords"), files[0])
 
 
-def test_prefetch_ends_its_thread_when_closed_or_collected():
+def test_prefetch_thread_ends_when_closed_or_garbage_collected():
     before = set(threading.enumerate())
     for depth in (1, 4):
         closed, collected = (Prefetch(itertools.count(), depth) for _ in range(2))
@@ -342,7 +342,7 @@ def test_prefetch_ends_its_thread_when_closed_or_collected():
     assert set(threading.enumerate()) <= before
 
 
-def test_prefetch_raises_the_iterators_error_in_its_place_and_again():
+def test_prefetch_raises_the_iterators_error_in_order_and_again():
     def failing():
         yield 1
         raise KeyError("gone")

@@ -1,4 +1,4 @@
-"""Several texts in one sequence: every one of them trains as it would in a sequence alone."""
+"""Packing: each text in a shared sequence trains exactly as in a sequence of its own."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ PAIRS = 2 * BATCH
 
 
 class Letters(SimpleNamespace):
-    """A tokenizer whose tokens are characters."""
+    """A tokenizer with one token per character."""
 
     eos_token_id = 0
 
@@ -36,7 +36,7 @@ class Letters(SimpleNamespace):
 
 
 def random_pairs() -> list[Any]:
-    """Texts of 1 to `SEQ` tokens and an end, some of them without a prompt."""
+    """Return texts of 1 to `SEQ` tokens and an end of text, some without a prompt."""
     rng = np.random.default_rng(7)
     lengths = [SEQ, 1, *rng.integers(1, SEQ // 2, PAIRS - 2)]
     texts = ["".join(map(chr, rng.integers(1, CONFIG.n_vocab, length))) for length in lengths]
@@ -45,13 +45,13 @@ def random_pairs() -> list[Any]:
 
 
 def records(*, pack: bool) -> list[dict[str, np.ndarray]]:
-    found = script.read_records(random_pairs(), Letters(), SEQ, script.Bad(False), pack=pack)
-    return list(found)
+    rows = script.read_records(random_pairs(), Letters(), SEQ, script.Bad(False), pack=pack)
+    return list(rows)
 
 
 @pytest.fixture(scope="module")
 def indexes(tmp_path_factory) -> dict[bool, str]:
-    """The set as it is, and packed."""
+    """The index files of the unpacked and the packed set."""
     folder = tmp_path_factory.mktemp("sets")
     return {
         pack: str(write_set(str(folder), f"{pack}", records(pack=pack))[1])
@@ -60,7 +60,7 @@ def indexes(tmp_path_factory) -> dict[bool, str]:
 
 
 def whole_set(index: str, count: int) -> dict[str, np.ndarray]:
-    """All records as one batch of `count` [1, count, T]; those that are missing bear no loss."""
+    """Return all records as one batch [1, count, T], padded with records without loss."""
     rows = list(TFRecordNewInputs(index, 1, SEQ, repeat=False))
     blank = {key: np.zeros_like(x) for key, x in rows[0].items()}
     rows += [blank] * (count - len(rows))
@@ -68,17 +68,17 @@ def whole_set(index: str, count: int) -> dict[str, np.ndarray]:
 
 
 def test_packing_keeps_every_token_and_its_order():
-    alone, packed = records(pack=False), records(pack=True)
-    assert len(alone) == PAIRS
+    unpacked, packed = records(pack=False), records(pack=True)
+    assert len(unpacked) == PAIRS
     assert len(packed) < PAIRS // 2
     for name in ("input_ids", "labels", "input_mask"):
-        ours = [row[name][row["segment_ids"] > 0] for row in packed]
-        texts = [
+        actual = [row[name][row["segment_ids"] > 0] for row in packed]
+        expected = [
             row[name][: len(pair.prompt + pair.completion)]
-            for row, pair in zip(alone, random_pairs(), strict=True)
+            for row, pair in zip(unpacked, random_pairs(), strict=True)
         ]
-        np.testing.assert_array_equal(np.concatenate(ours), np.concatenate(texts))
-    for row in packed:  # each text of a record has a number, and the padding has none
+        np.testing.assert_array_equal(np.concatenate(actual), np.concatenate(expected))
+    for row in packed:  # texts are numbered from 1, and padding has number 0
         segments = row["segment_ids"][row["segment_ids"] > 0]
         assert segments.tolist() == sorted(segments)
         assert sorted(set(segments)) == list(range(1, segments.max() + 1))
@@ -86,26 +86,27 @@ def test_packing_keeps_every_token_and_its_order():
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
-def test_a_packed_set_scores_as_it_does_unpacked(indexes, pe):
+def test_packed_set_scores_the_same_as_unpacked(indexes, pe):
     network = CausalTransformer(CONFIG.replace(pe=pe, pe_rotary_dims=None, attention_window=5))
-    alone, packed = (validation.score(network, indexes[pack]) for pack in (False, True))
-    assert packed.tokens == alone.tokens > 0
-    assert packed.correct == alone.correct
-    assert packed.nats == pytest.approx(alone.nats, rel=1e-6)  # a hundred losses near 5 in f32
+    unpacked, packed = (validation.score(network, indexes[pack]) for pack in (False, True))
+    assert packed.tokens == unpacked.tokens > 0
+    assert packed.correct == unpacked.correct
+    # A sum of a hundred losses near 5 in f32.
+    assert packed.nats == pytest.approx(unpacked.nats, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("partitioning", "dp", "mp"), [("shard_map", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4)]
 )
-def test_a_packed_set_trains_as_it_does_unpacked(indexes, partitioning, dp, mp):
-    alone = run(CONFIG, batch=whole_set(indexes[False], PAIRS))
+def test_packed_set_trains_the_same_as_unpacked(indexes, partitioning, dp, mp):
+    unpacked = run(CONFIG, batch=whole_set(indexes[False], PAIRS))
     batch = whole_set(indexes[True], PAIRS // 2)
     packed = run(on_mesh(CONFIG, partitioning, mp, 0), dp, mp, batch)
-    differences = largest_differences(packed, alone)
-    assert max(differences.values()) < 1e-5, differences  # as tests/test_step.py
+    differences = largest_differences(packed, unpacked)
+    assert max(differences.values()) < 1e-5, differences  # as in tests/training/test_step.py
 
 
-def test_each_run_of_a_number_is_a_text_and_has_a_last_position():
+def test_each_run_of_a_segment_id_is_a_text_with_a_last_position():
     segments = np.array([[1, 1, 2, 2, 1, 1, -1, -1], [5] * 8])
     mask = np.array([[1, 1, 0, 0, 1, 0, 1, 1], [0, 1, 1, 0, 0, 0, 0, 0]])
     weights = loss_weights(jnp.asarray(mask), Auto(), jnp.asarray(segments))
@@ -114,21 +115,21 @@ def test_each_run_of_a_number_is_a_text_and_has_a_last_position():
     np.testing.assert_allclose(weights.every_BT, mask / mask.mean(), rtol=1e-6)
 
 
-def test_beside_packed_records_others_are_of_one_text(tmp_path, indexes):
+def test_plain_records_mixed_with_packed_ones_are_a_single_segment(tmp_path, indexes):
     rows = np.random.default_rng(1).integers(0, CONFIG.n_vocab, (9, SEQ + 1))
     _, plain, _ = write_set(str(tmp_path), "plain", rows)
     loader = TFRecordNewInputs({indexes[True]: 1.0, str(plain): 1.0}, 1, SEQ)
     kinds = set()
     for _ in range(30):
         row = loader.get_samples()
-        segments, bearing = row["segment_ids"][0], row["loss_mask"][0]
-        kinds.add((set(segments) == {1}, bool(bearing.all())))
+        segments, loss_mask = row["segment_ids"][0], row["loss_mask"][0]
+        kinds.add((set(segments) == {1}, bool(loss_mask.all())))
     assert (True, True) in kinds
     assert (False, False) in kinds
     loader.close()
 
 
-def test_packed_records_among_others_are_refused(tmp_path):
+def test_set_of_packed_and_unpacked_records_is_refused(tmp_path):
     mixed = [records(pack=False)[0], records(pack=True)[0]]
     _, index, _ = write_set(str(tmp_path), "mixed", mixed)
     loader = TFRecordNewInputs(str(index), 1, SEQ, repeat=False)

@@ -1,4 +1,4 @@
-"""Shuffles, mixtures and masks: what is read in which order, and going on exactly there."""
+"""Shuffling, mixtures and masks: the order of records, and exact resuming."""
 
 import collections
 import itertools
@@ -18,7 +18,10 @@ FILES = (5, 1, 7, 11)
 
 
 def write_index(folder, name, files=FILES, first=0):
-    """An index of records whose every token is the record's number in all, from `first` on."""
+    """Write an index and its records; return the index file's path.
+
+    Records are numbered from `first`, and all tokens of a record are its number.
+    """
     folder.mkdir(exist_ok=True)
     for part, count in enumerate(files):
         rows = np.arange(first, first + count)[:, None].repeat(SEQ + 1, 1)
@@ -30,7 +33,7 @@ def write_index(folder, name, files=FILES, first=0):
 
 
 def numbers(loader, batches):
-    """The records' numbers of the next batches."""
+    """Return the record numbers of the next batches."""
     return [
         int(n) for batch in itertools.islice(loader, batches) for n in batch["obs"][..., 0].flat
     ]
@@ -41,16 +44,16 @@ def load(index, batch_size=1, **options):
 
 
 @pytest.mark.parametrize("shuffle_buffer", [1, 4, 24, 100])
-def test_every_epoch_has_every_record_once_in_an_order_of_its_own(tmp_path, shuffle_buffer):
+def test_every_epoch_has_every_record_once_in_its_own_order(tmp_path, shuffle_buffer):
     index = write_index(tmp_path, "a")
-    found = numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=3), 24)
-    epochs = [found[start : start + 24] for start in range(0, 120, 24)]
+    actual = numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=3), 24)
+    epochs = [actual[start : start + 24] for start in range(0, 120, 24)]
     assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 3  # of 24 orders of files two may be equal
+    assert len({tuple(epoch) for epoch in epochs}) > 3  # two of the 24 orders of files may coincide
     assert epochs[0] != list(range(24))
-    assert numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=3), 24) == found
-    assert numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=4), 24) != found
-    if shuffle_buffer == 1:  # files are shuffled, their records are not
+    assert numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=3), 24) == actual
+    assert numbers(load(index, 5, shuffle_buffer=shuffle_buffer, seed=4), 24) != actual
+    if shuffle_buffer == 1:  # files are shuffled, but not the records inside them
         parts = np.split(np.arange(24), np.cumsum(FILES)[:-1])
         begins = sorted(epochs[0].index(part[0]) for part in parts)
         whole = [epochs[0][begin : begin + len(part)] for part in parts for begin in begins]
@@ -59,10 +62,10 @@ def test_every_epoch_has_every_record_once_in_an_order_of_its_own(tmp_path, shuf
 
 def test_one_epoch_of_a_shuffled_set_ends(tmp_path):
     loader = load(write_index(tmp_path, "a"), 5, shuffle_buffer=7, repeat=False)
-    assert len(set(numbers(loader, 100))) == 20  # the last full batch
+    assert len(set(numbers(loader, 100))) == 20  # four full batches of the 24 records
 
 
-def test_a_file_that_is_listed_twice_is_read_twice(tmp_path):
+def test_file_listed_twice_is_read_twice(tmp_path):
     index = write_index(tmp_path, "a", (2, 3))
     with open(index, "a") as file:
         file.write("a_0.tfrecords\n")
@@ -84,18 +87,19 @@ def test_sets_are_mixed_by_weight(tmp_path):
         write_index(tmp_path, "b", (7,), first=1000): 1.0,
         write_index(tmp_path, "c", (3,), first=2000): 0,
     }
-    found = numbers(load(sets, 10, seed=1), 1000)
-    counts = collections.Counter(number // 1000 for number in found)
-    # 10,000 draws: a share of 0.75 is within 0.02 but for one seed in some 300,000.
+    actual = numbers(load(sets, 10, seed=1), 1000)
+    counts = collections.Counter(number // 1000 for number in actual)
+    # 10,000 draws: a share of 0.75 is within 0.02, except for about one seed in 300,000.
     assert counts[0] / 10_000 == pytest.approx(0.75, abs=0.02)
     assert set(counts) == {0, 1}
-    ours = [number for number in found if number < 1000]
-    assert ours == [n % 110 for n in range(len(ours))]  # each in its own order, over and over
-    theirs = [number for number in found if number >= 1000]
-    assert theirs == [1000 + n % 7 for n in range(len(theirs))]
+    first_set = [number for number in actual if number < 1000]
+    # Each set in its own order, repeatedly.
+    assert first_set == [n % 110 for n in range(len(first_set))]
+    second_set = [number for number in actual if number >= 1000]
+    assert second_set == [1000 + n % 7 for n in range(len(second_set))]
 
 
-def test_equal_weights_need_not_be_shares(tmp_path):
+def test_weights_need_not_sum_to_one(tmp_path):
     a, b = write_index(tmp_path, "a"), write_index(tmp_path, "b", first=100)
     assert numbers(load({a: 2, b: 6}), 50) == numbers(load({a: 0.25, b: 0.75}), 50)
 
@@ -113,28 +117,28 @@ def test_resume_at_any_record_with_another_batch_size(tmp_path, shuffle_buffer, 
         state = json.loads(json.dumps(loader.state()))
         batch_size = [1, 3, (2, 2), 7][done % 4]
         resumed = load(index, batch_size, restore_state=state, **options)
-        found = numbers(resumed, 6)
-        assert found == expected[done : done + len(found)], done
+        actual = numbers(resumed, 6)
+        assert actual == expected[done : done + len(actual)], done
         resumed.close()
         loader.get_samples()
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_that_read_their_own_part_read_all_of_it(tmp_path, hosts):
+def test_hosts_that_read_their_own_columns_read_the_whole_batch(tmp_path, hosts):
     index = {write_index(tmp_path, "a"): 2.0, write_index(tmp_path, "b", (2, 6), first=100): 1.0}
     options = {"shuffle_buffer": 4, "seed": 7}
     expected = load(index, (3, 4), **options)
     parts = np.split(np.arange(4), hosts)
     state = None
-    for _ in range(10):  # each batch by loaders that begin where those before them were
+    for _ in range(10):  # each batch is read by new loaders that resume from the last state
         loaders = [
             load(index, (3, 4), columns=part.tolist(), restore_state=state, **options)
             for part in parts
         ]
-        found = [loader.get_samples() for loader in loaders]
+        batches = [loader.get_samples() for loader in loaders]
         for name, rows in expected.get_samples().items():
             np.testing.assert_array_equal(
-                np.concatenate([own[name] for own in found], axis=1), rows
+                np.concatenate([batch[name] for batch in batches], axis=1), rows
             )
         states = [loader.state() for loader in loaders]
         assert states == [expected.state()] * hosts
@@ -144,7 +148,7 @@ def test_hosts_that_read_their_own_part_read_all_of_it(tmp_path, hosts):
 
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 50])
-def test_a_resume_reads_as_much_whatever_was_read_before(tmp_path, monkeypatch, shuffle_buffer):
+def test_cost_of_resuming_does_not_depend_on_the_position(tmp_path, monkeypatch, shuffle_buffer):
     index = write_index(tmp_path, "a", (2000, 2000))
     options = {"shuffle_buffer": shuffle_buffer}
     loader, states = load(index, 10, **options), []
@@ -169,31 +173,31 @@ def test_a_resume_reads_as_much_whatever_was_read_before(tmp_path, monkeypatch, 
         rows = source.records(source.checked_position(state), repeat=True)
         collections.deque(itertools.islice(rows, 10), maxlen=0)
         counts.append(len(read))
-    # The set's first record, and those asked for, or the block that they are in.
+    # The set's first record, and the requested records or the shuffle block that contains them.
     assert counts == [1 + max(10, shuffle_buffer)] * 2
 
 
 def write_masked(folder, name, rows):
-    """An index of masked records, (input_ids, labels, input_mask) each."""
+    """Write an index and its masked records (input_ids, labels, input_mask); return its path."""
     named = [dict(zip(("input_ids", "labels", "input_mask"), row, strict=True)) for row in rows]
     write_records(str(folder / f"{name}.tfrecords"), named)
     (folder / f"{name}.index").write_text(f"{name}.tfrecords\n")
     return str(folder / f"{name}.index")
 
 
-def test_a_mask_comes_with_its_record(tmp_path):
+def test_masked_records_are_returned_with_their_masks(tmp_path):
     rng = np.random.default_rng(2)
     rows = rng.integers(0, 50, (6, 3, SEQ))
     rows[:, 2] %= 2
     loader = load(write_masked(tmp_path, "a", rows), (1, 2), n_vocab=50, repeat=False)
     batches = list(loader)
-    for at, key in enumerate(("obs", "target", "loss_mask")):
-        found = np.concatenate([batch[key] for batch in batches]).reshape(6, SEQ)
-        np.testing.assert_array_equal(found, rows[:, at])
-        assert found.dtype == (np.uint8 if key == "loss_mask" else np.uint32)
+    for index, key in enumerate(("obs", "target", "loss_mask")):
+        actual = np.concatenate([batch[key] for batch in batches]).reshape(6, SEQ)
+        np.testing.assert_array_equal(actual, rows[:, index])
+        assert actual.dtype == (np.uint8 if key == "loss_mask" else np.uint32)
 
 
-def test_beside_masked_records_others_bear_loss_everywhere(tmp_path):
+def test_unmasked_records_mixed_with_masked_ones_have_loss_everywhere(tmp_path):
     rows = np.ones((3, 3, SEQ), int)
     rows[:, 2] = 0
     sets = {write_index(tmp_path, "a", first=2): 1.0, write_masked(tmp_path, "b", rows): 1.0}
@@ -227,7 +231,7 @@ def test_bad_masked_records_are_refused(tmp_path, change, line):
 
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0]])
-def test_weights_that_choose_nothing_are_refused(tmp_path, weights):
+def test_invalid_weights_are_refused(tmp_path, weights):
     sets = {write_index(tmp_path, f"{n}"): weight for n, weight in enumerate(weights)}
     with pytest.raises(InputError, match="expected none below 0 and one above 0"):
         load(sets)
@@ -254,18 +258,18 @@ def test_weights_that_choose_nothing_are_refused(tmp_path, weights):
     ],
     ids=str,
 )
-def test_a_position_in_another_order_is_refused(tmp_path, before, after, line):
+def test_position_in_another_order_is_refused(tmp_path, before, after, line):
     index = write_index(tmp_path, "a")
     state = load(index, **before).state()
     with pytest.raises(InputError, match=line):
         load(index, restore_state=state, **after)
 
 
-def test_a_position_in_another_mixture_is_refused(tmp_path):
+def test_position_in_another_mixture_is_refused(tmp_path):
     a, b = write_index(tmp_path, "a"), write_index(tmp_path, "b", (2, 3))
     state = load({a: 1, b: 1}).state()
     with pytest.raises(InputError, match="a mixture of 2 sets, but train_set now has 1"):
         load(a, restore_state=state)
     with pytest.raises(InputError, match="lists other files than when the position was saved"):
         load({b: 1, a: 1}, restore_state=state)
-    load({a: 1, b: 5}, restore_state=state).close()  # other weights go on from there
+    load({a: 1, b: 5}, restore_state=state).close()  # changed weights can resume

@@ -1,4 +1,4 @@
-"""Text to records, against a plain in-memory restatement of what the records must be."""
+"""Records from text, compared with a simple in-memory reference implementation."""
 
 import io
 import itertools
@@ -36,14 +36,14 @@ def tokenizer():
 
 @pytest.fixture
 def documents():
-    """Thirty documents of one to ninety words, a few of many newlines."""
+    """Thirty documents of 1 to 89 words, some of which contain newlines."""
     generator = np.random.default_rng(5)
     lengths = generator.integers(1, 90, 30)
     return [" ".join(generator.choice(WORDS, length)) for length in lengths]
 
 
 def write_files(folder, documents, files=4):
-    """The documents in .txt files, several a file; returns them file by file."""
+    """Write the documents to .txt files, several per file; return them grouped by file."""
     folder.mkdir(exist_ok=True)
     groups = [documents[start::files] for start in range(files)]
     for number, group in enumerate(groups):
@@ -52,7 +52,7 @@ def write_files(folder, documents, files=4):
 
 
 def create(tmp_path, *options, source="in", seq=SEQ):
-    """Run the script; the sequences that its index file leads to."""
+    """Run the script; return the sequences listed by its index file."""
     out = tmp_path / "out"
     arguments = [str(tmp_path / source), "set", "--output-dir", str(out), "--seq", str(seq)]
     script.main([*arguments, *map(str, options)])
@@ -68,23 +68,25 @@ def read(index, seq):
 
 
 def packed(tokens, length=SEQ + 1):
-    """Whole sequences of a token list, and what is left."""
+    """Return the complete sequences of a token list, and the remaining tokens."""
     whole = len(tokens) // length * length
     return [tokens[start : start + length] for start in range(0, whole, length)], tokens[whole:]
 
 
 def expected_sequences(groups, tokenizer, epochs=1, seed=10, shuffled=True, minimum=0):
-    """The records by definition: all in memory, with lists."""
+    """Return the expected records, computed in memory with lists."""
     generator = random.Random(seed)
     groups = list(groups)
     if shuffled:
         generator.shuffle(groups)
     encoded = [[*tokenizer.encode(text), END] for group in groups for text in group]
-    rest, result = [], []
+    remainder, result = [], []
     for _ in range(epochs):
         if shuffled:
             generator.shuffle(encoded)
-        sequences, rest = packed(rest + [token for document in encoded for token in document])
+        sequences, remainder = packed(
+            remainder + [token for document in encoded for token in document]
+        )
         sequences = [sequence for sequence in sequences if len(set(sequence)) >= minimum]
         if shuffled:
             generator.shuffle(sequences)
@@ -92,7 +94,9 @@ def expected_sequences(groups, tokenizer, epochs=1, seed=10, shuffled=True, mini
     return np.array(result, np.uint32)
 
 
-def test_in_order_the_records_are_the_tokenized_text_cut_up(tmp_path, documents, tokenizer):
+def test_records_in_order_are_the_tokenized_text_split_into_sequences(
+    tmp_path, documents, tokenizer
+):
     groups = write_files(tmp_path / "in", documents)
     whole = "<|endoftext|>".join(itertools.chain(*groups)) + "<|endoftext|>"
     sequences, _ = packed(tokenizer.encode(whole))
@@ -102,23 +106,23 @@ def test_in_order_the_records_are_the_tokenized_text_cut_up(tmp_path, documents,
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("seed", [10, 11])
 @pytest.mark.parametrize("minimum", [0, 13])
-def test_shuffled_and_repacked(tmp_path, documents, tokenizer, epochs, seed, minimum):
+def test_shuffled_and_repacked_records(tmp_path, documents, tokenizer, epochs, seed, minimum):
     groups = write_files(tmp_path / "in", documents)
-    found = create(
+    actual = create(
         tmp_path, "--n-repack-epochs", epochs, "--seed", seed, "--min-unique-tokens", minimum
     )
     expected = expected_sequences(groups, tokenizer, epochs, seed, minimum=minimum)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_repacking_in_order_continues_with_the_remainder(tmp_path, documents, tokenizer):
     groups = write_files(tmp_path / "in", documents)
-    found = create(tmp_path, "--preserve-data-order", "--n-repack-epochs", 3)
+    actual = create(tmp_path, "--preserve-data-order", "--n-repack-epochs", 3)
     once = [token for text in itertools.chain(*groups) for token in [*tokenizer.encode(text), END]]
-    np.testing.assert_array_equal(found, packed(once * 3)[0])
+    np.testing.assert_array_equal(actual, packed(once * 3)[0])
 
 
-def test_the_same_seed_gives_the_same_file_and_another_seed_another(tmp_path, documents):
+def test_same_seed_gives_the_same_file_and_another_seed_a_different_one(tmp_path, documents):
     write_files(tmp_path / "in", documents)
     first, again, other = (create(tmp_path, "--seed", seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
@@ -130,7 +134,7 @@ def test_the_same_seed_gives_the_same_file_and_another_seed_another(tmp_path, do
     ]
 
 
-def test_left_out_sequences_are_printed_when_asked(tmp_path, capsys):
+def test_skipped_sequences_are_printed_with_verbose(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("no no no no no no no no " + " ".join(WORDS) * 3)
     create(tmp_path, "--preserve-data-order", "--min-unique-tokens", 4, "--verbose", seq=5)
@@ -157,7 +161,7 @@ def json_lines(documents):
 
 
 def compressed_json(documents):
-    """Two zstandard frames: a reader that stops at the first loses half."""
+    """Return two zstandard frames; a reader that stops after the first loses half."""
     halves = documents[:15], documents[15:]
     return b"".join(zstandard.compress(json_lines(half)) for half in halves)
 
@@ -180,44 +184,44 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_records(tmp_path, documents, tokenizer, name):
     (tmp_path / name).write_bytes(FORMATS[name](documents))
-    found = create(tmp_path, "--preserve-data-order", source=name)
+    actual = create(tmp_path, "--preserve-data-order", source=name)
     expected = expected_sequences([documents], tokenizer, shuffled=False)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_folder_is_read_in_order_of_name_and_only_the_known_types(tmp_path, documents, tokenizer):
+def test_only_known_files_of_a_folder_are_read_in_order_of_name(tmp_path, documents, tokenizer):
     (tmp_path / "in").mkdir()
     for name in FORMATS:
         (tmp_path / "in" / name).write_bytes(FORMATS[name](documents))
     (tmp_path / "in" / "ignored.md").write_text("not text")
-    found = create(tmp_path, "--preserve-data-order")
+    actual = create(tmp_path, "--preserve-data-order")
     expected = expected_sequences([documents] * len(FORMATS), tokenizer, shuffled=False)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_list_of_paragraphs_is_joined(tmp_path, tokenizer):
+def test_list_of_paragraphs_is_joined(tmp_path, tokenizer):
     line = json.dumps({"text": ["one two", "three four"]})
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(line.encode()))
-    found = create(tmp_path, source="a.jsonl.zst", seq=2)
+    actual = create(tmp_path, source="a.jsonl.zst", seq=2)
     tokens = [*tokenizer.encode("one two\n\nthree four"), END]
     np.testing.assert_array_equal(
-        np.sort(found.ravel()), np.sort(np.concatenate(packed(tokens, 3)[0]))
+        np.sort(actual.ravel()), np.sort(np.concatenate(packed(tokens, 3)[0]))
     )
 
 
 def test_half_a_surrogate_pair_does_not_stop_the_script(tmp_path, tokenizer):
     content = zstandard.compress(rb'{"text": "a \ud83d b c d"}')
     (tmp_path / "a.jsonl.zst").write_bytes(content)
-    found = create(tmp_path, source="a.jsonl.zst", seq=4)
-    assert tokenizer.decode(found[0]) == "a ? b c d"
+    actual = create(tmp_path, source="a.jsonl.zst", seq=4)
+    assert tokenizer.decode(actual[0]) == "a ? b c d"
 
 
 @pytest.mark.parametrize("breaks", [["\n", "\n\n", " \n", "  "], [" ", "  ", "\t"]])
 @pytest.mark.parametrize("limit", [1, 7, 50])
-def test_pieces_of_documents_have_the_documents_tokens(
+def test_documents_split_into_pieces_have_the_same_tokens(
     tmp_path, monkeypatch, tokenizer, limit, breaks
 ):
-    # Limits far below a document's length force cuts, also inside runs of space and separators.
+    # Limits far below a document's length force splits, also inside runs of spaces and separators.
     generator = np.random.default_rng(limit)
     parts = ["word", " don't", "<|endoftext|>", "<|end", "7", "\u00e9", *breaks]
     text = "".join(generator.choice(parts, 2000))
@@ -228,21 +232,21 @@ def test_pieces_of_documents_have_the_documents_tokens(
     pieces = list(text_documents.split_documents(io.StringIO(text), "<|endoftext|>"))
     assert len(pieces) > len(documents)
     assert sum(is_end for _, is_end in pieces) == len(documents)
-    found = create(tmp_path, "--preserve-data-order", source="a.txt")
-    np.testing.assert_array_equal(found, expected)
+    actual = create(tmp_path, "--preserve-data-order", source="a.txt")
+    np.testing.assert_array_equal(actual, expected)
 
 
-def test_windows_line_ends_of_text_files_become_newlines(tmp_path, tokenizer):
+def test_windows_line_endings_become_newlines(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_bytes(b"one two\r\nthree\r\n")
-    found = create(tmp_path, "--preserve-data-order", source="a.txt", seq=5)
-    assert tokenizer.decode(found[0]) == "one two\nthree\n<|endoftext|>"
+    actual = create(tmp_path, "--preserve-data-order", source="a.txt", seq=5)
+    assert tokenizer.decode(actual[0]) == "one two\nthree\n<|endoftext|>"
 
 
 def test_ftfy_repairs_garbled_text_first(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("caf\u00c3\u00a9 \ufb01ne", encoding="utf-8")
     tokens = [*tokenizer.encode("caf\u00e9 fine"), END]
-    found = create(tmp_path, "--normalize-with-ftfy", source="a.txt", seq=len(tokens) - 1)
-    np.testing.assert_array_equal(found, [tokens])
+    actual = create(tmp_path, "--normalize-with-ftfy", source="a.txt", seq=len(tokens) - 1)
+    np.testing.assert_array_equal(actual, [tokens])
 
 
 @pytest.mark.parametrize(
@@ -266,19 +270,19 @@ def test_wikitext_spacing_is_undone(spaced, joined):
     assert text_documents.wikitext_detokenize(spaced) == joined
 
 
-def test_wikitext_option_reaches_the_records(tmp_path, tokenizer):
+def test_wikitext_option_is_applied_to_the_records(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("so , it goes")
     tokens = [*tokenizer.encode("so, it goes"), END]
     option = "--normalize-with-wikitext-detokenize"
-    found = create(tmp_path, option, source="a.txt", seq=len(tokens) - 1)
-    np.testing.assert_array_equal(found, [tokens])
+    actual = create(tmp_path, option, source="a.txt", seq=len(tokens) - 1)
+    np.testing.assert_array_equal(actual, [tokens])
 
 
-def test_another_tokenizer_from_a_folder(tmp_path, documents, tokenizer):
+def test_tokenizer_can_be_loaded_from_a_folder(tmp_path, documents, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     write_files(tmp_path / "in", documents)
-    ours = create(tmp_path, "--tokenizer", tmp_path / "tokenizer")
-    np.testing.assert_array_equal(ours, create(tmp_path))
+    actual = create(tmp_path, "--tokenizer", tmp_path / "tokenizer")
+    np.testing.assert_array_equal(actual, create(tmp_path))
 
 
 BAD_FILES = {
@@ -295,7 +299,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_refused_by_name_and_nothing_is_left(tmp_path, name):
+def test_error_names_a_bad_file_and_nothing_is_left(tmp_path, name):
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content())
     with pytest.raises(InputError, match=f"{re.escape(name)}.*{message}") as caught:
@@ -315,7 +319,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
         create(tmp_path)
 
 
-def test_too_little_variety_is_refused(tmp_path, documents):
+def test_text_with_too_few_distinct_tokens_is_refused(tmp_path, documents):
     write_files(tmp_path / "in", documents)
     with pytest.raises(InputError, match="with at least 18 distinct tokens"):
         create(tmp_path, "--min-unique-tokens", 18)
@@ -328,7 +332,7 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path, documents):
         create(tmp_path)
 
 
-def test_the_command_line_exits_with_two_and_one_line(tmp_path):
+def test_script_exits_with_status_2_and_one_line(tmp_path):
     command = [sys.executable, str(SCRIPTS / "create_finetune_tfrecords.py"), "absent", "set"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 2

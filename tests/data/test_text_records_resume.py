@@ -1,4 +1,4 @@
-"""A run of create_finetune_tfrecords.py that is stopped goes on; what it says of its set is so."""
+"""Resuming of interrupted runs of create_finetune_tfrecords.py, and the manifest of the set."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ SEQ = 16
 
 
 class Stopped(BaseException):
-    """Ends a run as nothing that it may handle does."""
+    """An exception that ends a run and that no handler in the script catches."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def tokenizer():
 
 @pytest.fixture
 def source(tmp_path, monkeypatch, tokenizer):
-    """A folder of text of several kinds; pieces, batches and saves are small."""
+    """A folder of several kinds of text; pieces, batches and save intervals are made small."""
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 64)
     monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 800)
     monkeypatch.setattr(corpus, "SAVE_EVERY", 1)
@@ -53,15 +53,15 @@ def contents(folder):
 
 
 def stop_at(monkeypatch, place, name, number):
-    """Has the function end the run when it is called for the so-manieth time."""
-    whole = getattr(place, name)
-    left = iter(range(number - 1, -1, -1))
+    """Patch a function to end the run at its `number`-th call."""
+    original = getattr(place, name)
+    remaining = iter(range(number - 1, -1, -1))
 
     def stopping(*arguments, **options):
-        if not next(left):
-            monkeypatch.setattr(place, name, whole)
+        if not next(remaining):
+            monkeypatch.setattr(place, name, original)
             raise Stopped
-        return whole(*arguments, **options)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(place, name, stopping)
 
@@ -76,7 +76,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("options", [(), ("--sequences-per-file", "40", "--n-repack-epochs", "2")])
-def test_stopped_and_called_again_the_bytes_are_the_same(tmp_path, monkeypatch, source, options):
+def test_run_that_is_stopped_and_resumed_writes_the_same_bytes(
+    tmp_path, monkeypatch, source, options
+):
     expected = create(source, tmp_path / "whole", *options)
     for place, (where, name) in PLACES.items():
         out = tmp_path / place
@@ -89,7 +91,7 @@ def test_stopped_and_called_again_the_bytes_are_the_same(tmp_path, monkeypatch, 
         assert create(source, out, *options) == expected, place
 
 
-def test_stopped_in_the_clean_up_it_begins_anew(tmp_path, monkeypatch, source):
+def test_run_stopped_during_the_clean_up_starts_again(tmp_path, monkeypatch, source):
     expected = create(source, tmp_path / "out")
     stop_at(monkeypatch, shutil, "rmtree", 1)
     with pytest.raises(Stopped):
@@ -99,23 +101,23 @@ def test_stopped_in_the_clean_up_it_begins_anew(tmp_path, monkeypatch, source):
     assert create(source, tmp_path / "out") == expected
 
 
-def test_what_is_through_is_not_read_again(tmp_path, monkeypatch, source):
+def test_finished_files_are_not_read_again(tmp_path, monkeypatch, source):
     stop_at(monkeypatch, corpus, "read_pieces", 3)
     with pytest.raises(Stopped):
         create(source, tmp_path / "out")
-    read, whole = [], documents.read_pieces
+    read, original = [], documents.read_pieces
 
-    def noted(path, *arguments):
+    def record(path, *arguments):
         read.append(path)
-        return whole(path, *arguments)
+        return original(path, *arguments)
 
-    monkeypatch.setattr(corpus, "read_pieces", noted)
+    monkeypatch.setattr(corpus, "read_pieces", record)
     create(source, tmp_path / "out")
-    # One is through; another may be, if the stop came before it was saved.
+    # One file is finished; a second may be too, if its completion was saved before the stop.
     assert 1 <= len(list(source.iterdir())) - len(read) <= 2
 
 
-def test_batches_files_and_cores_do_not_matter(tmp_path, monkeypatch, source):
+def test_result_does_not_depend_on_batches_files_or_cores(tmp_path, monkeypatch, source):
     expected = create(source, tmp_path / "one")
     monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 1 << 20)
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 1 << 14)
@@ -127,40 +129,40 @@ def test_batches_files_and_cores_do_not_matter(tmp_path, monkeypatch, source):
 
 
 def records(folder):
-    found = TFRecordNewInputs(str(folder / "set.index"), 1, SEQ, repeat=False)
-    return np.concatenate([batch["obs"] for batch in found])
+    loader = TFRecordNewInputs(str(folder / "set.index"), 1, SEQ, repeat=False)
+    return np.concatenate([batch["obs"] for batch in loader])
 
 
-def test_the_manifest_says_what_is_there(tmp_path, source):
+def test_manifest_matches_the_files(tmp_path, source):
     (source / "bad.jsonl").write_bytes(b'{"text": "a b"}\n{"text": 3}\n[\n')
     out = tmp_path / "out"
     create(source, out, "--skip-bad", "--sequences-per-file", "100")
     manifest = json.loads((out / "set.manifest.json").read_text())
-    assert (out / "set.index").read_text().split() == [each["name"] for each in manifest["files"]]
-    for each, folder in [(each, out) for each in manifest["files"]] + [
-        (each, source) for each in manifest["sources"]
+    assert (out / "set.index").read_text().split() == [entry["name"] for entry in manifest["files"]]
+    for entry, folder in [(entry, out) for entry in manifest["files"]] + [
+        (entry, source) for entry in manifest["sources"]
     ]:
-        path = folder / each["name"]
-        assert each["bytes"] == path.stat().st_size
-        assert each["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    found = records(out)
+        path = folder / entry["name"]
+        assert entry["bytes"] == path.stat().st_size
+        assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    rows = records(out)
     assert (
         manifest["sequences"]
-        == len(found)
+        == len(rows)
         == manifest["tokens"] // manifest["tokens_per_sequence"]
-        == sum(each["sequences"] for each in manifest["files"])
+        == sum(entry["sequences"] for entry in manifest["files"])
     )
     for key in ("documents", "tokens"):
-        assert manifest[key] == sum(each[key] for each in manifest["sources"])
+        assert manifest[key] == sum(entry[key] for entry in manifest["sources"])
     assert manifest["skipped"] == {"no text": 1, "not JSON": 1}
-    (bad,) = (each for each in manifest["sources"] if each["name"] == "bad.jsonl")
+    (bad,) = (entry for entry in manifest["sources"] if entry["name"] == "bad.jsonl")
     assert (bad["documents"], bad["skipped"]) == (1, manifest["skipped"])
 
 
-def test_a_bad_file_may_be_mended_or_skipped_and_the_rest_is_not_read_again(tmp_path, source):
+def test_bad_file_can_be_repaired_or_skipped_after_an_interrupted_run(tmp_path, source):
     path, good = source / "9.txt", b"a good line\n" * 200
     path.write_bytes(good + b"caf\xe9")
-    options = ("--preserve-data-order",)  # the last file last
+    options = ("--preserve-data-order",)  # so that 9.txt is read last
     for _ in range(2):
         with pytest.raises(InputError, match=r"9\.txt: document 1 holds the bytes .*--skip-bad$"):
             create(source, tmp_path / "out", *options)
@@ -181,7 +183,7 @@ def test_a_bad_file_may_be_mended_or_skipped_and_the_rest_is_not_read_again(tmp_
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "difference"),
     [
         (lambda source: ["--seed", "3"], "seed.*"),
         (lambda source: ["--min-unique-tokens", "3"], "min_unique_tokens"),
@@ -190,13 +192,17 @@ def test_a_bad_file_may_be_mended_or_skipped_and_the_rest_is_not_read_again(tmp_
     ],
     ids=["seed", "option", "file", "folder"],
 )
-def test_a_run_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch, source, change, named):
+def test_run_with_other_settings_or_files_is_not_resumed(
+    tmp_path, monkeypatch, source, change, difference
+):
     stop_at(monkeypatch, packing, "write_records", 1)
     with pytest.raises(Stopped):
         create(source, tmp_path / "out")
     changed = change(source)
     options = changed if isinstance(changed, list) else []
-    with pytest.raises(InputError, match=f"differs from the interrupted one in {named};.*--new$"):
+    with pytest.raises(
+        InputError, match=f"differs from the interrupted one in {difference};.*--new$"
+    ):
         create(source, tmp_path / "out", *options)
     assert create(source, tmp_path / "out", *options, "--new") == create(
         source, tmp_path / "whole", *options
@@ -204,7 +210,7 @@ def test_a_run_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch, source
 
 
 @pytest.mark.parametrize("damage", ["{}", "[", '{"sources": [{}], "current": null}'])
-def test_progress_that_cannot_be_read_is_refused(tmp_path, monkeypatch, source, damage):
+def test_damaged_progress_file_is_refused(tmp_path, monkeypatch, source, damage):
     stop_at(monkeypatch, packing, "write_records", 1)
     with pytest.raises(Stopped):
         create(source, tmp_path / "out")
@@ -213,7 +219,7 @@ def test_progress_that_cannot_be_read_is_refused(tmp_path, monkeypatch, source, 
         create(source, tmp_path / "out")
 
 
-def test_two_runs_do_not_make_the_same_set_at_once(tmp_path, source):
+def test_two_runs_cannot_write_the_same_set_at_once(tmp_path, source):
     with (
         script.work_folder(tmp_path / "out" / "set.partial", False),
         pytest.raises(InputError, match="another run is using this folder"),
@@ -221,8 +227,8 @@ def test_two_runs_do_not_make_the_same_set_at_once(tmp_path, source):
         create(source, tmp_path / "out")
 
 
-def test_text_of_any_size_takes_little_memory(tmp_path):
-    """A line of spaces, one of a single word, and 60 MB from a few KB: each is through in time."""
+def test_long_documents_are_read_in_small_pieces(tmp_path):
+    """Pieces stay short for a line of spaces, a single long word, and well compressed documents."""
     frame = zstandard.compress(json.dumps({"text": "to be or not " * 5000}).encode() + b"\n")
     (tmp_path / "a.jsonl.zst").write_bytes(frame * 10)
     (tmp_path / "b.txt").write_text(" " * 3_000_000)
@@ -236,5 +242,5 @@ def test_text_of_any_size_takes_little_memory(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_bytes_are_the_same(tmp_path):
+def test_run_that_is_killed_at_any_moment_writes_the_same_bytes(tmp_path):
     killed_tokenizing.check(tmp_path, kills=5)

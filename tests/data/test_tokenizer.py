@@ -1,4 +1,4 @@
-"""The GPT-2 tokenizer: its known ids, every source it can come from, and each refusal."""
+"""The GPT-2 tokenizer: known ids, every source that it can be loaded from, and all refusals."""
 
 import importlib.util
 import json
@@ -26,8 +26,8 @@ def package_data():
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-def test_known_ids(gpt2):
-    # Published GPT-2 encodings: the newlines catch a tokenizer without its merges.
+def test_known_ids_are_returned(gpt2):
+    # Published GPT-2 encodings; those of newlines differ if the merges are missing.
     assert gpt2.encode("hello\n\nhello") == [31373, 198, 198, 31373]
     assert gpt2.encode("Hello world") == [15496, 995]
     assert gpt2.encode("a<|endoftext|>b") == [64, 50256, 65]
@@ -36,7 +36,7 @@ def test_known_ids(gpt2):
     assert len(gpt2) == 50257
 
 
-def test_every_id_below_the_end_of_text_is_its_vocabulary_entry(gpt2, package_data):
+def test_vocabulary_is_that_of_the_package(gpt2, package_data):
     vocabulary = json.loads((package_data / "encoder.json").read_text(encoding="utf-8"))
     assert gpt2.get_vocab() == vocabulary
 
@@ -50,7 +50,7 @@ def test_decoding_undoes_encoding_of_any_text(gpt2):
         assert decoded == text
 
 
-def test_every_source_is_the_same_tokenizer(gpt2, package_data, tmp_path):
+def test_every_source_gives_the_same_tokenizer(gpt2, package_data, tmp_path):
     text = "To be, or not to be:\n\nthat is the question.<|endoftext|> \u00e9\u4e2d 12345 don't"
     openai, renamed, saved = tmp_path / "openai", tmp_path / "renamed", tmp_path / "saved"
     openai.mkdir()
@@ -82,12 +82,12 @@ def test_an_empty_vocabulary_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_path_that_is_no_folder_is_refused(tmp_path):
+def test_path_that_is_not_a_folder_is_refused(tmp_path):
     with pytest.raises(InputError, match="not a folder"):
         load_tokenizer(str(tmp_path / "missing"))
 
 
-def test_a_hub_name_offline_is_refused_in_one_line(monkeypatch):
+def test_hub_name_without_network_is_a_one_line_error(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
