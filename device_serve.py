@@ -67,7 +67,7 @@ def main() -> None:
         app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
         serve(app, socket, args.drain_seconds)
     # A normal exit of the interpreter takes seconds, and waits forever if the engine is stuck.
-    if engine.close(0) or engine.trouble is None:
+    if engine.close(0) or engine.health_problem is None:
         exit_now("", 0)
     exit_now("error: the network did not answer; its pending requests were dropped", 1)
 

@@ -29,10 +29,10 @@ def main() -> None:
     if args.mode == "train":
         config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
         restarts.check_records(config)
-    harness.opened(config)  # fails before a TPU is created if the tasks are not available
+    harness.load_harness(config)  # fails before a TPU is created if the tasks are not available
     machines = machines_of(args, config)
     if args.new:
-        restarts.begin_anew(folder, yes=args.yes)
+        restarts.delete_run(folder, yes=args.yes)
     with machines as hosts:
 
         def make():

@@ -1,8 +1,8 @@
 """Interfaces of a network and its running batch, independent of where the network runs.
 
 Three classes implement a network: `CausalTransformer` runs on the devices of this process,
-`TPUCluster` on the hosts of a pod, and `LastingCluster` on a pod whose hosts are replaced when one
-of them fails.
+`TPUCluster` on the hosts of a pod, and `RestartingCluster` on a pod whose hosts are replaced when
+one of them fails.
 """
 
 from collections.abc import Sequence

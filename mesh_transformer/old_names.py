@@ -357,13 +357,13 @@ class OldModules:
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module a `__getattr__` that looks up old names when they are used."""
-        _answer(module)
+        _set_getattr(module)
 
 
 _FINDER = OldModules()
 
 
-def _answer(module: ModuleType) -> None:
+def _set_getattr(module: ModuleType) -> None:
     vars(module)["__getattr__"] = functools.partial(find, module.__name__)
 
 
@@ -376,4 +376,4 @@ def install() -> None:
     """
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)  # last, so that modules that exist are found first
-    _answer(importlib.import_module("mesh_transformer.checkpoint"))
+    _set_getattr(importlib.import_module("mesh_transformer.checkpoint"))

@@ -172,7 +172,7 @@ class CausalTransformer:
                 f"expected a multiple of the {len(self.replicas)} replicas"
             )
         state = self._loaded()
-        self._generator.forget()
+        self._generator.drop_weights()
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state)
         self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))
@@ -253,7 +253,7 @@ class CausalTransformer:
 
         Other methods that need the state raise InputError until a state is created or loaded again.
         """
-        self._generator.keep(self._params())
+        self._generator.cache_weights(self._params())
         self.state = None
 
     def claim(self, folder: str) -> None:
@@ -281,7 +281,7 @@ class CausalTransformer:
           aux: further entries for the checkpoint's `aux`, the dict that `restore` returns.
         """
         state = loading.saved_part(self._loaded())
-        own_aux = {"config": self.config.as_dict()} | adapters.told(self._base)
+        own_aux = {"config": self.config.as_dict()} | adapters.aux_entries(self._base)
         self._writer(folder).save(self.step, state, own_aux | (aux or {}))
 
     def wait(self) -> None:
@@ -441,7 +441,7 @@ def load(
       optimizer: whether to load Adam's moments too; otherwise training creates fresh ones.
     """
     source = Source.of(path)
-    fitted = _fitted(source.config) if config is None else _config_of(config)
+    fitted = _fit_to_devices(source.config) if config is None else _config_of(config)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
     # The default is all devices, on which a config for fewer devices would get several replicas.
@@ -451,7 +451,7 @@ def load(
     return network
 
 
-def _fitted(saved: Config) -> Config:
+def _fit_to_devices(saved: Config) -> Config:
     """Return a saved config adapted to the present devices.
 
     mp becomes the largest common divisor of its saved value and the number of devices.  On CPUs it

@@ -30,15 +30,18 @@ def draw(scaling: dict[str, Any], picture: str) -> None:
         by_mp.plot(sizes, shares[1:], marker="o", label=generation)
     by_mp.set(title="mp only", xlabel="mp", ylabel="link time / compute time")
     use_log2_ticks(by_mp, sizes)
-    steps = [papers for papers in scaling["steps"] if papers[0]["dp"] > 1]
-    devices = [papers[0]["dp"] * papers[0]["mp"] for papers in steps]
+    steps = [estimates for estimates in scaling["steps"] if estimates[0]["dp"] > 1]
+    devices = [estimates[0]["dp"] * estimates[0]["mp"] for estimates in steps]
     for index, zero in enumerate(scaling["zeros"]):
         shares = [
-            papers[index]["dp_seconds"] / papers[index]["compute_seconds"] for papers in steps
+            estimates[index]["dp_seconds"] / estimates[index]["compute_seconds"]
+            for estimates in steps
         ]
         by_devices.plot(devices, shares, marker="o", label=f"dp, ZeRO {zero}")
     if scaling["mp"] > 1:
-        shares = [papers[0]["mp_seconds"] / papers[0]["compute_seconds"] for papers in steps]
+        shares = [
+            estimates[0]["mp_seconds"] / estimates[0]["compute_seconds"] for estimates in steps
+        ]
         by_devices.plot(devices, shares, linestyle="--", color="gray", label=f"mp {scaling['mp']}")
     by_devices.set(
         title=f"{scaling['generation']}, {scaling['sequences']} sequences per step",

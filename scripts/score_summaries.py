@@ -24,7 +24,7 @@ from mesh_transformer.cli.arguments import (
 )
 from mesh_transformer.cli.completion_records import FILE_TYPES, Pair, read_pairs
 from mesh_transformer.cli.machines import running_model
-from mesh_transformer.data.documents import Bad, find_files, told
+from mesh_transformer.data.documents import BadInputHandler, find_files, format_counts
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -155,11 +155,11 @@ def read(options: argparse.Namespace) -> list[Pair]:
     Raises:
       InputError: if the files have no pairs.
     """
-    bad = Bad(options.skip_bad)
+    bad = BadInputHandler(options.skip_bad)
     files = find_files(options.pairs, FILE_TYPES)
     pairs = [pair for file in files for pair in read_pairs(file, bad, int)]
     if not pairs:
-        skipped = f" (skipped: {told(bad.counts)})" if bad.count else ""
+        skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
         raise InputError(f"{options.pairs}: found no pairs{skipped}")
     return pairs[: options.limit]
 

@@ -11,7 +11,7 @@ from mesh_transformer.model.lora import adapter_names
 from mesh_transformer.util import InputError
 
 # The end of errors about a base model that is no longer at its recorded path.
-MOVED = (
+BASE_MOVED_ADVICE = (
     "put it back, or give its new path: as --tune-model-path to resume the run, or as --base to "
     "merge the adapters with convert_checkpoint.py"
 )
@@ -28,7 +28,7 @@ class Base(NamedTuple):
     path: str
     checksums: dict[str, dict[str, int]]
 
-    def strictest(self, leaf: str) -> tuple[str, int | None]:
+    def checksum_of(self, leaf: str) -> tuple[str, int | None]:
         """Return the most precise dtype that has checksums, and a leaf's checksum in that dtype.
 
         The checksum is None if the base model has no such leaf.
@@ -130,7 +130,7 @@ def _merged(
     """
     layers, name = path[0] == "layers", "/".join(path)
     sums: dict[int | None, int] = {}  # the checksum of each layer read so far
-    checksum_dtype, expected = base.strictest(name)
+    checksum_dtype, expected = base.checksum_of(name)
 
     def read(layer: int | None) -> np.ndarray:
         values = np.asarray(source if layer is None else source[layer])
@@ -151,7 +151,7 @@ def _merged(
     return LazyLeaf(source.shape, dtype, read, layers=layers)
 
 
-def told(base: Base | None) -> dict[str, Any]:
+def aux_entries(base: Base | None) -> dict[str, Any]:
     """Return the entries of a checkpoint's `aux` that record a base model; {} for None.
 
     `saved_base` reads them.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from mesh_transformer.data.storage import (
-    check_free,
+    check_absent,
     free_space,
     is_full,
     is_uri,
@@ -23,7 +23,7 @@ _PAUSE = 0.5  # seconds between two scans for files to flush
 
 
 @contextlib.contextmanager
-def whole_folder(path: str) -> Iterator[str]:
+def atomic_folder(path: str) -> Iterator[str]:
     """Yield a temporary folder for the caller to fill; rename it to `path` when the block ends.
 
     The temporary folder is beside `path`.  Its files are flushed to disk before it is renamed.  On
@@ -36,7 +36,7 @@ def whole_folder(path: str) -> Iterator[str]:
     if is_uri(path):
         raise InputError(f"{path}: is a URI; give a local folder")
     path = local_path(path)
-    check_free(path)
+    check_absent(path)
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

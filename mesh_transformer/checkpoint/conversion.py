@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint import hf, native_state, original
-from mesh_transformer.checkpoint.adapters import MOVED, Base, merged_leaves
+from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, merged_leaves
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import AnyPath, check_free, is_uri, local_path, step_number
+from mesh_transformer.data.storage import AnyPath, check_absent, is_uri, local_path, step_number
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
@@ -31,7 +31,7 @@ from mesh_transformer.util import InputError, to_f32
 GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # vocabulary sizes; GPT-J's is GPT-2's, padded
 
 
-class Written(NamedTuple):
+class ConversionResult(NamedTuple):
     """The result of a conversion.
 
     Attributes:
@@ -112,7 +112,7 @@ def _merged(
     except InputError:
         raise InputError(
             f"{source.path}: the base model of its adapters is not at {base_path} (no checkpoint "
-            f"there); {MOVED}"
+            f"there); {BASE_MOVED_ADVICE}"
         ) from None
     _, state = read(base, config, optimizer=False, lazy=True)
     params = merged_leaves(
@@ -135,7 +135,7 @@ def convert(
     trim_vocab: bool = False,
     tokenizer: str | None = None,
     base: AnyPath | None = None,
-) -> Written:
+) -> ConversionResult:
     """Convert a checkpoint to another format, dtype or number of shards.
 
     Leaves are converted in parts: one layer at a time for leaves that are stacked over layers,
@@ -188,7 +188,7 @@ def convert(
         else:
             original.write(folder, state, config, shards=shards)
     held = state["params"]["embed"]["embedding"]["w"].dtype.name
-    return Written(written, config, held, "opt_state" in state)
+    return ConversionResult(written, config, held, "opt_state" in state)
 
 
 def _check_rows(target: str, config: Config, shards: int | None) -> None:
@@ -213,7 +213,7 @@ def _check_target(target: str, kind: Format) -> None:
     Args:
       kind: the format to write.
     """
-    check_free(target)
+    check_absent(target)
     if kind == "hf":
         return
     folder, name = os.path.split(target)

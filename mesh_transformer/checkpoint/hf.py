@@ -18,8 +18,8 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint import hf_files
-from mesh_transformer.checkpoint.atomic_folder import whole_folder
-from mesh_transformer.checkpoint.hf_files import DTYPES, Stored, Tensor, read_json, write_json
+from mesh_transformer.checkpoint.atomic_folder import atomic_folder
+from mesh_transformer.checkpoint.hf_files import DTYPES, StoredTensor, Tensor, read_json, write_json
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
 from mesh_transformer.config import Config
@@ -86,12 +86,12 @@ def _tokenizer_in(folder: str) -> str:
     "gpt2" can be loaded without a folder.  GPT-J's released tokenizer counts as GPT-2's: the tokens
     that it adds only pad the vocabulary.
     """
-    whole_path, vocabulary_path, merges_path, added_path = (
+    tokenizer_path, vocabulary_path, merges_path, added_path = (
         os.path.join(folder, name)
         for name in ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
     )
-    if os.path.isfile(whole_path):
-        vocabulary, added = _read_vocabulary(whole_path)
+    if os.path.isfile(tokenizer_path):
+        vocabulary, added = _read_vocabulary(tokenizer_path)
     elif os.path.isfile(vocabulary_path) and os.path.isfile(merges_path):
         vocabulary = read_json(vocabulary_path)
         added = set(read_json(added_path)) if os.path.isfile(added_path) else set()
@@ -313,7 +313,7 @@ def write(
     rows = len(chosen.loaded) if trim_vocab else config.n_vocab
     tensors = list(_tensors(state["params"], config, rows, _dtype(dtype)))
     total = sum(tensor.n_bytes for tensor in tensors)
-    with whole_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
             hf_files.write(temporary, tensors, shard_bytes, bar)
         end_of_text = chosen.loaded.eos_token_id if chosen.fits else None
@@ -364,8 +364,8 @@ def _check_same(folder: str, stored: Config, config: Config) -> None:
 
 
 def _select_weights(
-    folder: str, stored: dict[str, Stored], places: dict[str, _Place]
-) -> dict[str, Stored]:
+    folder: str, stored: dict[str, StoredTensor], places: dict[str, _Place]
+) -> dict[str, StoredTensor]:
     """Return the stored tensors that are weights, without constant buffers.
 
     Raises:
@@ -386,7 +386,7 @@ def _select_weights(
 
 
 def _check_stored(
-    stored: dict[str, Stored], places: dict[str, _Place], expected: gptj.Params
+    stored: dict[str, StoredTensor], places: dict[str, _Place], expected: gptj.Params
 ) -> None:
     """Raise InputError if a tensor's shape is not the expected one, or its dtype not floating.
 
@@ -408,7 +408,7 @@ def _check_stored(
 
 
 def _leaf_dtypes(
-    stored: dict[str, Stored], places: dict[str, _Place], dtype: np.dtype | None
+    stored: dict[str, StoredTensor], places: dict[str, _Place], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
     """Return the dtype to read each of our leaves in.
 
@@ -433,7 +433,7 @@ def _lazy(
     key: tuple[str, str, str],
     declaration: Declaration,
     dtypes: dict[tuple[str, str, str], np.dtype],
-    stored: dict[str, Stored],
+    stored: dict[str, StoredTensor],
     places: dict[str, _Place],
 ) -> Any:
     """Return one of our leaves, read from Hugging Face's tensors layer by layer.

@@ -27,11 +27,11 @@ from mesh_transformer.util import InputError
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors' code -> dtype
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
-_MAPPED = 1 << 28  # bytes to read from a .bin file before it is mapped again
-_COPY = "copy the folder again"
+_REMAP_BYTES = 1 << 28  # bytes to read from a .bin file before it is mapped again
+_COPY_ADVICE = "copy the folder again"
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor in a file.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def find(folder: str) -> dict[str, Stored]:
+def find(folder: str) -> dict[str, StoredTensor]:
     """Return all tensors of a folder by name, in the order in which its files hold them.
 
     They are read from model.safetensors, or from the shards that its index lists.  If the folder
@@ -97,40 +97,44 @@ def read_json(path: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {_COPY}") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {_COPY_ADVICE}") from None
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); {_COPY}") from None
+        raise InputError(f"{path}: not JSON ({error}); {_COPY_ADVICE}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path}: found {type(values).__name__}, expected a mapping; {_COPY}")
+        raise InputError(
+            f"{path}: found {type(values).__name__}, expected a mapping; {_COPY_ADVICE}"
+        )
     return values
 
 
 def _sharded(
-    folder: str, index: str, opener: Callable[[str], dict[str, Stored]]
-) -> dict[str, Stored]:
+    folder: str, index: str, opener: Callable[[str], dict[str, StoredTensor]]
+) -> dict[str, StoredTensor]:
     """Return the tensors of all shards that an index lists; `opener` reads one file."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: has no mapping weight_map; {_COPY}")
-    stored: dict[str, Stored] = {}
+        raise InputError(f"{index}: has no mapping weight_map; {_COPY_ADVICE}")
+    stored: dict[str, StoredTensor] = {}
     for name in sorted({str(name) for name in weight_map.values()}):
         path = os.path.join(folder, name)
         if os.path.basename(name) != name or not os.path.isfile(path):
-            raise InputError(f"{path}: is missing, though {index} names it; {_COPY}")
+            raise InputError(f"{path}: is missing, though {index} names it; {_COPY_ADVICE}")
         stored |= opener(path)
     for name, file in weight_map.items():
         if name not in stored:
-            raise InputError(f"{os.path.join(folder, file)}: tensor {name} is missing; {_COPY}")
+            raise InputError(
+                f"{os.path.join(folder, file)}: tensor {name} is missing; {_COPY_ADVICE}"
+            )
     return stored
 
 
-def _safetensors(path: str) -> dict[str, Stored]:
+def _safetensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors of one .safetensors file, in the order of their positions in the file."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, _LARGEST_HEADER):
-            raise InputError(f"{path}: is truncated or not a safetensors file; {_COPY}")
+            raise InputError(f"{path}: is truncated or not a safetensors file; {_COPY_ADVICE}")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -140,16 +144,19 @@ def _safetensors(path: str) -> dict[str, Stored]:
                 for name, entry in sorted(header.items(), key=lambda item: spans[item[0]])
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path}: its header is damaged ({error}); {_COPY}") from None
+            raise InputError(f"{path}: its header is damaged ({error}); {_COPY_ADVICE}") from None
     expected = 8 + length + max((end for _, end in spans.values()), default=0)
     if size != expected:
         raise InputError(
-            f"{path}: is truncated or damaged: found {size:,} bytes, expected {expected:,}; {_COPY}"
+            f"{path}: is truncated or damaged: found {size:,} bytes, expected {expected:,}; "
+            f"{_COPY_ADVICE}"
         )
     return stored
 
 
-def _span(path: str, code: str, shape: tuple[int, ...], start: int, begin: int, end: int) -> Stored:
+def _span(
+    path: str, code: str, shape: tuple[int, ...], start: int, begin: int, end: int
+) -> StoredTensor:
     """Return the tensor at bytes begin to end of a safetensors file's data.
 
     Args:
@@ -166,13 +173,13 @@ def _span(path: str, code: str, shape: tuple[int, ...], start: int, begin: int, 
     def read() -> np.ndarray:
         values = np.fromfile(path, dtype, count, offset=start + begin)
         if values.size != count:
-            raise InputError(f"{path}: was truncated while it was read; {_COPY}")
+            raise InputError(f"{path}: was truncated while it was read; {_COPY_ADVICE}")
         return values.reshape(shape)
 
-    return Stored(path, code, shape, read)
+    return StoredTensor(path, code, shape, read)
 
 
-def _pickled(path: str) -> dict[str, Stored]:
+def _pickled(path: str) -> dict[str, StoredTensor]:
     """Return the tensors of one .bin file.
 
     Raises:
@@ -185,13 +192,13 @@ def _pickled(path: str) -> dict[str, Stored]:
         )
     file = _TorchFile(path)
     return {
-        name: Stored(path, code, shape, lambda name=name: file.read(name))
+        name: StoredTensor(path, code, shape, lambda name=name: file.read(name))
         for name, (code, shape) in file.layout().items()
     }
 
 
 class _TorchFile:
-    """A memory-mapped .bin file, which is mapped again after every `_MAPPED` bytes read.
+    """A memory-mapped .bin file, which is mapped again after every `_REMAP_BYTES` bytes read.
 
     The pages of a mapping count as the process's memory once they have been read.  Mapping the file
     again frees them, and so bounds the process's memory.
@@ -204,7 +211,7 @@ class _TorchFile:
         self._left = 0  # bytes to read before the next mapping
 
     def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return {name: (dtype, shape)} of all tensors, with dtypes named as in `Stored`."""
+        """Return {name: (dtype, shape)} of all tensors, with dtypes named as in `StoredTensor`."""
         torch = self.torch
         codes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         return {
@@ -217,7 +224,7 @@ class _TorchFile:
         torch = self.torch
         if self._left <= 0:
             self._tensors = {}
-            self._tensors, self._left = self._load(), _MAPPED
+            self._tensors, self._left = self._load(), _REMAP_BYTES
         tensor = self._tensors[name]
         self._left -= tensor.nbytes
         if tensor.dtype == torch.bfloat16:  # torch cannot convert it to numpy
@@ -235,9 +242,9 @@ class _TorchFile:
             ) from None
         except (RuntimeError, OSError, EOFError) as error:
             reason = str(error).partition("\n")[0]
-            raise InputError(f"{self.path}: cannot be read ({reason}); {_COPY}") from None
+            raise InputError(f"{self.path}: cannot be read ({reason}); {_COPY_ADVICE}") from None
         if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
-            raise InputError(f"{self.path}: found no mapping of names to tensors; {_COPY}")
+            raise InputError(f"{self.path}: found no mapping of names to tensors; {_COPY_ADVICE}")
         return tensors
 
 

@@ -174,9 +174,9 @@ def read(step: epath.Path) -> Integrity | None:
         leaves = {name: list(sums) for name, sums in record["leaves"].items()}
         files = dict(record["files"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise damaged(step, f"its file {NAME}") from None
+        raise damage_error(step, f"its file {NAME}") from None
     if digest != _digest(record):
-        raise damaged(step, f"its file {NAME}")
+        raise damage_error(step, f"its file {NAME}")
     return Integrity(leaves, files)
 
 
@@ -196,7 +196,7 @@ def check_file(step: epath.Path, record: Integrity | None, name: str, content: b
     Without a record, nothing is checked.
     """
     if record is not None and record.files.get(name, _sha256(content)) != _sha256(content):
-        raise damaged(step, f"its file {name}")
+        raise damage_error(step, f"its file {name}")
 
 
 def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
@@ -238,10 +238,10 @@ def check_sums(
     for layer, actual in enumerate(sums, first):
         if actual != saved[layer]:
             part = f" (layer {layer})" if len(saved) > 1 else ""
-            raise damaged(step, f"its leaf {'/'.join(path)}{part}")
+            raise damage_error(step, f"its leaf {'/'.join(path)}{part}")
 
 
-def damaged(step: epath.Path, what: str) -> InputError:
+def damage_error(step: epath.Path, what: str) -> InputError:
     """Return the error to raise if `what`, a file or leaf of a step, is not what was saved."""
     return InputError(
         f"checkpoint {step}: {what} is damaged: it is not what was saved; restore another step or "

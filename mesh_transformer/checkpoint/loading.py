@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.checkpoint import conversion
-from mesh_transformer.checkpoint.adapters import MOVED, Base
+from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base
 from mesh_transformer.checkpoint.integrity import checksum
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.source import Source
-from mesh_transformer.checkpoint.state_tree import check_same_model, leaves, placed
+from mesh_transformer.checkpoint.state_tree import check_same_model, leaves, put_on_devices
 from mesh_transformer.config import Config
 from mesh_transformer.data.storage import AnyPath
 from mesh_transformer.mesh.devices import named
@@ -121,7 +121,7 @@ def load_base(
     for place in places:
         try:
             source = Source.of(place)
-            name = source.place
+            name = source.checkpoint_path
         except InputError:
             rejected.append(f"{os.fspath(place)} (no checkpoint there)")
             continue
@@ -136,7 +136,8 @@ def load_base(
         rejected.append(f"{name} (another model: leaf {changed} differs)")
         del frozen  # frees its memory before the next one is read
     raise InputError(
-        f"{where}: the base model of its adapters is not at {', '.join(rejected)}; {MOVED}"
+        f"{where}: the base model of its adapters is not at {', '.join(rejected)}; "
+        f"{BASE_MOVED_ADVICE}"
     )
 
 
@@ -163,7 +164,7 @@ def _read(source: Source, config: Config, template: steps.State) -> steps.State:
     _, host = conversion.read(
         source, config, dtype=dtype, optimizer="opt_state" in template, lazy=True
     )
-    return placed(host, {key: leaf for key, leaf in template.items() if key in host})
+    return put_on_devices(host, {key: leaf for key, leaf in template.items() if key in host})
 
 
 def _read_native(step: SavedStep, config: Config, template: steps.State) -> steps.State:

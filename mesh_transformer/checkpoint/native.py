@@ -47,18 +47,18 @@ from mesh_transformer.checkpoint.state_tree import (
 )
 from mesh_transformer.data.storage import (
     FolderLock,
+    convert_failures,
+    convert_storage_errors,
     delete_tree,
     entries,
-    failures_as,
     free_space,
-    hush_failures,
     is_failure,
     local_path,
-    nothing_in,
+    no_checkpoint_error,
     reason,
-    reported,
+    silence_failure_messages,
     step_number,
-    unwritable,
+    unwritable_error,
 )
 from mesh_transformer.util import InputError
 
@@ -115,7 +115,7 @@ class Checkpoints:
         self._sums: dict[str, list[int]] = {}  # checksums of the leaves being saved
         self._saved = functools.cache(lambda step: SavedStep(self._path(step)))
         self._checkpointer = self._new_checkpointer()
-        hush_failures(_should_log)
+        silence_failure_messages(_should_log)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -144,7 +144,7 @@ class Checkpoints:
         if self._lock is not None or jax.process_index() != 0:
             return
         self._lock = FolderLock(os.fspath(self.folder))
-        with failures_as(lambda error: unwritable(self.folder, error)):
+        with convert_failures(lambda error: unwritable_error(self.folder, error)):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_uncommitted()
 
@@ -177,7 +177,7 @@ class Checkpoints:
         )
         self._joint.begin()
         # Any failure from here on must be reported to the other processes.
-        with failures_as(lambda error: self._failure(step, n_bytes, error)):
+        with convert_failures(lambda error: self._failure(step, n_bytes, error)):
             self.claim()
             self._check_vacant(step)
             self._clear_uncommitted()
@@ -224,7 +224,7 @@ class Checkpoints:
             return
         step, n_bytes, commit = self._pending
         try:
-            with failures_as(lambda error: self._failure(step, n_bytes, error)):
+            with convert_failures(lambda error: self._failure(step, n_bytes, error)):
                 commit.result()
                 self._known = step
         finally:
@@ -257,7 +257,7 @@ class Checkpoints:
         self.wait()
         steps = self.steps()
         if not steps:
-            raise nothing_in(self.folder)
+            raise no_checkpoint_error(self.folder)
         if step is not None and step not in steps:
             known = ", ".join(map(str, steps))
             raise InputError(f"checkpoint folder {self.folder} has no step {step}; it has {known}")
@@ -393,18 +393,18 @@ def find(path: str) -> SavedStep:
       InputError: if `path` does not exist or has no committed step.
     """
     folder = _absolute(path)
-    with reported(f"checkpoint folder {folder}"):
+    with convert_storage_errors(f"checkpoint folder {folder}"):
         if _is_committed(folder):
             return SavedStep(folder)
     steps = _committed_steps(folder)
     if not steps:
-        raise nothing_in(folder)
+        raise no_checkpoint_error(folder)
     return SavedStep(folder / f"step_{steps[-1]}")
 
 
 def own_steps(folder: str) -> list[epath.Path]:
     """Return all step folders that this program wrote to a model folder, finished or not."""
-    with reported(f"model folder {folder}"):
+    with convert_storage_errors(f"model folder {folder}"):
         paths = entries(_absolute(folder))
         return [path for path in paths if _is_committed(path) or _is_unfinished(path)]
 
@@ -439,7 +439,7 @@ def _is_unfinished(path: epath.Path) -> bool:
 
 
 def _committed_steps(folder: epath.Path) -> list[int]:
-    with reported(f"model folder {folder}"):
+    with convert_storage_errors(f"model folder {folder}"):
         names = [path.name for path in entries(folder) if _is_committed(path)]
     return sorted(int(name.removeprefix("step_")) for name in names)
 

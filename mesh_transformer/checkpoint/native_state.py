@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 from tqdm import tqdm
 
-from mesh_transformer.checkpoint.atomic_folder import whole_folder
+from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.saved_step import SavedStep
@@ -16,7 +16,7 @@ from mesh_transformer.checkpoint.state_tree import (
     Path,
     check_match,
     check_same_model,
-    expected,
+    declared_leaves,
     leaves,
     nested,
 )
@@ -57,7 +57,7 @@ def read(
         config = Config.from_dict(step.config, f"{where}: saved config")
     check_same_model(config, step.config, where)
     full = optimizer and ("opt_state", "count") in step.leaves
-    expected_leaves = expected(gptj.trained(config), optimizer=full)
+    expected_leaves = declared_leaves(gptj.trained(config), optimizer=full)
     check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
     for key in expected_leaves:
@@ -81,7 +81,7 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
     if "://" in folder or os.path.isdir(folder):
         _save(folder, state, config)
     else:
-        with whole_folder(folder) as new:
+        with atomic_folder(folder) as new:
             try:
                 _save(new, state, config)
             except InputError as error:

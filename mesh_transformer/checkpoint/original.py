@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint import original_files
-from mesh_transformer.checkpoint.atomic_folder import whole_folder
+from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.original_files import Shard
 from mesh_transformer.checkpoint.state_tree import check_state
@@ -328,12 +328,12 @@ def write(
     step = int(state["step"])
     path = os.path.join(folder, f"step_{step}")
     if not os.path.lexists(folder):
-        with whole_folder(folder) as new:
+        with atomic_folder(folder) as new:
             _write_shards(os.path.join(new, f"step_{step}"), leaves, count)
             original_files.write_index(os.path.join(new, "meta.json"), {}, step)
         return path
     index = original_files.read_index(folder)
-    with whole_folder(path) as new:
+    with atomic_folder(path) as new:
         _write_shards(new, leaves, count)
         original_files.write_index(os.path.join(new, "meta.json"), index, step)
     os.replace(os.path.join(path, "meta.json"), os.path.join(folder, "meta.json"))
@@ -347,7 +347,7 @@ def _open(path: str, config: Config) -> _Source:
       InputError: if a shard is missing, the shards contradict each other, or they do not fit
         `config`.
     """
-    numbers = original_files.numbered(path, "shard")
+    numbers = original_files.entry_numbers(path, "shard")
     missing = sorted(set(range(numbers[-1] + 1)) - set(numbers))
     if missing:
         raise InputError(
@@ -368,7 +368,7 @@ def _open(path: str, config: Config) -> _Source:
     full = {"adam": 0, "mu": 1, "nu": 1 + size, "schedule": 1 + 2 * size, "params": 2 + 2 * size}
     if held not in (3 * size + 3, size + 1):
         raise InputError(
-            f"{shards[0].folder}: found {held} leaves{_layers_in(held, parameters, config)}, "
+            f"{shards[0].folder}: found {held} leaves{_describe_layers(held, parameters, config)}, "
             f"expected {3 * size + 3} (full) or {size + 1} (slim) for the {config.layers} layers, "
             f"norm and pe of the config; {_REMEDY}"
         )
@@ -376,7 +376,7 @@ def _open(path: str, config: Config) -> _Source:
     return _Source(config.layers, shards, parameters, first | {"step": held - 1})
 
 
-def _layers_in(held: int, parameters: list[Entry], config: Config) -> str:
+def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
     """Describe the checkpoint whose shards have `held` leaves, for an error message.
 
     Returns " (N layers, full)" or " (N layers, slim)", or "" if neither fits this number of leaves.
@@ -550,9 +550,9 @@ def _write_shards(
     folders = [os.path.join(folder, f"shard_{number}") for number in range(shards)]
     title = f"writing {shards} shards"
     with tqdm(total=len(leaves), desc=title, unit="leaf", disable=None) as bar:
-        original_files.write(folders, [partial(_counted, leaf, bar) for leaf in leaves])
+        original_files.write(folders, [partial(_with_progress, leaf, bar) for leaf in leaves])
 
 
-def _counted(leaf: Callable[[], Iterable[np.ndarray]], bar: tqdm) -> Iterable[np.ndarray]:
+def _with_progress(leaf: Callable[[], Iterable[np.ndarray]], bar: tqdm) -> Iterable[np.ndarray]:
     bar.update()
     return leaf()

@@ -20,7 +20,7 @@ from mesh_transformer.util import InputError
 
 PIECES = 16
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_COPY = "copy the checkpoint again"
+_COPY_ADVICE = "copy the checkpoint again"
 # What zipfile and numpy raise for a file that is damaged or of another kind.
 _DAMAGED = (
     OSError,
@@ -34,7 +34,7 @@ _DAMAGED = (
 )
 
 
-def numbered(folder: str, kind: str) -> list[int]:
+def entry_numbers(folder: str, kind: str) -> list[int]:
     """Return the numbers of a folder's entries `<kind>_<number>`, ascending."""
     if not os.path.isdir(folder):
         return []
@@ -51,21 +51,21 @@ def step_folder(path: str) -> str:
     Raises:
       InputError: if there is no checkpoint.
     """
-    if numbered(path, "shard"):
+    if entry_numbers(path, "shard"):
         return path
     if not os.path.isdir(path):
         raise InputError(f"{path}: no such folder; expected one of the original's checkpoints")
     if os.path.exists(os.path.join(path, "meta.json")):
         newest = read_index(path)["checkpoints"][-1]
         step = os.path.join(path, f"step_{newest}")
-        if not numbered(step, "shard"):
+        if not entry_numbers(step, "shard"):
             raise InputError(
                 f"{path}/meta.json: names step {newest}, but {step} holds no shard_<i>; copy it, "
                 "or give the path of another step"
             )
         return step
-    steps = [os.path.join(path, f"step_{step}") for step in numbered(path, "step")]
-    steps = [step for step in steps if numbered(step, "shard")]
+    steps = [os.path.join(path, f"step_{step}") for step in entry_numbers(path, "step")]
+    steps = [step for step in steps if entry_numbers(step, "shard")]
     if not steps:
         raise InputError(
             f"{path}: found no checkpoint of the original's; expected shard_<i> folders, or "
@@ -189,7 +189,8 @@ class Shard:
             raise
         except _DAMAGED as error:
             raise InputError(
-                f"{self.where(index, name)} is damaged: {reason(error)}; expected {shape}; {_COPY}"
+                f"{self.where(index, name)} is damaged: {reason(error)}; expected {shape}; "
+                f"{_COPY_ADVICE}"
             ) from None
 
     def _check(
@@ -220,11 +221,13 @@ def _members(path: str) -> list[str]:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except FileNotFoundError:
-        raise InputError(f"{path}: is missing; a shard has 16 pieces, 0 to 15; {_COPY}") from None
+        raise InputError(
+            f"{path}: is missing; a shard has 16 pieces, 0 to 15; {_COPY_ADVICE}"
+        ) from None
     except _DAMAGED as error:
         size = f", {os.path.getsize(path):,} bytes" if os.path.isfile(path) else ""
         raise InputError(
-            f"{path}: not a complete .npz archive ({reason(error)}{size}); {_COPY}"
+            f"{path}: not a complete .npz archive ({reason(error)}{size}); {_COPY_ADVICE}"
         ) from None
     expected = [f"arr_{i}.npy" for i in range(len(names))]
     if sorted(names) != sorted(expected):

@@ -25,7 +25,7 @@ from mesh_transformer.checkpoint.state_tree import (
     leaves,
     map_leaves,
 )
-from mesh_transformer.data.storage import failures_as, reason, step_number
+from mesh_transformer.data.storage import convert_failures, reason, step_number
 from mesh_transformer.util import InputError
 
 # The maximum size of the leaves to cast that are restored at once; a single leaf may exceed it.
@@ -51,13 +51,13 @@ class SavedStep:
     @functools.cached_property
     def record(self) -> Integrity | None:
         """The integrity record; None if the step was saved by an earlier version."""
-        with failures_as(lambda error: self._unreadable(error, None)):
+        with convert_failures(lambda error: self._unreadable(error, None)):
             return integrity.read(self.path)
 
     @functools.cached_property
     def aux(self) -> dict[str, Any]:
         """The JSON saved with the arrays; reading it does not initialise JAX's devices."""
-        with failures_as(self._damaged):
+        with convert_failures(self._damaged):
             content = (self.path / "aux" / "metadata").read_bytes()
             integrity.check_file(self.path, self.record, "aux/metadata", content)
             return json.loads(content)
@@ -98,7 +98,7 @@ class SavedStep:
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=self._context[0])
 
         def attempt(act: Callable[[], Any]) -> Any:
-            with failures_as(self._damaged):
+            with convert_failures(self._damaged):
                 return act().result()
 
         def read(layer: int | None) -> np.ndarray:
@@ -201,7 +201,7 @@ class SavedStep:
         if isinstance(error, InputError):
             return error
         if (name := integrity.damaged_file(self.path, record)) is not None:
-            return integrity.damaged(self.path, f"its file {name}")
+            return integrity.damage_error(self.path, f"its file {name}")
         # tensorstore's message names the file last, in quotes.
         quoted = re.findall(rf'"{re.escape(str(self))}/([^"\\]*[^"\\/])"', str(error))
         where = f" (its file {quoted[-1]})" if quoted else ""

@@ -61,7 +61,7 @@ class Source:
         return self.path
 
     @functools.cached_property
-    def place(self) -> str:
+    def checkpoint_path(self) -> str:
         """The path of the checkpoint itself; if `path` is a model folder, that of its newest step.
 
         It is determined once, so it stays the same if the model folder gets a newer step.
@@ -101,7 +101,7 @@ def _is_original(folder: str) -> bool:
         return False
     steps = [name for name in os.listdir(folder) if step_number(name) is not None]
     folders = [folder, *(os.path.join(folder, step) for step in steps)]
-    if any(original_files.numbered(path, "shard") for path in folders):
+    if any(original_files.entry_numbers(path, "shard") for path in folders):
         return True
     try:
         return bool(original_files.read_index(folder))

@@ -117,18 +117,18 @@ def cast_groups(
     return [group for group in groups if group]
 
 
-def placed(host: Any, template: Any) -> Any:
+def put_on_devices(host: Any, template: Any) -> Any:
     """Put a host tree's leaves on the devices, in the template's layouts and dtypes.
 
     Each leaf is removed from the host tree, so that only one `LazyLeaf` is in memory at a time.
     """
     if isinstance(template, dict):
-        return {key: placed(host.pop(key), leaf) for key, leaf in template.items()}
+        return {key: put_on_devices(host.pop(key), leaf) for key, leaf in template.items()}
     values = np.asarray(host).astype(template.dtype, copy=False)
     return jax.make_array_from_callback(template.shape, template.sharding, values.__getitem__)
 
 
-def expected(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
+def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
     """Return all leaves of a state with these declared parameters, as arrays of zeros.
 
     Only their shapes and integer dtypes are meaningful: all floating leaves are f32.
@@ -174,7 +174,7 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
     Args:
       declared: the declarations of the parameters.
     """
-    expected_leaves = expected(declared, optimizer=True)
+    expected_leaves = declared_leaves(declared, optimizer=True)
     expected_leaves = {key: leaf for key, leaf in expected_leaves.items() if key[0] in state}
     _check_leaves("the state", leaves(state), expected_leaves)
 

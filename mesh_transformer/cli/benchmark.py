@@ -298,10 +298,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
     figures = result if isinstance(result, dict) else dataclasses.asdict(result)
     limits_dict = limits and dataclasses.asdict(limits)
-    return about(args, config, devices[0]) | {"limits": limits_dict, **figures}
+    return run_info(args, config, devices[0]) | {"limits": limits_dict, **figures}
 
 
-def about(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
+def run_info(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
     """Return the entries of the result that describe the measurement.
 
     They are the mode, model, config, mesh, hardware, software versions, date and command.

@@ -23,20 +23,20 @@ from tqdm import tqdm
 
 from mesh_transformer.cli.arguments import add_record_arguments
 from mesh_transformer.data.documents import (
-    Bad,
     BadInputError,
+    BadInputHandler,
     find_files,
+    format_counts,
     json_lines,
-    opened,
-    told,
-    whole_characters,
+    open_input,
+    replace_surrogates,
 )
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
 from mesh_transformer.util import InputError
 
 FILE_TYPES = (".jsonl", ".jsonl.zst")
-TOGETHER = 1000  # pairs per call of the tokenizer, which uses all cores
+TOKENIZER_BATCH = 1000  # pairs per call of the tokenizer, which uses all cores
 
 
 class Pair(NamedTuple):
@@ -89,14 +89,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def read_pairs(path: str, bad: Bad, progress: Callable[[int], object]) -> Iterator[Pair]:
+def read_pairs(
+    path: str, bad: BadInputHandler, progress: Callable[[int], object]
+) -> Iterator[Pair]:
     """Yield the pairs of prompt and completion in a file.
 
     Args:
       bad: called for each unusable line.
       progress: called repeatedly with the number of bytes read since its last call.
     """
-    with opened(path, bad) as raw:
+    with open_input(path, bad) as raw:
         before = 0
         for where, value in json_lines(raw, path, bad):
             progress(raw.tell() - before)
@@ -119,11 +121,11 @@ def pair_of(value: Any, where: str) -> Pair:
         raise BadInputError(
             "no pair", f"{where}: expected strings prompt and completion, the latter not empty"
         )
-    return Pair(where, *map(whole_characters, texts))
+    return Pair(where, *map(replace_surrogates, texts))
 
 
 def read_records(
-    pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad, *, pack: bool
+    pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler, *, pack: bool
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the records that hold the pairs, as the features described in `record`.
 
@@ -139,10 +141,10 @@ def read_records(
         yield record(texts, tokenizer.eos_token_id, seq, pack=pack)
 
 
-def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: Bad) -> Iterator[Text]:
+def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler) -> Iterator[Text]:
     """Yield the tokenised pairs, except those longer than `seq`, for which `bad` is called."""
     pairs = iter(pairs)
-    while batch := list(islice(pairs, TOGETHER)):
+    while batch := list(islice(pairs, TOKENIZER_BATCH)):
         prompts, completions = (
             encode_batch(tokenizer, [pair[field] for pair in batch]) for field in (1, 2)
         )
@@ -181,15 +183,15 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer}: has no end-of-text token; choose another")
-    bad = Bad(options.skip_bad)
+    bad = BadInputHandler(options.skip_bad)
     files = find_files(options.input_path, FILE_TYPES)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:
         pairs = (pair for file in files for pair in read_pairs(file, bad, bar.update))
         rows = read_records(pairs, tokenizer, options.seq, bad, pack=options.pack)
         first = next(rows, None)
         if first is None:
-            skipped = f" (skipped: {told(bad.counts)})" if bad.count else ""
+            skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
             raise InputError(f"{options.input_path}: found no pairs{skipped}")
         written, index, count = write_set(options.output_dir, options.name, chain([first], rows))
-    skipped = f"; skipped: {told(bad.counts)}" if bad.count else ""
+    skipped = f"; skipped: {format_counts(bad.counts)}" if bad.count else ""
     print(f"{written}: {count} records of {options.seq} tokens; listed in {index}{skipped}")

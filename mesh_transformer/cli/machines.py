@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mesh_transformer.data.storage import AnyPath
     from mesh_transformer.pod.cluster import TPUCluster
     from mesh_transformer.pod.hosts import Host
-    from mesh_transformer.pod.restarts import LastingCluster
+    from mesh_transformer.pod.restarts import RestartingCluster
     from mesh_transformer.transformer_shard import CausalTransformer
 
 
@@ -43,7 +43,7 @@ def running_model(
     config: Config | None,
     *,
     only_generate: bool = False,
-) -> "Iterator[CausalTransformer | LastingCluster]":
+) -> "Iterator[CausalTransformer | RestartingCluster]":
     """Return a context manager that yields a network for inference, with the weights at `path`.
 
     JAX's persistent compilation cache is enabled first.
@@ -70,7 +70,7 @@ def running_model(
 
     network_config = config or Source.of(path).config
     with machines_of(args, network_config) as hosts:
-        from mesh_transformer.pod.restarts import LastingCluster
+        from mesh_transformer.pod.restarts import RestartingCluster
 
         def make() -> "TPUCluster":
             cluster = build_model(
@@ -85,5 +85,5 @@ def running_model(
                 raise
             return cluster
 
-        with contextlib.closing(LastingCluster(make)) as network:
+        with contextlib.closing(RestartingCluster(make)) as network:
             yield network

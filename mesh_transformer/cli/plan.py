@@ -112,7 +112,7 @@ def main() -> None:
         generation = topology(args.topology).generation
         # --mp must not change the number of sequences per step.
         others = {key: value for key, value in changes.items() if key != "cores_per_replica"}
-        sequences = scaling.sequences_a_step(config.replace(**others))
+        sequences = scaling.sequences_per_step(config.replace(**others))
         estimates = scaling.scaling_of(config.replace(**changes), generation, sequences)
         print(json.dumps(dataclasses.asdict(estimates)) if args.json else estimates.table())
         return

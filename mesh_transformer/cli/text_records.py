@@ -25,8 +25,8 @@ from typing import Any
 
 from mesh_transformer.cli.arguments import add_record_arguments, positive
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
-from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, told
-from mesh_transformer.data.packing import Order, publish, sequences, write_parts
+from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, format_counts
+from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.util import InputError
 
@@ -160,12 +160,12 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
         options.skip_bad,
     )
     corpus = tokenizing.run()
-    skipped = skipped_in(tokenizing.progress.sources)
-    packed = sequences(corpus, order_of(options), tokenizer, generator)
+    skipped = skipped_counts(tokenizing.progress.sources)
+    packed = sequences(corpus, packing_options(options), tokenizer, generator)
     first = next(packed, None)
     if first is None:
         (work / PROGRESS).unlink()  # otherwise the next run would resume and fail here again
-        raise nothing_found(options, corpus, skipped)
+        raise no_sequence_error(options, corpus, skipped)
     parts = write_parts(work, chain([first], packed), options.sequences_per_file)
     manifest = {
         "tokens_per_sequence": options.seq + 1,
@@ -174,19 +174,19 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
         "skipped": skipped,
         "tokenizer": tokenizer_entry,
         "options": settings,
-        "sources": [manifested(source) for source in tokenizing.progress.sources],
+        "sources": [manifest_entry(source) for source in tokenizing.progress.sources],
     }
     index = publish(base, parts, manifest)
     names = index.read_text(encoding="utf-8").split()
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
     count = sum(written for _, written in parts)
-    skipped_text = f"; skipped: {told(skipped)}" if skipped else ""
+    skipped_text = f"; skipped: {format_counts(skipped)}" if skipped else ""
     contents = f"{count} sequences of {options.seq + 1} tokens"
     return f"{base.with_name(names[0])}{others}: {contents}; listed in {index}{skipped_text}"
 
 
-def order_of(options: argparse.Namespace) -> Order:
-    return Order(
+def packing_options(options: argparse.Namespace) -> PackingOptions:
+    return PackingOptions(
         options.seq + 1,
         options.n_repack_epochs,
         not options.preserve_data_order,
@@ -195,11 +195,11 @@ def order_of(options: argparse.Namespace) -> Order:
     )
 
 
-def nothing_found(
+def no_sequence_error(
     options: argparse.Namespace, corpus: Corpus, skipped: dict[str, int]
 ) -> InputError:
     """Return the error to raise if the text does not yield a single sequence."""
-    skipped_text = f" (skipped: {told(skipped)})" if skipped else ""
+    skipped_text = f" (skipped: {format_counts(skipped)})" if skipped else ""
     if not len(corpus.sizes):
         return InputError(
             f"{options.input_path}: all its files are empty{skipped_text}; expected text"
@@ -211,7 +211,7 @@ def nothing_found(
     )
 
 
-def skipped_in(sources: list[Source]) -> dict[str, int]:
+def skipped_counts(sources: list[Source]) -> dict[str, int]:
     """Sum the counts of skipped items over all sources, by reason."""
     counts: collections.Counter[str] = collections.Counter()
     for source in sources:
@@ -219,7 +219,7 @@ def skipped_in(sources: list[Source]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def manifested(source: Source) -> dict[str, Any]:
+def manifest_entry(source: Source) -> dict[str, Any]:
     """Return the manifest entry of a source.
 
     The modification time is left out, because copying a file changes it.

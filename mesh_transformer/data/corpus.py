@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.data.documents import Bad, Piece, read_pieces
+from mesh_transformer.data.documents import BadInputHandler, Piece, read_pieces
 from mesh_transformer.data.tokenizer import encode_batch
 from mesh_transformer.util import InputError
 
@@ -271,7 +271,7 @@ class Tokenizing:
 
         Before `source` is yielded, its hash and its counts of skipped items are filled in.
         """
-        bad = Bad(self.skip_bad)
+        bad = BadInputHandler(self.skip_bad)
         all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
         for piece in islice(all_pieces, pieces, None):
             yield piece._replace(text=self.clean(piece.text))

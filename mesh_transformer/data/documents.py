@@ -66,7 +66,7 @@ def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
     return clean
 
 
-DAMAGE = (
+DAMAGE_ERRORS = (
     EOFError,
     gzip.BadGzipFile,
     lzma.LZMAError,
@@ -77,7 +77,9 @@ DAMAGE = (
 # Compressed bytes per read.  The value is small because even so few bytes can decompress to 500 MB.
 COMPRESSED_BYTES = 1 << 14
 LONGEST_LINE = 1 << 27  # bytes; limits the memory that a file without line ends can take
-SHOWN = 20  # number of skipped items that each `Bad` prints; further ones are only counted
+MAX_PRINTED = (
+    20  # number of skipped items that each `BadInputHandler` prints; further ones are only counted
+)
 
 
 class BadInputError(InputError):
@@ -92,7 +94,7 @@ class BadInputError(InputError):
         self.reason = reason
 
 
-class Bad:
+class BadInputHandler:
     """Handler for unusable input.  To report an item, call it with a BadInputError.
 
     If `skip` is false, the call raises InputError.  If `skip` is true, the call counts the item by
@@ -109,7 +111,7 @@ class Bad:
     def __call__(self, error: BadInputError) -> None:
         if not self.skip:
             raise InputError(f"{error}; fix it, or skip bad input with --skip-bad")
-        if self.count < SHOWN:
+        if self.count < MAX_PRINTED:
             tqdm.write(f"skipped: {error}")
         self.counts[error.reason] += 1
 
@@ -118,7 +120,7 @@ class Bad:
         return self.counts.total()
 
 
-def told(counts: dict[str, int]) -> str:
+def format_counts(counts: dict[str, int]) -> str:
     """Format counts by reason, with the largest count first: "3 not JSON, 1 no text"."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {reason}" for reason, count in ordered)
@@ -148,11 +150,11 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
+def open_input(path: str, bad: BadInputHandler) -> Iterator[BinaryIO]:
     """Open a file for reading bytes, as a context manager.
 
-    If the code in the `with` block raises one of the errors in DAMAGE, the error is suppressed and
-    `bad` is called with a BadInputError that names the file as damaged.
+    If the code in the `with` block raises one of the errors in DAMAGE_ERRORS, the error is
+    suppressed and `bad` is called with a BadInputError that names the file as damaged.
 
     Raises:
       InputError: if the file cannot be read.
@@ -160,7 +162,7 @@ def opened(path: str, bad: Bad) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as raw:
             yield raw
-    except DAMAGE as error:
+    except DAMAGE_ERRORS as error:
         bad(BadInputError("damaged", f"{path}: damaged or cut short: {error}"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
@@ -201,7 +203,7 @@ class ZstandardReader(io.RawIOBase):
         return count
 
 
-def json_lines(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, Any]]:
+def json_lines(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, Any]]:
     """Yield (location, parsed value) for each non-blank line of a .jsonl or .jsonl.zst file.
 
     The location is text for error messages that names the file and the line.  `bad` is called for
@@ -234,7 +236,7 @@ def json_value(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise not_utf8(where, error.object[error.start : error.end]) from error
+        raise not_utf8_error(where, error.object[error.start : error.end]) from error
     except RecursionError as error:
         raise BadInputError("not JSON", f"{where} is not JSON (nested too deep)") from error
     except ValueError as error:  # raised for numbers with too many digits, too
@@ -242,11 +244,11 @@ def json_value(line: bytes, where: str) -> Any:
         raise BadInputError("not JSON", message) from error
 
 
-def not_utf8(where: str, invalid: bytes) -> BadInputError:
+def not_utf8_error(where: str, invalid: bytes) -> BadInputError:
     return BadInputError("not UTF-8", f"{where} holds the bytes {invalid!r}, expected UTF-8 text")
 
 
-def whole_characters(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace unpaired surrogates with `?`, because UTF-8 cannot encode them.
 
     Text parsed from JSON can contain them.
@@ -258,7 +260,7 @@ FILE_TYPES = (".jsonl.zst", ".txt", ".xz", ".tar.gz", ".jsonl")
 # Documents longer than this are cleaned and tokenised in pieces, so that they need not fit in
 # memory.  The tokenizer is fastest with pieces of about this size.
 PIECE_CHARACTERS = 1 << 14
-LONGEST_RUN = 1 << 20  # characters; longer text without a safe place to cut is cut anyway
+MAX_UNCUT_CHARACTERS = 1 << 20  # characters; longer text without a safe place to cut is cut anyway
 
 
 class Piece(NamedTuple):
@@ -276,7 +278,7 @@ class Piece(NamedTuple):
 
 
 def read_pieces(
-    path: str, separator: str, bad: Bad, progress: Callable[[int], object]
+    path: str, separator: str, bad: BadInputHandler, progress: Callable[[int], object]
 ) -> Iterator[Piece]:
     """Yield the documents of a file, piece by piece.
 
@@ -289,7 +291,7 @@ def read_pieces(
       InputError: if a document or the file is unusable and `bad` does not skip it.
     """
     reported, is_open = 0, False
-    with opened(path, bad) as raw:
+    with open_input(path, bad) as raw:
         for where, text in _texts(raw, path, bad):
             for piece in _checked(split_documents(text, separator), where, bad):
                 is_open = not piece.is_end and not piece.is_bad
@@ -301,7 +303,9 @@ def read_pieces(
     progress(os.path.getsize(path) - reported)
 
 
-def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterator[Piece]:
+def _checked(
+    pieces: Iterator[tuple[str, bool]], where: str, bad: BadInputHandler
+) -> Iterator[Piece]:
     """Yield the pieces of a text's documents, checked for invalid UTF-8.
 
     `bad` is called for each document that is not valid UTF-8.  If `bad` skips it and some of its
@@ -309,8 +313,8 @@ def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterat
     """
     number, is_first, is_dropped = 1, True, False
     for text, is_end in pieces:
-        if not is_dropped and (invalid := undecoded(text)):
-            bad(not_utf8(f"{where}: document {number}", invalid))
+        if not is_dropped and (invalid := invalid_bytes(text)):
+            bad(not_utf8_error(f"{where}: document {number}", invalid))
             is_dropped = True
             if not is_first:
                 yield Piece("", is_bad=True)
@@ -321,7 +325,7 @@ def _checked(pieces: Iterator[tuple[str, bool]], where: str, bad: Bad) -> Iterat
             number, is_dropped = number + 1, False
 
 
-def undecoded(text: str) -> bytes:
+def invalid_bytes(text: str) -> bytes:
     """Return the first bytes of the encoded text that were not valid UTF-8, or b"" if all were.
 
     The text must have been decoded with the error handler `surrogateescape`.
@@ -343,8 +347,8 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
     A long document is cut only where a visible character is followed by a newline or, if there is
     no such newline, by a space.  The cut is before the newline or space.  The regular expression by
     which GPT-2's tokenizer splits text never matches across such a cut, so tokenising the pieces
-    gives exactly the tokens of the document.  If LONGEST_RUN characters have no such place, the
-    document is cut anyway.
+    gives exactly the tokens of the document.  If MAX_UNCUT_CHARACTERS characters have no such
+    place, the document is cut anyway.
     """
     rest, started, searched = "", False, 0
     while block := text.read(PIECE_CHARACTERS):
@@ -355,7 +359,7 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
             started, searched = False, 0
         if len(rest) > PIECE_CHARACTERS:
             cut = _last_safe_cut(rest, searched)
-            if not cut and len(rest) > LONGEST_RUN:
+            if not cut and len(rest) > MAX_UNCUT_CHARACTERS:
                 cut = len(rest) - len(separator)  # the end may be part of a separator
             if cut:
                 yield rest[:cut], False
@@ -380,7 +384,7 @@ def _last_safe_cut(text: str, start: int) -> int:
     return 0
 
 
-def _texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
+def _texts(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, TextIO]]:
     """Yield (location, text) for each text in a file.
 
     A JSON Lines file has one text per line, an archive has one per member, and any other file is a
@@ -432,7 +436,7 @@ def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, T
         pass
 
 
-def _json_texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextIO]]:
+def _json_texts(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, TextIO]]:
     """Yield (location, text) for each line of a JSON Lines file.
 
     A line must be a string, or an object whose `text` is a string or a list of paragraphs.
@@ -442,6 +446,6 @@ def _json_texts(raw: BinaryIO, path: str, bad: Bad) -> Iterator[tuple[str, TextI
         if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
             text = "\n\n".join(text)
         if isinstance(text, str):
-            yield where, io.StringIO(whole_characters(text))
+            yield where, io.StringIO(replace_surrogates(text))
         else:
             bad(BadInputError("no text", f"{where} has no text, expected a string or key text"))

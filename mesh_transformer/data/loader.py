@@ -13,7 +13,7 @@ from mesh_transformer.data.record_set import Position, RecordSet, Row, random
 from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4
-DRAWN_TOGETHER = 4096  # records for which one random generator chooses the sets
+CHOICES_PER_BLOCK = 4096  # records for which one random generator chooses the sets
 
 
 class TFRecordNewInputs:
@@ -77,7 +77,7 @@ class TFRecordNewInputs:
         self._mixture = Mixture(sets, list(weights.values()), seed)
         self._repeat, self._partial = repeat, partial
         self._place = self._mixture.beginning
-        self._ahead: Prefetch[tuple[Row, Place]] | None = None
+        self._ahead: Prefetch[tuple[Row, MixturePosition]] | None = None
         if restore_state is not None:
             self.restore(restore_state)
 
@@ -98,7 +98,7 @@ class TFRecordNewInputs:
         batch, self._place = next(self._ahead)
         return batch
 
-    def _batches(self) -> Iterator[tuple[Row, "Place"]]:
+    def _batches(self) -> Iterator[tuple[Row, "MixturePosition"]]:
         """Yield (batch, the place of the record after the batch)."""
         records = self._mixture.records(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
@@ -162,7 +162,7 @@ def open_train_set(
     )
 
 
-class Place(NamedTuple):
+class MixturePosition(NamedTuple):
     """A position in a mixture.
 
     Attributes:
@@ -193,9 +193,11 @@ class Mixture:
             )
         self.shares = np.cumsum(np.array(weights) / total)
         self.shares[-1] = 1.0  # the sum may differ from 1 by rounding
-        self.beginning = Place(0, (Position(),) * len(sets))
+        self.beginning = MixturePosition(0, (Position(),) * len(sets))
 
-    def records(self, place: Place, *, repeat: bool) -> Iterator[tuple[Callable[[], Row], Place]]:
+    def records(
+        self, place: MixturePosition, *, repeat: bool
+    ) -> Iterator[tuple[Callable[[], Row], MixturePosition]]:
         """Yield (function, next place) for each record, starting with the record at `place`.
 
         The function takes no arguments; it parses the record and returns its row.
@@ -212,7 +214,7 @@ class Mixture:
             record, positions[chosen] = drawn_record
             drawn += 1
             row = functools.partial(self.sets[chosen].row, record, self.extras)
-            yield row, Place(drawn, tuple(positions))
+            yield row, MixturePosition(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
         """Yield the index of the set to read each record from, without the first `drawn` records.
@@ -220,12 +222,12 @@ class Mixture:
         The generator is endless.
         """
         while True:
-            block, past = divmod(drawn, DRAWN_TOGETHER)
-            numbers = random(self.seed, "sets", block).random(DRAWN_TOGETHER)
+            block, past = divmod(drawn, CHOICES_PER_BLOCK)
+            numbers = random(self.seed, "sets", block).random(CHOICES_PER_BLOCK)
             yield from np.searchsorted(self.shares, numbers[past:], side="right").tolist()
-            drawn += DRAWN_TOGETHER - past
+            drawn += CHOICES_PER_BLOCK - past
 
-    def state(self, place: Place) -> dict[str, Any]:
+    def state(self, place: MixturePosition) -> dict[str, Any]:
         """Return a place as a JSON-serialisable dict; for a single set, the state of that set."""
         states = [
             record_set.state(position)
@@ -233,7 +235,7 @@ class Mixture:
         ]
         return states[0] if len(states) == 1 else {"drawn": place.drawn, "sets": states}
 
-    def checked_place(self, state: dict[str, Any]) -> Place:
+    def checked_place(self, state: dict[str, Any]) -> MixturePosition:
         """Return the place stored in a saved state.
 
         Raises:
@@ -251,4 +253,4 @@ class Mixture:
             record_set.checked_position(saved)
             for record_set, saved in zip(self.sets, states, strict=True)
         )
-        return Place(drawn, tuple(positions))
+        return MixturePosition(drawn, tuple(positions))

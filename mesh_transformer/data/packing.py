@@ -22,7 +22,7 @@ from mesh_transformer.data.corpus import Corpus
 from mesh_transformer.data.tfrecords import write_records
 
 
-class Order(NamedTuple):
+class PackingOptions(NamedTuple):
     """Options that determine which sequences are written and in which order.
 
     Attributes:
@@ -82,7 +82,7 @@ class Packing:
 
 
 def sequences(
-    corpus: Corpus, order: Order, tokenizer, generator: random.Random
+    corpus: Corpus, order: PackingOptions, tokenizer, generator: random.Random
 ) -> Iterator[tuple[Packing, int]]:
     """Yield (packing, number of the sequence in it) for the sequences of all epochs.
 
@@ -103,7 +103,7 @@ def sequences(
         carry = packing.remainder()
 
 
-def select(packing: Packing, order: Order, tokenizer) -> Iterator[int]:
+def select(packing: Packing, order: PackingOptions, tokenizer) -> Iterator[int]:
     """Yield the numbers of the sequences with at least `min_unique_tokens` distinct tokens."""
     for number in range(len(packing)):
         if order.min_unique_tokens > 0:

@@ -120,9 +120,9 @@ class RecordSet:
         saved = {key: state[key] for key in ("shuffle_buffer", "seed") if key in state}
         if saved != self._order():
             raise InputError(
-                f"index {self.index_path}: the position was saved with {_described(saved)}, but "
-                f"the data is now read with {_described(self._order())}; restore the settings or "
-                "start over in another model folder"
+                f"index {self.index_path}: the position was saved with {_format_order(saved)}, but "
+                f"the data is now read with {_format_order(self._order())}; restore the settings "
+                "or start over in another model folder"
             )
         names = [field.name for field in dataclasses.fields(Position)]
         counts: dict[str, Any] = {"taken": 0} | {n: state[n] for n in names if n in state}
@@ -144,7 +144,11 @@ class RecordSet:
         Args:
           repeat: whether to start another epoch after each one, endlessly.
         """
-        return self._shuffled(position, repeat) if self.shuffle else self._listed(position, repeat)
+        return (
+            self._shuffled(position, repeat)
+            if self.shuffle
+            else self._in_index_order(position, repeat)
+        )
 
     def row(self, record: Record, extras: Collection[str] = ()) -> Row:
         """Parse a record into a row (see `Row`).
@@ -164,7 +168,9 @@ class RecordSet:
             return list(range(len(self.paths)))
         return random(self.seed, "files", epoch).permutation(len(self.paths)).tolist()
 
-    def _listed(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
+    def _in_index_order(
+        self, position: Position, repeat: bool
+    ) -> Iterator[tuple[Record, Position]]:
         """Yield (record, next position) for each record, in the order of files of each epoch."""
         while True:
             for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
@@ -179,13 +185,13 @@ class RecordSet:
             position = Position(position.epoch + 1)
 
     def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """Yield (record, next position), shuffling the records of `_listed` in blocks.
+        """Yield (record, next position), shuffling the records of `_in_index_order` in blocks.
 
         A block does not extend into the next epoch, so the last block of an epoch may be shorter.
         """
         while True:
             start = dataclasses.replace(position, taken=0)
-            block = list(islice(self._listed(start, repeat=False), self.shuffle))
+            block = list(islice(self._in_index_order(start, repeat=False), self.shuffle))
             key = (start.epoch, start.file, start.record)
             order = random(self.seed, "records", *key).permutation(len(block))
             for taken in range(position.taken, len(block)):
@@ -274,5 +280,5 @@ def _where(path: str, record: int) -> str:
     return f"{path}: record {record} (the first is 0)"
 
 
-def _described(order: dict[str, int]) -> str:
+def _format_order(order: dict[str, int]) -> str:
     return ", ".join(f"{key} {value}" for key, value in order.items()) or "shuffle_buffer 0"

@@ -61,7 +61,7 @@ def step_number(path: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def check_free(path: str) -> None:
+def check_absent(path: str) -> None:
     """Raise InputError if a local `path` already exists; does nothing for URIs."""
     if not is_uri(path) and os.path.lexists(path):
         raise InputError(f"{path}: already exists; choose another name or move it away")
@@ -96,7 +96,7 @@ class FolderLock:
         self._file: int | None = None
         if is_uri(self._folder):
             return
-        with failures_as(lambda error: unwritable(self._folder, error)):
+        with convert_failures(lambda error: unwritable_error(self._folder, error)):
             os.makedirs(self._folder, exist_ok=True)
             while self._file is None:
                 self._file = self._try_lock()
@@ -191,7 +191,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def reported(what: str) -> Iterator[None]:
+def convert_storage_errors(what: str) -> Iterator[None]:
     """Return a context manager that replaces a storage error by an InputError of one line.
 
     Args:
@@ -227,7 +227,7 @@ def is_failure(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def failures_as(line: Callable[[Exception], InputError]) -> Iterator[None]:
+def convert_failures(line: Callable[[Exception], InputError]) -> Iterator[None]:
     """Return a context manager that replaces errors for which `is_failure` is true.
 
     Args:
@@ -242,7 +242,7 @@ def failures_as(line: Callable[[Exception], InputError]) -> Iterator[None]:
         raise replacement from error
 
 
-def unwritable(folder: AnyPath, error: Exception) -> InputError:
+def unwritable_error(folder: AnyPath, error: Exception) -> InputError:
     """Return the InputError to raise if `error` prevents writing to a model folder.
 
     If `error` is already an InputError, it is returned unchanged.
@@ -255,7 +255,7 @@ def unwritable(folder: AnyPath, error: Exception) -> InputError:
     )
 
 
-def nothing_in(folder: epath.Path) -> InputError:
+def no_checkpoint_error(folder: epath.Path) -> InputError:
     """Return the error to raise if a folder has no finished checkpoint or does not exist."""
     problem = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
     return InputError(
@@ -270,7 +270,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
     Raises:
       InputError: if storage fails.
     """
-    with reported(f"folder {folder}"):
+    with convert_storage_errors(f"folder {folder}"):
         try:
             return list(folder.iterdir())
         except NotADirectoryError:
@@ -303,7 +303,7 @@ def free_space(folder: str) -> str:
         return ""
 
 
-def hush_failures(is_new: Callable[[logging.LogRecord], bool]) -> None:
+def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> None:
     """Suppress the messages that Orbax and asyncio print when a save or restore fails.
 
     The failure is also raised as an InputError of one line, so these messages are not needed.

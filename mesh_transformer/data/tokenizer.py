@@ -255,7 +255,7 @@ class Tokenizer(NamedTuple):
             self.loaded.save_pretrained(folder)
 
 
-def byte_letters() -> dict[str, int]:
+def byte_decoder() -> dict[str, int]:
     """Return a mapping from characters to bytes, as used in the names of GPT-2's tokens.
 
     A token's name has one printable character for each byte of the token.
@@ -270,7 +270,7 @@ def byte_letters() -> dict[str, int]:
 
 def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
     """Return the number of UTF-8 bytes in each token's text, [n_vocab]; 0 for special tokens."""
-    letters, special = byte_letters(), set(tokenizer.all_special_ids)
+    letters, special = byte_decoder(), set(tokenizer.all_special_ids)
     counts = np.zeros(n_vocab, np.int64)
     for name, number in tokenizer.get_vocab().items():
         if number in special or number >= n_vocab:

@@ -53,7 +53,7 @@ class Harness:
         self._tasks = tasks.tasks_of(names, include_path)
         self._tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
         self._options: dict[str, Any] = {"num_fewshot": num_fewshot, "limit": limit}
-        tasks.rehearse(config, self._tokenizer, self._tasks, **self._options)
+        tasks.dry_run(config, self._tokenizer, self._tasks, **self._options)
 
     def results(
         self, network: "Network", stopped: Callable[[], bool] = lambda: False
@@ -69,7 +69,7 @@ class Harness:
 
 
 @functools.cache
-def opened(config: Config) -> Harness | None:
+def load_harness(config: Config) -> Harness | None:
     """Load the config's `eval_harness_tasks`, or return None if it has none.
 
     The tasks are loaded only once per config.
@@ -79,7 +79,7 @@ def opened(config: Config) -> Harness | None:
     return Harness(config, config.eval_harness_tasks, limit=config.eval_harness_limit)
 
 
-def numbers(results: dict[str, Any]) -> dict[str, float]:
+def metric_values(results: dict[str, Any]) -> dict[str, float]:
     """Return the values of all metrics by `<task>/<metric>`, or `<task>/<metric>,<filter>`.
 
     The name of the filter is included if the task has filters.

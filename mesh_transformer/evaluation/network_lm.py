@@ -12,12 +12,12 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation.sampling import EVALUATION, SamplingOptions
+from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.network import Network
 from mesh_transformer.util import HostError, InputError, bucket
 
-SMALLEST = 16  # texts are padded to this times a power of two, to limit compilations
+MIN_WIDTH = 16  # texts are padded to this times a power of two, to limit compilations
 MOST_TOKENS = 256  # per generated answer, if a task does not set max_gen_toks
 STEPS = 16  # tokens generated between checks for stop sequences
 IN_FLIGHT = 2  # batches dispatched before the scores of the oldest are read
@@ -25,7 +25,7 @@ IN_FLIGHT = 2  # batches dispatched before the scores of the oldest are read
 Encoded = tuple[Any, list[int], list[int]]  # lm-eval's (texts, context tokens, continuation tokens)
 
 
-class StoppedAskingError(Exception):
+class StoppedEvaluationError(Exception):
     """The caller has asked to stop the evaluation."""
 
 
@@ -36,7 +36,7 @@ class NetworkLM(TemplateLM):
     does not return logits.
 
     Args:
-      stopped: called between batches; if it returns True, StoppedAskingError is raised.
+      stopped: called between batches; if it returns True, StoppedEvaluationError is raised.
     """
 
     def __init__(
@@ -137,9 +137,11 @@ class NetworkLM(TemplateLM):
                 # answers to one prompt.
                 arguments = [prompts[index] for index in group], chosen, group, end
                 try:
-                    texts = self._continued(*arguments)
-                except HostError:  # a LastingCluster restarts its hosts; other networks fail again
-                    texts = self._continued(*arguments)
+                    texts = self._generate_batch(*arguments)
+                except (
+                    HostError
+                ):  # a RestartingCluster restarts its hosts; other networks fail again
+                    texts = self._generate_batch(*arguments)
                 answers |= zip(group, texts, strict=True)
                 bar.update(len(group))
         return [answers[index] for index in range(len(generations))]
@@ -162,9 +164,9 @@ class NetworkLM(TemplateLM):
 
     def _check_stopped(self) -> None:
         if self.stopped():
-            raise StoppedAskingError
+            raise StoppedEvaluationError
 
-    def _continued(
+    def _generate_batch(
         self,
         prompts: Sequence[np.ndarray],
         generations: Sequence["_Generation"],
@@ -199,7 +201,7 @@ class NetworkLM(TemplateLM):
         return [text for text in cut if text is not None]
 
 
-class Rehearsal(NetworkLM):
+class DryRunLM(NetworkLM):
     """A dry run: checks requests for a model of this config, and returns placeholder answers."""
 
     def __init__(self, config: Config, tokenizer: Any):
@@ -234,10 +236,10 @@ class _Generation:
         self.length = int(options.get("max_gen_toks", MOST_TOKENS))
         temperature = float(options.get("temperature") or 0)
         sampled = options.get("do_sample", temperature > 0)
-        temp = (temperature or 1.0) if sampled else EVALUATION.temp
+        temp = (temperature or 1.0) if sampled else EVALUATION_DEFAULTS.temp
         top_p, top_k = (
-            float(options.get("top_p", EVALUATION.top_p)),
-            int(options.get("top_k", EVALUATION.top_k)),
+            float(options.get("top_p", EVALUATION_DEFAULTS.top_p)),
+            int(options.get("top_k", EVALUATION_DEFAULTS.top_k)),
         )
         self._sampling = SamplingOptions(top_p, top_k, temp)
 
@@ -297,7 +299,7 @@ def _groups(
     sizes = list(lengths)
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     while order:
-        width = bucket(sizes[order[0]] - 1, SMALLEST, longest)
+        width = bucket(sizes[order[0]] - 1, MIN_WIDTH, longest)
         count = rows * max(1, (row_width or 0) // width)
         yield width, count, order[:count]
         order = order[count:]

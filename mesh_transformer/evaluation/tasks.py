@@ -12,7 +12,7 @@ from lm_eval import evaluator, utils
 from lm_eval.tasks import TaskManager
 
 from mesh_transformer.config import Config
-from mesh_transformer.evaluation.network_lm import NetworkLM, Rehearsal, StoppedAskingError
+from mesh_transformer.evaluation.network_lm import DryRunLM, NetworkLM, StoppedEvaluationError
 from mesh_transformer.network import Network
 from mesh_transformer.util import InputError
 
@@ -98,7 +98,7 @@ def _seeded() -> Iterator[None]:
         np.random.set_state(before[1])
 
 
-def rehearse(
+def dry_run(
     config: Config,
     tokenizer: Any,
     tasks: Tasks,
@@ -111,11 +111,11 @@ def rehearse(
     Raises:
       InputError: if a task has a question that the model cannot answer; the message names the task.
     """
-    model = Rehearsal(config, tokenizer)
+    model = DryRunLM(config, tokenizer)
     for name, task in tasks.by_name.items():
         single = Tasks({"tasks": {name: task}, "groups": {}, "group_map": {}})
         try:
-            _ask(model, single, num_fewshot=num_fewshot, limit=limit, bootstraps=0)
+            _evaluate_tasks(model, single, num_fewshot=num_fewshot, limit=limit, bootstraps=0)
         except ValueError as error:
             raise InputError(f"lm-eval's task {name}: {error}") from None
 
@@ -141,14 +141,16 @@ def evaluate(
     """
     model = NetworkLM(network, tokenizer, stopped)
     try:
-        results = _ask(model, tasks, num_fewshot=num_fewshot, limit=limit, bootstraps=BOOTSTRAPS)
-    except StoppedAskingError:
+        results = _evaluate_tasks(
+            model, tasks, num_fewshot=num_fewshot, limit=limit, bootstraps=BOOTSTRAPS
+        )
+    except StoppedEvaluationError:
         return None
     kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples")
     return {key: results[key] for key in (*kept, "higher_is_better") if key in results}
 
 
-def _ask(
+def _evaluate_tasks(
     model: NetworkLM, tasks: Tasks, *, num_fewshot: int | None, limit: Any, bootstraps: int
 ) -> Any:
     """Evaluate loaded tasks, as lm-eval's `simple_evaluate` does, but without its process pool.

@@ -55,12 +55,12 @@ class Scores:
           losses: the result of `TrainableNetwork.eval` for this batch.
           bytes_of: number of bytes of text per token id; None: bytes are not counted.
         """
-        bearing = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
-        self.nats += float(np.asarray(losses["all_loss"], np.float64)[bearing].sum())
-        self.tokens += int(bearing.sum())
-        self.correct += int(np.asarray(losses["correct"])[bearing].sum())
+        mask = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
+        self.nats += float(np.asarray(losses["all_loss"], np.float64)[mask].sum())
+        self.tokens += int(mask.sum())
+        self.correct += int(np.asarray(losses["correct"])[mask].sum())
         if bytes_of is not None:
-            self.bytes += int(bytes_of[sample["target"][bearing]].sum())
+            self.bytes += int(bytes_of[sample["target"][mask]].sum())
 
     def row(self, name: str) -> str:
         """Format the scores as a line of the table with the header `HEADING`."""
@@ -85,7 +85,7 @@ def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
     )
 
 
-def _filled(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+def _pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
     """Pad a batch to `size` rows, so that all batches have the same compiled shape.
 
     The added rows do not count toward the loss.
@@ -123,7 +123,7 @@ def score(
         for batch in tqdm(islice(batches, most), path, unit="batch", disable=not show):
             if stopped():
                 raise StoppedScoringError
-            sample = _filled(batch, network.batch_size)
+            sample = _pad_batch(batch, network.batch_size)
             losses = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, losses))
             if len(pending) > IN_FLIGHT:
@@ -141,7 +141,7 @@ def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
     """
     config = network.config
     sets = config.val_set if config.val_batches else {}
-    eval_tasks = harness.opened(config)
+    eval_tasks = harness.load_harness(config)
     if not sets and eval_tasks is None:
         raise InputError(
             "config: --mode eval needs the key val_set with val_batches above 0, or the key "

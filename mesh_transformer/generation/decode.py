@@ -63,7 +63,7 @@ class DecodeState(NamedTuple):
     caches: tuple[LayerCache, ...]  # one per layer
     length_B: Any  # number of tokens in the cache, which is the position of the pending token
     token_B: Any  # the pending token: chosen, but not yet in the cache
-    made_B: Any  # number of tokens chosen so far
+    generated_B: Any  # number of tokens chosen so far
     seen_BV: Any  # whether the row's prompt or answer contains the token
     settings: SamplerSettings
 
@@ -126,7 +126,7 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
         ),
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
-        made_B=zeros(),
+        generated_B=zeros(),
         seen_BV=jnp.zeros((rows, config.n_vocab), bool),
         settings=jax.tree.map(lambda value: jnp.full((rows,), value), IDLE),
     )
@@ -278,14 +278,14 @@ def prefill(
     in_prompt_PT = positions_PT < length_P[:, None]
     seen_PV = jnp.zeros((count, config.n_vocab), bool)
     seen_PV = seen_PV.at[prompt_rows, tokens_PT.astype(jnp.int32)].max(in_prompt_PT)
-    made_P = jnp.zeros_like(length_P)
-    token_P = choose(logits_PV, settings, made_P, seen_PV)
+    generated_P = jnp.zeros_like(length_P)
+    token_P = choose(logits_PV, settings, generated_P, seen_PV)
     seen_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
     state = DecodeState(
         caches,
         put(state.length_B, length_P),
         put(state.token_B, token_P),
-        put(state.made_B, made_P + 1),
+        put(state.generated_B, generated_P + 1),
         put(state.seen_BV, seen_PV),
         jax.tree.map(put, state.settings, settings),
     )
@@ -312,14 +312,14 @@ def _step(
     logits_BV = _logits(weights, x_BTD, config, par)
     # The settings of idle rows must not slow down the others.
     settings = jax.tree.map(lambda x, idle: jnp.where(active_B, x, idle), state.settings, IDLE)
-    token_B = choose(logits_BV, settings, state.made_B, state.seen_BV)
+    token_B = choose(logits_BV, settings, state.generated_B, state.seen_BV)
     token_B = jnp.where(active_B, token_B, state.token_B)
     added_B = active_B.astype(jnp.int32)
     state = DecodeState(
         caches,
         state.length_B + added_B,
         token_B,
-        state.made_B + added_B,
+        state.generated_B + added_B,
         state.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
         state.settings,
     )

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 
-LARGEST = 127
+MAX_INT8 = 127
 
 
 class Int8(NamedTuple):
@@ -44,7 +44,7 @@ def quantize(weights: Any, declared: Any) -> Any:
         if not d.decay:
             return w
         w = w.astype(jnp.float32)
-        scale = jnp.max(jnp.abs(w), axis=_input_axis(d), keepdims=True) / LARGEST
+        scale = jnp.max(jnp.abs(w), axis=_input_axis(d), keepdims=True) / MAX_INT8
         scale = jnp.where(scale == 0, 1, scale)
         return Int8(jnp.round(w / scale).astype(jnp.int8), scale)
 

@@ -22,7 +22,7 @@ from mesh_transformer.util import InputError
 
 REMOVED = -1e10  # logit of a removed token; finite, so that no row can become NaN
 # Logits are clipped to this magnitude, so that their differences and quotients stay finite.
-LARGEST = 1e30
+MAX_LOGIT = 1e30
 GREEDY_BELOW = 1e-6  # lower temperatures take the most likely token
 # Maximum number of rounds of rejection sampling.  Each redraw halves, on average, the probability
 # ranked above the draw: with 50,000 tokens, fewer than one row in 1e25 needs more rounds.
@@ -140,10 +140,12 @@ class SamplingOptions:
 
 
 # The default settings of each interface.
-PYTHON = SamplingOptions()  # for `generate`, and for /complete of the original mesh-transformer-jax
-TERMINAL = SamplingOptions(temp=0.8)
-OPENAI = SamplingOptions(top_p=1.0)
-EVALUATION = SamplingOptions(top_p=1.0, temp=0.0)
+PYTHON_DEFAULTS = (
+    SamplingOptions()
+)  # for `generate`, and for /complete of the original mesh-transformer-jax
+REPL_DEFAULTS = SamplingOptions(temp=0.8)
+OPENAI_DEFAULTS = SamplingOptions(top_p=1.0)
+EVALUATION_DEFAULTS = SamplingOptions(top_p=1.0, temp=0.0)
 
 
 def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
@@ -236,10 +238,10 @@ def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array
         logits and settings, not on its index or on other rows.  With a single key, row i uses
         `fold_in(key, i)`.
     """
-    return _argmax(_with_noise(key, logits_BV.astype(jnp.float32), temp))
+    return _argmax(_add_gumbel_noise(key, logits_BV.astype(jnp.float32), temp))
 
 
-def _with_noise(key: Array, logits_BV: Array, temp: ArrayLike) -> Array:
+def _add_gumbel_noise(key: Array, logits_BV: Array, temp: ArrayLike) -> Array:
     """Return scores whose argmax is a draw from softmax(logits / temp)."""
     temp_B1 = _per_row(temp, logits_BV)
     greedy_B1 = temp_B1 < GREEDY_BELOW
@@ -270,15 +272,15 @@ def nucleus_sample(
     This function replaces `nucleaus_sample` of the original mesh-transformer-jax.
     """
     logits_BV = finite(logits_BV.astype(jnp.float32))
-    score_BV = _with_noise(key, logits_BV, temp)
+    score_BV = _add_gumbel_noise(key, logits_BV, temp)
 
     def draw(_: ArrayLike, among_BV: ArrayLike) -> Array:
         return _argmax(jnp.where(among_BV, score_BV, -jnp.inf))
 
-    return _inside(draw, logits_BV, *_limits(logits_BV, top_p, top_k))
+    return _draw_from_nucleus(draw, logits_BV, *_limits(logits_BV, top_p, top_k))
 
 
-def _inside(
+def _draw_from_nucleus(
     draw: Callable[[ArrayLike, ArrayLike], Array],
     logits_BV: Array,
     top_p_B1: Array,
@@ -345,8 +347,8 @@ def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
 
 
 def finite(logits_BV: Array) -> Array:
-    """Return the logits with NaN replaced by `REMOVED` and the rest clipped to +-`LARGEST`."""
-    clipped_BV = jnp.clip(logits_BV, -LARGEST, LARGEST)
+    """Return the logits with NaN replaced by `REMOVED` and the rest clipped to +-`MAX_LOGIT`."""
+    clipped_BV = jnp.clip(logits_BV, -MAX_LOGIT, MAX_LOGIT)
     return jnp.where(jnp.isnan(logits_BV), REMOVED, clipped_BV)
 
 
@@ -361,20 +363,22 @@ def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
     return jnp.where(seen_BV, lowered_BV, logits_BV)
 
 
-def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: Array) -> Array:
+def choose(
+    logits_BV: Array, settings: SamplerSettings, generated_B: Array, seen_BV: Array
+) -> Array:
     """Choose each row's next token, uint32 [B].
 
     The repetition penalty is applied first, then nucleus, top k and temperature.  Steps that no
     row's settings need are skipped.
 
-    The token at index `made_B` of a row's answer is drawn with `fold_in(key(seed), made_B)`.  A
-    draw uses only about 2 sqrt(V) random numbers, because generating one for each token of the
-    vocabulary would take longer than the layers of a small model.
+    The token at index `generated_B` of a row's answer is drawn with `fold_in(key(seed),
+    generated_B)`.  A draw uses only about 2 sqrt(V) random numbers, because generating one for each
+    token of the vocabulary would take longer than the layers of a small model.
 
     A row with NaN logits still gets a token in bounded time, and does not affect other rows.
 
     Args:
-      made_B: number of tokens chosen so far.
+      generated_B: number of tokens chosen so far.
       seen_BV: whether the row's prompt or answer contains the token.
     """
     logits_BV = finite(logits_BV)
@@ -387,10 +391,10 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
 
     def drawn() -> Array:
         keys_B = jax.vmap(lambda seed, made: jax.random.fold_in(jax.random.key(seed), made))(
-            settings.seed_B, made_B
+            settings.seed_B, generated_B
         )
         temp_B1 = jnp.where(greedy_B, 1, settings.temp_B)[:, None]
-        # Shifted and scaled as in `_with_noise`.
+        # Shifted and scaled as in `_add_gumbel_noise`.
         scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / temp_B1
 
         def draw(round_: ArrayLike, among_BV: ArrayLike) -> Array:
@@ -401,7 +405,7 @@ def choose(logits_BV: Array, settings: SamplerSettings, made_B: Array, seen_BV: 
         top_k_B = jnp.where(greedy_B, 0, settings.top_k_B)
         return jax.lax.cond(
             jnp.any((top_p_B < 1) | (top_k_B > 0)),
-            lambda: _inside(draw, logits_BV, *_limits(logits_BV, top_p_B, top_k_B)),
+            lambda: _draw_from_nucleus(draw, logits_BV, *_limits(logits_BV, top_p_B, top_k_B)),
             lambda: draw(0, True),
         )
 

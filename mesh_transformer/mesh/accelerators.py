@@ -200,7 +200,7 @@ class Generation:
       dimensions: number of dimensions of the grid that links the chips.
       devices: JAX devices per chip.
       hbm: bytes of memory available to a program on one device; the compiler enforces this limit.
-      cheap: the discounted tier, whose TPUs Google may reclaim at any time.  TPUs of the older
+      cheap_tier: the discounted tier, whose TPUs Google may reclaim at any time.  TPUs of the older
         "preemptible" tier are also stopped after 24 hours.
       options: additional libtpu options for compiling without a TPU, as (name, value) pairs.
     """
@@ -211,7 +211,7 @@ class Generation:
     dimensions: int
     devices: int
     hbm: int
-    cheap: Tier = "spot"
+    cheap_tier: Tier = "spot"
     options: tuple[tuple[str, str], ...] = ()
 
 

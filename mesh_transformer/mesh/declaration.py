@@ -99,9 +99,9 @@ def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
     return trained, frozen
 
 
-def joined(one: Any, other: Any) -> Any:
+def combine(one: Any, other: Any) -> Any:
     """Merge two nested dicts that have no leaves in common; the inverse of `partition`."""
-    both = {name: joined(one[name], other[name]) for name in one.keys() & other.keys()}
+    both = {name: combine(one[name], other[name]) for name in one.keys() & other.keys()}
     return one | other | both
 
 

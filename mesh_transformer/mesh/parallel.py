@@ -183,7 +183,7 @@ class Parallel(abc.ABC):
         )
         return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
 
-    def within(self, specs: Any) -> Any:
+    def restrict_specs(self, specs: Any) -> Any:
         """Remove all mesh axes except `axes` from PartitionSpecs, as `shard_map` requires."""
 
         def visible(spec: P) -> P:
@@ -237,7 +237,7 @@ class Parallel(abc.ABC):
 
         return map_declared(copy, declared, params)
 
-    def spread(self, params: Any, declared: Any) -> Any:
+    def mark_varying(self, params: Any, declared: Any) -> Any:
         """Mark replicated parameters that mp-varying code uses as varying over mp.
 
         These parameters are the adapters that mp does not split and, with `split_stream`, all
@@ -324,14 +324,14 @@ class Parallel(abc.ABC):
 
         return self._total(squares, map_declared(axes, declared))
 
-    def micro(self, grads: Any, declared: Any) -> Any:
+    def microbatch_grads(self, grads: Any, declared: Any) -> Any:
         """Return one microbatch's gradient on this replica; with ZeRO 3, its mean over dp."""
         # With ZeRO 3 the backward pass has already summed most leaves over dp.  `mean` sums the
         # other leaves and divides all of them by dp.
         return self.mean(grads, declared) if self.zero_stage == 3 else grads
 
-    def micro_total(self, squares: Any, declared: Any) -> Array:
-        """Same as `total`, for scalars computed from the gradient that `micro` returns."""
+    def microbatch_total(self, squares: Any, declared: Any) -> Array:
+        """Same as `total`, for scalars computed from the gradient that microbatch_grads returns."""
         if self.zero_stage == 3:
             return self.total(squares, declared)
         mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)

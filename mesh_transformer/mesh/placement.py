@@ -75,7 +75,7 @@ class Rows:
         return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])[:count]
 
 
-def share(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
+def replica_rows(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
     """Return the rows of x along `axis` that belong to `replicas`.
 
     The number of rows in x must be a multiple of dp.
@@ -84,7 +84,7 @@ def share(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndar
     return np.concatenate([parts[replica] for replica in replicas], axis)
 
 
-def places(replicas: list[list[int]], size: int) -> list[np.ndarray]:
+def process_rows(replicas: list[list[int]], size: int) -> list[np.ndarray]:
     """Return, for each process, the indices of its rows in the global batch.
 
     Args:

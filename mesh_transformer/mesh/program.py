@@ -14,7 +14,7 @@ from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto, Manual, Parallel
 from mesh_transformer.util import cache_folder
 
-VARIABLE = "MESH_TRANSFORMER_CACHE"
+CACHE_VARIABLE = "MESH_TRANSFORMER_CACHE"
 
 
 def use_compilation_cache() -> None:
@@ -24,7 +24,7 @@ def use_compilation_cache() -> None:
     folder.  If the variable is empty, the cache is not enabled.  If a cache folder is already set
     in JAX's configuration, it is kept.
     """
-    folder = os.environ.get(VARIABLE, str(cache_folder() / "compiled"))
+    folder = os.environ.get(CACHE_VARIABLE, str(cache_folder() / "compiled"))
     if not folder or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -130,8 +130,8 @@ def partitioned(
     return jax.shard_map(
         program,
         mesh=mesh,
-        in_specs=par.within(in_specs),
-        out_specs=par.within(out_specs),
+        in_specs=par.restrict_specs(in_specs),
+        out_specs=par.restrict_specs(out_specs),
         axis_names=set(par.axes),
     )
 

@@ -382,8 +382,8 @@ def _blocks(
         keys = slice(max(0, begin - window + 1), begin + block)
         bias_BHTS = causal_bias(position_1T[:, queries], position_1T[:, keys], window)
         if text_BT is not None:
-            apart_BTS = text_BT[:, queries, None] != text_BT[:, None, keys]
-            bias_BHTS = jnp.where(apart_BTS[:, None], MASKED, bias_BHTS)
+            other_text_BTS = text_BT[:, queries, None] != text_BT[:, None, keys]
+            bias_BHTS = jnp.where(other_text_BTS[:, None], MASKED, bias_BHTS)
         k_BHSK, v_BHSK = (x[:, :, keys].astype(dtype) for x in (k_BHSK, v_BHSK))
         return attend(q_BTHK[:, queries], k_BHSK, v_BHSK, bias_BHTS)
 

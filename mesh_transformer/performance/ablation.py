@@ -43,20 +43,20 @@ class Variant:
 
     Attributes:
       keys: config keys to change, and their values.
-      own_sums: whether `fan_out` is switched off.  Each use of the normalised activations then
-        needs an all-reduce for its own gradient.
+      separate_all_reduces: whether `fan_out` is switched off.  Each use of the normalised
+        activations then needs an all-reduce for its own gradient.
       unrolled: whether the scan over layers is unrolled.
-      kept: whether the old state is kept, that is, not donated to the step.
-      plain: whether remat is switched off.  The backward pass then recomputes nothing and reads
+      no_donation: whether the old state is kept, that is, not donated to the step.
+      no_remat: whether remat is switched off.  The backward pass then recomputes nothing and reads
         everything that the forward pass computed.
     """
 
     name: str
     keys: dict[str, Any] = dataclasses.field(default_factory=dict)
-    own_sums: bool = False
+    separate_all_reduces: bool = False
     unrolled: bool = False
-    kept: bool = False
-    plain: bool = False
+    no_donation: bool = False
+    no_remat: bool = False
 
 
 def variants(config: Config, mesh: Mesh) -> list[Variant]:
@@ -73,15 +73,18 @@ def variants(config: Config, mesh: Mesh) -> list[Variant]:
     if config.loss_chunk < config.seq:
         result.append(Variant("loss not in chunks", whole_loss))
     if manual:
-        result.append(Variant("each matmul its own sum", own_sums=True))
-    result += [Variant("layers unrolled", unrolled=True), Variant("state not donated", kept=True)]
+        result.append(Variant("each matmul its own sum", separate_all_reduces=True))
+    result += [
+        Variant("layers unrolled", unrolled=True),
+        Variant("state not donated", no_donation=True),
+    ]
     policies = [policy for policy in ("full", "dots", "none") if policy != config.remat]
     result += [Variant(f"remat {policy}", {"remat": policy}) for policy in policies]
-    naive = Variant("all off", whole_loss, manual, unrolled=True, kept=True, plain=True)
-    return [*result, Variant("everything kept", plain=True), naive]
+    naive = Variant("all off", whole_loss, manual, unrolled=True, no_donation=True, no_remat=True)
+    return [*result, Variant("everything kept", no_remat=True), naive]
 
 
-class OwnSums(Manual):
+class SeparateAllReduces(Manual):
     """`Manual` with a `fan_out` that returns its argument unchanged.
 
     JAX then casts x to varying over mp separately for each use of x, and the gradient of each use
@@ -93,7 +96,7 @@ class OwnSums(Manual):
 
 
 @contextlib.contextmanager
-def switched(variant: Variant) -> Iterator[None]:
+def patched_library(variant: Variant) -> Iterator[None]:
     """Return a context in which the library is patched as a variant requires.
 
     The patches switch off the optimisations that have no config key.  The train step must be traced
@@ -118,14 +121,14 @@ def switched(variant: Variant) -> Iterator[None]:
         return jit(function, **options)
 
     with contextlib.ExitStack() as patches:
-        if variant.own_sums:
-            patches.enter_context(mock.patch.object(program, "Manual", OwnSums))
+        if variant.separate_all_reduces:
+            patches.enter_context(mock.patch.object(program, "Manual", SeparateAllReduces))
         if variant.unrolled:
             patches.enter_context(mock.patch.object(jax.lax, "scan", unroll_layers))
             patches.enter_context(mock.patch.object(jax, "checkpoint", checkpoint_outside_scan))
-        if variant.plain:
+        if variant.no_remat:
             patches.enter_context(mock.patch.object(gptj, "_remat", lambda run, _: run))
-        if variant.kept:
+        if variant.no_donation:
             patches.enter_context(mock.patch.object(jax, "jit", jit_without_donation))
         yield
     assert unrolled or not variant.unrolled, "the function that scans over layers was renamed"
@@ -151,10 +154,11 @@ def compile_variant(
 ) -> Compiled:
     """Compile a variant's step and run it `COMPARED_STEPS` times, starting from `state`.
 
-    The step donates `state`, which cannot be used afterwards, unless the variant has `kept` set.
+    The step donates `state`, which cannot be used afterwards, unless the variant has no_donation
+    set.
     """
     began = time.perf_counter()
-    with switched(variant):
+    with patched_library(variant):
         train_step = steps.compile_train(config.replace(**variant.keys), mesh)
         lowered = train_step.trace(state, batch).lower()  # type: ignore[attr-defined]
     run = lowered.compile()

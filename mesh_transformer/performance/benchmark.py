@@ -32,7 +32,7 @@ from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
-PROFILED_STEPS, TOLD_OPERATIONS = 3, 10
+PROFILED_STEPS, SHOWN_OPERATIONS = 3, 10
 # For measuring a CPU's peak FLOP/s between steps: the sizes of the square matrices to multiply, and
 # the seconds per size, which are enough to measure a sustained speed.  The fastest size counts.
 PEAK_SIZES, PEAK_SECONDS = (512, 1024, 2048), 0.3
@@ -244,7 +244,7 @@ def measure_training(
         peak_bytes=peak_bytes,
         peak_bytes_source=source,
         temporary_bytes=run.compiled.memory_analysis().temp_size_in_bytes,
-        profile=None if profile is None else device_trace.operations(profile)[:TOLD_OPERATIONS],
+        profile=None if profile is None else device_trace.operations(profile)[:SHOWN_OPERATIONS],
     )
 
 
@@ -315,7 +315,7 @@ def measure_decoding(
     rows = Rows(mesh)
     count = config.per_replica_batch * len(rows.replicas)
     generator = Generator(config, mesh, rows)
-    generator.keep(_fresh_params(config, mesh))
+    generator.cache_weights(_fresh_params(config, mesh))
     batch = generator.batch(None, count)
     batch.reserve(prompt + new)
     rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.performance import benchmark
 from mesh_transformer.transformer_shard import CausalTransformer
 
-WRITTEN_AT_ONCE = 64 << 20  # bytes per read or write call on the plain file
+CHUNK_BYTES = 64 << 20  # bytes per read or write call on the plain file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _drop_cache(path: Path) -> None:
 
 def _write(path: Path, size: int) -> None:
     """Write a file of `size` random bytes and flush it to disk."""
-    chunk = os.urandom(min(size, WRITTEN_AT_ONCE))
+    chunk = os.urandom(min(size, CHUNK_BYTES))
     with path.open("wb", buffering=0) as file:
         for offset in range(0, size, len(chunk)):
             file.write(chunk[: size - offset])
@@ -135,7 +135,7 @@ def _write(path: Path, size: int) -> None:
 
 def _read(path: Path) -> None:
     """Read a whole file and discard its contents."""
-    buffer = bytearray(WRITTEN_AT_ONCE)
+    buffer = bytearray(CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass

@@ -54,7 +54,7 @@ def operations(folder: str) -> list[Operation]:
     seconds: dict[str, float] = defaultdict(float)
     runs: dict[str, int] = defaultdict(int)
     for line in _lines(jax.profiler.ProfileData.from_file(str(traces[-1]))):
-        for name, nanoseconds in _own_times(line):
+        for name, nanoseconds in _self_times(line):
             # Loops and calls are left out, because their own time is not reliable: on CPUs the body
             # may run on another thread, and then its time is not subtracted.
             if _CONTAINER.match(name):
@@ -87,7 +87,7 @@ def _lines(trace: Any) -> Iterator[list[Event]]:
                 ]
 
 
-def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
+def _self_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
     """Yield each event's name and its own time: its nanoseconds minus those of nested events.
 
     For example, the events of a loop's body are nested in the event of the loop.

@@ -188,11 +188,11 @@ def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> L
             inner = _loop(computations, called, 1)
             loop.collectives += inner.collectives
             loop.loops += inner.loops
-    loop.collectives = _join_pieces(loop.collectives)
+    loop.collectives = _merge_split_collectives(loop.collectives)
     return loop
 
 
-def _join_pieces(collectives: list[Collective]) -> list[Collective]:
+def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
     """Drop duplicates of arrays whose collective is split into several operations.
 
     Of the objects with the same `chain`, only the first one is kept.
@@ -346,7 +346,8 @@ class Program:
     """Memory traffic of a compiled program, computed from its HLO text.
 
     The compiler splits some collectives into several operations, which run beside other work.
-    `_moved_in_pieces` counts the traffic of these collectives; all other methods leave them out.
+    `_bytes_moved_by_split_collectives` counts the traffic of these collectives; all other methods
+    leave them out.
     """
 
     def __init__(self, text: str):
@@ -363,9 +364,9 @@ class Program:
 
         These are the bytes read from one device's memory plus the bytes written to it.
         """
-        return self._moved_in("ENTRY") + self._moved_in_pieces()
+        return self._moved_in("ENTRY") + self._bytes_moved_by_split_collectives()
 
-    def _moved_in_pieces(self) -> int:
+    def _bytes_moved_by_split_collectives(self) -> int:
         """Return the bytes moved by those collectives that the compiler splits into operations.
 
         The result is for one run of the program.
@@ -373,7 +374,7 @@ class Program:
         runs = parse(self._text).runs()
         return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
 
-    def moved_in_a_loop(self) -> int:
+    def bytes_moved_per_iteration(self) -> int:
         """Return the bytes moved by one iteration of the outermost loop that moves the most.
 
         The collectives that the compiler splits into several operations are all added, wherever in
@@ -384,7 +385,7 @@ class Program:
             for operation in self._operations["ENTRY"].values()
             if operation.kind == "while" and (body := re.search(r"body=%([^\s,]+)", operation.line))
         ]
-        return max(bodies, default=0) + self._moved_in_pieces()
+        return max(bodies, default=0) + self._bytes_moved_by_split_collectives()
 
     def _moved_in(self, name: str) -> int:
         """Return the bytes moved by the computation `name`.

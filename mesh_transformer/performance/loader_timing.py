@@ -22,11 +22,15 @@ from mesh_transformer.data.tfrecords import tensorflow, write_records
 from mesh_transformer.util import InputError
 
 FILES = 10
-DISTINCT = 10_000  # maximum number of distinct records to generate; every file repeats them
+MAX_DISTINCT_RECORDS = (
+    10_000  # maximum number of distinct records to generate; every file repeats them
+)
 BATCH = 8
 MOST_BATCHES = 2000  # maximum number of batches to read when the loader is compared with tf.data
-EARLY = 10  # number of records of an epoch before the position to resume from
-SHUFFLED = 1000  # shuffle_buffer when resuming is timed a second time; the first time is unshuffled
+EARLY_RECORDS = 10  # number of records of an epoch before the position to resume from
+SHUFFLE_BUFFER = (
+    1000  # shuffle_buffer when resuming is timed a second time; the first time is unshuffled
+)
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
@@ -41,7 +45,7 @@ def write_index(folder: Path, records: int, seq: int) -> str:
     Raises:
       InputError: if `records` is not a multiple of `FILES` times the number of distinct records.
     """
-    distinct = max(min(DISTINCT, records // FILES), 1)
+    distinct = max(min(MAX_DISTINCT_RECORDS, records // FILES), 1)
     if records % (FILES * distinct):
         raise InputError(f"--records is {records}, expected a multiple of {FILES * distinct}")
     source = folder / "once.tfrecords"
@@ -62,7 +66,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def by_turns(
+def time_alternately(
     rounds: int, label: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[float, float, float]:
     """Time two functions alternately, `rounds` times each.
@@ -81,7 +85,7 @@ def by_turns(
     return (*medians, statistics.median(one / two for one, two in pairs))
 
 
-def bare(paths: list[str], batches: int, seq: int) -> None:
+def read_with_tf_data(paths: list[str], batches: int, seq: int) -> None:
     """Read `batches` batches from TFRecord files with a plain tf.data pipeline."""
     tf = tensorflow()
     features = {"text": tf.io.FixedLenFeature((seq + 1,), tf.int64)}
@@ -131,8 +135,8 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
             for _ in range(batches):
                 loader.get_samples()
 
-    loader_seconds, tf_data_seconds, ratio = by_turns(
-        rounds, "loader, tf.data", read_with_loader, lambda: bare(paths, batches, seq)
+    loader_seconds, tf_data_seconds, ratio = time_alternately(
+        rounds, "loader, tf.data", read_with_loader, lambda: read_with_tf_data(paths, batches, seq)
     )
     result: dict[str, Any] = {
         "records": records,
@@ -141,14 +145,17 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
         "tf_data_tokens_per_second": batches * BATCH * seq / tf_data_seconds,
         "times_as_fast_as_tf_data": 1 / ratio,
     }
-    for shuffle in (0, SHUFFLED):
+    for shuffle in (0, SHUFFLE_BUFFER):
         options = {"shuffle_buffer": shuffle}
-        positions = (records + EARLY, EARLY)  # the same position in an epoch and in a shuffle block
+        positions = (
+            records + EARLY_RECORDS,
+            EARLY_RECORDS,
+        )  # the same position in an epoch and in a shuffle block
         late, early = (
             functools.partial(resume, index, seq, state_after(index, n, seq, **options), **options)
             for n in positions
         )
-        late_seconds, early_seconds, ratio = by_turns(rounds, "resume", late, early)
+        late_seconds, early_seconds, ratio = time_alternately(rounds, "resume", late, early)
         prefix = "shuffled_" if shuffle else ""
         result[f"{prefix}resume_seconds"] = late_seconds
         result[f"{prefix}resume_seconds_at_first"] = early_seconds

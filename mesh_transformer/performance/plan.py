@@ -37,7 +37,7 @@ from mesh_transformer.util import InputError
 
 # Compiler options that make compilation fast.  They do not change the collectives.  They change the
 # peak memory by at most 8 percent, and the memory traffic by at most a factor of 2.
-FAST = {"exec_time_optimization_effort": -1.0}
+FAST_OPTIONS = {"exec_time_optimization_effort": -1.0}
 _OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -50,7 +50,7 @@ class Memory:
       peak: peak memory in bytes on one device.
       text: HLO text; None if the compiler rejected the program because it needs too much memory.
       seconds: compilation time.
-      fast: whether the program was compiled with the options `FAST`.
+      fast: whether the program was compiled with the options `FAST_OPTIONS`.
     """
 
     peak: int
@@ -72,8 +72,8 @@ class Plan:
       flops: FLOPs of one step on all devices together, counted as in the PaLM paper.
       collectives, estimate: None if the compiler rejected the program because it needs too much
         memory.
-      fast: whether the step was compiled with the options `FAST`, which make the peak and the
-        estimate less exact.
+      fast: whether the step was compiled with the options `FAST_OPTIONS`, which make the peak and
+        the estimate less exact.
     """
 
     topology: str
@@ -115,7 +115,7 @@ class Plan:
             f"{self.topology}: {self.devices} devices, {self.setting}",
             f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP per "
             f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP per step",
-            room(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
+            format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
         if self.collectives is not None:
             lines += self.collectives.lines()
@@ -125,7 +125,7 @@ class Plan:
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s{effort}"])
 
 
-def room(state: int, peak: int, limit: int, *, fits: bool) -> str:
+def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
     """Format the memory per device as one line of text.
 
     The line gives the state, the peak, the limit, and how much memory is left over or missing.
@@ -234,7 +234,7 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
     Args:
       topology: name of the slice, for error messages.
       args: abstract arrays with shardings.
-      fast: whether to use the options `FAST`, which only TPUs have.
+      fast: whether to use the options `FAST_OPTIONS`, which only TPUs have.
 
     Raises:
       InputError: if compilation fails.  A program that needs too much memory is not an error.
@@ -244,7 +244,7 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
     on_tpu = _platform(args) == "tpu"
     fast = fast and on_tpu
     try:
-        program = lowered.compile(compiler_options=FAST if fast else None)
+        program = lowered.compile(compiler_options=FAST_OPTIONS if fast else None)
     except jax.errors.JaxRuntimeError as error:
         size = _OUT_OF_MEMORY.search(str(error))
         if size is None:
@@ -336,7 +336,7 @@ class DecodePlan:
             f"{self.rows} rows with {self.cache_length} positions each",
             f"{kind} {self.weights_bytes / 1e9:.2f} GB and cache {self.cache_bytes / 1e9:.2f} GB "
             f"per device, {self.flops_per_token / 1e9:.2f} GFLOP per token",
-            room(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
+            format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
         if self.collectives is not None and self.bytes_per_token is not None:
             lines += self.collectives.lines()
@@ -375,7 +375,7 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     traffic = moved = likely = None
     if memory.text is not None:
         traffic = decode_traffic(memory.text, config, mesh)
-        moved = Program(memory.text).moved_in_a_loop()
+        moved = Program(memory.text).bytes_moved_per_iteration()
         likely = rows * hardware.hbm / moved
     return DecodePlan(
         topology=topology.name,

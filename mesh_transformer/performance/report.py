@@ -16,7 +16,7 @@ def lines(result: dict[str, Any]) -> str:
     operations, if any.  For an ablation, lines describing the run come before a table of variants.
     """
     if result["mode"] == "ablate":
-        where = [f"{title}: {text(result)}" for title, text in _WHERE]
+        where = [f"{title}: {text(result)}" for title, text in _COMMON_COLUMNS]
         return "\n".join([*where, header("ablate"), row(result)])
     cells = [(title, text(result)) for title, text in _cells(result["mode"])]
     output = [f"{title}: {text}" for title, text in cells]
@@ -37,7 +37,9 @@ def row(result: dict[str, Any]) -> str:
     The result of an ablation gives one row per variant.
     """
     if result["mode"] == "ablate":
-        rows = (_row(text(variant) for _, text in _OF_VARIANT) for variant in result["variants"])
+        rows = (
+            _row(text(variant) for _, text in _VARIANT_COLUMNS) for variant in result["variants"]
+        )
         return "\n".join(rows)
     return _row(text(result) for _, text in _cells(result["mode"]))
 
@@ -55,8 +57,12 @@ def _row(cells: Any) -> str:
 def _cells(mode: str) -> list[Cell]:
     """Return the columns of the table for a benchmark mode."""
     if mode == "ablate":
-        return _OF_VARIANT
-    return [*_WHERE, *_OF_MODE[mode], ("command", lambda result: f"`{result['command']}`")]
+        return _VARIANT_COLUMNS
+    return [
+        *_COMMON_COLUMNS,
+        *_MODE_COLUMNS[mode],
+        ("command", lambda result: f"`{result['command']}`"),
+    ]
 
 
 def _shape(result: dict[str, Any]) -> str:
@@ -86,7 +92,7 @@ def _limits(result: dict[str, Any]) -> str:
     )
 
 
-_WHERE: list[Cell] = [
+_COMMON_COLUMNS: list[Cell] = [
     ("date", lambda result: result["date"]),
     ("hardware", lambda result: result["device"]),
     ("versions", lambda result: ", ".join(map(" ".join, result["versions"].items()))),
@@ -94,7 +100,7 @@ _WHERE: list[Cell] = [
     ("dp x mp", lambda result: f"{result['dp']} x {result['mp']}"),
     ("hardware peak", _limits),
 ]
-_OF_MODE: dict[str, list[Cell]] = {
+_MODE_COLUMNS: dict[str, list[Cell]] = {
     "train": [
         (
             "compile, first step (s)",
@@ -151,7 +157,7 @@ _OF_MODE: dict[str, list[Cell]] = {
         ),
     ],
 }
-_OF_VARIANT: list[Cell] = [
+_VARIANT_COLUMNS: list[Cell] = [
     ("train step", lambda v: v["name"]),
     ("ms", lambda v: f"{v['step_seconds'] * 1e3:.1f}"),
     (

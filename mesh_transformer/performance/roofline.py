@@ -65,7 +65,7 @@ class Estimate:
         ]
 
 
-def sent(kind: str, size: int, devices: int) -> int:
+def bytes_sent(kind: str, size: int, devices: int) -> int:
     """Return the bytes that each device sends in a collective over a ring.
 
     An all-reduce counts as a reduce-scatter followed by an all-gather.
@@ -147,7 +147,7 @@ class Exchange:
         outside of all loops.
       count: number of arrays per step.
       bytes: bytes per step of the results on one device.
-      sent: bytes per step that one device sends; see the function `sent`.
+      sent: bytes per step that one device sends; see the function `bytes_sent`.
     """
 
     kind: str
@@ -266,7 +266,7 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
             total = sums.setdefault(key, [0, 0, 0])
             total[0] += times
             total[1] += times * collective.bytes
-            total[2] += times * sent(collective.kind, collective.bytes, size)
+            total[2] += times * bytes_sent(collective.kind, collective.bytes, size)
         for inner in loop.loops:
             walk(inner, times * (inner.trips or 1), _place(inner, outer, config))
 

@@ -12,7 +12,7 @@ from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.accelerators import Hardware
 from mesh_transformer.model import flops
 from mesh_transformer.model.attention import attention_backend
-from mesh_transformer.performance.roofline import link_seconds, sent
+from mesh_transformer.performance.roofline import bytes_sent, link_seconds
 from mesh_transformer.util import InputError
 
 F32, BF16 = 4, 2  # bytes per element
@@ -23,7 +23,7 @@ LARGEST_BATCH = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Paper:
+class StepEstimate:
     """Analytic estimate of one training step.  Seconds and bytes are per device.
 
     Attributes:
@@ -59,7 +59,7 @@ class Paper:
         return (self.mp_seconds + self.dp_seconds) / self.compute_seconds
 
 
-def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
+def estimate_step(config: Config, hardware: Hardware, devices: int) -> StepEstimate:
     """Estimate a config's training step on `devices` devices.
 
     mp is the config's `cores_per_replica`, and dp is the number of devices divided by mp.
@@ -73,7 +73,7 @@ def on_paper(config: Config, hardware: Hardware, devices: int) -> Paper:
     attention = attention_on(config, hardware)
     compute = tokens * flops.hardware_flops_per_token(config, attention) / (hardware.peak * mp)
     traffic = _traffic(config, part, tokens, dp if zero else 1, attention)
-    return Paper(
+    return StepEstimate(
         dp=dp,
         mp=mp,
         zero=zero,
@@ -121,7 +121,7 @@ def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
     once for the output head.
     """
     activations = tokens * config.d_model * _width(config)
-    return (2 * config.layers + 2) * sent("all-reduce", activations, mp)
+    return (2 * config.layers + 2) * bytes_sent("all-reduce", activations, mp)
 
 
 def _width(config: Config) -> int:
@@ -141,9 +141,9 @@ def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
       accumulation: number of microbatches per step.
     """
     if not zero:
-        return sent("all-reduce", F32 * part, dp)
-    scattered = sent("reduce-scatter", F32 * part // dp, dp)
-    gathered = sent("all-gather", BF16 * part, dp)
+        return bytes_sent("all-reduce", F32 * part, dp)
+    scattered = bytes_sent("reduce-scatter", F32 * part // dp, dp)
+    gathered = bytes_sent("all-gather", BF16 * part, dp)
     return accumulation * (2 * gathered + scattered) if zero == 3 else gathered + scattered
 
 
@@ -204,13 +204,13 @@ def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
     weights = _width(config) * part if is_copied else 0
     sums = F32 * part // (dp if zero == 3 else 1)
     tokens = config.per_replica_batch * config.seq
-    forward = weights + config.layers * tokens * kept_of_a_layer(config, attention)
+    forward = weights + config.layers * tokens * saved_activation_bytes(config, attention)
     if config.gradient_accumulation_steps > 1:
         return state + sums + forward
     return state + max(sums, forward)
 
 
-def kept_of_a_layer(config: Config, attention: str) -> int:
+def saved_activation_bytes(config: Config, attention: str) -> int:
     """Return the bytes per token that a device saves for the backward pass of one layer.
 
     These depend on the config's `remat`:
@@ -270,7 +270,7 @@ class Scaling:
     mp_shares: dict[str, list[float]]
     zeros: tuple[int, ...]
     break_even_tokens: dict[str, list[float]]
-    steps: list[list[Paper]]
+    steps: list[list[StepEstimate]]
 
     def table(self) -> str:
         """Format three Markdown tables.
@@ -291,7 +291,7 @@ class Scaling:
                 _by_generation("ZeRO", self.zeros, self.break_even_tokens, ",.0f"),
                 f"{self.generation}, mp {self.mp}, {self.sequences} sequences per step on any "
                 "number of devices:",
-                _table(columns, [_step_cells(papers) for papers in self.steps]),
+                _table(columns, [_step_cells(estimates) for estimates in self.steps]),
             )
         )
 
@@ -346,20 +346,20 @@ def _by_generation(
     return _table([name, *values], rows)
 
 
-def _step_cells(papers: list[Paper]) -> list[str]:
+def _step_cells(estimates: list[StepEstimate]) -> list[str]:
     """Format the table cells for one number of devices.
 
     Args:
-      papers: the estimates for this number of devices, one per ZeRO stage.
+      estimates: the estimates for this number of devices, one per ZeRO stage.
     """
-    first = papers[0]
+    first = estimates[0]
     return [
         str(first.dp * first.mp),
         str(first.dp),
         f"{first.per_replica_batch} x {first.accumulation}",
         f"{first.compute_seconds:.2f}",
         f"{first.mp_seconds:.2f}",
-        *(f"{paper.dp_seconds:.2f}, {paper.dp_bytes / 1e9:,.1f}" for paper in papers),
+        *(f"{estimate.dp_seconds:.2f}, {estimate.dp_bytes / 1e9:,.1f}" for estimate in estimates),
     ]
 
 
@@ -386,7 +386,7 @@ def _flops_per_token(config: Config, hardware: Hardware) -> int:
     return flops.hardware_flops_per_token(config, attention_on(config, hardware))
 
 
-def sequences_a_step(config: Config) -> int:
+def sequences_per_step(config: Config) -> int:
     """Return the number of sequences per step of a config, on all its replicas together."""
     assert config.tpu_size is not None
     replicas = config.tpu_size // config.cores_per_replica
@@ -395,7 +395,7 @@ def sequences_a_step(config: Config) -> int:
 
 def _by_devices(
     config: Config, generation: str, sequences: int, zeros: Sequence[int]
-) -> list[list[Paper]]:
+) -> list[list[StepEstimate]]:
     """Estimate a step for each number of devices in `DEVICES` and each ZeRO stage in `zeros`.
 
     Numbers of devices for which dp does not divide `sequences` are left out.
@@ -414,5 +414,7 @@ def _by_devices(
         changed = config.replace(
             tpu_size=devices, per_replica_batch=batch, gradient_accumulation_steps=share // batch
         )
-        steps.append([on_paper(changed.replace(zero=zero), hardware, devices) for zero in zeros])
+        steps.append(
+            [estimate_step(changed.replace(zero=zero), hardware, devices) for zero in zeros]
+        )
     return steps

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.performance.plan import Plan, plan
-from mesh_transformer.performance.scaling import Paper, on_paper, sequences_a_step
+from mesh_transformer.performance.scaling import StepEstimate, estimate_step, sequences_per_step
 from mesh_transformer.performance.topology import Slice
 from mesh_transformer.util import InputError
 
@@ -17,13 +17,19 @@ BATCHES = (1, 2, 4, 8, 16)
 ZERO = (0, 1, 3)
 REMAT = ("full", "dots", "none")  # in order of increasing memory
 MOST_MP = 32
-IN_FULL = 3  # number of the fastest settings that are compiled again with full optimisation
+FULL_COMPILES = 3  # number of the fastest settings that are compiled again with full optimisation
 # Config keys in which the candidate settings differ.
-VARIED = ("cores_per_replica", "per_replica_batch", "gradient_accumulation_steps", "zero", "remat")
+SEARCHED_KEYS = (
+    "cores_per_replica",
+    "per_replica_batch",
+    "gradient_accumulation_steps",
+    "zero",
+    "remat",
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -71,7 +77,7 @@ class Found:
 
 
 def _row(plan: Plan) -> str:
-    """Format a plan as a row of `Found.table`."""
+    """Format a plan as a row of `SearchResult.table`."""
     assert plan.estimate is not None
     most, least = plan.estimate.tokens_per_second
     best_mfu, worst_mfu = plan.estimate.mfu
@@ -93,8 +99,10 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
       fixed: config keys that must have the given value in every setting.
     """
     fixed = fixed or {}
-    sequences = sequences_a_step(config)
-    config = config.replace(**{key: value for key, value in fixed.items() if key not in VARIED})
+    sequences = sequences_per_step(config)
+    config = config.replace(
+        **{key: value for key, value in fixed.items() if key not in SEARCHED_KEYS}
+    )
     result = []
     sizes = [mp for mp in range(1, min(MOST_MP, devices) + 1) if devices % mp == 0]
     batches = (fixed["per_replica_batch"],) if "per_replica_batch" in fixed else BATCHES
@@ -110,7 +118,7 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
             "zero": zero,
             "remat": remat,
         }
-        if any(changes[key] != fixed[key] for key in VARIED if key in fixed):
+        if any(changes[key] != fixed[key] for key in SEARCHED_KEYS if key in fixed):
             continue
         try:
             result.append(config.replace(**changes))
@@ -126,7 +134,7 @@ def search(
     fixed: dict[str, Any] | None = None,
     limit: int = 12,
     in_full: bool = True,
-) -> Found:
+) -> SearchResult:
     """Search for the fastest settings that fit a slice.
 
     Settings are compiled with reduced optimisation until `limit` of them fit, or until three times
@@ -134,8 +142,8 @@ def search(
 
     Args:
       fixed: config keys that must have the given value in every setting.
-      in_full: whether to compile the fastest `IN_FULL` settings again with full optimisation, as
-        in training.
+      in_full: whether to compile the fastest `FULL_COMPILES` settings again with full optimisation,
+        as in training.
 
     Raises:
       InputError: if no setting for the slice has the config's number of sequences per step, or if
@@ -149,49 +157,51 @@ def search(
             "gradient_accumulation_steps, or give fewer flags"
         )
     hardware = topology.hardware(config.dtype)
-    papers = [_with_room(setting, hardware, topology, fixed or {}) for setting in settings]
-    hopeful = [
-        setting
-        for paper, setting in sorted(papers, key=lambda pair: pair[0].seconds)
-        if paper.memory_bytes <= topology.hbm
+    estimates = [
+        _shard_if_too_large(setting, hardware, topology, fixed or {}) for setting in settings
     ]
-    tried = _compile(hopeful, topology, limit)
-    tried.fitting.sort(key=_speed, reverse=True)
+    promising = [
+        setting
+        for estimate, setting in sorted(estimates, key=lambda pair: pair[0].seconds)
+        if estimate.memory_bytes <= topology.hbm
+    ]
+    outcomes = _compile(promising, topology, limit)
+    outcomes.fitting.sort(key=_speed, reverse=True)
     if in_full:
-        _compile_best_in_full(tried, topology)
-    return Found(
+        _compile_best_in_full(outcomes, topology)
+    return SearchResult(
         topology=topology.name,
-        sequences=sequences_a_step(config),
-        fits=bool(tried.fitting),
-        plans=[fitting_plan for _, fitting_plan in tried.fitting],
-        too_large=tried.too_large,
-        hopeless=len(settings) - len(hopeful),
-        larger=tried.larger,
-        refused=len(tried.refused),
-        left_out=len(hopeful) - tried.count,
+        sequences=sequences_per_step(config),
+        fits=bool(outcomes.fitting),
+        plans=[fitting_plan for _, fitting_plan in outcomes.fitting],
+        too_large=outcomes.too_large,
+        hopeless=len(settings) - len(promising),
+        larger=outcomes.larger,
+        refused=len(outcomes.refused),
+        left_out=len(promising) - outcomes.count,
     )
 
 
-def _with_room(
+def _shard_if_too_large(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
-) -> tuple[Paper, Config]:
+) -> tuple[StepEstimate, Config]:
     """Return the analytic estimate of a setting, and the setting itself.
 
     If the setting needs too much memory, activations are sharded in the returned setting, where mp
     allows it.  This is not done if `fixed` contains the key `shard_activations`.
     """
-    paper = on_paper(config, hardware, topology.devices)
+    estimate = estimate_step(config, hardware, topology.devices)
     mp = config.cores_per_replica
-    unchanged = paper.memory_bytes <= topology.hbm or mp == 1 or config.seq % mp
+    unchanged = estimate.memory_bytes <= topology.hbm or mp == 1 or config.seq % mp
     if unchanged or "shard_activations" in fixed:
-        return paper, config
+        return estimate, config
     config = config.replace(shard_activations=True)
-    return on_paper(config, hardware, topology.devices), config
+    return estimate_step(config, hardware, topology.devices), config
 
 
 @dataclasses.dataclass
-class _Tried:
-    """Outcomes of the settings that a search has tried so far; `Found` explains the attributes."""
+class _Outcomes:
+    """Outcomes of the settings tried so far; `SearchResult` explains the attributes."""
 
     fitting: list[tuple[Config, Plan]] = dataclasses.field(default_factory=list)
     too_large: list[Plan] = dataclasses.field(default_factory=list)
@@ -203,7 +213,7 @@ class _Tried:
         return len(self.fitting) + len(self.too_large) + len(self.refused) + self.larger
 
 
-def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
+def _compile(promising: list[Config], topology: Slice, limit: int) -> _Outcomes:
     """Compile settings in order, with reduced optimisation.
 
     Stops when `limit` settings fit, or when three times `limit` do not fit.
@@ -211,40 +221,40 @@ def _compile(hopeful: list[Config], topology: Slice, limit: int) -> _Tried:
     Raises:
       InputError: if every setting failed to compile.
     """
-    tried = _Tried()
-    with tqdm(total=min(limit, len(hopeful)), unit="setting", dynamic_ncols=True) as bar:
-        for config in hopeful:
-            if len(tried.fitting) == limit or len(tried.too_large) == 3 * limit:
+    outcomes = _Outcomes()
+    with tqdm(total=min(limit, len(promising)), unit="setting", dynamic_ncols=True) as bar:
+        for config in promising:
+            if len(outcomes.fitting) == limit or len(outcomes.too_large) == 3 * limit:
                 break
-            if any(_is_larger(config, other) for other in tried.too_large):
-                tried.larger += 1
+            if any(_is_larger(config, other) for other in outcomes.too_large):
+                outcomes.larger += 1
                 continue
             bar.set_postfix_str(
                 f"mp {config.cores_per_replica} ZeRO {config.zero} {config.remat} batch "
-                f"{config.per_replica_batch}; {len(tried.too_large)} too large"
+                f"{config.per_replica_batch}; {len(outcomes.too_large)} too large"
             )
             try:
                 quick_plan = plan(config, topology, fast=True)
             except InputError as error:  # ZeRO finds no axis to split, or compilation fails
-                tried.refused.append(error)
+                outcomes.refused.append(error)
                 continue
             if quick_plan.fits:
-                tried.fitting.append((config, quick_plan))
+                outcomes.fitting.append((config, quick_plan))
             else:
-                tried.too_large.append(quick_plan)
+                outcomes.too_large.append(quick_plan)
             bar.update(quick_plan.fits)
-    if tried.refused and not tried.fitting and not tried.too_large:
-        raise tried.refused[0]
-    return tried
+    if outcomes.refused and not outcomes.fitting and not outcomes.too_large:
+        raise outcomes.refused[0]
+    return outcomes
 
 
-def _compile_best_in_full(tried: _Tried, topology: Slice) -> None:
+def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
     """Compile the fastest settings that fit again, now with full optimisation.
 
-    In `tried`, they are ranked by the new figures.  Those that no longer fit, or fail to compile,
-    are moved to `too_large` or `refused`.
+    In `outcomes`, they are ranked by the new figures.  Those that no longer fit, or fail to
+    compile, are moved to `too_large` or `refused`.
     """
-    best, rest = tried.fitting[:IN_FULL], tried.fitting[IN_FULL:]
+    best, rest = outcomes.fitting[:FULL_COMPILES], outcomes.fitting[FULL_COMPILES:]
     if not any(quick_plan.fast for _, quick_plan in best):  # only TPUs compile quickly
         return
     in_full = []
@@ -252,13 +262,13 @@ def _compile_best_in_full(tried: _Tried, topology: Slice) -> None:
         try:
             full_plan = plan(config, topology)
         except InputError as error:
-            tried.refused.append(error)
+            outcomes.refused.append(error)
             continue
         if full_plan.fits:
             in_full.append((config, full_plan))
         else:
-            tried.too_large.append(full_plan)
-    tried.fitting = sorted(in_full, key=_speed, reverse=True) + rest
+            outcomes.too_large.append(full_plan)
+    outcomes.fitting = sorted(in_full, key=_speed, reverse=True) + rest
 
 
 def _is_larger(config: Config, other: Plan) -> bool:

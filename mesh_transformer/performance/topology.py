@@ -98,7 +98,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Present:
+class LocalDevices:
     """Devices of this machine: its GPUs, or its CPU divided into virtual devices.
 
     Attributes:
@@ -151,10 +151,10 @@ class Present:
         return jax.local_devices(backend=self.platform)[: self.devices]
 
 
-Slice = Topology | Present
+Slice = Topology | LocalDevices
 
 
-def present(name: str) -> Present | None:
+def local_devices(name: str) -> LocalDevices | None:
     """Return the devices named by `cpu`, `cpu-<N>` or `gpu`; None for any other name.
 
     Raises:
@@ -165,7 +165,7 @@ def present(name: str) -> Present | None:
         return None
     if name == "gpu":
         try:
-            return Present(name, "gpu", len(jax.local_devices(backend="gpu")))
+            return LocalDevices(name, "gpu", len(jax.local_devices(backend="gpu")))
         except RuntimeError:
             raise InputError("topology is 'gpu', but JAX finds no GPU; choose a TPU") from None
     count = int(match[1] or 1)
@@ -175,7 +175,7 @@ def present(name: str) -> Present | None:
         raise InputError(
             f"topology is {name!r}, but JAX has {available} CPU devices; choose at most as many"
         )
-    return Present(name, "cpu", count)
+    return LocalDevices(name, "cpu", count)
 
 
 def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:
@@ -191,7 +191,7 @@ def slice_named(name: str) -> Slice:
     Raises:
       InputError: if there is no slice of that name, or the machine does not have these devices.
     """
-    return present(name) or topology(name)
+    return local_devices(name) or topology(name)
 
 
 def topology(name: str) -> Topology:

@@ -11,7 +11,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_texts
 from mesh_transformer.generation.sampling import SamplerSettings
-from mesh_transformer.mesh.placement import places
+from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.util import HostError, InputError
 
 
@@ -61,7 +61,7 @@ class ClusterBatch:
         self.left = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)  # tokens in each row's cache
         self._replica = np.arange(rows) // (rows // cluster.dp)  # replica of each row
-        self._host_rows = places(cluster.replicas, rows // cluster.dp)
+        self._host_rows = process_rows(cluster.replicas, rows // cluster.dp)
         self._cluster = cluster
         cluster.call("batch", *[(len(own),) for own in self._host_rows])
 

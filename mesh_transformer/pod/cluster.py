@@ -32,17 +32,17 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
-from mesh_transformer.mesh.placement import gathered, places, share
+from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
-from mesh_transformer.pod.runner import FORWARDED, Measured
+from mesh_transformer.pod.runner import FORWARDED, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 
 @dataclasses.dataclass
-class Reading:
+class DispatchedStep:
     """A training step that has been dispatched to the hosts.
 
     Attributes:
@@ -58,10 +58,12 @@ class Reading:
     ended: bool = False
 
 
-class Number:
+class PendingMetric:
     """One measurement of a training step; `float(number)` waits until the step has finished."""
 
-    def __init__(self, read: Callable[[Reading], dict[str, float]], reading: Reading, name: str):
+    def __init__(
+        self, read: Callable[[DispatchedStep], dict[str, float]], reading: DispatchedStep, name: str
+    ):
         self._read, self._reading, self._name = read, reading, name
 
     def __float__(self) -> float:
@@ -110,7 +112,7 @@ class TPUCluster:
         self.patience = patience
         self.step = 0
         self.save_failed = False  # whether a host has reported that the last save failed
-        self._unread: deque[Reading] = deque()
+        self._unread: deque[DispatchedStep] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
         self.ended = False  # whether the hosts have been shut down
@@ -119,15 +121,15 @@ class TPUCluster:
         try:
             for rank, host in enumerate(self.hosts):
                 self._actors.append(start_process(rank, host))
-            facts = self._start()
+            host_info = self._start()
         except BaseException:
             self.kill()
             raise
-        self.replicas: list[list[int]] = [host["replicas"] for host in facts]  # of each host
-        self.dp: int = facts[0]["dp"]
-        self.batch_size: int = facts[0]["batch_size"]
-        self.noise_batches: tuple[int, int] = facts[0]["noise_batches"]
-        self.peak_flops: float | None = facts[0]["peak_flops"]
+        self.replicas: list[list[int]] = [host["replicas"] for host in host_info]  # of each host
+        self.dp: int = host_info[0]["dp"]
+        self.batch_size: int = host_info[0]["batch_size"]
+        self.noise_batches: tuple[int, int] = host_info[0]["noise_batches"]
+        self.peak_flops: float | None = host_info[0]["peak_flops"]
 
     def _start(self) -> list[dict[str, Any]]:
         """Connect the hosts' processes, create the mesh and return what each host reports.
@@ -176,7 +178,8 @@ class TPUCluster:
 
         Returns:
           The measurements of `CausalTransformer.train`, plus the step's duration on each host as
-          `host_seconds/<rank>`.  Each value is a `Number`, so `float(value)` waits for the step.
+          `host_seconds/<rank>`.  Each value is a `PendingMetric`, so `float(value)` waits for the
+          step.
         """
         shares: list[tuple[Any]] = [(None,)] * len(self.hosts)
         if sample is not READ_ON_HOSTS:
@@ -189,24 +192,24 @@ class TPUCluster:
         if len(self._unread) >= MOST_UNREAD:
             self.read(self._unread[0])
         self.step += 1
-        reading = Reading(self.step, self._submit("train", *shares))
+        reading = DispatchedStep(self.step, self._submit("train", *shares))
         self._unread.append(reading)
         seconds = [f"host_seconds/{rank}" for rank in range(len(self.hosts))]
-        return {name: Number(self.read, reading, name) for name in (*METRICS, *seconds)}
+        return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
 
-    def read(self, reading: Reading) -> dict[str, float]:
+    def read(self, reading: DispatchedStep) -> dict[str, float]:
         """Return the measurements of a step; the unread steps before it are read first."""
         while reading.values is None:
             oldest = self._unread.popleft()
             results = self._results([*oldest.dispatched, *self._submit("metrics")])
             measured = results[len(self.hosts) :]
-            oldest.values = self._agreed(oldest.step, measured)
+            oldest.values = self._merge_reports(oldest.step, measured)
             self.save_failed = self.save_failed or any(host.save_failed for host in measured)
             for later in itertools.islice(self._unread, min(host.ended for host in measured)):
                 later.ended = True
         return reading.values
 
-    def _agreed(self, step: int, measured: list[Measured]) -> dict[str, float]:
+    def _merge_reports(self, step: int, measured: list[StepReport]) -> dict[str, float]:
         """Return the measurements that all hosts report, plus each host's `host_seconds/<rank>`.
 
         Raises:
@@ -303,9 +306,9 @@ class TPUCluster:
         if "://" in folder or len({host.address for host in self.hosts}) == 1:
             return
         path = os.path.join(local_path(folder), f".{secrets.token_hex(8)}.shared")
-        self._results([self._actors[0].leave.remote(path)])
-        seen = self._results([actor.sees.remote(path) for actor in self._actors])
-        self._results([self._actors[0].take_away.remote(path)])
+        self._results([self._actors[0].create_marker.remote(path)])
+        seen = self._results([actor.marker_exists.remote(path) for actor in self._actors])
+        self._results([self._actors[0].delete_marker.remote(path)])
         if not all(seen):
             self.kill()
             raise InputError(
@@ -344,14 +347,16 @@ class TPUCluster:
 
         def of(replicas: list[int]) -> Any:
             if not isinstance(batch, dict):
-                return share(batch, replicas, self.dp, axis)
-            return {name: share(rows, replicas, self.dp, axis) for name, rows in batch.items()}
+                return replica_rows(batch, replicas, self.dp, axis)
+            return {
+                name: replica_rows(rows, replicas, self.dp, axis) for name, rows in batch.items()
+            }
 
         return [(of(replicas),) for replicas in self.replicas]
 
     def _joined(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray:
         """Assemble the whole batch from the hosts' rows `parts`; return its first `count` rows."""
-        positions = places(self.replicas, len(parts[0]) // len(self.replicas[0]))
+        positions = process_rows(self.replicas, len(parts[0]) // len(self.replicas[0]))
         return self.gathered(parts, positions)[:count]
 
     def gathered(self, parts: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> np.ndarray:
@@ -385,7 +390,7 @@ class TPUCluster:
                 for actor, own in zip(self._actors, per_host, strict=True)
             ]
         except STORE_FULL:
-            raise self._no_room("this machine") from None
+            raise self._disk_full_error("this machine") from None
         except KeyboardInterrupt:  # some hosts got the call and would wait for the rest
             self.kill()
             raise
@@ -401,26 +406,26 @@ class TPUCluster:
             try:
                 return ray.get(refs, timeout=self.heartbeat)
             except exceptions.GetTimeoutError:
-                if gone := self._silent(self.heartbeat):
+                if gone := self._unresponsive_hosts(self.heartbeat):
                     raise self._lost("; ".join(gone)) from None
                 if time.monotonic() > deadline:
                     raise self.failed(f"a call took more than {self.patience:.0f} s") from None
             except exceptions.RayTaskError as error:
-                raise self._translated(error, refs, agree) from None
+                raise self._translate_error(error, refs, agree) from None
             except exceptions.RayError as error:
                 lost = f"a call was lost ({type(error).__name__})"
                 raise self.failed(fallback=lost) from None
 
-    def _translated(
+    def _translate_error(
         self, error: exceptions.RayTaskError, refs: list[Any], agree: float
     ) -> Exception:
         """Return the exception that the driver raises for an exception on a host."""
         cause = error.cause
         if isinstance(cause, STORE_FULL):
-            return self._no_room("a host")
+            return self._disk_full_error("a host")
         if isinstance(cause, InputError):
             # If a host dies during a read or a save, the other hosts report it as bad input.
-            if gone := self._silent(SECONDS_TO_ANSWER):
+            if gone := self._unresponsive_hosts(SECONDS_TO_ANSWER):
                 return self._lost("; ".join(gone))
             # All hosts should report the same bad input.  A host that has not done so may be
             # waiting for one that has already raised the error.
@@ -429,7 +434,7 @@ class TPUCluster:
             return InputError(str(cause))
         return self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
 
-    def _silent(self, seconds: float) -> list[str]:
+    def _unresponsive_hosts(self, seconds: float) -> list[str]:
         """Return a description of each host that does not respond within `seconds`."""
         pings = [actor.pid.options(concurrency_group="health").remote() for actor in self._actors]
         ray.wait(pings, num_returns=len(pings), timeout=seconds)
@@ -452,7 +457,7 @@ class TPUCluster:
           message: text that follows the list.
           fallback: text of the error if there is no `message` and all hosts respond.
         """
-        gone = self._silent(SECONDS_TO_ANSWER)
+        gone = self._unresponsive_hosts(SECONDS_TO_ANSWER)
         return self._lost("; ".join([*gone, message] if message else gone or [fallback]))
 
     def _lost(self, why: str) -> HostError:
@@ -463,7 +468,7 @@ class TPUCluster:
         self.kill()
         return HostError(why)
 
-    def _no_room(self, where: str) -> StoppedError:
+    def _disk_full_error(self, where: str) -> StoppedError:
         """Shut down all hosts and return the error for a full disk, which a restart cannot fix."""
         self.kill()
         return StoppedError(

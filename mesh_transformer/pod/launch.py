@@ -110,7 +110,7 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
             head.revive()
             if _is_gone(tpu):
                 known.clear()
-                tpu.make_again()
+                tpu.recreate()
             try:
                 joined = _join(tpu, head.address, known)
             except StoppedError as error:

@@ -29,7 +29,7 @@ SECONDS_BETWEEN = 5.0
 Result = TypeVar("Result")
 
 
-class LastingCluster:
+class RestartingCluster:
     """A `TPUCluster` for servers, whose hosts are replaced after a failure.
 
     If a host fails during `batch` or `eval`, or has failed earlier, the method starts all hosts
@@ -48,13 +48,13 @@ class LastingCluster:
 
     def batch(self, rows: int) -> ClusterBatch:
         """See `TPUCluster.batch`; raises HostError if all `ATTEMPTS` attempts fail."""
-        return self._retried(lambda cluster: cluster.batch(rows))
+        return self._call_with_retries(lambda cluster: cluster.batch(rows))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """See `TPUCluster.eval`; raises HostError if all `ATTEMPTS` attempts fail."""
-        return self._retried(lambda cluster: cluster.eval(sample))
+        return self._call_with_retries(lambda cluster: cluster.eval(sample))
 
-    def _retried(self, call: "Callable[[TPUCluster], Result]") -> "Result":
+    def _call_with_retries(self, call: "Callable[[TPUCluster], Result]") -> "Result":
         """Return `call(cluster)`, retried on new hosts after a host failure.
 
         Raises:
@@ -130,7 +130,7 @@ def train(
             fresh_opt=fresh_opt,
         )
 
-    _until_done(make, attempt, retries)
+    _run_with_retries(make, attempt, retries)
 
 
 def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
@@ -139,10 +139,10 @@ def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = 
     def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)
 
-    _until_done(make, attempt, retries)
+    _run_with_retries(make, attempt, retries)
 
 
-def _until_done(
+def _run_with_retries(
     make: Callable[[], TrainableNetwork],
     attempt: Callable[[TrainableNetwork], None],
     retries: int,
@@ -175,7 +175,7 @@ def _until_done(
             time.sleep(wait)
 
 
-def begin_anew(folder: str, *, yes: bool) -> None:
+def delete_run(folder: str, *, yes: bool) -> None:
     """Delete a run's checkpoints and metrics; other files in the folder are kept.
 
     Args:

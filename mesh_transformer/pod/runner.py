@@ -18,7 +18,7 @@ from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.devices import use_virtual_devices
-from mesh_transformer.mesh.placement import places
+from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.mesh.program import use_compilation_cache
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -51,7 +51,7 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
     return wrapper
 
 
-def reach_directly(address: str) -> None:
+def bypass_proxy(address: str) -> None:
     """Make gRPC in this process connect to `address` without the proxy of the environment."""
     for name in ("no_proxy", "NO_PROXY"):
         others = [other for other in os.environ.get(name, "").split(",") if other]
@@ -63,7 +63,7 @@ def reach_directly(address: str) -> None:
 FORWARDED = {"init", "score", "generate", "only_generate", "claim", "save", "wait"}
 
 
-class Measured(NamedTuple):
+class StepReport(NamedTuple):
     """What a host reports about a training step.
 
     Attributes:
@@ -135,7 +135,7 @@ class NetworkRunner:
         if devices is not None:
             use_virtual_devices(devices)
         if processes > 1:
-            reach_directly(coordinator.rpartition(":")[0])
+            bypass_proxy(coordinator.rpartition(":")[0])
             jax.distributed.initialize(
                 coordinator,
                 num_processes=processes,
@@ -185,7 +185,7 @@ class NetworkRunner:
             self._train_set.close()
         self._read.clear()
         config = network.config.replace(train_set=train_set)
-        (columns,) = places([network.replicas], network.batch_size // network.dp)
+        (columns,) = process_rows([network.replicas], network.batch_size // network.dp)
         self._train_set = open_train_set(config, network.batch_size, columns.tolist())
         if state is not None:
             self._train_set.restore(state)
@@ -215,15 +215,17 @@ class NetworkRunner:
             self._clock.restart()
         metrics = network.train(sample)
         self._unread.append((network.step, metrics))
-        self._clock.look(self._unread)
+        self._clock.record_finished(self._unread)
 
     @_one_line_errors
-    def metrics(self) -> Measured:
+    def metrics(self) -> StepReport:
         """Wait for the oldest step whose measurements were not returned yet, and return them."""
         step, values = self._unread.popleft()
         numbers = {name: float(value) for name, value in values.items()}
-        ended = self._clock.look(self._unread, read=1)
-        return Measured(step, self._clock.take(), numbers, ended, self._started.save_failed)
+        ended = self._clock.record_finished(self._unread, read=1)
+        return StepReport(
+            step, self._clock.pop_seconds(), numbers, ended, self._started.save_failed
+        )
 
     @_one_line_errors
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -286,8 +288,8 @@ class NetworkRunner:
         return self._running.left, chosen
 
     @_one_line_errors
-    def leave(self, path: str) -> None:
-        """Create an empty file; the hosts that see it (`sees`) share this host's disk."""
+    def create_marker(self, path: str) -> None:
+        """Create an empty file; the hosts that see it (marker_exists) share this host's disk."""
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "xb"):
@@ -299,12 +301,12 @@ class NetworkRunner:
             ) from None
 
     @_one_line_errors
-    def sees(self, path: str) -> bool:
+    def marker_exists(self, path: str) -> bool:
         """Return whether a file exists on this host."""
         return os.path.exists(path)
 
     @_one_line_errors
-    def take_away(self, path: str) -> None:
+    def delete_marker(self, path: str) -> None:
         """Delete a file."""
         os.remove(path)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from mesh_transformer.data.tokenizer import byte_letters
+from mesh_transformer.data.tokenizer import byte_decoder
 from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.serving.engine import Progress, Token
 
@@ -13,7 +13,7 @@ PART = "bytes:"
 Finish = Literal["stop", "length"]
 
 
-class Words:
+class TokenTexts:
     """Maps token ids to the strings that represent them in the logprobs of an answer.
 
     Attributes:
@@ -47,13 +47,13 @@ class Words:
         name = self.tokenizer.convert_ids_to_tokens(number)
         if name is None:  # the model's vocabulary may be larger than the tokenizer's
             return f"<|token_{number}|>"
-        byte_of = byte_letters()
+        byte_of = byte_decoder()
         if not all(letter in byte_of for letter in name):
             return name
         return PART + "".join(f"\\x{byte_of[letter]:02x}" for letter in name)
 
 
-class Spot(NamedTuple):
+class TokenOffset(NamedTuple):
     """A token and its offset in an answer's text, in characters."""
 
     token: Token
@@ -68,14 +68,14 @@ class Piece:
     """
 
     text: str
-    spots: list[Spot]
+    token_offsets: list[TokenOffset]
     finish: Finish | None = None
 
 
 class Offsets:
     """The offset of each token in a text, in characters, computed token by token."""
 
-    def __init__(self, words: Words, start: int = 0):
+    def __init__(self, words: TokenTexts, start: int = 0):
         self._words = words
         self._stream = TextStream(words.text)  # holds back unfinished characters
         self._length = start  # length of the text that is not held back
@@ -104,9 +104,9 @@ class Echo:
     Construction takes time proportional to the prompt's length.
     """
 
-    def __init__(self, words: Words, prompt: Sequence[int]):
+    def __init__(self, words: TokenTexts, prompt: Sequence[int]):
         offsets = Offsets(words)
-        self.spots = [Spot(Token(number), offsets.push(number)) for number in prompt]
+        self.token_offsets = [TokenOffset(Token(number), offsets.push(number)) for number in prompt]
         self.length = offsets.finish()
         self.text = words.text(prompt)
 
@@ -115,9 +115,9 @@ class Echo:
 
         If this has already been done, nothing changes.
         """
-        if self.spots and self.spots[-1].token is not tokens[-1]:
-            offsets = [spot.offset for spot in self.spots]
-            self.spots = list(map(Spot, tokens, offsets))
+        if self.token_offsets and self.token_offsets[-1].token is not tokens[-1]:
+            offsets = [spot.offset for spot in self.token_offsets]
+            self.token_offsets = list(map(TokenOffset, tokens, offsets))
 
 
 class Answer:
@@ -134,13 +134,13 @@ class Answer:
       finish: why the answer has ended, or None.
     """
 
-    def __init__(self, words: Words, stop: Sequence[str], end: int | None, echo: Echo | None):
+    def __init__(self, words: TokenTexts, stop: Sequence[str], end: int | None, echo: Echo | None):
         self.tokens = 0
         self.finish: Finish | None = None
         self._end = end
         self._echo = echo
         self._length = 0  # number of characters returned so far
-        self._spots: list[Spot] = []  # tokens not returned yet
+        self._token_offsets: list[TokenOffset] = []  # tokens not returned yet
         self._offsets = Offsets(words, echo.length if echo else 0)
         self._stream = TextStream(words.text, stop)
 
@@ -153,7 +153,7 @@ class Answer:
         if echo is not None:
             if progress.prompt is not None:
                 echo.score(progress.prompt)
-            text, self._spots = echo.text, list(echo.spots)
+            text, self._token_offsets = echo.text, list(echo.token_offsets)
         for token in progress.tokens:
             if self.finish is None:
                 self.tokens += 1
@@ -163,18 +163,20 @@ class Answer:
             self.finish = "length" if self._stream.stopped is None else "stop"
         self._length += len(text)
         if self._stream.stopped is not None:
-            self._spots = [spot for spot in self._spots if spot.offset < self._length]
-        final = [spot for spot in self._spots if self.finish or spot.offset < self._length]
-        del self._spots[: len(final)]
+            self._token_offsets = [
+                spot for spot in self._token_offsets if spot.offset < self._length
+            ]
+        final = [spot for spot in self._token_offsets if self.finish or spot.offset < self._length]
+        del self._token_offsets[: len(final)]
         return Piece(text, final, self.finish)
 
     def _add(self, token: Token) -> str:
         """Add a token, and return the text that has become final."""
         if token.number == self._end:
             self.finish = "stop"
-            self._spots.append(Spot(token, self._offsets.finish()))
+            self._token_offsets.append(TokenOffset(token, self._offsets.finish()))
             return self._stream.finish()
-        self._spots.append(Spot(token, self._offsets.push(token.number)))
+        self._token_offsets.append(TokenOffset(token, self._offsets.push(token.number)))
         text = self._stream.push([token.number])
         if self._stream.stopped is not None:
             self.finish = "stop"

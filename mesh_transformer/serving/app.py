@@ -34,7 +34,7 @@ from mesh_transformer.serving.requests import (
     parse,
     read_json,
 )
-from mesh_transformer.serving.service import Completion, Service, unless_gone
+from mesh_transformer.serving.service import Completion, Service, unless_disconnected
 from mesh_transformer.util import InputError
 
 EVENTS = "text/event-stream"
@@ -80,8 +80,8 @@ def create_app(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
 
-    app.add_middleware(CutShort)
-    app.add_middleware(Counted, metrics=service.metrics)
+    app.add_middleware(ShutdownResponses)
+    app.add_middleware(CountResponses, metrics=service.metrics)
     return app
 
 
@@ -128,7 +128,7 @@ class KnownHosts:
         return False
 
 
-class CutShort:
+class ShutdownResponses:
     """Middleware that responds to requests that are cancelled at shutdown.
 
     The response is status 503.  If an event stream has already begun, an error event is added to
@@ -161,7 +161,7 @@ class CutShort:
                 raise  # closes the connection, because the response is incomplete
 
 
-class Counted:
+class CountResponses:
     """Middleware that counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
@@ -232,8 +232,8 @@ def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        if (trouble := service.engine.trouble) is not None:
-            return JSONResponse({"status": "failed", "reason": trouble}, 503)
+        if (health_problem := service.engine.health_problem) is not None:
+            return JSONResponse({"status": "failed", "reason": health_problem}, 503)
         return JSONResponse({"status": "ok", "model": service.name})
 
     @app.get("/openapi.json")
@@ -277,7 +277,7 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         completion = await service.completion(body)
         if body.stream:
             return Events(completion)
-        choices = await unless_gone(request, completion.whole(), completion)
+        choices = await unless_disconnected(request, completion.json_response(), completion)
         return StreamingResponse(choices, media_type="application/json")
 
     @app.post("/complete", openapi_extra=_body_of(ContextRequest))
@@ -286,7 +286,7 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         began = time.perf_counter()
         body = parse(ContextRequest, await read_json(request))
         completion = await service.continuation(body)
-        text = await unless_gone(request, completion.text(), completion)
+        text = await unless_disconnected(request, completion.text(), completion)
         seconds = time.perf_counter() - began
         return JSONResponse({"context": body.context, "completion": text, "time": seconds})
 

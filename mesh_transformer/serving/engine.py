@@ -26,7 +26,7 @@ ALTERNATIVES = 5  # most likely tokens delivered to a request with logprobs
 PREFILL_SIZES = (4, 2, 1)
 # Maximum number of tokens, including padding, in a prefill call with several prompts.
 PREFILL_TOKENS = 512
-SHORTEST = 16  # the smallest width that prompts are padded to
+MIN_WIDTH = 16  # the smallest width that prompts are padded to
 STOPPING = "the server is stopping"
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 
@@ -71,7 +71,7 @@ class Request:
       score: whether the prompt's tokens are also delivered, with logprobs.
       cancelled: set by `Engine.cancel`.
       began: time of the request's arrival, by `time.perf_counter`.
-      made: number of tokens generated so far.
+      generated: number of tokens generated so far.
     """
 
     prompt: np.ndarray
@@ -83,7 +83,7 @@ class Request:
     score: bool = False
     cancelled: bool = False
     began: float = dataclasses.field(default_factory=time.perf_counter)
-    made: int = 0
+    generated: int = 0
 
 
 class QueueFullError(Exception):
@@ -136,7 +136,7 @@ class Engine:
         self.failure: Exception | None = None
         self._metrics = metrics
         self._waiting: collections.deque[Request] = collections.deque()
-        self._taken: list[Request] = []  # taken from the queue, but not yet in a row
+        self._admitted: list[Request] = []  # taken from the queue, but not yet in a row
         self._active: dict[int, Request] = {}  # by row
         # The times at which the most recent requests finished.
         self._finished: collections.deque[float] = collections.deque(maxlen=32)
@@ -158,7 +158,7 @@ class Engine:
         return len(self._active)
 
     @property
-    def trouble(self) -> str | None:
+    def health_problem(self) -> str | None:
         """The reason why the network cannot answer now (it has failed or stalled), or None."""
         if self.failure is not None:
             return str(self.failure)
@@ -176,10 +176,10 @@ class Engine:
         """Compile all programs that requests will need; call it while no requests are served."""
         config = self.network.config
         window = config.window
-        widths = [min(SHORTEST * 2**n, window) for n in range(window.bit_length())]
+        widths = [min(MIN_WIDTH * 2**n, window) for n in range(window.bit_length())]
         widths = list(dict.fromkeys(widths))
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
-            self._scored(np.zeros(min(width, config.seq), np.int32))
+            self._score_text(np.zeros(min(width, config.seq), np.int32))
             # With fixed positions (pe), the first token of the answer needs a position too.
             prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
             for size in PREFILL_SIZES:
@@ -202,7 +202,7 @@ class Engine:
         with self._wake:
             if self._closing or self.failure is not None:
                 raise StoppedEngineError(STOPPING)
-            free = self.rows - len(self._active) - len(self._taken)
+            free = self.rows - len(self._active) - len(self._admitted)
             if len(self._waiting) + len(requests) > self.queue + max(free, 0):
                 raise QueueFullError(len(self._waiting), self._retry_after())
             self._waiting.extend(requests)
@@ -253,7 +253,7 @@ class Engine:
                     self._wake.wait()
                 if self._closing and not (self._waiting or self._active):
                     return
-                self._taken = self._take()
+                self._admitted = self._next_requests()
             self._turn_began = time.monotonic()
             try:
                 self._turn()
@@ -269,8 +269,8 @@ class Engine:
 
     def _end_running(self, error: Exception) -> None:
         """Deliver an error to the requests that were being served."""
-        served = set(self._taken) | set(self._active.values())
-        self._taken = []
+        served = set(self._admitted) | set(self._active.values())
+        self._admitted = []
         self._active.clear()
         for request in served:
             self._deliver(request, Progress(ended=True, error=error))
@@ -299,7 +299,7 @@ class Engine:
         if not request.cancelled:
             request.deliver(progress)
 
-    def _take(self) -> list[Request]:
+    def _next_requests(self) -> list[Request]:
         """Remove and return the requests at the front of the queue that the next turn will serve.
 
         These are one request to score, or the requests of one prefill call.
@@ -319,15 +319,15 @@ class Engine:
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
-        """Free the rows of cancelled requests, prefill or score `_taken`, and decode."""
+        """Free the rows of cancelled requests, prefill or score `_admitted`, and decode."""
         for row in [row for row, request in self._active.items() if request.cancelled]:
             self._free(row)
-        taken = self._taken
-        if taken and taken[0].score:
-            self._score(taken[0])
-        elif taken:
-            self._prefill(taken)
-        self._taken = []
+        admitted = self._admitted
+        if admitted and admitted[0].score:
+            self._score(admitted[0])
+        elif admitted:
+            self._prefill(admitted)
+        self._admitted = []
         if self._active:
             self._decode()
 
@@ -336,7 +336,7 @@ class Engine:
 
         If the request also generates tokens, it returns to the front of the queue.
         """
-        scores = self._scored(request.prompt)
+        scores = self._score_text(request.prompt)
         self._metrics.prompt_tokens(len(request.prompt))
         prompt = [Token(int(request.prompt[0])), *_tokens(scores)]
         self._deliver(request, Progress(prompt=prompt, ended=request.length == 0))
@@ -345,27 +345,27 @@ class Engine:
             with self._wake:
                 self._waiting.appendleft(request)  # back to the front, where it was taken from
 
-    def _scored(self, text: np.ndarray) -> Any:
+    def _score_text(self, text: np.ndarray) -> Any:
         """Return a `Chosen` with the logprobs of all tokens of a text except the first."""
-        width = bucket(len(text) - 1, SHORTEST, self.network.config.seq)
+        width = bucket(len(text) - 1, MIN_WIDTH, self.network.config.seq)
         padded = np.zeros((1, width + 1), np.int32)
         padded[0, : len(text)] = text
         return _part(self.network.score(padded, ALTERNATIVES), (0, slice(len(text) - 1)))
 
-    def _prefill(self, taken: list[Request]) -> None:
+    def _prefill(self, admitted: list[Request]) -> None:
         """Put requests into free rows and deliver their first tokens."""
         began = time.perf_counter()
-        rows = [row for row in range(self.rows) if row not in self._active][: len(taken)]
+        rows = [row for row in range(self.rows) if row not in self._active][: len(admitted)]
         chosen = self._batch.insert(
             rows,
-            [request.prompt for request in taken],
-            np.array([request.length for request in taken], np.int32),
-            SamplingOptions.stacked([request.settings for request in taken]),
+            [request.prompt for request in admitted],
+            np.array([request.length for request in admitted], np.int32),
+            SamplingOptions.stacked([request.settings for request in admitted]),
             alternatives=ALTERNATIVES,  # even if unused, so that each width needs one program
         )
         now = time.perf_counter()
-        self._metrics.prefill(now - began, sum(len(request.prompt) for request in taken))
-        for index, (row, request) in enumerate(zip(rows, taken, strict=True)):
+        self._metrics.prefill(now - began, sum(len(request.prompt) for request in admitted))
+        for index, (row, request) in enumerate(zip(rows, admitted, strict=True)):
             self._metrics.first_token(now - request.began)
             self._active[row] = request
             self._advance(row, request, _tokens(_part(chosen, slice(index, index + 1))))
@@ -373,23 +373,23 @@ class Engine:
     def _decode(self) -> None:
         """Make one decode call and deliver the new tokens of all rows."""
         began = time.perf_counter()
-        left = [request.length - request.made for request in self._active.values()]
+        left = [request.length - request.generated for request in self._active.values()]
         # While requests wait, stop when the first row is done, so that it is not left idle.
         steps = min(self.steps, min(left) if self._waiting else max(left))
         logprobs = any(request.logprobs for request in self._active.values())
         chosen = self._batch.decode(steps, ALTERNATIVES if logprobs else None)
         self._metrics.decode(time.perf_counter() - began, steps)
         for row, request in list(self._active.items()):
-            ahead = min(steps, request.length - request.made)
+            ahead = min(steps, request.length - request.generated)
             self._advance(row, request, _tokens(_part(chosen, (row, slice(ahead)))))
 
     def _advance(self, row: int, request: Request, tokens: list[Token]) -> None:
         """Deliver a row's new tokens, and free the row if its request has ended."""
         ends = [end for end, token in enumerate(tokens, 1) if token.number == request.stop]
         tokens = tokens[: min(ends, default=None)]
-        request.made += len(tokens)
-        ended = bool(ends) or request.made == request.length
-        self._metrics.made(len(tokens))
+        request.generated += len(tokens)
+        ended = bool(ends) or request.generated == request.length
+        self._metrics.generated(len(tokens))
         if ended:
             self._free(row)
             self._finished.append(time.perf_counter())

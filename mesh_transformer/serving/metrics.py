@@ -69,7 +69,7 @@ class Metrics:
         """Record the duration of a decode call, in which all rows advanced by `steps` tokens."""
         self._step.observe(seconds / steps)
 
-    def made(self, count: int) -> None:
+    def generated(self, count: int) -> None:
         """Record `count` generated tokens of a request."""
         self._tokens.inc(count)
         self._recent.append((time.monotonic(), count))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.generation.prompts import check_length
-from mesh_transformer.generation.sampling import TERMINAL, SamplingOptions
+from mesh_transformer.generation.sampling import REPL_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.network import Batch, Network
@@ -37,7 +37,7 @@ class Settings(SamplingOptions):
       InputError: at construction, for a value out of range.
     """
 
-    temp: float = TERMINAL.temp
+    temp: float = REPL_DEFAULTS.temp
     length: int = 128
     stop: str | None = None
 

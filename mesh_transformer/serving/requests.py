@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from mesh_transformer.generation.sampling import OPENAI, PYTHON, RANGES
+from mesh_transformer.generation.sampling import OPENAI_DEFAULTS, PYTHON_DEFAULTS, RANGES
 from mesh_transformer.util import InputError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -175,8 +175,8 @@ class CompletionRequest(_StrictModel):
     model: str | None = None
     prompt: Any = "<|endoftext|>"
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = OPENAI.temp
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = OPENAI.top_p
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = OPENAI_DEFAULTS.temp
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = OPENAI_DEFAULTS.top_p
     top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
     repetition_penalty: Annotated[Number, Field(ge=PENALTY.least, le=PENALTY.most)] = 1.0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
@@ -208,8 +208,8 @@ class ContextRequest(_StrictModel):
     """
 
     context: str
-    top_p: Annotated[Number, Field(ge=0, le=1)] = PYTHON.top_p
-    temp: Annotated[Number, Field(ge=0, le=100)] = PYTHON.temp
+    top_p: Annotated[Number, Field(ge=0, le=1)] = PYTHON_DEFAULTS.top_p
+    temp: Annotated[Number, Field(ge=0, le=100)] = PYTHON_DEFAULTS.temp
     top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
     # Default: 512, as in the original mesh-transformer-jax, or the server's maximum if it is lower.
     length: Annotated[int, Field(ge=1)] | None = None

@@ -70,7 +70,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
     """Return a uvicorn server that logs only errors; start it with `run(sockets=...)`."""
     config = uvicorn.Config(
         app,
-        http=PromptProtocol,
+        http=TimeoutProtocol,
         ws="none",
         access_log=False,
         log_level="error",  # a client's errors are reported only to that client
@@ -96,7 +96,7 @@ def _most_connections() -> int:
     return max(min(soft - in_use - SPARE_DESCRIPTORS, MOST_CONNECTIONS), 1)
 
 
-class PromptProtocol(H11Protocol):
+class TimeoutProtocol(H11Protocol):
     """HTTP/1.1 that closes connections whose clients keep the server waiting.
 
     There are time limits for sending a request's head, for sending the rest of a body after the
@@ -108,15 +108,15 @@ class PromptProtocol(H11Protocol):
     """
 
     most: int | None = None
-    _owes: Literal["head", "body", "reading"] | None = None  # what the server waits for
+    _awaited: Literal["head", "body", "reading"] | None = None  # what the server waits for
     _since = 0.0  # when the server began to wait
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if PromptProtocol.most is None:
-            PromptProtocol.most = _most_connections()
-        if len(self.connections) > PromptProtocol.most:
+        if TimeoutProtocol.most is None:
+            TimeoutProtocol.most = _most_connections()
+        if len(self.connections) > TimeoutProtocol.most:
             self._make_room()
         self._update_deadline()
 
@@ -144,7 +144,7 @@ class PromptProtocol(H11Protocol):
     def _update_deadline(self) -> None:
         """Set a deadline if the client must send the head or body of a request next."""
         answered = self.cycle is not None and self.cycle.response_complete
-        if self._owes == "reading" or self.transport.is_closing():
+        if self._awaited == "reading" or self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE:
             self._expect("head", HEAD_SECONDS)
@@ -153,27 +153,29 @@ class PromptProtocol(H11Protocol):
         else:
             self._expect(None, 0.0)
 
-    def _expect(self, owes: Literal["head", "body", "reading"] | None, seconds: float) -> None:
-        """Close the connection if the client does not do what it `owes` within `seconds`.
+    def _expect(self, awaited: Literal["head", "body", "reading"] | None, seconds: float) -> None:
+        """Close the connection if the client does not do what it `awaited` within `seconds`.
 
-        If `owes` has not changed, the current deadline stays.  If `owes` is None, there is no
+        If `awaited` has not changed, the current deadline stays.  If `awaited` is None, there is no
         deadline.
         """
-        if owes == self._owes:
+        if awaited == self._awaited:
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self._owes, self._since = owes, time.monotonic()
+        self._awaited, self._since = awaited, time.monotonic()
         # A client that does not read never empties the buffer, and `close` would wait for that.
-        end = self.transport.abort if owes == "reading" else self.transport.close
-        self._deadline = None if owes is None else self.loop.call_later(seconds, end)
+        end = self.transport.abort if awaited == "reading" else self.transport.close
+        self._deadline = None if awaited is None else self.loop.call_later(seconds, end)
 
     def _make_room(self) -> None:
         """Close the connection that has kept the server waiting longest.
 
         If the server waits for none, close this connection.
         """
-        waiting = [other for other in self.connections if getattr(other, "_owes", None) is not None]
+        waiting = [
+            other for other in self.connections if getattr(other, "_awaited", None) is not None
+        ]
         longest = min(waiting, key=lambda other: other._since, default=self)  # type: ignore[union-attr]
         self.connections.discard(longest)  # now, because uvicorn discards it only once it is closed
         longest.transport.abort()

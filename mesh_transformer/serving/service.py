@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from mesh_transformer.generation.sampling import OPENAI, SamplingOptions
+from mesh_transformer.generation.sampling import OPENAI_DEFAULTS, SamplingOptions
 from mesh_transformer.serving import engine as engines
-from mesh_transformer.serving.answer import Answer, Echo, Piece, Spot, Words
+from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
 from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngineError
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
@@ -51,7 +51,7 @@ class Service:
         self.name = name
         self.engine = engine
         self.metrics = metrics
-        self.words = Words(tokenizer)
+        self.words = TokenTexts(tokenizer)
         self.most_tokens = most_tokens
         self.created = int(time.time())
         # For work that would block the event loop.  asyncio's default executor is not used, because
@@ -67,7 +67,7 @@ class Service:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close(seconds)
 
-    async def beside(self, work: Callable[[], Result]) -> Result:
+    async def run_in_thread(self, work: Callable[[], Result]) -> Result:
         """Run `work` in a thread, so that the event loop can serve other clients meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -107,9 +107,9 @@ class Service:
             raise ApiError(400, message, param="n")
         seed = secrets.randbits(32) if body.seed is None else body.seed
         options = SamplingOptions(
-            top_p=OPENAI.top_p if body.top_p is None else body.top_p,
+            top_p=OPENAI_DEFAULTS.top_p if body.top_p is None else body.top_p,
             top_k=body.top_k,
-            temp=OPENAI.temp if body.temperature is None else body.temperature,
+            temp=OPENAI_DEFAULTS.temp if body.temperature is None else body.temperature,
             repetition_penalty=body.repetition_penalty,
         )
         completion = Completion(self, body)
@@ -170,7 +170,7 @@ class Service:
         def encode() -> list[int]:
             return self.words.tokenizer(text)["input_ids"]
 
-        tokens = encode() if len(text) <= SHORT_TEXT else await self.beside(encode)
+        tokens = encode() if len(text) <= SHORT_TEXT else await self.run_in_thread(encode)
         # An empty prompt becomes the end-of-text token, after which the model begins a new text.
         return tokens or [self.words.end or 0]
 
@@ -274,7 +274,9 @@ class Completion:
             key = id(choice.prompt)
             if self._body.echo and key not in echoes:
                 numbers = choice.prompt.tolist()
-                echoes[key] = await self._service.beside(functools.partial(Echo, words, numbers))
+                echoes[key] = await self._service.run_in_thread(
+                    functools.partial(Echo, words, numbers)
+                )
             choice.answer = Answer(words, self._body.stops, choice.request.stop, echoes.get(key))
         return [choice.answer for choice in self._choices if choice.answer is not None]
 
@@ -297,7 +299,7 @@ class Completion:
                 if piece.finish is not None:
                     running.discard(index)
                     self._service.engine.cancel(self._choices[index].request)
-                if piece.text or piece.spots or piece.finish is not None:
+                if piece.text or piece.token_offsets or piece.finish is not None:
                     yield index, piece
 
     def cancel(self) -> None:
@@ -309,7 +311,7 @@ class Completion:
         """Return the complete text of all answers, joined."""
         return "".join([piece.text async for _, piece in self._pieces()])
 
-    async def whole(self) -> AsyncIterator[str]:
+    async def json_response(self) -> AsyncIterator[str]:
         """Wait for all answers, then return OpenAI's JSON response.
 
         The response is an iterator over its parts, because it may be long.
@@ -318,7 +320,7 @@ class Completion:
         async for index, piece in self._pieces():
             whole = joined[index]
             whole.text += piece.text
-            whole.spots += piece.spots
+            whole.token_offsets += piece.token_offsets
             whole.finish = piece.finish
         return self._parts(joined)
 
@@ -351,20 +353,20 @@ class Completion:
         return {
             "index": index,
             "text": piece.text,
-            "logprobs": self._logprobs(piece.spots),
+            "logprobs": self._logprobs(piece.token_offsets),
             "finish_reason": piece.finish,
         }
 
-    def _logprobs(self, spots: Sequence[Spot]) -> dict[str, Any] | None:
+    def _logprobs(self, token_offsets: Sequence[TokenOffset]) -> dict[str, Any] | None:
         count = self._body.logprobs
         if count is None:
             return None
         words = self._service.words
         return {
-            "tokens": [words[spot.token.number] for spot in spots],
-            "token_logprobs": [spot.token.logprob for spot in spots],
-            "top_logprobs": [_top(words, spot, count) for spot in spots],
-            "text_offset": [spot.offset for spot in spots],
+            "tokens": [words[spot.token.number] for spot in token_offsets],
+            "token_logprobs": [spot.token.logprob for spot in token_offsets],
+            "top_logprobs": [_top(words, spot, count) for spot in token_offsets],
+            "text_offset": [spot.offset for spot in token_offsets],
         }
 
     def _usage(self) -> dict[str, int]:
@@ -383,7 +385,7 @@ def _stopped(error: StoppedEngineError) -> ApiError:
     return ApiError(503, str(error), headers={"Retry-After": "10"})
 
 
-def _top(words: Words, spot: Spot, count: int) -> dict[str, float] | None:
+def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] | None:
     """Return the logprobs of the `count` most likely tokens and of the token itself, by text.
 
     The result is None if the token has no logprob.  The first token of a prompt has none.
@@ -398,7 +400,7 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-async def unless_gone(
+async def unless_disconnected(
     request: Request, work: Coroutine[Any, Any, Any], completion: Completion
 ) -> Any:
     """Return the result of `work`, unless the client disconnects first.

@@ -93,7 +93,7 @@ def _train(
     """Train until step `total` or until a signal is in `received`, then save."""
     config = network.config
     val_sets = {} if config.val_batches == 0 else config.val_set
-    eval_tasks = harness.opened(config)
+    eval_tasks = harness.load_harness(config)
     with contextlib.closing(network.open_train_set()) as loader:
         for path in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, path).close()
@@ -283,9 +283,9 @@ class _Run:
         while len(self.pending) > left:
             step, metrics = self.pending.popleft()
             values = {name: float(value) for name, value in metrics.items()}
-            self.clock.look(self.pending, read=1)
-            read.append((step, values, self.clock.take()))
-        self.clock.look(self.pending)
+            self.clock.record_finished(self.pending, read=1)
+            read.append((step, values, self.clock.pop_seconds()))
+        self.clock.record_finished(self.pending)
         return (self._row(*measured) for measured in read)
 
     def _row(self, step: int, values: dict[str, float], seconds: float) -> dict[str, float]:
@@ -346,7 +346,7 @@ class _Run:
                 results = self.eval_tasks.results(self.network, stopped)
                 if results is None:
                     raise validation.StoppedScoringError
-                task_scores = harness.numbers(results)
+                task_scores = harness.metric_values(results)
                 scores |= {f"eval/{name}": value for name, value in task_scores.items()}
                 summary += [f"{name} {value:.4f}" for name, value in task_scores.items()]
             newest = newest | scores

@@ -16,7 +16,7 @@ from etils import epath
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import is_uri, local_path, reason, reported
+from mesh_transformer.data.storage import convert_storage_errors, is_uri, local_path, reason
 from mesh_transformer.training.wandb_upload import WandbUpload
 from mesh_transformer.util import InputError
 
@@ -136,15 +136,15 @@ def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
     copies = []
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
-            copies.append(_kept(file.read(), last))
+            copies.append(_rows_up_to(file.read(), last))
     if remote is not None:
-        with reported(f"{remote}"):
-            copies.append(_kept(remote.read_text(), last) if remote.exists() else ([], 0))
+        with convert_storage_errors(f"{remote}"):
+            copies.append(_rows_up_to(remote.read_text(), last) if remote.exists() else ([], 0))
     rows, _ = max(reversed(copies), key=lambda copy: copy[1], default=([], 0))
     return rows
 
 
-def _kept(text: str, last: int) -> tuple[list[str], int]:
+def _rows_up_to(text: str, last: int) -> tuple[list[str], int]:
     """Return the complete lines of `text` up to step `last`, and the greatest step among them."""
     kept, reached = [], 0
     for line in text.splitlines():
@@ -219,19 +219,21 @@ class StepClock:
     """Measures the seconds that each step takes while several steps are in flight.
 
     A step is timed when it finishes, not when its metrics are read.  The time between two calls of
-    `look` is divided equally among the steps that finished in between.  The seconds of all steps
-    therefore add up to the time from `restart` to the end of the last step.
+    `record_finished` is divided equally among the steps that finished in between.  The seconds of
+    all steps therefore add up to the time from `restart` to the end of the last step.
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque()  # of finished steps; `take` removes them
+        self._seconds: deque[float] = deque()  # of finished steps; pop_seconds removes them
         self.restart()
 
     def restart(self) -> None:
         """Restart the clock; no step may be in flight."""
         self._last = time.perf_counter()
 
-    def look(self, unread: Iterable[tuple[int, Mapping[str, Any]]], *, read: int = 0) -> int:
+    def record_finished(
+        self, unread: Iterable[tuple[int, Mapping[str, Any]]], *, read: int = 0
+    ) -> int:
         """Record which steps have finished; return how many of `unread` have.
 
         Args:
@@ -248,7 +250,7 @@ class StepClock:
             self._last = now
         return finished
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Return and remove the seconds of the oldest finished step that are still recorded."""
         return self._seconds.popleft()
 

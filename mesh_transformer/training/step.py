@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.declaration import is_declaration, joined, partition
+from mesh_transformer.mesh.declaration import combine, is_declaration, partition
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import compiled, compiler_options, parallel_of, partitioned
@@ -47,7 +47,7 @@ def all_params(state: State) -> Any:
 
     `state` may also be a tree of the same structure, such as the result of `state_specs`.
     """
-    return joined(state["frozen"], state["params"])
+    return combine(state["frozen"], state["params"])
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
@@ -88,7 +88,7 @@ def gradients(
     squares = Optimizer(config, declared).squares
 
     def loss_of(params: Any, *sample: Any) -> tuple[Array, Array]:
-        whole = joined(frozen, par.spread(params, declared))
+        whole = combine(frozen, par.mark_varying(params, declared))
         return train_loss(whole, sample[0], sample[1], config, par, *sample[2:])
 
     grad_fn = jax.value_and_grad(loss_of, has_aux=True)
@@ -97,7 +97,7 @@ def gradients(
         (loss, last_loss), grads = grad_fn(params, *sample)
         grads = to_f32(grads)
         sums = jax.tree.map(jnp.add, sums, grads)
-        square = par.micro_total(squares(par.micro(grads, declared)), declared)
+        square = par.microbatch_total(squares(par.microbatch_grads(grads, declared)), declared)
         return sums, (loss, last_loss, square)
 
     accumulation = batch["obs"].shape[0]

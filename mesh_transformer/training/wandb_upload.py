@@ -23,8 +23,8 @@ from mesh_transformer.config import Config
 
 CLOSE_SECONDS = 15.0  # longest wait for the last rows to be sent
 RETRY_SECONDS = (10.0, 600.0)  # first and longest pause before a restart
-LOOK_SECONDS = 1.0  # between checks of the file for new rows
-HOPELESS = 3  # exit status if a restart would fail too (no account, a wrong key)
+POLL_SECONDS = 1.0  # between checks of the file for new rows
+PERMANENT_FAILURE = 3  # exit status if a restart would fail too (no account, a wrong key)
 
 
 class WandbUpload:
@@ -64,7 +64,7 @@ class WandbUpload:
             if status == 0:
                 return
             self._warn(reason or f"the upload process exited with status {status}")
-            if status == HOPELESS or last:
+            if status == PERMANENT_FAILURE or last:
                 return
             self._closing.wait(pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
@@ -166,7 +166,7 @@ def main() -> None:
     except BaseException as error:
         report(f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
         # A normal exit would run wandb's clean-up, which may wait for a service that is gone.
-        os._exit(HOPELESS if isinstance(error, UsageError | AuthenticationError) else 1)
+        os._exit(PERMANENT_FAILURE if isinstance(error, UsageError | AuthenticationError) else 1)
 
 
 def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
@@ -174,13 +174,13 @@ def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
     with open(path, encoding="utf-8") as file:
         ending = False
         while True:
-            yield from _whole_rows(file, after)
+            yield from _new_rows(file, after)
             if ending:
                 return
-            ending = bool(select.select([sys.stdin], [], [], LOOK_SECONDS)[0])
+            ending = bool(select.select([sys.stdin], [], [], POLL_SECONDS)[0])
 
 
-def _whole_rows(file: IO[str], after: int) -> Iterator[dict[str, Any]]:
+def _new_rows(file: IO[str], after: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of steps after `after` that were added to the file since the last call.
 
     An incomplete line at the end of the file is left for the next call.

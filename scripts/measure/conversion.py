@@ -26,7 +26,7 @@ from mesh_transformer.util import InputError, run_script
 
 CONVERTER = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
 GIB = 2**30
-LEGS = (("original", "native"), ("native", "hf"), ("hf", "again"))
+CONVERSIONS = (("original", "native"), ("native", "hf"), ("hf", "again"))
 
 
 def parse_args() -> argparse.Namespace:
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> None:
         size = pool.submit(write_model, args.folder / "original", config).result()
     bound = size / GIB + 2
     print(f"{size / 4e9:.2f}B parameters in f32: {size / GIB:.2f} GiB, bound {bound:.2f} GiB")
-    for source, target in LEGS:
+    for source, target in CONVERSIONS:
         kinds = [name.replace("again", "original") for name in (source, target)]
         options = ["--config", config_path] if "original" in kinds else []
         options += ["--shards", 8] if kinds[1] == "original" else []

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from mesh_transformer.checkpoint import atomic_folder as module
-from mesh_transformer.checkpoint.atomic_folder import whole_folder
+from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.util import InputError
 
 
@@ -20,7 +20,7 @@ def fill(folder, size=10):
 
 
 def test_folder_gets_its_name_only_at_the_end(tmp_path):
-    with whole_folder(str(tmp_path / "new" / "model")) as temporary:
+    with atomic_folder(str(tmp_path / "new" / "model")) as temporary:
         fill(temporary)
         assert not (tmp_path / "new" / "model").exists()
     assert (tmp_path / "new" / "model" / "inner" / "file").read_bytes() == b"x" * 10
@@ -33,7 +33,7 @@ def test_nothing_is_left_if_filling_the_folder_fails(tmp_path, error):
         fill(folder)
         raise error
 
-    with pytest.raises(error), whole_folder(str(tmp_path / "model")) as temporary:
+    with pytest.raises(error), atomic_folder(str(tmp_path / "model")) as temporary:
         fill_half(temporary)
     assert not list(tmp_path.iterdir())
 
@@ -41,10 +41,10 @@ def test_nothing_is_left_if_filling_the_folder_fails(tmp_path, error):
 def test_existing_folder_is_kept_and_uris_are_refused(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(InputError, match="model: already exists"):
-        whole_folder(str(tmp_path / "model")).__enter__()
+        atomic_folder(str(tmp_path / "model")).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(InputError, match="gs://bucket/model: is a URI; give a local folder"):
-        whole_folder("gs://bucket/model").__enter__()
+        atomic_folder("gs://bucket/model").__enter__()
 
 
 def test_error_names_a_path_that_cannot_be_written(tmp_path):
@@ -53,7 +53,7 @@ def test_error_names_a_path_that_cannot_be_written(tmp_path):
         "model: cannot be written: Not a directory; nothing is left there; choose another path$"
     )
     with pytest.raises(InputError, match=message):
-        whole_folder(str(tmp_path / "file" / "model")).__enter__()
+        atomic_folder(str(tmp_path / "file" / "model")).__enter__()
 
 
 def test_every_file_and_folder_is_flushed_before_the_rename(tmp_path, monkeypatch):
@@ -72,15 +72,15 @@ def test_every_file_and_folder_is_flushed_before_the_rename(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", record)
     monkeypatch.setattr(os, "rename", check_and_rename)
-    with whole_folder(str(tmp_path / "model")) as temporary:
+    with atomic_folder(str(tmp_path / "model")) as temporary:
         fill(temporary)
     assert tmp_path.stat().st_ino in flushed
 
 
 KILLED = """
 import os, signal, sys
-from mesh_transformer.checkpoint.atomic_folder import whole_folder
-with whole_folder(sys.argv[1]) as folder:
+from mesh_transformer.checkpoint.atomic_folder import atomic_folder
+with atomic_folder(sys.argv[1]) as folder:
     os.mkdir(os.path.join(folder, "inner"))
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -98,7 +98,7 @@ def test_temporary_folder_of_a_killed_process_is_deleted(tmp_path):
     kept = {running, f".model.elsewhere.{dead}.tmp", leftover.name.replace("model", "models")}
     for name in (own, *kept):
         (tmp_path / name).mkdir()
-    with whole_folder(path) as temporary:
+    with atomic_folder(path) as temporary:
         fill(temporary)
     assert {entry.name for entry in tmp_path.iterdir()} == {"model", *kept}
 
@@ -110,7 +110,7 @@ def test_failed_flush_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail)
     with (
         pytest.raises(InputError, match=r"No space left on device, [\d,]+ bytes free; nothing"),
-        whole_folder(str(tmp_path / "model")) as temporary,
+        atomic_folder(str(tmp_path / "model")) as temporary,
     ):
         fill(temporary)
     assert not list(tmp_path.iterdir())
@@ -125,7 +125,7 @@ def test_files_are_flushed_in_the_background_while_being_written(tmp_path, monke
 
     monkeypatch.setattr(os, "fsync", record)
     monkeypatch.setattr(module, "_PAUSE", 0.01)
-    with whole_folder(str(tmp_path / "model")) as temporary:
+    with atomic_folder(str(tmp_path / "model")) as temporary:
         fill(temporary)
         file = os.stat(os.path.join(temporary, "inner", "file")).st_ino
         wait_until(lambda: file in flushed)
@@ -147,7 +147,7 @@ def test_failed_background_flush_is_reported_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PAUSE", 0.01)
     with (
         pytest.raises(InputError, match="model: cannot be written: Input/output error"),
-        whole_folder(str(tmp_path / "model")) as temporary,
+        atomic_folder(str(tmp_path / "model")) as temporary,
     ):
         fill_until(temporary, lambda: failed)
     assert not list(tmp_path.iterdir())
@@ -169,7 +169,7 @@ def test_full_disk_leaves_nothing(small_disk):
     folder = small_disk("1m")
     with (
         pytest.raises(InputError, match="model: cannot be written: No space left on device"),
-        whole_folder(str(folder / "model")) as temporary,
+        atomic_folder(str(folder / "model")) as temporary,
     ):
         fill(temporary, 2_000_000)
     assert not list(folder.iterdir())

@@ -115,7 +115,7 @@ def test_files_of_torch_are_read(tmp_path, monkeypatch):
     arrays["view"] = tensors["view"].contiguous().numpy()
     torch.save(tensors, tmp_path / PICKLED)
     for mapped in (1, 1 << 30):
-        monkeypatch.setattr(hf_files, "_MAPPED", mapped)
+        monkeypatch.setattr(hf_files, "_REMAP_BYTES", mapped)
         assert_same(read_all(tmp_path), arrays)
 
 

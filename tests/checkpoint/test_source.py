@@ -68,8 +68,8 @@ def test_source_does_not_change_when_a_newer_step_is_saved(small, tmp_path):
     network.step = 1
     network.save(str(tmp_path))
     network.close()
-    assert source.place == str(tmp_path / "step_0")
-    assert Source(tmp_path).place == str(tmp_path / "step_1")
+    assert source.checkpoint_path == str(tmp_path / "step_0")
+    assert Source(tmp_path).checkpoint_path == str(tmp_path / "step_1")
     assert Source.of(source) is source
 
 

@@ -1,4 +1,4 @@
-"""Bad input to every data reader: one line and status 2, or a count; never a hang."""
+"""BadInputHandler input to every data reader: one line and status 2, or a count; never a hang."""
 
 import gzip
 import io
@@ -192,7 +192,7 @@ def pieces_or_none(path) -> list[text_documents.Piece] | None:
 
 
 def pieces(path) -> list[text_documents.Piece]:
-    bad = text_documents.Bad(False)
+    bad = text_documents.BadInputHandler(False)
     return list(text_documents.read_pieces(str(path), "<|endoftext|>", bad, int))
 
 

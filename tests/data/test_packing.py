@@ -45,7 +45,9 @@ def random_pairs() -> list[Any]:
 
 
 def records(*, pack: bool) -> list[dict[str, np.ndarray]]:
-    rows = script.read_records(random_pairs(), Letters(), SEQ, script.Bad(False), pack=pack)
+    rows = script.read_records(
+        random_pairs(), Letters(), SEQ, script.BadInputHandler(False), pack=pack
+    )
     return list(rows)
 
 

@@ -235,10 +235,10 @@ def test_long_documents_are_read_in_small_pieces(tmp_path):
     (tmp_path / "c.txt").write_text("\u4e2d" * 1_500_000)
     longest = 0
     for name in "a.jsonl.zst", "b.txt", "c.txt":
-        bad = documents.Bad(False)
+        bad = documents.BadInputHandler(False)
         for piece in documents.read_pieces(str(tmp_path / name), "<|end|>", bad, int):
             longest = max(longest, len(piece.text))
-    assert longest <= documents.LONGEST_RUN + documents.PIECE_CHARACTERS
+    assert longest <= documents.MAX_UNCUT_CHARACTERS + documents.PIECE_CHARACTERS
 
 
 @pytest.mark.slow

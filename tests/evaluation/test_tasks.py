@@ -159,7 +159,7 @@ def test_unsupported_requests_are_refused(model):
 def tasks(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.chdir(made_tasks.FOLDER)  # the tasks read their questions from this folder
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    harness.opened.cache_clear()
+    harness.load_harness.cache_clear()
     return [f"{name.removeprefix('made_')}.yaml" for name in made_tasks.NAMES]
 
 
@@ -196,7 +196,7 @@ def hf_scores(folder: str, names: list[str]) -> dict[str, float]:
         bootstrap_iters=1000,
         log_samples=False,
     )
-    return harness.numbers(results)
+    return harness.metric_values(results)
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_scores_match_the_hugging_face_model_of_lm_eval(
         eval_harness.main()
         assert "|made_choice" in capsys.readouterr().out
         all_results.append(json.loads((tmp_path / "told.json").read_text()))
-    for numbers in map(harness.numbers, all_results):
+    for numbers in map(harness.metric_values, all_results):
         assert numbers.keys() == expected.keys()
         for name, value in expected.items():
             # Word perplexities are in the thousands, so their tolerance is relative: 1e-4.
@@ -273,4 +273,4 @@ def test_unusable_tasks_are_reported_before_a_model_is_loaded(model, tasks, monk
         monkeypatch.delitem(sys.modules, f"mesh_transformer.evaluation.{module}", raising=False)
         monkeypatch.delattr(f"mesh_transformer.evaluation.{module}", raising=False)
     with pytest.raises(InputError, match=r"tasks \(piqa\): lm_eval is missing; pip install"):
-        harness.opened(config.replace(eval_harness_tasks=["piqa"]))
+        harness.load_harness(config.replace(eval_harness_tasks=["piqa"]))

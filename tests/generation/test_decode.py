@@ -251,8 +251,8 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
 def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypatch):
     """Replace the sampler by one that returns the sum of all rows' top_k as every token."""
 
-    def choose(logits_BV, settings, made_B, seen_BV):
-        return jnp.full(len(made_B), settings.top_k_B.sum(), jnp.uint32)
+    def choose(logits_BV, settings, generated_B, seen_BV):
+        return jnp.full(len(generated_B), settings.top_k_B.sum(), jnp.uint32)
 
     config = small_config()
     network = network_of(config)

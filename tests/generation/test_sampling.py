@@ -391,7 +391,7 @@ def test_the_fallback_is_the_most_likely_token(monkeypatch):
 
     logits = jnp.asarray([[0.0] * 9 + [-1.0], [0.0] * 4 + [9.0] + [0.0] * 5])
     limits = np.full((2, 1), 0.1, np.float32), np.full((2, 1), 10, np.int32)
-    actual = sampling._inside(always_outside, logits, *limits)
+    actual = sampling._draw_from_nucleus(always_outside, logits, *limits)
     jax.effects_barrier()
     assert actual.tolist() == [0, 4]
     assert rounds == [0, 1, 2]

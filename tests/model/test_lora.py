@@ -17,7 +17,7 @@ from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.config import LORA_TARGETS, Config
 from mesh_transformer.generation import batch as running_batch
-from mesh_transformer.mesh.declaration import joined
+from mesh_transformer.mesh.declaration import combine
 from mesh_transformer.mesh.devices import make_mesh, named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import lora
@@ -77,7 +77,7 @@ def gradients_of_merged_weights(config: Config, state: Any, batch: Any) -> Any:
     """Return the adapters' gradients, computed by merging them into a model without adapters."""
 
     def loss(adapters: Any, obs: Any, target: Any) -> Any:
-        params = joined(state["frozen"], adapters)
+        params = combine(state["frozen"], adapters)
         merge = functools.partial(lora.merged, scale=config.lora_scale)
         params |= {"layers": jax.vmap(merge)(params["layers"])}
         return train_loss(params, obs, target, config.merged(), Auto())[0]

@@ -89,7 +89,7 @@ def test_flags_override_config_keys(config_file):
 
 def test_the_time_of_an_operation_excludes_operations_inside_it():
     events = [("inner", 12.0, 15.0), ("outer", 10.0, 20.0), ("next", 20.0, 21.0), ("a", 16.0, 18.0)]
-    times = dict(device_trace._own_times(events))
+    times = dict(device_trace._self_times(events))
     assert times == {"inner": 3.0, "a": 2.0, "outer": 5.0, "next": 1.0}
 
 
@@ -200,7 +200,7 @@ def test_the_loader_mode_compares_with_tf_data_and_a_train_step(tmp_path, config
     assert result["tokens_per_second"] == 8 * result["records_per_second"]
     assert min(result.values()) > 0
     args = script.parse_args(["--config", config_file, "--loader"])
-    about = script.about(args, script.config_of(args), SimpleNamespace(platform="cpu"))
+    about = script.run_info(args, script.config_of(args), SimpleNamespace(platform="cpu"))
     check_row(about | result | {"limits": None, "most_tokens_per_second_of_a_step": None})
     with pytest.raises(InputError, match="a multiple of 10"):
         loader_timing.measure(tmp_path, 15, 8, 1)

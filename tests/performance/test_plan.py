@@ -17,7 +17,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.model import flops
 from mesh_transformer.performance import plan, search
-from mesh_transformer.performance.topology import LIBRARY, Present, slice_named, topology
+from mesh_transformer.performance.topology import LIBRARY, LocalDevices, slice_named, topology
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
@@ -104,11 +104,11 @@ class Gpu(SimpleNamespace):
 )
 def test_an_unsupported_gpu_is_refused_before_compiling(monkeypatch, kind, stats, reason):
     gpu, mesh = Gpu(platform="gpu", device_kind=kind, stats=stats), slice_named("cpu").mesh(1, 1)
-    monkeypatch.setattr(Present, "_list", lambda self: [gpu])
-    monkeypatch.setattr(Present, "mesh", lambda *_: mesh)
+    monkeypatch.setattr(LocalDevices, "_list", lambda self: [gpu])
+    monkeypatch.setattr(LocalDevices, "mesh", lambda *_: mesh)
     monkeypatch.setattr(plan, "compiled", lambda *_, **__: pytest.fail("compiled"))
     with pytest.raises(InputError, match=f"topology gpu: NVIDIA {reason}"):
-        plan.plan(small(), Present("gpu", "gpu", 1))
+        plan.plan(small(), LocalDevices("gpu", "gpu", 1))
 
 
 @pytest.mark.parametrize(("text", "size"), [("1.25T", 1.25 * 2**40), ("20.5G", 20.5 * 2**30)])

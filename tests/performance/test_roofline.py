@@ -23,8 +23,8 @@ from mesh_transformer.model import flops, gptj
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.performance import hlo, scaling, search
 from mesh_transformer.performance.hlo import Program
-from mesh_transformer.performance.roofline import estimate, link_seconds, sent, traffic_of
-from mesh_transformer.performance.scaling import on_paper
+from mesh_transformer.performance.roofline import bytes_sent, estimate, link_seconds, traffic_of
+from mesh_transformer.performance.scaling import estimate_step
 from mesh_transformer.performance.topology import topology
 from mesh_transformer.util import InputError, to_bf16
 from scripts import plot_scaling
@@ -46,7 +46,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
     ],
 )
 def test_bytes_sent_per_device_in_a_ring(kind, size, devices, expected):
-    assert sent(kind, size, devices) == expected
+    assert bytes_sent(kind, size, devices) == expected
 
 
 def test_link_time_is_a_range_from_all_links_to_two_links():
@@ -145,7 +145,7 @@ def test_memory_traffic_of_a_program_with_a_loop():
     iteration = (400 + 4 + 400) + 400 + (4 + 400)
     program = Program(PROGRAM)
     assert program.moved() == 24 * 400 + 8 * iteration
-    assert program.moved_in_a_loop() == iteration
+    assert program.bytes_moved_per_iteration() == iteration
 
 
 STARTED = """
@@ -273,7 +273,7 @@ def test_collectives_outside_loops_do_not_belong_to_a_layer():
 def test_the_estimate_for_gpt_j_on_a_v3_8():
     """58 all-reduces of 2048 x 4096 bf16 over 8 devices send 1.70 GB; there are none over dp."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(gradient_accumulation_steps=1)
-    result = on_paper(config, accelerators.hardware("v3"), 8)
+    result = estimate_step(config, accelerators.hardware("v3"), 8)
     assert (result.dp, result.mp, result.dp_bytes) == (1, 8, 0)
     assert result.mp_bytes == 58 * 2 * 7 * 2048 * 4096 * 2 // 8
     # The memory holds f32 parameters and moments, and f32 gradients during the update.  With
@@ -281,11 +281,11 @@ def test_the_estimate_for_gpt_j_on_a_v3_8():
     # times the batch, this copy and these streams take more memory than the gradients.
     eighth, stream = flops.n_params(config) // 8, 28 * 2048 * 4096 * 2
     assert result.memory_bytes == (12 + 4) * eighth
-    accumulated = on_paper(
+    accumulated = estimate_step(
         config.replace(gradient_accumulation_steps=2), accelerators.hardware("v3"), 8
     )
     assert accumulated.memory_bytes == (12 + 4 + 2) * eighth + stream
-    large_batch = on_paper(config.replace(per_replica_batch=8), accelerators.hardware("v3"), 8)
+    large_batch = estimate_step(config.replace(per_replica_batch=8), accelerators.hardware("v3"), 8)
     assert large_batch.memory_bytes == (12 + 2) * eighth + 8 * stream
 
 
@@ -298,10 +298,11 @@ def test_the_estimate_of_dp_bytes_with_zero():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     part = flops.n_params(config) // 8
     for zero, width in ((0, 8), (1, 6), (3, 16 * 8)):
-        result = on_paper(config.replace(zero=zero), accelerators.hardware("v3"), 256)
+        result = estimate_step(config.replace(zero=zero), accelerators.hardware("v3"), 256)
         assert result.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
     assert (
-        on_paper(config.replace(zero=1), accelerators.hardware("v3"), 256).memory_bytes < 8 * 2**30
+        estimate_step(config.replace(zero=1), accelerators.hardware("v3"), 256).memory_bytes
+        < 8 * 2**30
     )
 
 
@@ -334,7 +335,7 @@ def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, r
         for leaf in saved
         if leaf.shape[:2] == (config.layers, batch)
     )
-    per_token = scaling.kept_of_a_layer(config, attention)
+    per_token = scaling.saved_activation_bytes(config, attention)
     assert kept == config.layers * batch * config.seq * per_token
 
 
@@ -352,7 +353,9 @@ def test_estimates_assume_the_attention_backend_of_the_hardware(monkeypatch):
         explicit = config.replace(pe=pe, attention="splash")
         assert scaling.attention_on(explicit, accelerators.hardware("v3")) == "xla"
     without_remat = config.replace(remat="none")
-    v3, v4 = (scaling.on_paper(without_remat, accelerators.hardware(name), 8) for name in names)
+    v3, v4 = (
+        scaling.estimate_step(without_remat, accelerators.hardware(name), 8) for name in names
+    )
     # Per head, for two heads: the scores are replaced by a second copy of the output and a sum.
     saving = 2 * (2048 * 4 - 256 * 2 - 4)
     assert v3.memory_bytes - v4.memory_bytes == 28 * 2048 * saving
@@ -481,8 +484,8 @@ def test_a_search_keeps_activations_unsharded_if_fixed(monkeypatch):
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(per_replica_batch=16)
     slice_, hardware = topology("v3-256"), accelerators.hardware("v3")
     fixed = {"shard_activations": False}
-    assert search._with_room(config, hardware, slice_, {})[1].shard_activations
-    paper, fixed_config = search._with_room(config, hardware, slice_, fixed)
+    assert search._shard_if_too_large(config, hardware, slice_, {})[1].shard_activations
+    paper, fixed_config = search._shard_if_too_large(config, hardware, slice_, fixed)
     assert not fixed_config.shard_activations
     assert paper.memory_bytes > slice_.hbm
 

@@ -25,7 +25,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.pod.launch import build_model, local_machines
-from mesh_transformer.pod.runner import Measured
+from mesh_transformer.pod.runner import StepReport
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.training import loop
@@ -210,7 +210,7 @@ def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, 
     for network in (cluster, single):
         monkeypatch.setattr(network, "config", config)
         monkeypatch.setattr(network, "close", network.wait)
-    monkeypatch.setattr(cluster, "kill", lambda: None)  # which `LastingCluster.close` calls
+    monkeypatch.setattr(cluster, "kill", lambda: None)  # which `RestartingCluster.close` calls
     single_folder, folder = str(tmp_path / "one"), str(tmp_path / "many")
     loop.train(single, single_folder)
     loop.train(cluster, folder)
@@ -236,7 +236,7 @@ def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, 
     flags = ["--config", path, "--model-path", folder, "--limit", "6", "--local-hosts", "2"]
     monkeypatch.setattr("sys.argv", ["eval_harness.py", *flags, "--output", str(output)])
     eval_harness.main()
-    assert harness.numbers(json.loads(output.read_text())) == pytest.approx(scores, rel=1e-6)
+    assert harness.metric_values(json.loads(output.read_text())) == pytest.approx(scores, rel=1e-6)
     capsys.readouterr()
     validation.validate(single, folder)
     printed = capsys.readouterr().out
@@ -311,15 +311,16 @@ def test_killed_host_is_named_and_all_hosts_end(machines, host):
 def test_hosts_with_different_losses_are_shut_down(machines):
     cluster = build_model(CONFIG, machines())
     cluster.init()
-    agreed = cluster._agreed
+    agreed = cluster._merge_reports
     loss = {"loss": float("nan")}
-    measured = [Measured(1, 0.5, loss, 0, False), Measured(1, 0.25, dict(loss), 0, False)]
+    measured = [StepReport(1, 0.5, loss, 0, False), StepReport(1, 0.25, dict(loss), 0, False)]
     assert agreed(1, measured)["host_seconds/1"] == 0.25
     with pytest.raises(
         HostError, match=r"disagree after step 1: host 0 is at step 1 with loss 0\.5, host 1 is"
     ):
         agreed(
-            1, [Measured(1, 0.5, {"loss": value}, 0, False) for value in (0.5, 0.5000000000000001)]
+            1,
+            [StepReport(1, 0.5, {"loss": value}, 0, False) for value in (0.5, 0.5000000000000001)],
         )
     assert cluster.ended
 

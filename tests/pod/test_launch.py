@@ -52,9 +52,9 @@ class Machines:
     def check(self) -> None:
         self._call("check")
 
-    def make_again(self) -> None:
+    def recreate(self) -> None:
         self.joined = False
-        self._call("make_again")
+        self._call("recreate")
 
     def hosts(self) -> list[str]:
         return list(PLACE)
@@ -107,7 +107,7 @@ def test_ray_is_started_once_and_again_after_hosts_have_left(machines, attempt):
 def test_preempted_tpu_is_recreated_and_its_hosts_started(machines, attempt):
     attempt()
     machines.plan["check"] = [PreemptedError("gone")]
-    assert attempt() == ["revive", "check", "make_again", "start_ray"]
+    assert attempt() == ["revive", "check", "recreate", "start_ray"]
 
 
 @pytest.mark.parametrize("error", [HostError("cut off"), StoppedError("exited with status 1")])
@@ -165,7 +165,7 @@ def test_hosts_preempted_before_they_join_are_recreated(machines, attempt):
     with pytest.raises(HostError, match="cut off"):
         attempt()
     machines.plan["check"] = [PreemptedError("gone")]
-    assert attempt() == ["revive", "check", "make_again", "start_ray"]
+    assert attempt() == ["revive", "check", "recreate", "start_ray"]
 
 
 @pytest.mark.parametrize("error", [HostError("cut off"), PreemptedError("gone")])
@@ -194,7 +194,7 @@ def test_failure_caused_by_preemption_is_retried(machines, attempt):
         attempt()
 
 
-@pytest.mark.parametrize("name", ["check", "make_again"])
+@pytest.mark.parametrize("name", ["check", "recreate"])
 def test_unavailable_api_is_retried(machines, attempt, name):
     attempt()
     machines.plan = {"check": [PreemptedError("gone")]} | {name: [UnavailableError("silence")]}

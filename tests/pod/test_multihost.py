@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.placement import gathered, places, share
+from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError
 from tests.support.multihost import STEPS, random_batches, run
@@ -33,7 +33,7 @@ RUNS = {
 
 def joined(parts: list[np.ndarray], replicas: list[list[int]]) -> np.ndarray:
     """Return all rows, in order, from the rows of processes that hold these replicas."""
-    return gathered(parts, places(replicas, len(parts[0]) // len(replicas[0])))
+    return gathered(parts, process_rows(replicas, len(parts[0]) // len(replicas[0])))
 
 
 def one_process(
@@ -107,9 +107,9 @@ def test_joined_shares_are_the_original_rows(dp):
             sorted({int(r) for r in rng.integers(0, dp, 2)} | set(range(h, dp, hosts)))
             for h in range(hosts)
         ]
-        np.testing.assert_array_equal(joined([share(rows, h, dp) for h in held], held), rows)
+        np.testing.assert_array_equal(joined([replica_rows(rows, h, dp) for h in held], held), rows)
         np.testing.assert_array_equal(
-            joined([share(rows.T, h, dp, axis=1).T for h in held], held), rows
+            joined([replica_rows(rows.T, h, dp, axis=1).T for h in held], held), rows
         )
 
 

@@ -118,20 +118,20 @@ def make_run(folder: Path) -> None:
 def test_begin_anew_deletes_only_what_a_run_wrote(tmp_path, monkeypatch):
     make_run(tmp_path)
     with pytest.raises(InputError, match=r"would delete metrics\.jsonl, step_1, step_20"):
-        restarts.begin_anew(str(tmp_path), yes=False)  # pytest's standard input is not a terminal
+        restarts.delete_run(str(tmp_path), yes=False)  # pytest's standard input is not a terminal
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "n")
     with pytest.raises(InputError, match="nothing was deleted in"):
-        restarts.begin_anew(str(tmp_path), yes=False)
+        restarts.delete_run(str(tmp_path), yes=False)
     assert len(list(tmp_path.iterdir())) == 7
     monkeypatch.setattr("builtins.input", lambda question: "Yes ")
-    restarts.begin_anew(str(tmp_path), yes=False)
+    restarts.delete_run(str(tmp_path), yes=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt", "step_5"]
-    restarts.begin_anew(str(tmp_path), yes=False)  # nothing is left to delete, so nothing is asked
+    restarts.delete_run(str(tmp_path), yes=False)  # nothing is left to delete, so nothing is asked
     make_run(tmp_path)
-    restarts.begin_anew(str(tmp_path), yes=True)
+    restarts.delete_run(str(tmp_path), yes=True)
     assert len(list(tmp_path.iterdir())) == 3
-    restarts.begin_anew(str(tmp_path / "missing"), yes=False)
+    restarts.delete_run(str(tmp_path / "missing"), yes=False)
 
 
 def test_begin_anew_refuses_a_folder_in_use_and_does_not_follow_links(tmp_path, monkeypatch):
@@ -141,10 +141,10 @@ def test_begin_anew_refuses_a_folder_in_use_and_does_not_follow_links(tmp_path, 
     (mine / "step_20").symlink_to(theirs / "step_20")
     before = sorted(theirs.rglob("*"))
     with FolderLock(str(mine)), pytest.raises(InputError, match=r"mine is in use by process \d+"):
-        restarts.begin_anew(str(mine), yes=True)
+        restarts.delete_run(str(mine), yes=True)
     assert (mine / "step_20").is_symlink()
     monkeypatch.setenv("HOME", str(tmp_path))
-    restarts.begin_anew("~/mine", yes=True)
+    restarts.delete_run("~/mine", yes=True)
     assert list(mine.iterdir()) == []
     assert sorted(theirs.rglob("*")) == before
 

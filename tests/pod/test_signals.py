@@ -25,9 +25,9 @@ def drop(number: int) -> None:
 @pytest.fixture
 def handlers() -> Iterator[Signals]:
     signals = Signals()
-    signals.take()
+    signals.install()
     yield signals
-    signals.give_back()
+    signals.uninstall()
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ def handlers() -> Iterator[Signals]:
 )
 def test_exception_dropped_by_python_is_raised_at_the_next_request(handlers, number, raised):
     drop(number)
-    with pytest.raises(raised), handlers.undisturbed():
+    with pytest.raises(raised), handlers.defer():
         pytest.fail("the request was made")
-    with handlers.undisturbed():  # raised only once
+    with handlers.defer():  # raised only once
         pass
 
 
 def test_forgotten_signal_raises_nothing(handlers):
     drop(signal.SIGTERM)
     handlers.forget()
-    with handlers.undisturbed():
+    with handlers.defer():
         pass
 
 
@@ -52,12 +52,12 @@ def test_other_dropped_exceptions_are_reported_as_before(monkeypatch):
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
     before, signals = sys.unraisablehook, Signals()
-    signals.take()
+    signals.install()
     thing = Thing()
     reference = weakref.ref(thing, lambda _: 1 // 0)
     del thing
-    signals.give_back()
-    signals.give_back()
+    signals.uninstall()
+    signals.uninstall()
     assert reference() is None
     assert [unraisable.exc_type for unraisable in reported] == [ZeroDivisionError]
     assert sys.unraisablehook is before
@@ -67,7 +67,7 @@ def test_signal_during_a_request_is_raised_at_its_end(handlers):
     done = []
 
     def request() -> None:
-        with handlers.undisturbed():
+        with handlers.defer():
             signal.raise_signal(signal.SIGTERM)
             done.append("the request")
 

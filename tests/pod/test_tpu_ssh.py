@@ -240,7 +240,7 @@ def test_package_completely_replaces_the_old_one(host, hosts):
     (old / "stale.py").touch()
     install.copy_package(hosts)
     assert not (old / "stale.py").exists()
-    for name in [*install.NEEDED, "mesh_transformer/config.py"]:
+    for name in [*install.REQUIRED_FILES, "mesh_transformer/config.py"]:
         assert (old / name).read_bytes() == (ROOT / name).read_bytes()
     assert os.access(old / "scripts/init_ray.sh", os.X_OK)
     left = sorted(path.name for path in old.parent.iterdir())
@@ -248,7 +248,7 @@ def test_package_completely_replaces_the_old_one(host, hosts):
 
 
 def test_archive_contains_only_sources(tmp_path):
-    for name in install.NEEDED:
+    for name in install.REQUIRED_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     package = tmp_path / "mesh_transformer"
@@ -257,7 +257,7 @@ def test_archive_contains_only_sources(tmp_path):
         (package / name).write_text(name)
     first = install.package_archive(tmp_path)
     with tarfile.open(fileobj=BytesIO(first)) as archive:
-        assert set(archive.getnames()) == {*install.NEEDED, "mesh_transformer/a.py"}
+        assert set(archive.getnames()) == {*install.REQUIRED_FILES, "mesh_transformer/a.py"}
     os.utime(package / "a.py", (1, 1))
     assert install.package_archive(tmp_path) == first
     (tmp_path / "setup.py").unlink()

@@ -127,7 +127,7 @@ def test_hosts_delete_the_tpu_after_max_hours(api, make, queued):
         tpu._ready_since -= 3 * 3600
         api.preempt()
         with pytest.raises(StoppedError, match="--max-hours 2 have passed, so it is not created"):
-            tpu.make_again()
+            tpu.recreate()
     with make(name="other") as tpu:
         assert "startup-script" not in requests_of(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
         assert tpu._seconds_left() == math.inf
@@ -146,7 +146,7 @@ def test_no_tpu_is_created_after_the_block(api, make):
         api.preempt()
     count = len(requests_of(api, tpu_v2.CreateNodeRequest))
     with pytest.raises(StoppedError, match="is not created: this process is ending"):
-        tpu.make_again()
+        tpu.recreate()
     assert len(requests_of(api, tpu_v2.CreateNodeRequest)) == count
     assert not api.nodes
 
@@ -202,7 +202,7 @@ def test_tpu_preempted_while_running_is_recreated(api, make, queued):
         # Capacity, and the quota that the lost TPU used, are rarely available again at once.
         refusals = (QUOTA, STOCKOUT, QUOTA)
         api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, message) for message in refusals]
-        tpu.make_again()
+        tpu.recreate()
         tpu.check()
         assert tpu.hosts() == ["127.0.0.9"]
     assert not api.nodes

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 
 from mesh_transformer.serving import requests, server
 from mesh_transformer.serving.requests import Keys
-from mesh_transformer.serving.server import PromptProtocol
-from mesh_transformer.serving.service import unless_gone
+from mesh_transformer.serving.server import TimeoutProtocol
+from mesh_transformer.serving.service import unless_disconnected
 from mesh_transformer.util import InputError
 from tests.support.fake_network import FakeNetwork
 from tests.support.hostile_requests import BODIES, WRONG
@@ -144,7 +144,7 @@ def test_connection_with_an_unread_answer_is_closed(serve, monkeypatch):
 
 def test_slow_clients_do_not_block_others(serve, monkeypatch):
     live = serve()
-    monkeypatch.setattr(PromptProtocol, "most", 20)
+    monkeypatch.setattr(TimeoutProtocol, "most", 20)
     with contextlib.ExitStack() as stack:
         slow = []
         for number in range(60):
@@ -164,12 +164,12 @@ def test_connection_that_has_been_slow_longest_makes_room_at_once():
 
     class Waiting:
         def __init__(self, since: float):
-            self._owes, self._since = "head", since
+            self._awaited, self._since = "head", since
             self.transport = SimpleNamespace(abort=lambda: ended.append(since))
 
     new = SimpleNamespace(connections={Waiting(since) for since in (3.0, 1.0, 2.0)})
-    PromptProtocol._make_room(new)
-    PromptProtocol._make_room(new)
+    TimeoutProtocol._make_room(new)
+    TimeoutProtocol._make_room(new)
     assert ended == [1.0, 2.0]
     assert len(new.connections) == 1
 
@@ -191,7 +191,7 @@ def test_work_for_a_disconnected_client_is_cancelled():
     async def answer():
         completion = SimpleNamespace(cancel=lambda: cancelled.append("completion"))
         with pytest.raises(ClientDisconnect):
-            await unless_gone(Gone(), work(), completion)
+            await unless_disconnected(Gone(), work(), completion)
         await asyncio.sleep(0)
         # Checked before the loop ends, which cancels all remaining tasks.
         assert sorted(cancelled) == ["completion", "work"]

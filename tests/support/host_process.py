@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.mesh.placement import share
+from mesh_transformer.mesh.placement import replica_rows
 from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
 from mesh_transformer.training.loop import IN_FLIGHT
 from tests.support.multihost import STEPS
@@ -38,7 +38,7 @@ def call(
     """Make one call and return its results by name, for the rows of this process."""
 
     def mine(key: str, axis: int = 0) -> np.ndarray:
-        return share(batches[key], facts["replicas"], facts["dp"], axis)
+        return replica_rows(batches[key], facts["replicas"], facts["dp"], axis)
 
     if name == "train":
         runner.train({key: mine(f"train_{key}_{argument}", axis=1) for key in ("obs", "target")})

@@ -24,7 +24,7 @@ ENDPOINT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"
 
 
 class PreemptedError(StoppedError):
-    """The TPU was taken away; `TpuVm.make_again` creates it again."""
+    """The TPU was taken away; `TpuVm.recreate` creates it again."""
 
 
 class CapacityError(StoppedError):
@@ -244,7 +244,7 @@ class TpuApi:
         from google.api_core import exceptions
 
         error = exceptions.from_grpc_status(status.code, status.message or default)
-        return self.explain(error, creating=True)
+        return self.translate_error(error, creating=True)
 
     def host_keys(self, host: int) -> list[tuple[str, str]]:
         """Return the SSH host keys that a host has published, as (type, base64) pairs.
@@ -279,7 +279,7 @@ class TpuApi:
 
         Args:
           transient: exceptions that are raised unchanged.
-          creating: whether the block requests the TPU; see `explain`.
+          creating: whether the block requests the TPU; see `translate_error`.
         """
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
@@ -296,16 +296,16 @@ class TpuApi:
         except exceptions.NotFound as error:
             if not creating:
                 raise _MissingError from error
-            raise self.explain(error, creating) from error
+            raise self.translate_error(error, creating) from error
         except exceptions.GoogleAPICallError as error:
-            raise self.explain(error, creating) from error
+            raise self.translate_error(error, creating) from error
         except GoogleAuthError as error:
             raise InputError(
                 f"the Google Cloud credentials were not accepted ({_line(error)}); run "
                 "`gcloud auth application-default login`"
             ) from error
 
-    def explain(self, error: "GoogleAPICallError", creating: bool = False) -> Exception:
+    def translate_error(self, error: "GoogleAPICallError", creating: bool = False) -> Exception:
         """Return this package's exception for an API error.
 
         Its message says what was requested, what the API answered, and what to do.
@@ -319,7 +319,7 @@ class TpuApi:
         spec, message = self.spec, _line(error.message)
         subject = f"TPU {spec.name!r} ({spec.accelerator_type} in {spec.zone})"
         if isinstance(error, exceptions.AlreadyExists):
-            return taken(spec)
+            return name_in_use_error(spec)
         if isinstance(error, exceptions.TooManyRequests):  # RESOURCE_EXHAUSTED: quota or capacity
             if "quota" in message.lower():
                 return QuotaError(f"{subject}: {message}; ask for more quota, or a smaller TPU")
@@ -374,7 +374,7 @@ class _UninterruptedClient:
         method = getattr(self._client, name)
 
         def request(*arguments: Any, **options: Any) -> Any:
-            with self._signals.undisturbed():
+            with self._signals.defer():
                 return method(*arguments, **options)
 
         return request
@@ -395,7 +395,7 @@ def _no_answer_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def taken(spec: TpuSpec) -> InputError:
+def name_in_use_error(spec: TpuSpec) -> InputError:
     """Return the error for a TPU name that is already in use."""
     return InputError(
         f"TPU {spec.name!r} already exists in {spec.zone}; choose another name, or delete it: "

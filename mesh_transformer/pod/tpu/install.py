@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # Files to copy from outside the package.  They are listed one by one, so that no other file (a key,
 # a .env) is ever copied to a host.
-NEEDED = (
+REQUIRED_FILES = (
     "setup.py",
     "pyproject.toml",
     "requirements.txt",
@@ -56,14 +56,14 @@ def package_archive(root: Path = ROOT) -> bytes:
     Raises:
       InputError: if one of the files is missing.
     """
-    missing = [name for name in NEEDED if not (root / name).is_file()]
+    missing = [name for name in REQUIRED_FILES if not (root / name).is_file()]
     if missing:
         raise InputError(
             f"{root / missing[0]} is missing, but TPU hosts install from it; run this from a "
             "checkout of mesh-transformer"
         )
     package = sorted((root / "mesh_transformer").rglob("*"))
-    files = [root / name for name in NEEDED]
+    files = [root / name for name in REQUIRED_FILES]
     files += [path for path in package if path.suffix in PACKAGE_SUFFIXES and path.is_file()]
     packed = io.BytesIO()
     with (

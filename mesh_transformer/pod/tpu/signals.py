@@ -24,7 +24,7 @@ class Signals:
         self._hook: Any = None
         self._dropped: BaseException | None = None
 
-    def take(self) -> None:
+    def install(self) -> None:
         """Install the handlers; does nothing outside the main thread."""
         if not _on_main_thread():
             return
@@ -36,16 +36,16 @@ class Signals:
         if self._before and self._hook is None:
             self._hook, sys.unraisablehook = sys.unraisablehook, self._keep_dropped
 
-    def give_back(self) -> None:
+    def uninstall(self) -> None:
         """Restore the previous handlers; further calls do nothing."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
         if self._hook is not None:
             self._hook, sys.unraisablehook = None, self._hook
-        self.forget()
+        self.discard_dropped()
 
-    def forget(self) -> None:
+    def discard_dropped(self) -> None:
         """Discard the exception that `_keep_dropped` has kept, so that it is not raised later."""
         self._dropped = None
 
@@ -53,7 +53,7 @@ class Signals:
         """Keep a signal's exception that Python would drop; used as `sys.unraisablehook`.
 
         If a signal arrives during a destructor or some callbacks, Python drops the exception that
-        the signal's handler raises.  `undisturbed` raises the kept exception later.
+        the signal's handler raises.  `defer` raises the kept exception later.
         """
         if isinstance(unraisable.exc_value, (KeyboardInterrupt, SystemExit)):
             self._dropped = unraisable.exc_value
@@ -61,7 +61,7 @@ class Signals:
             self._hook(unraisable)
 
     @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """Defer signals that arrive during the `with` block until the block ends.
 
         If Python has dropped a signal's exception, it is raised before the block runs.  Use this

@@ -78,7 +78,7 @@ class TpuSpec:
         kind = accelerator_type(config.tpu_generation, config.tpu_size)
         tier: Tier = config.tpu_tier
         if preemptible and tier == "on_demand":
-            tier = "spot" if queued else CLOUD_GENERATIONS[kind.split("-")[0]].cheap
+            tier = "spot" if queued else CLOUD_GENERATIONS[kind.split("-")[0]].cheap_tier
         return cls(
             name,
             config.tpu_zone,

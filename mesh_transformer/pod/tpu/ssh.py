@@ -41,11 +41,14 @@ SILENCE_SECONDS = 60  # after which a host that does not respond counts as lost
 PUT_SECONDS = 300.0  # time limit per file
 CONNECT_SECONDS = 30  # time limit of each stage of an attempt: TCP, SSH banner, login
 RECONNECT_SECONDS = 60.0  # for connecting again to a host, which may have been taken away
-KILLED = 137  # a shell's exit status if SIGKILL ended its command
-REMOTE_LIMIT = (124, KILLED)  # exit statuses of `timeout` at its limit; others may use them too
+KILLED_STATUS = 137  # a shell's exit status if SIGKILL ended its command
+TIMEOUT_STATUSES = (
+    124,
+    KILLED_STATUS,
+)  # exit statuses of `timeout` at its limit; others may use them too
 # A host's clock may run faster than this machine's.  A time limit on the host can therefore end
 # after only this fraction of its seconds as measured here.
-SAME_CLOCKS = 0.99
+MIN_CLOCK_RATIO = 0.99
 
 
 class Hosts:
@@ -124,18 +127,18 @@ class Hosts:
         if not show:
             for stream in streams:
                 stream.print_last()
-        late = time.monotonic() - began > SAME_CLOCKS * seconds
+        late = time.monotonic() - began > MIN_CLOCK_RATIO * seconds
         too_long = f"took more than {seconds:g} s"
         if result.exited < 0:  # also if `timeout` sends SIGKILL, which kills `timeout` itself too
             cut = "was cut off or killed (the connection closed)"
             raise self._lost(host, what, too_long if late else cut)
-        if late and result.exited in REMOTE_LIMIT:
+        if late and result.exited in TIMEOUT_STATUSES:
             raise self._failed(host, what, too_long)
-        if result.exited == KILLED:
+        if result.exited == KILLED_STATUS:
             raise self._failed(host, what, "was killed; is the host out of memory?")
         last = errors.last or output.last
-        said = f": {last}" if last else ""
-        raise self._failed(host, what, f"exited with status {result.exited}{said}")
+        detail = f": {last}" if last else ""
+        raise self._failed(host, what, f"exited with status {result.exited}{detail}")
 
     def _failed(self, host: int, what: str, how: str) -> StoppedError:
         return StoppedError(f"host {self._label(host)}: {_short(what)!r} {how}")

@@ -4,7 +4,7 @@
         tpu.start_ray("10.0.0.2:6379", ray_token())
         ...
         tpu.check()        # PreemptedError if it was taken away
-        tpu.make_again()
+        tpu.recreate()
 
 A TPU costs money until it is deleted.  The command that deletes it is therefore printed before the
 TPU is requested, so that the user has this command even after a power cut.  The TPU is deleted at
@@ -31,7 +31,13 @@ from typing import IO, TYPE_CHECKING, Any, Self, TextIO
 from tqdm import tqdm
 
 from mesh_transformer.pod.tpu import install
-from mesh_transformer.pod.tpu.api import CapacityError, PreemptedError, QuotaError, TpuApi, taken
+from mesh_transformer.pod.tpu.api import (
+    CapacityError,
+    PreemptedError,
+    QuotaError,
+    TpuApi,
+    name_in_use_error,
+)
 from mesh_transformer.pod.tpu.install import FOLDER
 from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
@@ -62,11 +68,11 @@ class Guard:
         """
         if self._exclusive:
             self._lock = _locked_file(self._spec)
-        self._signals.take()
+        self._signals.install()
 
     def release(self) -> None:
         """Restore the previous signal handlers and release the lock; further calls do nothing."""
-        self._signals.give_back()
+        self._signals.uninstall()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -105,7 +111,7 @@ def _locked_file(spec: TpuSpec) -> IO[str]:
     return file
 
 
-def kept_mark(spec: TpuSpec) -> str:
+def ownership_label(spec: TpuSpec) -> str:
     """Return the ownership label for TPUs with the spec's name, project and zone.
 
     The label is stored in a file, so it is the same in all runs of this user on this machine.  The
@@ -137,7 +143,7 @@ class Limits:
       ready: for a TPU to become ready.
       capacity: for repeating the request if the zone has no capacity, or if the TPU is taken away
         before it is ready.  With 0, the request is not repeated.
-      capacity_again: the same as `capacity`, for a TPU that `TpuVm.make_again` creates again.
+      capacity_again: the same as `capacity`, for a TPU that `TpuVm.recreate` creates again.
       delete: for a TPU to be deleted.
       host_keys: for hosts to publish their SSH host keys.
       settle: for a TPU to appear if the request to create it was interrupted before the answer.
@@ -209,26 +215,26 @@ class TpuVm:
         self._guard.hold()
         try:
             if self._adopt:
-                self._mark = kept_mark(self.spec)
+                self._mark = ownership_label(self.spec)
             self._make(self.limits.capacity)
             self._ready_since = time.monotonic()
         except BaseException:
-            self._leave()
+            self._tear_down()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if not self._leave() and kind is None:
+        if not self._tear_down() and kind is None:
             command = self.spec.delete_command()
             raise StoppedError(f"TPU {self.spec.name!r} was not deleted; delete it with: {command}")
 
-    def _leave(self) -> bool:
+    def _tear_down(self) -> bool:
         """Delete the TPU, unless `keep` is set, and release everything that `__enter__` acquired.
 
         Returns:
           False if the TPU should have been deleted, but may still exist and be billed.
         """
-        self._signals.forget()
+        self._signals.discard_dropped()
         command = self.spec.delete_command()
         with self._requesting:  # another thread may be about to create the TPU again
             self._exited = True
@@ -279,7 +285,7 @@ class TpuVm:
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
             self._take_over(node, queued)
-            if self._is_coming(node, queued):
+            if self._will_be_ready(node, queued):
                 return None
             self.delete()
         name, user = self.spec.name, self._ssh.user
@@ -317,7 +323,7 @@ class TpuVm:
         assert node is not None
         expected = self.spec.accelerator_type
         if not self._adopt or node.labels.get(OWNER) != self._mark:
-            raise taken(self.spec)
+            raise name_in_use_error(self.spec)
         if node.accelerator_type != expected:
             raise InputError(
                 f"TPU {self.spec.name!r} exists as {node.accelerator_type}, not {expected}; choose "
@@ -336,7 +342,7 @@ class TpuVm:
             )
 
     @staticmethod
-    def _is_coming(node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
+    def _will_be_ready(node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
         """Return whether an existing TPU is ready or will become ready by itself."""
         if queued is not None and queued.state.state.name in QUEUE_GONE | {"FAILED"}:
             return False
@@ -356,9 +362,9 @@ class TpuVm:
                 return
             # Until the operation ends, the TPU may not exist yet.
             if state in GONE or (state == "MISSING" and operation is None):
-                raise self._taken_away(state)
+                raise self._preempted_error(state)
 
-    def _taken_away(self, state: str) -> PreemptedError:
+    def _preempted_error(self, state: str) -> PreemptedError:
         return PreemptedError(f"TPU {self.spec.name!r} was taken away ({state.lower()})")
 
     def _wait_queue(self) -> None:
@@ -373,7 +379,7 @@ class TpuVm:
             if resource is not None and state == "FAILED":
                 raise self._api.queued_error(resource)
             if resource is None or state in QUEUE_GONE:
-                raise self._taken_away(state)
+                raise self._preempted_error(state)
 
     def _polls(self, what: str, seconds: float, advice: str) -> Iterator[tqdm]:
         """Yield a progress bar once per poll, with pauses in between.
@@ -412,7 +418,7 @@ class TpuVm:
         """Raise PreemptedError if the TPU was taken away; otherwise wait until it is ready."""
         self._wait_ready(None)
 
-    def make_again(self) -> None:
+    def recreate(self) -> None:
         """Delete what is left of the TPU and create it again; it gets new addresses and host keys.
 
         Raises:
@@ -488,7 +494,7 @@ class TpuVm:
         """Return the internal IP addresses of a ready TPU's hosts, in the order of the hosts."""
         node = self._api.node()
         if node is None:
-            raise self._taken_away("MISSING")
+            raise self._preempted_error("MISSING")
         return [endpoint.ip_address for endpoint in node.network_endpoints]
 
     def ssh(self) -> Hosts:

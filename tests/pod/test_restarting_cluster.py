@@ -1,4 +1,4 @@
-"""`LastingCluster`: when it replaces its hosts, and when it gives up."""
+"""`RestartingCluster`: when it replaces its hosts, and when it gives up."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.restarts import ATTEMPTS, LastingCluster
+from mesh_transformer.pod.restarts import ATTEMPTS, RestartingCluster
 from mesh_transformer.util import HostError, InputError
 
 
@@ -47,7 +47,7 @@ def cluster(clusters) -> Any:
         clusters.append(FakeCluster(len(clusters)))
         return clusters[-1]
 
-    return LastingCluster(make)
+    return RestartingCluster(make)
 
 
 def test_hosts_are_replaced_after_a_failure(cluster, clusters, capsys):
