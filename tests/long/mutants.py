@@ -67,7 +67,7 @@ SUBJECTS = {
     "pod": (
         ["pod/cluster", "pod/restarts", "pod/launch", "pod/tpu/vm", "pod/tpu/spec"],
         [
-            "pod/test_lasting_cluster",
+            "pod/test_restarting_cluster",
             "pod/test_launch",
             "pod/test_tpu_vm",
             "pod/test_cluster",
