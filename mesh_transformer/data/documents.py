@@ -77,9 +77,7 @@ DAMAGE_ERRORS = (
 # Compressed bytes per read.  The value is small because even so few bytes can decompress to 500 MB.
 COMPRESSED_BYTES = 1 << 14
 LONGEST_LINE = 1 << 27  # bytes; limits the memory that a file without line ends can take
-MAX_PRINTED = (
-    20  # number of skipped items that each `BadInputHandler` prints; further ones are only counted
-)
+MAX_PRINTED = 20  # skipped items that a `BadInputHandler` prints; further ones are only counted
 
 
 class BadInputError(InputError):

@@ -149,14 +149,14 @@ class Generator:
     def cache_weights(self, params: Any) -> None:
         """Cache the weights of `params`, but keep no reference to `params`.
 
-        The memory of `params` can then be freed.  drop_weights does not drop these weights.
+        The memory of `params` can then be freed.  `drop_weights` does not drop these weights.
         """
         self._made = (None, self.weights(params))
 
     def drop_weights(self) -> None:
         """Drop the cached weights and free their memory; call this before the parameters change.
 
-        Weights that were cached by cache_weights are not dropped.
+        Weights that were cached by `cache_weights` are not dropped.
         """
         if self._made is not None and self._made[0] is not None:
             self._made = None

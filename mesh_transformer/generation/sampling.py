@@ -140,9 +140,8 @@ class SamplingOptions:
 
 
 # The default settings of each interface.
-PYTHON_DEFAULTS = (
-    SamplingOptions()
-)  # for `generate`, and for /complete of the original mesh-transformer-jax
+# Those of Python are for `generate`, and for /complete of the original mesh-transformer-jax.
+PYTHON_DEFAULTS = SamplingOptions()
 REPL_DEFAULTS = SamplingOptions(temp=0.8)
 OPENAI_DEFAULTS = SamplingOptions(top_p=1.0)
 EVALUATION_DEFAULTS = SamplingOptions(top_p=1.0, temp=0.0)

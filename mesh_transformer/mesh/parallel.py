@@ -331,7 +331,7 @@ class Parallel(abc.ABC):
         return self.mean(grads, declared) if self.zero_stage == 3 else grads
 
     def microbatch_total(self, squares: Any, declared: Any) -> Array:
-        """Same as `total`, for scalars computed from the gradient that microbatch_grads returns."""
+        """Same as `total`, for scalars computed from the result of `microbatch_grads`."""
         if self.zero_stage == 3:
             return self.total(squares, declared)
         mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)

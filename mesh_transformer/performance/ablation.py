@@ -154,7 +154,7 @@ def compile_variant(
 ) -> Compiled:
     """Compile a variant's step and run it `COMPARED_STEPS` times, starting from `state`.
 
-    The step donates `state`, which cannot be used afterwards, unless the variant has no_donation
+    The step donates `state`, which cannot be used afterwards, unless the variant has `no_donation`
     set.
     """
     began = time.perf_counter()

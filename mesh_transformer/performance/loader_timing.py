@@ -22,15 +22,11 @@ from mesh_transformer.data.tfrecords import tensorflow, write_records
 from mesh_transformer.util import InputError
 
 FILES = 10
-MAX_DISTINCT_RECORDS = (
-    10_000  # maximum number of distinct records to generate; every file repeats them
-)
+MAX_DISTINCT_RECORDS = 10_000  # number of records to generate at most; every file repeats them
 BATCH = 8
 MOST_BATCHES = 2000  # maximum number of batches to read when the loader is compared with tf.data
 EARLY_RECORDS = 10  # number of records of an epoch before the position to resume from
-SHUFFLE_BUFFER = (
-    1000  # shuffle_buffer when resuming is timed a second time; the first time is unshuffled
-)
+SHUFFLE_BUFFER = 1000  # shuffle_buffer of the second timing of a resume; the first is unshuffled
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:

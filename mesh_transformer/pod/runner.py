@@ -289,7 +289,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def create_marker(self, path: str) -> None:
-        """Create an empty file; the hosts that see it (marker_exists) share this host's disk."""
+        """Create an empty file; the hosts that see it (`marker_exists`) share this host's disk."""
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "xb"):

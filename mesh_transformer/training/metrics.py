@@ -224,7 +224,7 @@ class StepClock:
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque()  # of finished steps; pop_seconds removes them
+        self._seconds: deque[float] = deque()  # of finished steps; `pop_seconds` removes them
         self.restart()
 
     def restart(self) -> None:
@@ -258,9 +258,9 @@ class StepClock:
 class NoiseScale:
     """The gradient noise scale (McCandlish 2018, appendix A), averaged over steps.
 
-    The squared norms of the gradients of a small and a big batch give two unbiased estimates: of
-    the true gradient's squared norm, and of the trace of the covariance of the gradients of single
-    sequences.  The noise scale is the trace divided by the squared norm.  Each estimate is averaged
+    The squared gradient norms of a small and a big batch give unbiased estimates of two quantities:
+    the squared norm of the true gradient, and the trace of the covariance of per-sequence
+    gradients.  The noise scale is the trace divided by the squared norm.  Each estimate is averaged
     over steps before the division, because the ratio of two noisy numbers is biased.
 
     Args:

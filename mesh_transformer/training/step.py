@@ -29,9 +29,12 @@ def init_state(config: Config, key: Array) -> State:
     """Return a fresh state, of global arrays.
 
     Returns:
-      A dict of `params`, the trained parameters; `frozen`, the others, empty unless the config sets
-      `lora_rank`, and stored in the compute dtype because they are never updated; `opt_state`,
-      Adam's moments of `params`; and `step`, the number of completed updates.
+      A dict with these keys:
+        params: the trained parameters.
+        frozen: all other parameters, in the compute dtype because they are never updated.  Empty
+          unless the config sets `lora_rank`.
+        opt_state: Adam's moments of `params`.
+        step: the number of completed updates.
     """
     params, frozen = partition(gptj.declarations(config), gptj.init(config, key))
     return {

@@ -42,10 +42,8 @@ PUT_SECONDS = 300.0  # time limit per file
 CONNECT_SECONDS = 30  # time limit of each stage of an attempt: TCP, SSH banner, login
 RECONNECT_SECONDS = 60.0  # for connecting again to a host, which may have been taken away
 KILLED_STATUS = 137  # a shell's exit status if SIGKILL ended its command
-TIMEOUT_STATUSES = (
-    124,
-    KILLED_STATUS,
-)  # exit statuses of `timeout` at its limit; others may use them too
+# Exit statuses of `timeout` at its limit; other programs may use them too.
+TIMEOUT_STATUSES = (124, KILLED_STATUS)
 # A host's clock may run faster than this machine's.  A time limit on the host can therefore end
 # after only this fraction of its seconds as measured here.
 MIN_CLOCK_RATIO = 0.99
