@@ -278,7 +278,7 @@ def test_folder_that_hosts_do_not_share_is_refused(cluster, monkeypatch, tmp_pat
     assert list((tmp_path / "shared").iterdir()) == []
     cluster._check_shared("gs://bucket/model")
     elsewhere = types.SimpleNamespace(remote=lambda path: ray.put(False))
-    actors = [cluster._actors[0], types.SimpleNamespace(sees=elsewhere)]
+    actors = [cluster._actors[0], types.SimpleNamespace(marker_exists=elsewhere)]
     monkeypatch.setattr(cluster, "_actors", actors)
     monkeypatch.setattr(cluster, "kill", lambda: None)
     with pytest.raises(

@@ -41,9 +41,9 @@ def test_exception_dropped_by_python_is_raised_at_the_next_request(handlers, num
         pass
 
 
-def test_forgotten_signal_raises_nothing(handlers):
+def test_discarded_signal_raises_nothing(handlers):
     drop(signal.SIGTERM)
-    handlers.forget()
+    handlers.discard_dropped()
     with handlers.defer():
         pass
 
