@@ -22,7 +22,10 @@ def describe(value: Any) -> str:
 
 
 def mismatch(value: Any, annotation: Any) -> str | None:
-    """Describe the expected type, with a hint if one is known; None if the value matches."""
+    """Return None if a value matches a type annotation, otherwise a text such as "expected int".
+
+    The text ends with a hint if the mistake is a common one.
+    """
     if _matches(value, annotation):
         return None
     hint = ""
@@ -91,11 +94,11 @@ Norm = Literal[
 
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
 
-MOST_LAYERS = 4096  # with many more, only listing their parameters takes minutes and all memory
+MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 
 # The matrices that can have LoRA adapters, for each kind of block.  By default only the first
-# LORA_DEFAULTS[block] of them do.
+# LORA_DEFAULTS[block] of them have adapters.
 LORA_TARGETS = {
     "gptj": ("q", "v", "k", "o", "fc", "out"),
     "geglu": ("fused_in", "fused_out"),
@@ -129,7 +132,7 @@ class Config:
     pe_rotary_dims: int | None = None  # None: head_size
     head_size: int | None = None  # None: d_model / n_heads
     block: Literal["gptj", "geglu"] | None = None  # None: gptj in version 1, geglu in version 2
-    attention_window: int | None = None  # None: seq; keys further back are masked
+    attention_window: int | None = None  # None: seq; earlier positions are masked
 
     # Partitioning over devices.
     version: Literal[1, 2] = 1
@@ -156,7 +159,7 @@ class Config:
     # Precision.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     early_cast: bool = False  # store parameters in bf16
-    int8_weights: bool = False  # quantize the weights for generation to 8 bits
+    int8_weights: bool = False  # for generation, quantize the weights to 8 bits
     bf16_optimizer: bool = False  # store Adam's moments in bf16
 
     # Optimizer.
@@ -178,7 +181,7 @@ class Config:
     # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
     lora_rank: int = 0  # 0: train the whole model
     lora_alpha: float | None = None  # None: lora_rank; adapters are scaled by alpha / rank
-    lora_targets: list[str] | None = field(default=None, hash=False)  # None: by block
+    lora_targets: list[str] | None = field(default=None, hash=False)  # None: see LORA_DEFAULTS
 
     # Run.
     total_steps: int | None = None
@@ -188,7 +191,7 @@ class Config:
     # the path of an index, or a mixture: {path of an index: weight}
     train_set: str | dict[str, float] | None = field(default=None, hash=False)
     shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
-    hosts_read: bool = False  # each host reads its own rows, so all need access to train_set
+    hosts_read: bool = False  # each host reads its own batch rows, so it needs access to train_set
     val_set: dict[str, str] = field(default_factory=dict, hash=False)
     val_batches: int = 100
     val_every: int = 500
@@ -212,7 +215,7 @@ class Config:
         _check(self)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the derived defaults: the values that replace None in optional keys."""
+        """Return the derived defaults: the values that replace None, computed from other keys."""
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
         return {
@@ -261,29 +264,29 @@ class Config:
         return self.lora_alpha / self.lora_rank
 
     def adapts(self, target: str) -> bool:
-        """Return whether the matrix `target` of every layer has an adapter."""
+        """Return whether the matrix named `target`, such as "q", has an adapter in each layer."""
         assert self.lora_targets is not None
         return self.lora_rank > 0 and target in self.lora_targets
 
     def merged(self) -> "Config":
-        """Return the config without LoRA adapters.
+        """Return a copy of this config without LoRA adapters.
 
-        It describes the base model, and also the model after its adapters are merged.
+        The copy describes the base model, and also the model after its adapters are merged.
         """
         return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
 
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with the keys in `changes` replaced.
 
-        Keys whose value is their derived default are derived again from the new values.
+        A key whose value equals its derived default is derived again from the new values.
         """
         return Config(**(self.as_dict() | changes))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all keys as JSON values, from which `from_dict` builds an equal config.
+        """Return all keys as a dict of JSON values, from which `from_dict` builds an equal config.
 
-        A key whose value is its derived default is returned as None.  If other keys are then
-        changed, the default is derived again.
+        A key whose value equals its derived default is returned as None, so that its default is
+        derived again if other keys of the dict are changed.
         """
         values = dataclasses.asdict(self)
         for key, default in self._defaults().items():
@@ -293,7 +296,11 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config") -> "Config":
-        """Build a config from JSON values; error messages start with `where`, their source."""
+        """Build a config from a dict of JSON values.
+
+        Args:
+          where: the source of the values, such as a file; error messages start with it.
+        """
         known = {f.name for f in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
@@ -310,10 +317,10 @@ class Config:
 
     @classmethod
     def load(cls, path: str, version: int | None = None) -> "Config":
-        """Read a JSON or YAML file that holds one flat mapping.
+        """Read a config from a JSON or YAML file that holds one flat mapping.
 
-        `version` overrides the file's `version`, and resets `block` and `partitioning` to the
-        defaults of that version.
+        If the argument `version` is not None, it overrides the file's key `version`, and `block`
+        and `partitioning` get the defaults of that version, whatever the file says.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -351,7 +358,7 @@ class Config:
                 raise InputError(f"config: training needs the key {key!r}; add it")
 
     def model_folder(self) -> str:
-        """Return `bucket` joined with `model_dir`: a URI, such as gs://, or a local folder.
+        """Return `bucket` joined with `model_dir`: a URI such as gs://bucket/dir, or a local path.
 
         A `bucket` that is only a name is a Google Cloud Storage bucket, as in the original
         mesh-transformer-jax.  A `bucket` with a slash or a leading dot is used unchanged.
@@ -438,7 +445,7 @@ def _check_lora(c: Config) -> None:
     for target in c.lora_targets:
         if target not in allowed:
             raise InputError(
-                f"lora_targets has {target!r}, expected some of {', '.join(allowed)} "
+                f"lora_targets has {target!r}, expected only names from {', '.join(allowed)} "
                 f"(block {c.block})"
             )
     if len(set(c.lora_targets)) < max(len(c.lora_targets), 1):
@@ -460,8 +467,8 @@ def _check_divisions(c: Config) -> None:
             "the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change one of them"
         )
     shards = "cores_per_replica"
-    check_divisible("n_heads", c.n_heads, shards, f"choose a multiple of it, or change {shards}")
-    check_divisible("n_vocab", c.n_vocab, shards, "round n_vocab up to a multiple of it")
+    check_divisible("n_heads", c.n_heads, shards, f"choose a multiple of {shards}, or change it")
+    check_divisible("n_vocab", c.n_vocab, shards, f"round n_vocab up to a multiple of {shards}")
     if c.pe == "fixed":
         check_divisible(
             "d_model", c.d_model, shards, f"change d_model or {shards} (pe fixed splits d_model)"
@@ -472,7 +479,7 @@ def _check_divisions(c: Config) -> None:
         check_divisible("the feed-forward width (4 * d_model)", c.d_ff, shards, f"change {shards}")
     assert c.tpu_size is not None
     check_divisible(
-        "tpu_size", c.tpu_size, shards, f"set tpu_size to a multiple of it (or lower {shards})"
+        "tpu_size", c.tpu_size, shards, f"set tpu_size to a multiple of {shards}, or lower {shards}"
     )
     if c.pe == "rotary" and c.d_rotary > c.d_head:
         raise InputError(

@@ -1,11 +1,11 @@
 """Replacements for the public names of the original mesh-transformer-jax.
 
-Code written for mesh-transformer-jax can still import its old names.  An old import returns the new
-object if that object takes the same calls.  Otherwise it raises an error that names the
-replacement.
+Code written for mesh-transformer-jax can still import its old names.  If the object that replaces
+an old name can be called in the same way, importing the old name returns that object.  Otherwise
+the import raises an error that says what to use instead.
 
-`NOW` is the only list of old names.  The errors are made from it, and a test compares the tables of
-docs/porting.md with it.
+`NOW` lists all old names.  The error messages are made from it, and a test compares it with the
+tables of docs/porting.md.
 """
 
 import functools
@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 # Old names and their replacements, sorted.  A value without spaces is the dotted name of a new
-# object that takes the same calls as the old one; importing the old name returns that object.  Any
-# other value tells the user what to write instead.
+# object that can be called like the old one; importing the old name returns that object.  Any other
+# value tells the user what to write instead.
 NOW = {
     "create_finetune_tfrecords": (
         "run scripts/create_finetune_tfrecords.py, or call mesh_transformer.cli.text_records.main"
@@ -299,7 +299,7 @@ _MODULES = {name.rpartition(".")[0] for name in NOW}
 
 
 def error_line(name: str) -> str | None:
-    """Return a line that says what replaces the old `name`.
+    """Return the error message for an old name that no longer works, such as "slim_model: run ...".
 
     Returns None if `name` still works, or if it is not an old name.
     """
@@ -308,19 +308,26 @@ def error_line(name: str) -> str | None:
 
 
 def keys_line(params: dict[str, Any]) -> str | None:
-    """Return a line that says what replaces each old key in `params`; None if no key is old."""
+    """Return one error message for all old keys in `params`, or None if there are none.
+
+    The message says what replaces each of these keys.
+    """
     lines = [error_line(f'params["{key}"]') for key in params]
     return "; ".join(filter(None, lines)) or None
 
 
 def find(module: str, name: str) -> Any:
-    """Return the new object that the old `name` of `module` refers to.
+    """Return the object that replaces an old name.
 
     Modules with old names call this function from their `__getattr__`.
 
+    Args:
+      module: the module that defined the old name in mesh-transformer-jax.
+      name: the old name, without the module.
+
     Raises:
-      ImportError: if the old name no longer works; the message names its replacement.  This is not
-        an AttributeError, because `from module import name` would discard the message of one.
+      ImportError: if the old name no longer works; the message says what to use instead.  An
+        AttributeError would not do, because `from module import name` discards its message.
       AttributeError: if mesh-transformer-jax had no such name either.
     """
     if line := error_line(f"{module}.{name}"):
@@ -332,9 +339,10 @@ def find(module: str, name: str) -> Any:
 
 
 class OldModules:
-    """Import finder and loader for the modules in `NOW` that no longer exist.
+    """Import finder and loader for modules of mesh-transformer-jax that no longer exist.
 
-    These are modules that only the original mesh-transformer-jax had.
+    Such a module is imported as an empty module, and its names are looked up in `NOW` when they are
+    used.
     """
 
     def find_spec(
@@ -345,7 +353,8 @@ class OldModules:
         Python calls this method only if no real module has that name.
 
         Raises:
-          ModuleNotFoundError: if the whole module was replaced; the message names its replacement.
+          ModuleNotFoundError: if the module itself is a key of `NOW`, such as `slim_model`; the
+            message says what to use instead.
         """
         if "." not in name and (line := error_line(name)):
             raise ModuleNotFoundError(line, name=name)
@@ -368,7 +377,7 @@ def _set_getattr(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Make old names importable: those of removed modules, and those of `checkpoint`.
+    """Make the old names of removed modules and of `mesh_transformer.checkpoint` importable.
 
     `mesh_transformer.checkpoint` used to be a module and is now a package.  Its `__init__` must not
     contain code, so its `__getattr__` is set here.  The modules `util` and `transformer_shard`

@@ -47,8 +47,8 @@ def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's `main` and exit with the status that it returns.
 
     If `main` raises InputError or StoppedError, its message is printed on stderr, and the exit
-    status is 2 or 1.  A KeyboardInterrupt (Ctrl-C) that `main` does not handle exits immediately
-    with status 130 and no traceback.
+    status is 2 for InputError and 1 for StoppedError.  A KeyboardInterrupt (Ctrl-C) that `main`
+    does not handle exits immediately with status 130 and no traceback.
     """
     try:
         sys.exit(main())
@@ -88,12 +88,10 @@ def to_bf16(tree: Tree) -> Tree:
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:
-        """Look up a name that this module had in the original mesh-transformer-jax.
-
-        Returns the object that has replaced it.
+        """Return the replacement for `name`, which the original mesh-transformer-jax defined here.
 
         Raises:
-          ImportError: if no object replaces it directly; the message says what to use instead.
+          ImportError: if `name` no longer works; the message says what to use instead.
           AttributeError: if the original module did not have this name either.
         """
         return old_names.find(__name__, name)

@@ -87,7 +87,7 @@ class Progress:
       pieces: the number of tokenised pieces of the file `current`.
       tokens: the number of valid tokens on disk; a resumed run discards any tokens after them.
       documents: the number of complete documents in the corpus.
-      last_end: the number of tokens in the complete documents.
+      last_end: the number of tokens in all complete documents together.
     """
 
     settings: dict[str, Any]
@@ -144,7 +144,7 @@ class Progress:
         if different:
             raise InputError(
                 f"{folder}: this run differs from the interrupted one in {', '.join(different)}; "
-                "restore them to resume, or start over with --new"
+                "change these back to resume, or start over with --new"
             )
         current = self.current
         if current and not current.is_same_file(Source.of(files[len(self.sources)])):
@@ -171,7 +171,9 @@ class Batch(NamedTuple):
 
 
 class Tokenizing:
-    """A run that tokenises text files into a corpus, or resumes an interrupted one.
+    """A run that tokenises text files into a corpus.
+
+    If `folder` holds the progress of an interrupted run, this run resumes it.
 
     Args:
       folder: an existing folder, in which the corpus and its progress are stored.
@@ -267,7 +269,7 @@ class Tokenizing:
             yield Batch(items, None)
 
     def _items(self, file: str, source: Source, pieces: int, bar: tqdm) -> Iterator[Piece | Source]:
-        """Yield the cleaned pieces of a file, without the first `pieces`, and then `source`.
+        """Yield the cleaned pieces of a file, except the first `pieces` of them, then `source`.
 
         Before `source` is yielded, its hash and its counts of skipped items are filled in.
         """

@@ -93,10 +93,10 @@ class BadInputError(InputError):
 
 
 class BadInputHandler:
-    """Handler for unusable input.  To report an item, call it with a BadInputError.
+    """Handler to be called with a BadInputError for each unusable item of the input.
 
-    If `skip` is false, the call raises InputError.  If `skip` is true, the call counts the item by
-    the error's reason, and prints the first few.
+    If `skip` is false, the call raises InputError.  If `skip` is true, the call counts the item
+    under the error's reason, and prints the error unless MAX_PRINTED were already printed.
 
     Attributes:
       counts: the number of skipped items by reason.
@@ -125,9 +125,10 @@ def format_counts(counts: dict[str, int]) -> str:
 
 
 def find_files(path: str, types: tuple[str, ...]) -> list[str]:
-    """Return `path` itself if it is a file, or the files in the folder `path`, sorted by name.
+    """Return the paths of the input files at `path`.
 
-    Files in subfolders are not included.
+    If `path` is a file, it is the only one.  If `path` is a folder, the paths are those of the
+    folder's files, sorted by name, without files in subfolders.
 
     Args:
       types: the accepted endings of file names; a folder's other files are left out.
@@ -149,10 +150,10 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
 
 @contextlib.contextmanager
 def open_input(path: str, bad: BadInputHandler) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, as a context manager.
+    """Return a context manager that opens a file for reading bytes.
 
     If the code in the `with` block raises one of the errors in DAMAGE_ERRORS, the error is
-    suppressed and `bad` is called with a BadInputError that names the file as damaged.
+    suppressed, and `bad` is called with a BadInputError saying that the file is damaged.
 
     Raises:
       InputError: if the file cannot be read.
@@ -204,8 +205,8 @@ class ZstandardReader(io.RawIOBase):
 def json_lines(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, Any]]:
     """Yield (location, parsed value) for each non-blank line of a .jsonl or .jsonl.zst file.
 
-    The location is text for error messages that names the file and the line.  `bad` is called for
-    each line that is too long or not valid JSON.
+    The location names the file and the line, for use in error messages.  `bad` is called for each
+    line that is too long or not valid JSON.
     """
     stream: IO[bytes] = raw
     if path.endswith(".zst"):
@@ -304,10 +305,14 @@ def read_pieces(
 def _checked(
     pieces: Iterator[tuple[str, bool]], where: str, bad: BadInputHandler
 ) -> Iterator[Piece]:
-    """Yield the pieces of a text's documents, checked for invalid UTF-8.
+    """Yield the pieces of those documents of a text that are valid UTF-8.
 
-    `bad` is called for each document that is not valid UTF-8.  If `bad` skips it and some of its
-    pieces were already yielded, a piece with `is_bad` follows.
+    `bad` is called for each document that is not.  If `bad` skips a document after some of its
+    pieces were yielded, a piece with `is_bad` is yielded next.
+
+    Args:
+      pieces: (piece, whether it is the document's last) for all documents of the text.
+      where: the location of the text, for error messages.
     """
     number, is_first, is_dropped = 1, True, False
     for text, is_end in pieces:
@@ -324,7 +329,7 @@ def _checked(
 
 
 def invalid_bytes(text: str) -> bytes:
-    """Return the first bytes of the encoded text that were not valid UTF-8, or b"" if all were.
+    """Return the first invalid bytes in the UTF-8 that a text was decoded from, or b"" if none.
 
     The text must have been decoded with the error handler `surrogateescape`.
     """
@@ -446,4 +451,9 @@ def _json_texts(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tupl
         if isinstance(text, str):
             yield where, io.StringIO(replace_surrogates(text))
         else:
-            bad(BadInputError("no text", f"{where} has no text, expected a string or key text"))
+            bad(
+                BadInputError(
+                    "no text",
+                    f"{where} has no text, expected a JSON string or an object with the key text",
+                )
+            )

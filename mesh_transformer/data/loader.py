@@ -13,7 +13,7 @@ from mesh_transformer.data.record_set import Position, RecordSet, Row, random
 from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4
-CHOICES_PER_BLOCK = 4096  # records for which one random generator chooses the sets
+CHOICES_PER_BLOCK = 4096  # each random generator chooses the sets of this many records
 
 
 class TFRecordNewInputs:
@@ -21,8 +21,8 @@ class TFRecordNewInputs:
 
     A batch is a dict of arrays, each of shape [*batch_size, T].  It always has `obs` and `target`
     (uint32).  It also has `loss_mask` (uint8, 1 where a token bears loss) if the records of any set
-    have a loss mask, and `segment_ids` (int32, the number of each token's text) if the records of
-    any set hold several texts each.
+    have a loss mask, and `segment_ids` (int32, which of the record's texts each token belongs to)
+    if the records of any set hold several texts each.
 
     Records are read in the index's order, or shuffled (see `RecordSet`).  A batch can span the end
     of a file or of an epoch, so the sequence of records is the same for any batch size.  A
@@ -38,11 +38,11 @@ class TFRecordNewInputs:
       repeat: whether to start another epoch after each one.
       partial: whether to return the last records as a smaller batch if they do not fill a whole
         one.  For use with `repeat` False; requires an integer `batch_size`.
-      columns: the indices to return along the last dimension of `batch_size`; the other records
-        are read from disk but not parsed.
+      columns: which batch rows to return, as indices into the last dimension of `batch_size`; None
+        for all rows.  The records of other rows are read from disk but not parsed.
       shuffle_buffer: the number of records that are shuffled together; 0 for the index's order.
       seed: the random seed for mixing and shuffling.
-      restore_state: a result of `state`, to resume from.
+      restore_state: the position to resume from, as returned by `state`.
 
     Raises:
       InputError: if a file is missing, damaged or unsuitable.  Some problems are found at
@@ -99,7 +99,7 @@ class TFRecordNewInputs:
         return batch
 
     def _batches(self) -> Iterator[tuple[Row, "MixturePosition"]]:
-        """Yield (batch, the place of the record after the batch)."""
+        """Yield (batch, position of the record after the batch)."""
         records = self._mixture.records(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
         while chunk := list(islice(records, count)):
@@ -126,7 +126,7 @@ class TFRecordNewInputs:
         return self._mixture.state(self._place)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`, a result of the method `state`.
+        """Continue from a position that was returned by the method `state`.
 
         Raises:
           InputError: if the state was saved with other indexes, another number of sets, or other
@@ -189,7 +189,8 @@ class Mixture:
         total = sum(weights)
         if total <= 0 or min(weights) < 0:  # the total is 0 also if there are no sets
             raise InputError(
-                f"train_set: the weights are {list(weights)}, expected none below 0 and one above 0"
+                f"train_set: the weights are {list(weights)}, expected none below 0 and at least "
+                "one above 0"
             )
         self.shares = np.cumsum(np.array(weights) / total)
         self.shares[-1] = 1.0  # the sum may differ from 1 by rounding
@@ -217,9 +218,9 @@ class Mixture:
             yield row, MixturePosition(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
-        """Yield the index of the set to read each record from, without the first `drawn` records.
+        """Yield the index of the set that each record comes from, endlessly.
 
-        The generator is endless.
+        The first `drawn` records of the mixture are left out.
         """
         while True:
             block, past = divmod(drawn, CHOICES_PER_BLOCK)

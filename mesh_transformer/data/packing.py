@@ -1,7 +1,7 @@
 """Packing of tokenised documents into sequences of equal length, reshuffled for each epoch.
 
-Shuffling moves only the numbers of documents and sequences, not their tokens.  It takes 40 bytes of
-memory per document (65 at the start of a further epoch) and 8 per sequence.  The index of a record
+Only the numbers of documents and sequences are shuffled, not their tokens.  This takes 40 bytes of
+memory per document (65 at the start of each later epoch) and 8 per sequence.  The index of a record
 set is written last, when all other files of the set are complete.
 """
 
@@ -29,7 +29,7 @@ class PackingOptions(NamedTuple):
       length: tokens per sequence.
       epochs: how many times the whole text is packed into sequences.
       is_shuffled: whether documents and sequences are shuffled in each epoch.
-      min_unique_tokens: the minimum number of distinct tokens; other sequences are skipped.
+      min_unique_tokens: sequences with fewer distinct tokens than this are skipped.
       verbose: whether skipped sequences are printed.
     """
 
@@ -84,10 +84,10 @@ class Packing:
 def sequences(
     corpus: Corpus, order: PackingOptions, tokenizer, generator: random.Random
 ) -> Iterator[tuple[Packing, int]]:
-    """Yield (packing, number of the sequence in it) for the sequences of all epochs.
+    """Yield (packing, number) for each sequence of all epochs, in the order to write them.
 
-    They are yielded in the order in which they are to be written.  The tokens of a sequence are not
-    read here, so a resumed run can skip the sequences that are already written at no cost.
+    The tokens of the sequence are `packing[number]`.  They are not read here, so that a resumed run
+    can skip, at no cost, the sequences that are already written.
     """
     documents = array("q", range(len(corpus.sizes)))
     carry = corpus.tokens[:0]
@@ -156,7 +156,7 @@ def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any])
     """Move the record files to their final names, then write the manifest and the index.
 
     Args:
-      base: the path of the record set, without a file name ending.
+      base: the folder and name of the record set; each file's path is this plus an ending.
       parts: (path, number of sequences) for each record file.
       manifest: entries for the manifest; the total number of sequences and a list of the files are
         added to them.

@@ -1,4 +1,4 @@
-"""Reads the records that an index lists, in the index's order or shuffled, from any position."""
+"""Reads records from the files of an index, in the index's order or shuffled, from any position."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
 # The purposes for which random numbers are drawn; each has its own random stream.
 STREAMS = ("files", "records", "sets")
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
-# loss; segment_ids, int32 [T], the number of each token's text.
+# loss; segment_ids, int32 [T], which of the record's texts each token belongs to.
 Row = dict[str, np.ndarray]
 
 
@@ -54,8 +54,8 @@ class RecordSet:
 
     * One feature `text`, [T + 1]: the tokens, all with loss.
     * Features `input_ids`, `labels` (the next tokens) and `input_mask` (1 where a label bears
-      loss), [T] each.  A record that holds several texts also has `segment_ids`, [T], the number of
-      each token's text.
+      loss), [T] each.  A record that holds several texts also has `segment_ids`, [T], which of
+      these texts each token belongs to.
 
     Args:
       seq: T, the number of tokens per sequence.
@@ -102,7 +102,7 @@ class RecordSet:
         return {"index": self.fingerprint, **self._order(), **dataclasses.asdict(position)}
 
     def _order(self) -> dict[str, int]:
-        """Return the settings of the shuffled record order; empty if records are not shuffled."""
+        """Return the settings that determine the shuffled order; empty if nothing is shuffled."""
         return {"shuffle_buffer": self.shuffle, "seed": self.seed} if self.shuffle else {}
 
     def checked_position(self, state: dict[str, Any]) -> Position:
@@ -128,13 +128,16 @@ class RecordSet:
         counts: dict[str, Any] = {"taken": 0} | {n: state[n] for n in names if n in state}
         valid = all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in names)
         if not valid or counts["file"] >= len(self.paths):
-            raise InputError(f"saved data position {state}: expected counts {names}")
+            raise InputError(
+                f"the checkpoint's data position {state} is damaged, expected counts {names}; "
+                "start over in another model folder"
+            )
         position = Position(**counts)
         file = self._files(position.epoch)[position.file]
         if position.offset > self.sizes[file]:
             raise InputError(
                 f"{self.paths[file]}: found {self.sizes[file]} bytes, but the saved position is "
-                f"byte {position.offset}; restore the earlier file"
+                f"byte {position.offset}; restore the file's earlier content"
             )
         return position
 
@@ -171,7 +174,10 @@ class RecordSet:
     def _in_index_order(
         self, position: Position, repeat: bool
     ) -> Iterator[tuple[Record, Position]]:
-        """Yield (record, next position) for each record, in the order of files of each epoch."""
+        """Yield (record, next position) for each record, without shuffling the records of a file.
+
+        The order of the files is that of `_files`.
+        """
         while True:
             for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
                 path = self.paths[file]
@@ -215,7 +221,9 @@ class RecordSet:
         }
         mask = self._numbers("input_mask", arrays, where, self.seq)
         if ((mask != 0) & (mask != 1)).any():
-            raise InputError(f"{where}: feature input_mask has values other than 0 and 1")
+            raise InputError(
+                f"{where}: feature input_mask has values other than 0 and 1; recreate the records"
+            )
         row["loss_mask"] = mask.astype(DTYPES["loss_mask"])
         if "segment_ids" in arrays:
             if "segment_ids" not in self.extras:
@@ -242,7 +250,7 @@ class RecordSet:
         if len(outside):
             raise InputError(
                 f"{where} holds token id {outside[0]}, outside the vocabulary of config key "
-                f"n_vocab {limit}; the records were made with another tokenizer"
+                f"n_vocab {limit}; recreate the records with the tokenizer of the model"
             )
         return tokens.astype(np.uint32)
 

@@ -34,8 +34,8 @@ _STORAGE_ERRORS = {
 # tensorstore writes "...: No space left on device [os_error_code='28']".
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
-# Messages of tensorstore and Orbax start with these texts if an operation ends after the save or
-# restore that it belongs to has failed.
+# The beginnings of the messages of tensorstore and Orbax about operations that end after their save
+# or restore has failed.
 _LATE = ("Event loop is closed", "Encountered error while reading array index")
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def is_uri(path: str) -> bool:
 
 
 def local_path(path: AnyPath) -> str:
-    """Make a local path absolute and expand `~`; remove trailing slashes if `path` is a URI."""
+    """Return a local path made absolute, with `~` expanded, or a URI without trailing slashes."""
     path = os.fspath(path)
     return path.rstrip("/") if is_uri(path) else os.path.abspath(os.path.expanduser(path))
 
@@ -87,7 +87,7 @@ class FolderLock:
 
     Raises:
       InputError: at construction, if another process holds the lock, or if the folder cannot be
-        created or written.  The message describes the process that holds the lock.
+        created or written.  In the first case, the message describes the other process.
     """
 
     def __init__(self, folder: AnyPath):
@@ -268,7 +268,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
     """Return the entries of a folder; an empty list if it does not exist.
 
     Raises:
-      InputError: if storage fails.
+      InputError: if the folder cannot be read.
     """
     with convert_storage_errors(f"folder {folder}"):
         try:

@@ -1,9 +1,9 @@
 """Reads and writes TFRecord files, local or on gs://, and the indexes that list them.
 
 No other module imports TensorFlow, and this one imports it only when it is first needed.
-TensorFlow provides the access to files, including those on gs://, and the `Example` message.  The
-record framing (length and checksums) is parsed here instead.  This allows a reader to start at any
-record, and to report the byte at which a file is damaged.
+TensorFlow provides the access to files, including those on gs://, and the protobuf class `Example`.
+The record framing (length and checksums) is parsed here instead.  This allows a reader to start at
+any record, and to report the byte at which a file is damaged.
 """
 
 import functools
@@ -121,7 +121,7 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
       offset: the byte at which the first record to read starts.
 
     Raises:
-      InputError: if a record is truncated or corrupt; the message names its first byte.
+      InputError: if a record is truncated or corrupt; the message says at which byte it starts.
     """
     tf = tensorflow()
     try:

@@ -34,11 +34,11 @@ HUGGING_FACE_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}
 
 
 def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer; it encodes the text `<|endoftext|>` as one token wherever it occurs.
+    """Load a tokenizer, which encodes each `<|endoftext|>` in a text as one token.
 
     Args:
       source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder; or
-        the name of a tokenizer on the Hugging Face hub.  The folder must hold a saved Hugging Face
+        the name of a tokenizer on the Hugging Face hub.  A folder must hold a saved Hugging Face
         tokenizer, the files vocab.json and merges.txt, or OpenAI's encoder.json and vocab.bpe.
 
     Raises:
@@ -79,7 +79,7 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """Return the tokenizers library's object inside a tokenizer, with truncation and padding off.
+    """Return the `tokenizers.Tokenizer` that a tokenizer wraps, with truncation and padding off.
 
     Returns None if the tokenizer is implemented in Python.
     """
@@ -153,7 +153,7 @@ def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
         raise InputError(f"tokenizer {source}: {_first_line(error)}") from error
     if len(tokenizer) < 256:
         raise InputError(
-            f"tokenizer {source}: found a vocabulary of {len(tokenizer)}, expected at least 256"
+            f"tokenizer {source}: found only {len(tokenizer)} tokens, expected at least 256"
         )
     return tokenizer
 

@@ -233,7 +233,7 @@ def test_bad_masked_records_are_refused(tmp_path, change, line):
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0]])
 def test_invalid_weights_are_refused(tmp_path, weights):
     sets = {write_index(tmp_path, f"{n}"): weight for n, weight in enumerate(weights)}
-    with pytest.raises(InputError, match="expected none below 0 and one above 0"):
+    with pytest.raises(InputError, match="expected none below 0 and at least one above 0"):
         load(sets)
 
 
