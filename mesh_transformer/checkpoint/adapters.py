@@ -18,7 +18,7 @@ BASE_MOVED_ADVICE = (
 
 
 class Base(NamedTuple):
-    """The base model that adapters were trained on.
+    """A record of the base model that adapters were trained on.
 
     Attributes:
       path: the base model's path when the adapters were trained.
@@ -67,7 +67,7 @@ def saved_base(aux: Any, where: str) -> Base | None:
         base = None
     if base is None or "bfloat16" not in base.checksums:
         raise InputError(
-            f"{where}: its aux does not say which model its adapters were trained on; restore "
+            f"{where}: its aux/metadata does not name the base model of its adapters; restore "
             "another step or copy this one again"
         )
     return base
@@ -140,8 +140,8 @@ def _merged(
             and sum(sums.values()) % 2**32 != expected
         ):
             raise InputError(
-                f"{where}: its adapters were trained on another model than the one read (leaf "
-                f"{name} differs); that model was at {base.path}: give it as --base"
+                f"{where}: its adapters were not trained on the base model that was read (leaf "
+                f"{name} differs); give the right one, which was at {base.path}, as --base"
             )
         if factors:
             a, b = (np.asarray(factor[layer], np.float32) for factor in factors)

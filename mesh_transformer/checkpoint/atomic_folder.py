@@ -27,8 +27,8 @@ def atomic_folder(path: str) -> Iterator[str]:
     """Yield a temporary folder for the caller to fill; rename it to `path` when the block ends.
 
     The temporary folder is beside `path`.  Its files are flushed to disk before it is renamed.  On
-    any failure, Ctrl-C included, it is deleted.  Temporary folders for the same `path` that killed
-    processes of this host have left behind are deleted first.
+    any failure, Ctrl-C included, it is deleted.  Temporary folders for the same `path`, left
+    behind by killed processes of this host, are deleted first.
 
     Raises:
       InputError: if `path` already exists or is a URI, or if storage fails.

@@ -23,7 +23,7 @@ def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     Infinities are kept.
 
     Args:
-      where: the start of the error message, which names what holds the array.
+      where: the array's place, for the error message, such as "checkpoint <path>: leaf <name>".
 
     Raises:
       InputError: if a finite number is too large for `dtype`.
@@ -41,7 +41,7 @@ def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
             fitting = " or ".join(str(t) for t in FLOATS.values() if _max(t) > largest)
             raise InputError(
                 f"{where} holds {largest:g}, above {dtype}'s maximum {_max(dtype):g}; "
-                f"choose {fitting}"
+                f"choose dtype {fitting}"
             )
     return result
 

@@ -64,7 +64,7 @@ def host_checksum(values: np.ndarray, first: int = 0, dtype: DTypeLike | None = 
 
     Args:
       values: the values of the part.
-      first: the index in the whole array of the part's first entry.
+      first: the index of the part's first entry in the whole array, flattened.
       dtype: the dtype to cast the entries to first (default: their own).
     """
     flat, total = values.reshape(-1), 0
@@ -108,7 +108,7 @@ def tree_checksums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...]
 
 @functools.cache
 def _compiled(layout: NamedSharding | None) -> Any:
-    """Return the jitted computation of `tree_checksums`, with its results sharded as `layout`."""
+    """Return the jitted computation of `tree_checksums`, with its results in sharding `layout`."""
 
     def sums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...], Array]:
         return {
@@ -184,7 +184,7 @@ def read(step: epath.Path) -> Integrity | None:
 def _warn(step: str) -> None:
     """Warn that a step has no checksums, at most once per step in this process."""
     _log.warning(
-        "checkpoint %s has no checksums, as an earlier version saved it: damage to it cannot be "
+        "checkpoint %s has no checksums, because an earlier version saved it; damage cannot be "
         "detected",
         step,
     )

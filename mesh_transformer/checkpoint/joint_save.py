@@ -17,7 +17,7 @@ from mesh_transformer.data.storage import reason
 
 POLL_SECONDS = (0.005, 0.5)  # the first and the longest pause between two polls
 
-_numbers = itertools.count()  # of saves; the same in all processes, which make the same saves
+_numbers = itertools.count()  # numbers of the saves, equal in all processes
 
 
 class JointSave:

@@ -24,7 +24,7 @@ from mesh_transformer.util import InputError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
-    """Return a jitted function (PRNG key) -> new adapters, without the base model's parameters."""
+    """Return a jitted function that takes a PRNG key and returns new adapters on `mesh`."""
 
     def fresh(key: Array) -> Any:
         return steps.init_state(config, key)["params"]
@@ -34,7 +34,7 @@ def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
 
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
-    """Return a jitted function (frozen parameters) -> checksums of their values cast to `dtype`.
+    """Return a jitted function that computes the checksums of frozen parameters cast to `dtype`.
 
     Args:
       mesh: the mesh that the parameters are on.
@@ -51,7 +51,7 @@ class Loaded(NamedTuple):
 
     Attributes:
       state: a state with the keys "params" and "frozen", and "opt_state" if it was read.
-      base: the base model of the adapters in `state`; None if it has no adapters.
+      base: the record of the adapters' base model; None if `state` has no adapters.
     """
 
     state: steps.State
@@ -71,9 +71,8 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
     """Load a checkpoint's weights, and Adam's moments if it has any and `optimizer` is True.
 
     If the config does not set `lora_rank`, adapters in the checkpoint are merged into their base
-    model.  If it does, the result has adapters.  They are those in the checkpoint, loaded together
-    with their base model.  If the checkpoint has no adapters, new ones are created, and the
-    checkpoint becomes their base model.
+    model.  If it does, adapters in the checkpoint are loaded together with their base model; for a
+    checkpoint without adapters, new ones are created, and the checkpoint becomes their base model.
 
     Raises:
       InputError: if the source cannot be read or does not fit the config.
@@ -144,7 +143,7 @@ def load_base(
 def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
     """Return {dtype: {leaf name: checksum}} of the frozen parameters.
 
-    The dtypes are bfloat16 and, if it is another one, the config's dtype.
+    The dtypes are bfloat16 and, if different, the config's dtype.
     """
     sums_by_dtype = {}
     for dtype in sorted({config.dtype, "bfloat16"}):
@@ -154,7 +153,7 @@ def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, i
 
 
 def _read(source: Source, config: Config, template: steps.State) -> steps.State:
-    """Read those leaves of the template that the source has, in the template's layouts.
+    """Read the leaves of the template that the source has, in the template's shardings.
 
     If the source holds adapters, they are merged into their base model.
     """

@@ -2,7 +2,7 @@
 
 Orbax writes them.  A step holds two items, which are committed together: `state`, the tree of
 arrays, and `aux`, JSON such as the config and the data loader's position.  Checksums of both are
-saved with them and verified when they are read (`integrity`).
+saved with them and verified when they are read; see `integrity`.
 
 A model folder has no index file: its steps are found by listing it.  A step is complete if it has a
 commit file, which Orbax writes last.  A step folder that has Orbax's metadata file but no commit
@@ -65,8 +65,8 @@ from mesh_transformer.util import InputError
 _COMMIT_FILE = "commit_success.txt"
 _MARK = "_CHECKPOINT_METADATA"  # file that Orbax writes first and `delete_step` deletes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_CHUNK = 8 << 20  # bytes of a leaf per read or write; up to 128 of these run at once
-_PRUNE_SECONDS = 30  # how long `wait` waits for old steps to be deleted
+_CHUNK = 8 << 20  # bytes per read or write of a leaf; up to 128 reads or writes run at once
+_PRUNE_SECONDS = 30  # longest time that `wait` waits for old steps to be deleted
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Checkpoints:
           folder: a local path or a URI such as `gs://bucket/model`.
           keep_n: the number of newest steps to keep after each save; older ones are deleted.
           keep_every: also keep every step that is a multiple of this number (default: none).
-          read_only: whether `save` and `claim` raise RuntimeError.
+          read_only: if True, `save` and `claim` raise RuntimeError.
           host: whether the states to save hold numpy arrays and `LazyLeaf`s instead of jax Arrays.
             This is supported only in a single process.
 
@@ -185,7 +185,7 @@ class Checkpoints:
             self._saving = step
             self._saved.cache_clear()
             self._sums.clear()
-            if not self._host:  # those of host arrays are computed during the write
+            if not self._host:  # checksums of host arrays are computed as they are written
                 sums = tree_checksums(leaves(state))
                 self._sums |= {".".join(path): sums[path] for path in sums}
             # Orbax checks again that the step is vacant.  The other processes must skip that check,
@@ -199,7 +199,7 @@ class Checkpoints:
         if self._path(step).exists() and not _is_unfinished(self._path(step)):
             raise InputError(
                 f"checkpoint folder {self.folder}: step_{step} already exists and was not saved "
-                "by this run; choose another folder or move it away"
+                "by this run; choose another folder or move that step away"
             )
 
     @property
@@ -209,7 +209,7 @@ class Checkpoints:
         return pending is not None and pending[2].done() and pending[2].exception() is not None
 
     def is_saving(self, timeout: float) -> bool:
-        """Return whether a save is still running, waiting at most `timeout` seconds for its end."""
+        """Wait up to `timeout` seconds for the current save; return whether it is still running."""
         return self._pending is not None and not wait_for([self._pending[2]], timeout).done
 
     def wait(self) -> None:
@@ -249,7 +249,7 @@ class Checkpoints:
                 self._lock = None
 
     def saved(self, step: int | None = None) -> SavedStep:
-        """Return a committed step (default: the newest).
+        """Return the committed step with this number (default: the newest).
 
         Raises:
           InputError: if there is no such step.
@@ -264,7 +264,7 @@ class Checkpoints:
         return self._saved(steps[-1] if step is None else step)
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """Restore the state of a step, or of the newest if None.  See `SavedStep.restore`."""
+        """Restore the state of step `step`; None for the newest.  See `SavedStep.restore`."""
         saved = self.saved(step)
         restored = saved.restore(template, only=only)
         self._known = saved.number
@@ -295,7 +295,7 @@ class Checkpoints:
             aux=ocp.JsonCheckpointHandler(),
         )
         options = ocp.options.AsyncOptions(
-            # If creating them in the background fails, some threads wait forever.
+            # If creating folders in the background fails, some threads wait forever.
             create_directories_asynchronously=False,
             timeout_secs=SAVE_SECONDS,
             barrier_sync_fn=None if joint.alone else joint.barrier,
@@ -322,7 +322,7 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if jax.process_index() != 0 or (self._pruning and self._pruning.is_alive()):
             return
-        # In a thread of its own, as storage that hangs must not hold up a successful save.
+        # In a separate thread, so that storage that hangs does not hold up a successful save.
         self._pruning = threading.Thread(target=self._prune, args=(saved,), daemon=True)
         self._pruning.start()
 
@@ -445,7 +445,7 @@ def _committed_steps(folder: epath.Path) -> list[int]:
 
 
 def delete_step(path: epath.Path) -> None:
-    """Delete a step; if it is a symbolic link, only the link.
+    """Delete a step's folder; if `path` is a symbolic link, delete only the link.
 
     The commit file is deleted first, so that a partly deleted step is never taken for a complete
     one.  Orbax's metadata file is deleted last, so that an interrupted deletion can be recognised
@@ -467,7 +467,7 @@ def _should_log(record: logging.LogRecord) -> bool:
     Returns False for records of failures that are also raised as exceptions.
     """
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
-        return False  # of reads or writes that failed after the first failure
+        return False  # a read or write that failed after another one had
     if record.levelno < logging.ERROR:
         return "Skipping merge of OCDBT" not in record.getMessage()  # expected for host arrays
     return "/orbax/checkpoint/" not in record.pathname and _TEMPORARY not in record.getMessage()

@@ -33,16 +33,17 @@ def read(
     optimizer: bool = True,
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return the config and host state of a native checkpoint.
+    """Return the config and the state of a native checkpoint, in host memory.
 
-    If the config sets `lora_rank`, only the adapters are returned as the parameters.
+    If the config sets `lora_rank`, "params" holds only the adapters.
 
     Args:
       path: a model folder (its newest step) or a step_N.
       config: a config to use in place of the saved one; it must describe the same model.
-      dtype: the dtype to cast the parameters to (default: their own); moments are not cast.
+      dtype: the dtype to cast the parameters to (default: as saved); moments are not cast.
       optimizer: whether to read Adam's moments if there are any.
-      lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
+      lazy: whether to return `LazyLeaf`s instead of numpy arrays; they are read from disk, and
+        checked for damage, when they are used.
 
     Returns:
       The config, and nested dicts of numpy arrays with the keys "params", "step" and, if there are

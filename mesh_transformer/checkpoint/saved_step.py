@@ -28,12 +28,15 @@ from mesh_transformer.checkpoint.state_tree import (
 from mesh_transformer.data.storage import convert_failures, reason, step_number
 from mesh_transformer.util import InputError
 
-# The maximum size of the leaves to cast that are restored at once; a single leaf may exceed it.
+# Maximum total bytes of the leaves that are restored and cast at once.  A leaf that is larger than
+# this is cast alone.
 _CAST_BYTES = 1 << 30
 
 
 class SavedStep:
-    """One committed step.  Each of its metadata files is read on first use, and only once.
+    """A committed step of a native checkpoint.
+
+    Each of its metadata files is read on first use, and only once.
 
     Attributes:
       path: the step's folder, a local path or a URI.
@@ -50,13 +53,13 @@ class SavedStep:
 
     @functools.cached_property
     def record(self) -> Integrity | None:
-        """The integrity record; None if the step was saved by an earlier version."""
+        """The step's saved checksums; None if an earlier version saved the step without them."""
         with convert_failures(lambda error: self._unreadable(error, None)):
             return integrity.read(self.path)
 
     @functools.cached_property
     def aux(self) -> dict[str, Any]:
-        """The JSON saved with the arrays; reading it does not initialise JAX's devices."""
+        """The `aux` dict saved with the arrays; reading it does not initialise JAX's devices."""
         with convert_failures(self._damaged):
             content = (self.path / "aux" / "metadata").read_bytes()
             integrity.check_file(self.path, self.record, "aux/metadata", content)
@@ -72,14 +75,14 @@ class SavedStep:
         values = self.aux.get("config") if isinstance(self.aux, dict) else None
         if not isinstance(values, dict):
             raise InputError(
-                f"{self}: its aux is {str(self.aux)[:80]}, expected a mapping with a mapping "
-                "`config`; restore another step or copy this one again"
+                f"{self}: its file aux/metadata holds {str(self.aux)[:80]}, expected a JSON object "
+                "with an object `config`; restore another step or copy this one again"
             )
         return values
 
     @functools.cached_property
     def leaves(self) -> dict[Path, Any]:
-        """The metadata of all leaves (shape and dtype), by path; no array is read."""
+        """{leaf path: metadata (shape and dtype)} of all leaves; no array is read."""
         try:
             return leaves(ocp.PyTreeCheckpointHandler().metadata(self.path / "state").tree)
         except Exception as error:  # Orbax has no exception class for damaged metadata
@@ -88,7 +91,7 @@ class SavedStep:
     def open_leaf(self, path: Path) -> LazyLeaf:
         """Return one leaf as a `LazyLeaf`.
 
-        Its checksums are verified when it is read: each layer's, or the leaf's if it has no layers.
+        Checksums are verified on reading: per layer, or for the whole leaf if it has no layers.
 
         Raises:
           InputError: if the leaf cannot be opened.  Reading the `LazyLeaf` raises InputError if its
@@ -115,22 +118,22 @@ class SavedStep:
         """Restore the saved tree; each leaf is read directly into its sharding, and verified.
 
         Args:
-          template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  It may lack
-            top-level keys of the saved tree.  Below each top-level key that it has, its structure
-            must be that of the saved tree.  Floating leaves are cast to the template's dtypes.
+          template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  The
+            template may omit top-level keys of the saved tree; under each key that it has, its
+            structure must match the saved tree.  Floating leaves are cast to the template's dtypes.
           only: the template's top-level keys to read (default: all).
 
         Raises:
           InputError: if a leaf is missing or unexpected, or differs from the template in shape or
             integer dtype; this is checked before any array is read.  Also if the values of a leaf
-            are not what was saved.
+            differ from those that were saved.
         """
         template = template if only is None else {key: template[key] for key in only}
         expected = leaves(template)
         check_match(self.path, self.leaves, expected)
         restored: dict[Path, Any] = {}
         for group in cast_groups(self.leaves, expected, _CAST_BYTES):
-            # The checksums are those of the saved dtypes, so the leaves are cast after the check.
+            # Checksums are computed in the saved dtypes, so the leaves are cast after the check.
             read = self._read({path: expected[path] for path in group})
             integrity.check_leaves(self.path, self.record, read)
             for path in group:
@@ -142,7 +145,7 @@ class SavedStep:
         """Read leaves in their saved dtypes.
 
         Args:
-          expected: the template's leaves, whose shapes and shardings are used.
+          expected: {leaf path: template}; only the templates' shapes and shardings are used.
         """
         arguments = [
             ocp.ArrayRestoreArgs(
@@ -157,7 +160,7 @@ class SavedStep:
         handler = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
 
         async def deserialize() -> Any:
-            # The first failure is raised; those of the other reads would only be logged.
+            # Only the first failure is raised; keep asyncio from logging those of the other reads.
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             return await handler.deserialize(infos, arguments)
 
@@ -189,7 +192,7 @@ class SavedStep:
         return ocdbt, ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
 
     def _damaged(self, error: Exception) -> InputError:
-        """Return the error to raise for a failed read, after reading the integrity record."""
+        """Return the error to raise for a failed read, naming the damaged file if it is known."""
         return self._unreadable(error, self.record)
 
     def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:

@@ -23,7 +23,7 @@ class Source:
 
     Attributes:
       path: the absolute path: a model folder, a step_N in one, or a Hugging Face folder.
-      kind: the format.
+      kind: the format: "original" (mesh-transformer-jax), "native" or "hf" (Hugging Face).
       step: for native checkpoints, the step at `path`, or its newest step if `path` is a model
         folder; None for other formats.
     """
@@ -54,7 +54,7 @@ class Source:
 
     @classmethod
     def of(cls, path: "AnyPath | Source") -> "Source":
-        """Return the source at a path; a Source is returned unchanged."""
+        """Return a `Source` for a path; if given a `Source`, return it unchanged."""
         return path if isinstance(path, Source) else cls(path)
 
     def __fspath__(self) -> str:
@@ -62,9 +62,9 @@ class Source:
 
     @functools.cached_property
     def checkpoint_path(self) -> str:
-        """The path of the checkpoint itself; if `path` is a model folder, that of its newest step.
+        """`path` itself or, if that is a model folder, the path of its newest step.
 
-        It is determined once, so it stays the same if the model folder gets a newer step.
+        Determined once, so it stays the same if the model folder gets a newer step.
         """
         if self.kind == "original":
             return original_files.step_folder(self.path)
@@ -82,13 +82,13 @@ class Source:
         if self.kind == "hf":
             return hf.read_config(self.path)
         raise InputError(
-            f"{self.path}: checkpoints of the original do not store a config; give the one that "
-            "the model was trained with"
+            f"{self.path}: checkpoints of mesh-transformer-jax do not store a config; give the "
+            "config that the model was trained with (--config)"
         )
 
     @functools.cached_property
     def adapters(self) -> Base | None:
-        """The base model of the checkpoint's adapters; None if the checkpoint is a whole model."""
+        """The path and checksums of the base model of LoRA adapters; None for a whole model."""
         return None if self.step is None else saved_base(self.step.aux, self.path)
 
 
@@ -110,16 +110,16 @@ def _is_original(folder: str) -> bool:
 
 
 def check_vacant(folder: AnyPath) -> None:
-    """Raise InputError if a folder without native checkpoints holds one in another format."""
+    """Raise InputError if `folder` holds a checkpoint in a format other than native."""
     if kind := other_format(folder, "native"):
         raise InputError(
             f"{folder}: holds a checkpoint in {kind} format, which a run cannot resume from; give "
-            "it as --tune-model-path with another model folder, or convert it"
+            "it as --tune-model-path and choose another folder with --model-dir, or convert it"
         )
 
 
 def other_format(folder: AnyPath, own: Format) -> Format | None:
-    """Return the format of a folder's checkpoint; None if it is `own` or there is no checkpoint."""
+    """Return the format of the checkpoint in `folder`; None if that is `own` or there is none."""
     try:
         kind = Source(folder).kind
     except InputError:
@@ -127,5 +127,5 @@ def other_format(folder: AnyPath, own: Format) -> Format | None:
     if kind == "hf":
         names = os.listdir(local_path(folder))
         if not any(name.endswith((".safetensors", ".bin")) for name in names):
-            return None  # a config.json may be any program's
+            return None  # config.json may be another program's
     return None if kind == own else kind

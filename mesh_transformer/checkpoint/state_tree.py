@@ -14,14 +14,14 @@ from mesh_transformer.util import InputError
 
 
 def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
-    """Raise InputError if saved weights are of a model that computes something else than this one.
+    """Raise InputError if saved weights belong to a model that differs from the one in `config`.
 
-    The configs are compared, because the shapes of the weights may agree nevertheless: they do not
-    show the number of heads, the norm or the rotary dimensions.
+    Compares the configs, because the shapes of the weights do not show the number of heads, the
+    norm or the rotary dimensions.
 
     Args:
-      config: the config of this model.
-      saved: the values of the config that the weights were saved with.
+      config: the config of the model that is to use the weights.
+      saved: the config, as a dict, that the weights were saved with.
       where: the checkpoint, for error messages.
     """
     saved_config = Config.from_dict(saved, f"{where}: saved config")
@@ -46,10 +46,10 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
 
 
 def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
-    """Raise InputError if a run cannot resume from a state saved with another config.
+    """Raise InputError if a run with `config` cannot resume from a state saved with `saved`.
 
     Args:
-      saved: the values of the config that the state was saved with.
+      saved: the config, as a dict, that the state was saved with.
       where: the checkpoint, for error messages.
     """
     check_same_model(config, saved, where)
@@ -59,7 +59,7 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
         raise InputError(
             f"{where}: was saved by a run that trains {kinds[saved_config.lora_rank > 0]} "
             f"(lora_rank {saved_config.lora_rank}), the config has lora_rank {config.lora_rank}; "
-            "choose another model folder, and start from this one with --tune-model-path"
+            "choose another model folder, and give this checkpoint as --tune-model-path"
         )
 
 
@@ -67,7 +67,7 @@ Path = tuple[str, ...]  # a leaf's keys, outermost first
 
 
 def leaves(tree: Any) -> dict[Path, Any]:
-    """Return the leaves of nested dicts by path."""
+    """Return {path: leaf} for all leaves of nested dicts."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
 
@@ -118,9 +118,9 @@ def cast_groups(
 
 
 def put_on_devices(host: Any, template: Any) -> Any:
-    """Put a host tree's leaves on the devices, in the template's layouts and dtypes.
+    """Put arrays in host memory on the devices, in the template's shardings and dtypes.
 
-    Each leaf is removed from the host tree, so that only one `LazyLeaf` is in memory at a time.
+    Each leaf is removed from `host`, so that only one `LazyLeaf` is in memory at a time.
     """
     if isinstance(template, dict):
         return {key: put_on_devices(host.pop(key), leaf) for key, leaf in template.items()}
@@ -129,7 +129,7 @@ def put_on_devices(host: Any, template: Any) -> Any:
 
 
 def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
-    """Return all leaves of a state with these declared parameters, as arrays of zeros.
+    """Return {path: array of zeros} for all leaves of a state with these declared parameters.
 
     Only their shapes and integer dtypes are meaningful: all floating leaves are f32.
     """
@@ -142,7 +142,7 @@ def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
 
 
 def check_names(state: Any) -> None:
-    """Raise ValueError if two leaves have the same name in Orbax: their keys joined with dots."""
+    """Raise ValueError if two leaves get the same name in Orbax, which joins keys with dots."""
     names = [".".join(path) for path in leaves(state)]
     if len(set(names)) != len(names):
         duplicate = next(name for name in names if names.count(name) > 1)
@@ -169,7 +169,7 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
 def check_state(state: dict[str, Any], declared: Any) -> None:
     """Raise InputError if a leaf of a state is not as declared.
 
-    The state may have Adam's moments or not.
+    The state need not have Adam's moments.
 
     Args:
       declared: the declarations of the parameters.
@@ -180,7 +180,7 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError, naming the first such leaf, if a leaf differs from the expected one."""
+    """Raise InputError, which names the leaf, at the first leaf that differs from the expected."""
     for key in sorted(expected.keys() | actual.keys()):
         if difference := _difference(actual.get(key), expected.get(key)):
             raise InputError(
@@ -190,9 +190,9 @@ def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]
 
 
 def _difference(actual: Any, expected: Any) -> str | None:
-    """Return how a leaf differs from the expected one; None if it can be used in that one's place.
+    """Return how a leaf differs from the expected one; None if it can be used.
 
-    Any floating dtype can be used in place of any other, because it can be cast.
+    A leaf of any floating dtype can be used for one of any other, because it is cast.
     """
     if actual is None:
         return f"is missing; the config expects shape {_shape(expected)}"

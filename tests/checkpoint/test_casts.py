@@ -33,19 +33,19 @@ def test_cast_matches_numpys_cast(shape, source, target):
             -65520,
             "f32",
             "f16",
-            "leaf holds 65520, above float16's maximum 65504; choose f.*32 or bf",
+            "leaf holds 65520, above float16's maximum 65504; choose dtype f.*32 or bf",
         ),
         (
             65536,
             "bf16",
             "f16",
-            "leaf holds 65536, above float16's maximum 65504; choose f.*32 or bf",
+            "leaf holds 65536, above float16's maximum 65504; choose dtype f.*32 or bf",
         ),
         (
             3.4e38,
             "f32",
             "bf16",
-            r"leaf holds 3.4e\+38, above bfloat16's maximum 3.3.*; choose float32",
+            r"leaf holds 3.4e\+38, above bfloat16's maximum 3.3.*; choose dtype float32",
         ),
     ],
 )

@@ -288,7 +288,9 @@ def test_aux_without_a_config_is_a_one_line_error(formats, config, tmp_path, aux
     (tmp_path / "odd" / "step_10" / integrity.NAME).unlink()
     network = CausalTransformer(config[1], init=False)
     for reader in (mesh_transformer.load, network.load, network.restore):
-        with pytest.raises(InputError, match=r"odd.*: its aux is [^\n]*, expected a mapping"):
+        with pytest.raises(
+            InputError, match=r"odd.*: its file aux/metadata holds [^\n]*, expected a JSON object"
+        ):
             reader(str(tmp_path / "odd"))
     network.close()
 
@@ -328,7 +330,7 @@ def test_single_replica_is_loaded_with_zero_off(
 
 def test_load_requires_a_config_for_original_checkpoints(formats):
     with pytest.raises(
-        InputError, match="original: checkpoints of the original do not store a config"
+        InputError, match="original: checkpoints of mesh-transformer-jax do not store a config"
     ):
         mesh_transformer.load(str(formats["original"]))
 

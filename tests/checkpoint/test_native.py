@@ -708,7 +708,9 @@ def test_aux_without_a_config_is_a_one_line_error(small, aux, tmp_path):
     with Checkpoints(str(tmp_path)) as checkpoints:
         checkpoints.save(1, {"params": {"w": jnp.zeros(3)}}, aux)
     for config in (None, small()):
-        with pytest.raises(InputError, match=r"step_1: (its aux is|saved config: )") as caught:
+        with pytest.raises(
+            InputError, match=r"step_1: (its file aux/metadata holds|saved config: )"
+        ) as caught:
             native_state.read(str(tmp_path), config=config)
         assert "\n" not in str(caught.value)
 

@@ -291,7 +291,9 @@ def test_weights_are_cast_when_written_and_read(small, tmp_path):
     assert_same(wide, {"params": jax.tree.map(np.float32, rounded), "step": state["step"]})
     huge = jax.tree.map(lambda leaf: leaf * 1e5, state["params"])
     for params in (huge, jax.tree.map(lambda leaf: leaf.astype(BF16), huge)):
-        with pytest.raises(InputError, match=r"holds \d+, above float16's maximum 65504; choose f"):
+        with pytest.raises(
+            InputError, match=r"holds \d+, above float16's maximum 65504; choose dtype f"
+        ):
             write(str(tmp_path / "huge"), state | {"params": params}, config, dtype="float16")
     assert not (tmp_path / "huge").exists()
 

@@ -256,7 +256,8 @@ def test_a_missing_or_different_base_is_reported_in_one_line(runs, tmp_path):
         with pytest.raises(InputError, match=changed):
             network.restore(str(adapters), str(other))
         with pytest.raises(
-            InputError, match=rf"on another model than the one read \(leaf {leaf} differs\)"
+            InputError,
+            match=rf"not trained on the base model that was read \(leaf {leaf} differs\)",
         ):
             conversion.convert(adapters, "native", tmp_path / "merged", "hf", base=other)
         assert not (tmp_path / "merged").exists()
