@@ -23,7 +23,8 @@ class Harness:
     """Loaded lm-eval tasks, whose questions have been checked to fit the config's model.
 
     Args:
-      names: lm-eval tasks, tasks in the folder `include_path`, or YAML files.
+      names: names of lm-eval's tasks or of tasks in the folder `include_path`, or paths of YAML
+        files.
       num_fewshot: number of examples before each question; None: each task's default.
       limit: number of questions per task; a value below 1 is a fraction of them; None: all.
 
@@ -41,13 +42,13 @@ class Harness:
         limit: float | None = None,
     ):
         if limit is not None and not limit > 0:
-            raise InputError(f"the limit on questions per task is {limit}, expected above 0")
+            raise InputError(f"--limit or eval_harness_limit is {limit}, expected above 0")
         try:
             from mesh_transformer.evaluation import tasks
         except ImportError as error:
             raise InputError(
                 f"lm-eval tasks ({', '.join(names)}): {error.name or error} is missing; "
-                "pip install 'lm-eval>=0.4.13', or set eval_harness_tasks to []"
+                "pip install 'lm-eval>=0.4.13', or set eval_harness_tasks to [] in the config"
             ) from None
         self._module = tasks
         self._tasks = tasks.tasks_of(names, include_path)
@@ -58,7 +59,7 @@ class Harness:
     def results(
         self, network: "Network", stopped: Callable[[], bool] = lambda: False
     ) -> dict[str, Any] | None:
-        """Evaluate a network on the tasks; see `tasks.evaluate`."""
+        """Evaluate a network on the tasks, and return the result of `tasks.evaluate`."""
         return self._module.evaluate(
             network, self._tokenizer, self._tasks, stopped=stopped, **self._options
         )
@@ -70,7 +71,7 @@ class Harness:
 
 @functools.cache
 def load_harness(config: Config) -> Harness | None:
-    """Load the config's `eval_harness_tasks`, or return None if it has none.
+    """Load the tasks in `eval_harness_tasks` of a config, or return None if it lists no tasks.
 
     The tasks are loaded only once per config.
     """
@@ -80,9 +81,9 @@ def load_harness(config: Config) -> Harness | None:
 
 
 def metric_values(results: dict[str, Any]) -> dict[str, float]:
-    """Return the values of all metrics by `<task>/<metric>`, or `<task>/<metric>,<filter>`.
+    """Return a dict of the values of all metrics.
 
-    The name of the filter is included if the task has filters.
+    The keys are `<task>/<metric>`, or `<task>/<metric>,<filter>` for tasks with filters.
     """
     values: dict[str, float] = {}
     for task, metrics in results["results"].items():
@@ -105,7 +106,7 @@ def write(path: str, results: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent by None."""
+    """Replace NaN and infinities, which JSON cannot represent, with None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

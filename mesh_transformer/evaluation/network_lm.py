@@ -18,7 +18,7 @@ from mesh_transformer.network import Network
 from mesh_transformer.util import HostError, InputError, bucket
 
 MIN_WIDTH = 16  # texts are padded to this times a power of two, to limit compilations
-MOST_TOKENS = 256  # per generated answer, if a task does not set max_gen_toks
+MOST_TOKENS = 256  # default maximum per generated answer (a task's max_gen_toks)
 STEPS = 16  # tokens generated between checks for stop sequences
 IN_FLIGHT = 2  # batches dispatched before the scores of the oldest are read
 
@@ -122,7 +122,7 @@ class NetworkLM(TemplateLM):
         return [results[index] for index in range(len(texts))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return each context's continuation, cut before the first of its task's stop sequences."""
+        """Generate a continuation of each context, up to the first stop sequence of its task."""
         generations = [_Generation(request.args[1]) for request in requests]
         end = self.tokenizer.decode([self.eot_token_id])
         prompts = [
@@ -147,7 +147,7 @@ class NetworkLM(TemplateLM):
         return [answers[index] for index in range(len(generations))]
 
     def _prompt(self, context: str, length: int) -> np.ndarray:
-        """Return as many of the context's last tokens as leave room for an answer.
+        """Tokenize a context, dropping its first tokens if they would leave no room for an answer.
 
         If the context is empty, the prompt is the prefix token.
 
@@ -173,7 +173,7 @@ class NetworkLM(TemplateLM):
         seeds: Sequence[int],
         end: str,
     ) -> list[str]:
-        """Generate a batch of answers until all are complete.
+        """Generate the answers to a batch of prompts, and return their texts.
 
         Args:
           end: the end-of-text token, as text.
@@ -202,7 +202,7 @@ class NetworkLM(TemplateLM):
 
 
 class DryRunLM(NetworkLM):
-    """A dry run: checks requests for a model of this config, and returns placeholder answers."""
+    """Checks that a model with this config can answer requests; returns placeholder answers."""
 
     def __init__(self, config: Config, tokenizer: Any):
         network: Any = SimpleNamespace(config=config)
@@ -228,7 +228,7 @@ class _Generation:
         known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
         if unknown := set(options) - known:
             raise InputError(
-                f"generation_kwargs: {min(unknown)} is not supported; use "
+                f"generation_kwargs: {min(unknown)} is not supported; the supported keys are "
                 f"{', '.join(sorted(known))}"
             )
         until = options.get("until") or []
@@ -264,15 +264,15 @@ class _Generation:
 
 
 def _joined(context: list[int], continuation: list[int], longest: int) -> list[int]:
-    """Return the last `longest` + 1 tokens of a context followed by its continuation.
+    """Append a continuation to its context, and return the last `longest` + 1 tokens.
 
     Raises:
       InputError: if the continuation is empty or has more than `longest` tokens.
     """
     if not 0 < len(continuation) <= longest:
         raise InputError(
-            f"a continuation has {len(continuation)} tokens, expected 1 to the model's seq "
-            f"{longest}"
+            f"a continuation has {len(continuation)} tokens, expected 1 to {longest} (the model's "
+            "seq)"
         )
     return (context + continuation)[-(longest + 1) :]
 
@@ -284,14 +284,14 @@ def _bar(description: str, total: int, disable: bool) -> Any:
 def _groups(
     lengths: Iterable[int], rows: int, longest: int, row_width: int | None = None
 ) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Yield batches of texts, the longest texts first.
+    """Divide texts into batches, the longest texts first.
 
     Args:
       lengths: number of tokens in each text.
       rows: number of rows in a batch.
       longest: maximum padded width.
-      row_width: if given, batches of shorter texts have more rows: as many as have, in total, no
-        more tokens than `rows` rows of this width.
+      row_width: if given, batches of texts narrower than this have more rows, so that every batch
+        has about as many tokens as `rows` rows of this width.
 
     Yields:
       For each batch: its padded width, its number of rows, and the indices of its texts.

@@ -1,4 +1,4 @@
-"""lm-eval tasks: loading, rehearsal without a model, evaluation of a network, and results."""
+"""lm-eval tasks: loading, a dry run without a model, evaluation of a network, and results."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ class Tasks(NamedTuple):
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """The individual tasks by name; groups consist of these."""
+        """The individual tasks by name, including those in groups."""
         return self.loaded["tasks"]
 
 
@@ -35,7 +35,8 @@ def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
     """Load tasks by name or pattern.
 
     Args:
-      names: lm-eval tasks, tasks in the folder `include_path`, or YAML files.
+      names: names of lm-eval's tasks or of tasks in the folder `include_path`, or paths of YAML
+        files.
 
     Raises:
       InputError: if a task does not exist, or its questions cannot be loaded.
@@ -129,7 +130,7 @@ def evaluate(
     limit: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Return lm-eval's results on these tasks, with their standard errors.
+    """Evaluate a network on tasks, and return lm-eval's results with their standard errors.
 
     Args:
       num_fewshot: number of examples before each question; None: each task's default.

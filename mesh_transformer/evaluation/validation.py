@@ -1,4 +1,4 @@
-"""Validation: scores of a network on record sets, during training or on their own."""
+"""Validation: scores of a network on record sets, during training or in a separate run."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ class StoppedScoringError(Exception):
 
 @dataclasses.dataclass
 class Scores:
-    """Sums over those tokens of a validation set that count toward the loss.
+    """Sums over the tokens of a validation set; tokens masked from the loss do not count.
 
     Attributes:
       nats: sum of the losses, in nats.
@@ -51,7 +51,7 @@ class Scores:
         """Add the tokens of a batch.
 
         Args:
-          sample: the batch.
+          sample: the batch, with the keys `obs`, `target` and optionally `loss_mask`, each [B, T].
           losses: the result of `TrainableNetwork.eval` for this batch.
           bytes_of: number of bytes of text per token id; None: bytes are not counted.
         """
@@ -134,7 +134,10 @@ def score(
 
 
 def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
-    """Load the weights at `path`, and print their scores on every `val_set` and on lm-eval tasks.
+    """Load the weights at `path`, and print the network's scores.
+
+    These are the scores on the validation sets in the config's `val_set` and on the lm-eval tasks
+    in its `eval_harness_tasks`.
 
     Returns:
       The scores of the validation sets, by name.

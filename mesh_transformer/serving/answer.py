@@ -8,7 +8,8 @@ from mesh_transformer.data.tokenizer import byte_decoder
 from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.serving.engine import Progress, Token
 
-# The prefix of the name of a token that is only part of a character, as in OpenAI's API.
+# A token that is only part of a character is written as this prefix and its bytes, as in OpenAI's
+# API.
 PART = "bytes:"
 Finish = Literal["stop", "length"]
 
@@ -18,7 +19,7 @@ class TokenTexts:
 
     Attributes:
       end: the id of the end-of-text token, or None.
-      longest: the largest number of characters in a token.
+      longest: length of the longest token, in characters.
     """
 
     def __init__(self, tokenizer: Any):
@@ -62,9 +63,14 @@ class TokenOffset(NamedTuple):
 
 @dataclasses.dataclass
 class Piece:
-    """Text and tokens of an answer that have become final.
+    """The part of an answer that has become final since the previous piece.
 
-    The pieces of an answer, joined, are the complete answer.
+    Joining all pieces gives the complete answer.
+
+    Attributes:
+      text: the text.
+      token_offsets: the tokens, with their offsets in the complete answer.
+      finish: why the answer has ended, in its last piece; None in earlier pieces.
     """
 
     text: str
@@ -73,7 +79,11 @@ class Piece:
 
 
 class Offsets:
-    """The offset of each token in a text, in characters, computed token by token."""
+    """Computes the offset of each token in a text, in characters, one token at a time.
+
+    Args:
+      start: offset of the first token.
+    """
 
     def __init__(self, words: TokenTexts, start: int = 0):
         self._words = words
@@ -97,11 +107,10 @@ class Offsets:
 
 
 class Echo:
-    """The text and offsets of a prompt that its answers repeat (OpenAI's `echo`).
+    """A prompt that its answers begin with (OpenAI's `echo`): its text, tokens and offsets.
 
-    One instance serves all answers to the prompt.
-
-    Construction takes time proportional to the prompt's length.
+    All answers to the prompt share one instance.  Its construction takes time proportional to the
+    prompt's length.
     """
 
     def __init__(self, words: TokenTexts, prompt: Sequence[int]):
@@ -111,9 +120,12 @@ class Echo:
         self.text = words.text(prompt)
 
     def score(self, tokens: Sequence[Token]) -> None:
-        """Replace the prompt's tokens with `tokens`: the same tokens with their logprobs.
+        """Add logprobs to the prompt's tokens.
 
-        If this has already been done, nothing changes.
+        Calling this again with the same list changes nothing.
+
+        Args:
+          tokens: the prompt's tokens, with logprobs.
         """
         if self.token_offsets and self.token_offsets[-1].token is not tokens[-1]:
             offsets = [spot.offset for spot in self.token_offsets]
@@ -125,13 +137,14 @@ class Answer:
 
     Args:
       stop: sequences that end the text, and are not part of it.
-      end: the token that ends the answer, and is not part of its text.
-      echo: the prompt, if it is part of the answer.  It is not read before the first call of
-        `feed`, because another answer to the same prompt may first add the prompt's logprobs.
+      end: the id of the token that ends the answer, and is not part of its text; or None.
+      echo: the prompt, if the answer begins with it, or None.  It is first read in the first call
+        of `feed`, because another answer to the same prompt may add the prompt's logprobs to it
+        before then.
 
     Attributes:
       tokens: number of generated tokens, including those of a stop sequence.
-      finish: why the answer has ended, or None.
+      finish: why the answer has ended, or None if it has not.
     """
 
     def __init__(self, words: TokenTexts, stop: Sequence[str], end: int | None, echo: Echo | None):

@@ -51,12 +51,12 @@ def create_app(
     origins: list[str] | None = None,
     hosts: Collection[str] = (),
 ) -> FastAPI:
-    """Return the ASGI application of a service.
+    """Return an ASGI application that serves completions from `service`.
 
     The service is started and stopped together with the application.
 
     Args:
-      keys: API keys that clients must send.
+      keys: the API keys that clients may use.
       origins: allowed CORS origins.
       hosts: Host headers that are allowed besides the defaults of `KnownHosts`.  The header is
         checked only if clients need no API key.
@@ -114,12 +114,12 @@ class KnownHosts:
 
     @staticmethod
     def _name(host: str) -> str:
-        """Return a Host header without its port."""
+        """Return the name in a Host header in lower case, without the port."""
         name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
         return name.strip().rstrip(".").lower()
 
     def _allows(self, name: str) -> bool:
-        """Whether a Host is an IP address, a local name or one of `hosts`."""
+        """Whether `name` is an IP address, a local name or one of `hosts`."""
         if "*" in self._names or name in self._names or name.endswith(".localhost"):
             return True
         with contextlib.suppress(ValueError):
@@ -129,10 +129,10 @@ class KnownHosts:
 
 
 class ShutdownResponses:
-    """Middleware that responds to requests that are cancelled at shutdown.
+    """Middleware that sends an error to clients whose requests are cancelled at shutdown.
 
-    The response is status 503.  If an event stream has already begun, an error event is added to
-    it.
+    The error is a response with status 503.  If an event stream has already begun, the error is
+    sent as its last event.
     """
 
     def __init__(self, app: ASGIApp):
@@ -223,7 +223,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the endpoints of the web page, health, the OpenAPI description and metrics."""
+    """Add the endpoints for the web page, health, the OpenAPI description and metrics."""
     page = resources.files("mesh_transformer.serving").joinpath("page.html").read_text("utf-8")
 
     @app.get("/", response_class=HTMLResponse)
@@ -247,7 +247,7 @@ def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add OpenAI's models and completions, and /complete of the original mesh-transformer-jax."""
+    """Add OpenAI's endpoints under /v1, and the original mesh-transformer-jax's /complete."""
 
     def model() -> dict[str, Any]:
         config = service.engine.network.config
@@ -292,5 +292,5 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _body_of(kind: type[CompletionRequest] | type[ContextRequest]) -> dict[str, Any]:
-    """Return the OpenAPI description of request bodies of type `kind`."""
+    """Return the OpenAPI fields of an endpoint whose request body has the type `kind`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

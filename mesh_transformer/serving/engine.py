@@ -21,8 +21,9 @@ from mesh_transformer.network import Batch, Network
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 
-ALTERNATIVES = 5  # most likely tokens delivered to a request with logprobs
-# Numbers of prompts in a prefill call.  The largest possible one is used, and each is compiled.
+ALTERNATIVES = 5  # number of most likely tokens delivered with each logprob
+# Allowed numbers of prompts per prefill call, each with its own compiled program.  A call uses the
+# largest one for which there are enough prompts and free rows.
 PREFILL_SIZES = (4, 2, 1)
 # Maximum number of tokens, including padding, in a prefill call with several prompts.
 PREFILL_TOKENS = 512
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Token(NamedTuple):
-    """A token and, if requested, its logprob and the most likely tokens."""
+    """A token and, if requested, its logprob and the most likely tokens at its position."""
 
     number: int
     logprob: float | None = None  # in nats
@@ -60,15 +61,15 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One prompt to continue.
+    """A request to continue one prompt, to score it, or both.
 
     Attributes:
       prompt: token ids [T].
-      length: maximum number of tokens to generate; 0 only with `score`.
+      length: maximum number of tokens to generate; 0 is allowed only if `score` is true.
       deliver: called with each `Progress` in the worker thread; must not block.
-      stop: the token that ends the text early; it is delivered as well.
+      stop: the id of a token that ends the answer early, or None; this token is also delivered.
       logprobs: whether generated tokens are delivered with logprobs.
-      score: whether the prompt's tokens are also delivered, with logprobs.
+      score: whether the prompt's tokens are delivered too, with logprobs.
       cancelled: set by `Engine.cancel`.
       began: time of the request's arrival, by `time.perf_counter`.
       generated: number of tokens generated so far.
@@ -103,16 +104,16 @@ class StoppedEngineError(Exception):
 
 
 class Engine:
-    """A worker thread that serves many requests at once on a network.
+    """A worker thread that runs a network for many requests at once.
 
     A request's tokens depend only on its own prompt, settings and seed.
 
     Args:
-      rows: maximum number of requests in the batch; a multiple of the network's replicas.
+      rows: maximum number of requests in the batch; a multiple of the network's number of replicas.
       queue: maximum number of waiting requests.
       steps: maximum number of tokens per row in a decode call; the queue is checked between calls.
       stall_seconds: maximum duration of one turn (a prefill or scoring call, then a decode call);
-        a longer turn counts as a stall.  After `warm_up`, turns do not compile any programs.
+        a longer turn counts as a stall.  Call `warm_up` first, so that no turn has to compile.
 
     Attributes:
       failure: the exception that has stopped the engine permanently, or None.
@@ -137,7 +138,7 @@ class Engine:
         self._metrics = metrics
         self._waiting: collections.deque[Request] = collections.deque()
         self._admitted: list[Request] = []  # taken from the queue, but not yet in a row
-        self._active: dict[int, Request] = {}  # by row
+        self._active: dict[int, Request] = {}  # the requests in the batch, by row
         # The times at which the most recent requests finished.
         self._finished: collections.deque[float] = collections.deque(maxlen=32)
         self._turn_began: float | None = None  # None between turns
@@ -257,8 +258,8 @@ class Engine:
             self._turn_began = time.monotonic()
             try:
                 self._turn()
-            except Exception as error:  # of any kind: the waiting clients must learn of it
-                log.exception("the network failed; ending the requests that it was serving")
+            except Exception as error:  # any error must be reported to the waiting clients
+                log.exception("the network failed; ending the requests that were being served")
                 self._turn_began = None  # compiling again takes long, but is not a stall
                 self._end_running(error)
                 if self._closing:
@@ -268,7 +269,7 @@ class Engine:
             self._turn_began = None
 
     def _end_running(self, error: Exception) -> None:
-        """Deliver an error to the requests that were being served."""
+        """End the requests that were being served, and deliver `error` to them."""
         served = set(self._admitted) | set(self._active.values())
         self._admitted = []
         self._active.clear()
@@ -280,7 +281,7 @@ class Engine:
         try:
             self._batch = self._new_batch()
             self.warm_up()  # restarted hosts have no compiled programs
-        except Exception as failure:  # of any kind: the waiting clients must learn of it
+        except Exception as failure:  # any error must be reported to the waiting clients
             log.exception("cannot make a new batch; stopping the engine")
             self._fail(failure)
 
@@ -300,9 +301,9 @@ class Engine:
             request.deliver(progress)
 
     def _next_requests(self) -> list[Request]:
-        """Remove and return the requests at the front of the queue that the next turn will serve.
+        """Remove the next turn's requests from the front of the queue, and return them.
 
-        These are one request to score, or the requests of one prefill call.
+        These are either one request to score, or the requests of one prefill call.
         """
         if self._waiting and self._waiting[0].score:
             return [self._waiting.popleft()]
@@ -332,7 +333,7 @@ class Engine:
             self._decode()
 
     def _score(self, request: Request) -> None:
-        """Deliver a prompt's tokens with logprobs, except for the first token, which has none.
+        """Deliver a prompt's tokens with their logprobs; the first token has no logprob.
 
         If the request also generates tokens, it returns to the front of the queue.
         """
@@ -343,7 +344,7 @@ class Engine:
         request.score = False
         if request.length and not request.cancelled:
             with self._wake:
-                self._waiting.appendleft(request)  # back to the front, where it was taken from
+                self._waiting.appendleft(request)  # to the front, where it was before
 
     def _score_text(self, text: np.ndarray) -> Any:
         """Return a `Chosen` with the logprobs of all tokens of a text except the first."""
@@ -361,7 +362,7 @@ class Engine:
             [request.prompt for request in admitted],
             np.array([request.length for request in admitted], np.int32),
             SamplingOptions.stacked([request.settings for request in admitted]),
-            alternatives=ALTERNATIVES,  # even if unused, so that each width needs one program
+            alternatives=ALTERNATIVES,  # even if unused: one program per width
         )
         now = time.perf_counter()
         self._metrics.prefill(now - began, sum(len(request.prompt) for request in admitted))
@@ -374,7 +375,7 @@ class Engine:
         """Make one decode call and deliver the new tokens of all rows."""
         began = time.perf_counter()
         left = [request.length - request.generated for request in self._active.values()]
-        # While requests wait, stop when the first row is done, so that it is not left idle.
+        # If requests are waiting, decode only until the first row is free for one of them.
         steps = min(self.steps, min(left) if self._waiting else max(left))
         logprobs = any(request.logprobs for request in self._active.values())
         chosen = self._batch.decode(steps, ALTERNATIVES if logprobs else None)
@@ -409,7 +410,7 @@ def _part(chosen: Any, index: Any) -> Any:
 
 
 def _tokens(chosen: Any) -> list[Token]:
-    """Convert a `Chosen` whose tokens have the shape [M] to a list of `Token`."""
+    """Convert a `Chosen` with M tokens in an array [M] to a list of M `Token` objects."""
     if chosen.logprob is None:
         return [Token(number) for number in chosen.token.tolist()]
     tops = zip(chosen.top_token.tolist(), chosen.top_logprob.tolist(), strict=True)

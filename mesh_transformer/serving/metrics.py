@@ -14,7 +14,7 @@ TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 class Metrics:
     """The metrics of one server.
 
-    Metrics of its current state, such as the queue length, are computed at each scrape.
+    Gauges of the current state, such as the queue length, are computed at each scrape.
     """
 
     def __init__(self, rows: int):
@@ -40,7 +40,7 @@ class Metrics:
         self._rate.set_function(self.tokens_per_second)
         first = "Time from a request's arrival to its first token"
         self._first = histogram("time_to_first_token_seconds", first)
-        step = "Time of one decode step of all rows"
+        step = "Time of one decode step, which generates one token per row"
         self._step = histogram("seconds_per_token", step, TOKEN_LATENCIES)
         prefill = "Time of one prefill call, during which no row advances"
         self._prefill = histogram("prefill_seconds", prefill)
@@ -53,7 +53,7 @@ class Metrics:
         self._active.set_function(active)
 
     def prompt_tokens(self, count: int) -> None:
-        """Record a scored prompt of `count` tokens."""
+        """Record the `count` tokens of a prompt that was scored."""
         self._prompt_tokens.inc(count)
 
     def prefill(self, seconds: float, tokens: int) -> None:

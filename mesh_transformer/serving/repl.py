@@ -1,4 +1,4 @@
-"""An interactive prompt: prompts are read from the terminal and their answers streamed to it."""
+"""A REPL: prompts are read from the terminal, and the answers are streamed to it."""
 
 import contextlib
 import sys
@@ -23,7 +23,7 @@ COMMANDS = {
     "top_p": "probability mass of the nucleus to sample from; 1 is off",
     "top_k": "number of most likely tokens to sample from; 0 is off",
     "repetition_penalty": "penalty for tokens that have occurred; 1 is off",
-    "seed": "seed of a reproducible answer; none is random",
+    "seed": "seed for reproducible answers; none picks a random seed",
     "length": "maximum tokens per answer",
     "stop": "text that ends an answer, with \\n for a new line; none is off",
 }
@@ -72,7 +72,7 @@ class Settings(SamplingOptions):
 
 
 class Repl:
-    """An interactive prompt for a network; everything except the answers is printed to stderr.
+    """A REPL for prompting a network; everything except the answers is printed to stderr.
 
     Attributes:
       settings: the settings of the next answer.
@@ -92,7 +92,7 @@ class Repl:
                 while line := input(">>> "):
                     self._handle(line)
         except (EOFError, KeyboardInterrupt):
-            _message("")  # so that the shell's prompt begins a line
+            _message("")  # so that the shell's prompt starts on a new line
 
     def _handle(self, line: str) -> None:
         try:
@@ -129,7 +129,8 @@ class Repl:
         window = self._network.config.window
         if len(tokens) > window:
             _message(
-                f"the prompt has {len(tokens)} tokens; only the last {window} (the window) are used"
+                f"the prompt has {len(tokens)} tokens; only the last {window} (the model's window) "
+                "are used"
             )
         stream = TextStream(self._tokenizer.decode, [settings.stop] if settings.stop else [])
         for new in self._generate(tokens, settings):
@@ -173,5 +174,5 @@ def _line_editing() -> Iterator[None]:
 
 
 def _message(line: str) -> None:
-    """Print a line that is not part of an answer."""
+    """Print a line that is not part of an answer to stderr."""
     print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""HTTP requests: their API key, size and time limits, their fields, and error responses."""
+"""Checks of HTTP requests: API keys, limits on size and time, body fields, and error responses."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """An error response in OpenAI's format.
+    """An exception that is sent to the client as an error response in OpenAI's format.
 
     Attributes:
       status: the HTTP status code.
@@ -55,7 +55,7 @@ class ApiError(Exception):
         }
 
     def response(self) -> JSONResponse:
-        """Return the response."""
+        """Return the complete HTTP response."""
         return JSONResponse(self.body(), self.status, dict(self.headers or {}))
 
 
@@ -67,7 +67,10 @@ DRAINED_BYTES = 2**26
 
 
 class Keys:
-    """The API keys in a file, one per line; without a file, clients need no key.
+    """The API keys that clients may use.
+
+    Args:
+      path: a file with one key per line, or None if clients need no key.
 
     Raises:
       InputError: at construction, if the file cannot be read or contains no key.
@@ -150,7 +153,7 @@ MOST_CHOICES = 128
 PENALTY = RANGES["repetition_penalty"]
 TOP_K = RANGES["top_k"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-# The type of OpenAI's parameters that are not supported: allows only 0, which has no effect.
+# The type of OpenAI's parameters that are not supported.  It accepts only 0, their default.
 Zero = Annotated[float, Field(ge=0, le=0)]
 Body = TypeVar("Body", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -235,7 +238,8 @@ def parse(kind: type[Body], body: bytes) -> Body:
 def prompts_of(prompt: Any) -> list[str | list[int]]:
     """Return the prompts in a `prompt` field as a list.
 
-    As in OpenAI's API, the field is a text, a list of token ids, or a list of either.
+    As in OpenAI's API, the field is one prompt or a list of prompts.  A prompt is a text or a list
+    of token ids; a list of prompts has only one of these kinds.
 
     Raises:
       ApiError: 400, for anything else.
@@ -249,7 +253,7 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
     raise ApiError(
         400,
         "prompt: expected a text, a non-empty list of token ids, or a list of 1 to "
-        f"{MOST_CHOICES} of either",
+        f"{MOST_CHOICES} texts or token id lists",
         param="prompt",
     )
 

@@ -18,17 +18,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mesh_transformer.util import InputError
 
 HEAD_SECONDS = 10.0  # maximum time for a request's head to arrive
-UNREAD_SECONDS = 2.0  # maximum time for the rest of a body after the response has been sent
+# Maximum time for the rest of a request's body to arrive after the response has been sent.
+UNREAD_SECONDS = 2.0
 READ_SECONDS = 60.0  # maximum time for a client to read the data buffered for it
 BACKLOG = 2048  # connections that may wait to be accepted
 MOST_CONNECTIONS = 4096
-SPARE_DESCRIPTORS = 32  # file descriptors reserved for other uses than connections
+SPARE_DESCRIPTORS = 32  # file descriptors reserved for uses other than connections
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
+    """Open and return a socket that listens on an address.
 
-    Connections wait in its backlog until a server accepts them.
+    Connections wait in the socket's backlog until a server accepts them.
 
     Raises:
       InputError: if the address is invalid or not available.
@@ -53,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the running answers.
+    """Serve `app` until SIGTERM or Ctrl-C, then finish the running answers.
 
     Answers that take longer than `drain_seconds` to finish are cut off.
     """
@@ -154,10 +155,12 @@ class TimeoutProtocol(H11Protocol):
             self._expect(None, 0.0)
 
     def _expect(self, awaited: Literal["head", "body", "reading"] | None, seconds: float) -> None:
-        """Close the connection if the client does not do what it `awaited` within `seconds`.
+        """Set a deadline after which the connection is closed.
 
-        If `awaited` has not changed, the current deadline stays.  If `awaited` is None, there is no
-        deadline.
+        Args:
+          awaited: what the client must do before the deadline; None: no deadline.  If this is what
+            the server is already waiting for, the current deadline stays.
+          seconds: time from now to the deadline.
         """
         if awaited == self._awaited:
             return
@@ -171,7 +174,7 @@ class TimeoutProtocol(H11Protocol):
     def _make_room(self) -> None:
         """Close the connection that has kept the server waiting longest.
 
-        If the server waits for none, close this connection.
+        If the server is not waiting for any client, close this connection.
         """
         waiting = [
             other for other in self.connections if getattr(other, "_awaited", None) is not None

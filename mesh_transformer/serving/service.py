@@ -1,4 +1,4 @@
-"""The service between the HTTP application and the engine, in asyncio.
+"""The asyncio service between the HTTP application and the engine.
 
 The service turns parsed HTTP requests into requests to the engine, and the engine's updates into
 HTTP responses.
@@ -30,8 +30,9 @@ from mesh_transformer.serving.requests import (
     prompts_of,
 )
 
-ORIGINAL_LENGTH = 512  # tokens per answer of the server in the original mesh-transformer-jax
-SHORT_TEXT = 4096  # characters that the tokenizer encodes in negligible time
+# Default number of tokens per answer of `POST /complete`, as in the original mesh-transformer-jax.
+ORIGINAL_LENGTH = 512
+SHORT_TEXT = 4096  # texts up to this many characters are tokenized in negligible time
 PART_CHARACTERS = 2**16  # characters per part of a long response
 
 Result = TypeVar("Result")
@@ -41,7 +42,7 @@ class Service:
     """A model that answers HTTP requests through an engine.
 
     Args:
-      name: the model's name for clients.
+      name: the model name that clients see and send.
       most_tokens: maximum number of tokens per answer.
     """
 
@@ -72,7 +73,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for a name that is not this model's."""
+        """Raise ApiError 404 if `name` is not this model's name; None is accepted."""
         if name is not None and name != self.name:
             raise ApiError(
                 404,
@@ -82,7 +83,7 @@ class Service:
             )
 
     async def completion(self, body: CompletionRequest) -> "Completion":
-        """Begin an OpenAI completion.
+        """Begin the answers to a `POST /v1/completions` request, as in OpenAI's API.
 
         Raises:
           ApiError: if the request is not valid for this model, or the engine does not accept it.
@@ -148,7 +149,7 @@ class Service:
     async def _tokens(self, prompt: str | list[int], length: int) -> np.ndarray:
         """Return a prompt's tokens; raises ApiError if they do not fit in the model's window."""
         window = self.engine.network.config.window
-        # Checked before the text is tokenized, because tokenizing such a long text would take long.
+        # Such a text is refused without tokenizing it, which would take long.
         too_long = isinstance(prompt, str) and len(prompt) > window * self.words.longest
         tokens = prompt
         if isinstance(prompt, str) and not too_long:
@@ -157,7 +158,7 @@ class Service:
             raise ApiError(
                 400,
                 f"prompt: {len(tokens)} {'characters' if too_long else 'tokens'}, but the model's "
-                f"context is {window} tokens; shorten it",
+                f"context is {window} tokens; shorten the prompt",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -193,8 +194,8 @@ class Service:
         if config.pe == "fixed" and len(tokens) + length > config.seq:
             raise ApiError(
                 400,
-                f"prompt: {len(tokens)} tokens and {length} of the answer, but the model has only "
-                f"{config.seq} positions",
+                f"prompt: {len(tokens)} tokens and {length} for the answer, but the model has only "
+                f"{config.seq} positions; shorten the prompt or the answer",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -203,7 +204,13 @@ class Service:
 
 @dataclasses.dataclass
 class _Choice:
-    """One of a completion's answers; `answer` is None until the engine has accepted its request."""
+    """One of the answers in a `Completion`.
+
+    Attributes:
+      prompt: token ids [T].
+      request: the request to the engine; several choices may share it.
+      answer: builds the text; None until the engine has accepted the request.
+    """
 
     prompt: np.ndarray
     request: engines.Request
@@ -293,7 +300,7 @@ class Completion:
             if isinstance(progress.error, StoppedEngineError):
                 raise _stopped(progress.error) from progress.error
             if progress.error is not None:
-                raise ApiError(500, "the model failed during the answer") from progress.error
+                raise ApiError(500, "the model failed during generation") from progress.error
             for index in running.intersection(indices):
                 piece = answers[index].feed(progress)
                 if piece.finish is not None:
@@ -308,13 +315,13 @@ class Completion:
             self._service.engine.cancel(choice.request)
 
     async def text(self) -> str:
-        """Return the complete text of all answers, joined."""
+        """Wait for all answers, then return their texts, joined."""
         return "".join([piece.text async for _, piece in self._pieces()])
 
     async def json_response(self) -> AsyncIterator[str]:
-        """Wait for all answers, then return OpenAI's JSON response.
+        """Wait for all answers, then return the response, which is JSON in OpenAI's format.
 
-        The response is an iterator over its parts, because it may be long.
+        The result yields the JSON in parts, because it may be long.
         """
         joined = [Piece("", []) for _ in self._choices]
         async for index, piece in self._pieces():
@@ -336,7 +343,7 @@ class Completion:
         yield part + f'], "usage": {json.dumps(self._usage())}}}'
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield OpenAI's response as server-sent events."""
+        """Yield the answers as server-sent events in OpenAI's format."""
         usage = self._body.stream_options and self._body.stream_options.include_usage
         usage_key = {"usage": None} if usage else {}
         try:
@@ -386,9 +393,9 @@ def _stopped(error: StoppedEngineError) -> ApiError:
 
 
 def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] | None:
-    """Return the logprobs of the `count` most likely tokens and of the token itself, by text.
+    """Map the texts of the `count` most likely tokens and of the token itself to their logprobs.
 
-    The result is None if the token has no logprob.  The first token of a prompt has none.
+    The result is None for the first token of a prompt, which has no logprob.
     """
     if spot.token.logprob is None:
         return None

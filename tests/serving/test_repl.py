@@ -73,7 +73,7 @@ def test_answers_match_generate(network, repl, capsys):
 def test_long_prompt_is_cut_from_the_left_with_a_message(network, repl, capsys):
     repl("x" * 20 + "y" * 32)
     out, err = capsys.readouterr()
-    assert "the prompt has 52 tokens; only the last 32 (the window) are used" in err
+    assert "the prompt has 52 tokens; only the last 32 (the model's window) are used" in err
     assert out == text_of(network, "y" * 32, QUIET) + "\n"
 
 
