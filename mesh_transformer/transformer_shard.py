@@ -473,7 +473,7 @@ def _fit_to_devices(saved: Config) -> Config:
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:
-        """Return the object that replaces a name of this module in mesh-transformer-jax.
+        """Return our replacement for a name that this module had in mesh-transformer-jax.
 
         Raises:
           ImportError: if no object replaces the name; the message says what to use.

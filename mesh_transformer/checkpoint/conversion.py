@@ -281,7 +281,8 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
         state["step"] = np.asarray(named, np.int32)
     elif step != named:
         raise InputError(
-            f"{target}: the source is at step {step}; name it step_{step}, or give a model folder"
+            f"{target}: the source is at step {step}; name the target step_{step}, or give a "
+            "model folder as the target"
         )
     return os.path.dirname(target)
 

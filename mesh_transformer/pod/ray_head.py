@@ -166,7 +166,7 @@ def _require_token() -> None:
 
 
 def main() -> None:
-    """Run the head until standard input is closed or a server dies, then kill its session."""
+    """Run the head until standard input is closed or a server dies, then kill all its processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when to end
     # Starts what `ray.init` starts, except for two servers that are not needed here.  The log

@@ -44,7 +44,8 @@ class ClusterTrainSet:
         """Make the hosts read the next batch, which stays on the hosts.
 
         Returns:
-          `READ_ON_HOSTS`, with which `TPUCluster.train` trains on the hosts' batch.
+          `READ_ON_HOSTS`; pass it to `TPUCluster.train` to train on the batch that the hosts have
+          read.
         """
         self._call("read")
         return READ_ON_HOSTS

@@ -218,7 +218,8 @@ class SshOptions:
             from paramiko.pkey import UnknownKeyType
         except ImportError as error:
             raise InputError(
-                f"package {error.name!r} is missing, but TPU hosts require it; pip install fabric"
+                f"package {error.name!r} is missing on this machine, which needs it to connect "
+                "to TPU hosts; pip install fabric"
             ) from error
         path = self.key_path
         if not path.is_file():
