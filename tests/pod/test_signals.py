@@ -24,10 +24,15 @@ def drop(number: int) -> None:
 
 @pytest.fixture
 def handlers() -> Iterator[Signals]:
+    """`Signals`, installed over Python's own handlers: Ray, once started, leaves another one."""
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
     signals = Signals()
     signals.install()
     yield signals
     signals.uninstall()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
