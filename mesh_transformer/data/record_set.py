@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer.data.tfrecords import features, frames, read_index, resolve, size
+from mesh_transformer.data.tfrecords import (
+    features,
+    find_index,
+    frames,
+    is_compressed,
+    read_index,
+    resolve,
+    size,
+)
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
@@ -72,7 +80,7 @@ class RecordSet:
     def __init__(
         self, index_path: str, seq: int, n_vocab: int | None, *, shuffle: int = 0, seed: int = 0
     ):
-        self.index_path = index_path
+        self.index_path = index_path = find_index(index_path)
         entries = read_index(index_path)
         # Hash the entries as written, not as resolved, so that a data folder can be moved.
         self.fingerprint = hashlib.sha256("\n".join(entries).encode()).hexdigest()
@@ -134,7 +142,8 @@ class RecordSet:
             )
         position = Position(**counts)
         file = self._files(position.epoch)[position.file]
-        if position.offset > self.sizes[file]:
+        # In a compressed file, the offset counts decompressed bytes; `frames` checks it.
+        if position.offset > self.sizes[file] and not is_compressed(self.paths[file]):
             raise InputError(
                 f"{self.paths[file]}: found {self.sizes[file]} bytes, but the saved position is "
                 f"byte {position.offset}; restore the file's earlier content"

@@ -7,11 +7,13 @@ any record, and to report the byte at which a file is damaged.
 """
 
 import functools
+import io
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from mesh_transformer.util import InputError
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
 FOOTER_BYTES = 4  # the checksum of the payload
 LONGEST_PATH = 4096  # characters
+CHUNK_BYTES = 1 << 20  # read from compressed files at once
 UNCHECKED_BYTES = 1 << 24  # for shorter records, the file's size is not queried before reading
 KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow reads
 
@@ -81,6 +84,16 @@ def read_index(index_path: str) -> list[str]:
     return entries
 
 
+def find_index(path: str) -> str:
+    """Return `path`, or `data/` joined with it if only that file exists.
+
+    Config files of the original mesh-transformer-jax name index files relative to `data/`.
+    """
+    in_data = os.path.join("data", path)
+    missing = "://" not in path and not os.path.exists(path)
+    return in_data if missing and os.path.exists(in_data) else path
+
+
 def resolve(entry: str, index_path: str) -> str:
     """Return the path of the record file that an entry of an index names.
 
@@ -117,6 +130,8 @@ def size(index_path: str, path: str) -> int:
 def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
     """Yield (payload, offset of the record's end) for each record of a TFRecord file.
 
+    The file may be compressed (ZLIB or GZIP); offsets then count decompressed bytes.
+
     Args:
       offset: the byte at which the first record to read starts.
 
@@ -125,19 +140,90 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
     """
     tf = tensorflow()
     try:
-        with tf.io.gfile.GFile(path, "rb") as file:
-            file.seek(offset)
+        with tf.io.gfile.GFile(path, "rb") as opened:
+            file, has_bytes = opened, lambda end: end < opened.size()
+            if _is_compressed(opened.read(HEADER_BYTES)):
+                opened.seek(0)
+                file, has_bytes = io.BufferedReader(_Decompressed(opened, path)), lambda _: True
+                _skip(file, offset, path)
+            else:
+                file.seek(offset)
             while header := file.read(HEADER_BYTES):
                 length = _unframe(header, 8, path, offset)
                 (count,) = struct.unpack("<Q", length)
                 # TensorFlow allocates all `count` bytes first and crashes if memory is too small.
-                has_room = count < UNCHECKED_BYTES or offset + count < file.size()
+                has_room = count < UNCHECKED_BYTES or has_bytes(offset + count)
                 framed = file.read(count + FOOTER_BYTES) if has_room else b""
                 payload = _unframe(framed, count, path, offset)
                 offset += HEADER_BYTES + count + FOOTER_BYTES
                 yield payload, offset
     except tf.errors.OpError as error:
         raise InputError(f"{path}: {_first_line(error)} (record at byte {offset})") from error
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether a TFRecord file is compressed; its content decides, not its name."""
+    with tensorflow().io.gfile.GFile(path, "rb") as file:
+        return _is_compressed(file.read(HEADER_BYTES))
+
+
+def _is_compressed(header: bytes) -> bool:
+    """Return whether the first bytes of a file are those of a zlib (RFC 1950) or gzip stream."""
+    is_zlib = len(header) > 1 and header[0] == 0x78 and int.from_bytes(header[:2], "big") % 31 == 0
+    if not is_zlib and header[:2] != b"\x1f\x8b":
+        return False
+    # The length of a first record could look the same, but then its checksum follows.
+    checksum = int.from_bytes(header[8:], "little")
+    return len(header) < HEADER_BYTES or checksum != _masked_checksum(header[:8])
+
+
+class _Decompressed(io.RawIOBase):
+    """The decompressed content of an open zlib or gzip file, readable from start to end."""
+
+    def __init__(self, file: Any, path: str):
+        self._file, self._path = file, path
+        self._stream = _decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            rest = self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail
+            compressed = rest or self._file.read(CHUNK_BYTES)
+            if self._stream.eof:
+                if not compressed:
+                    return 0
+                self._stream = _decompressor()  # another stream follows
+            try:
+                data = self._stream.decompress(compressed, len(buffer))
+            except zlib.error:
+                raise InputError(
+                    f"{self._path}: corrupt compressed data; copy the file again or recreate it"
+                ) from None
+            if not compressed and not data:
+                raise InputError(
+                    f"{self._path}: truncated compressed data; copy the file again or recreate it"
+                )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _decompressor() -> Any:
+    return zlib.decompressobj(zlib.MAX_WBITS | 32)  # zlib or gzip, from the header
+
+
+def _skip(file: IO[bytes], count: int, path: str) -> None:
+    """Read and discard `count` bytes."""
+    while count:
+        skipped = len(file.read(min(count, CHUNK_BYTES)))
+        if not skipped:
+            raise InputError(
+                f"{path}: ends {count} bytes before the saved position; restore the file's earlier "
+                "content"
+            )
+        count -= skipped
 
 
 def _unframe(framed: bytes, count: int, path: str, offset: int) -> bytes:
