@@ -188,12 +188,14 @@ class Config:
     seed: int = 0
     bucket: str | None = None
     model_dir: str | None = None
-    # the path of an index, or a mixture: {path of an index: weight}
+    # The path of an index, or a mixture: {path of an index: weight}.  A relative path that does not
+    # exist is looked up in data/.
     train_set: str | dict[str, float] | None = field(default=None, hash=False)
     shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
     hosts_read: bool = False  # each host reads its own batch rows, so it needs access to train_set
-    val_set: dict[str, str] = field(default_factory=dict, hash=False)
+    val_set: dict[str, str] = field(default_factory=dict, hash=False)  # name: path of an index
     val_batches: int = 100
+    val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
     val_every: int = 500
     ckpt_every: int = 500
     keep_n: int = 3
@@ -316,11 +318,15 @@ class Config:
             raise InputError(f"{where}: {error}") from None
 
     @classmethod
-    def load(cls, path: str, version: int | None = None) -> "Config":
+    def load(
+        cls, path: str, version: int | None = None, changes: dict[str, Any] | None = None
+    ) -> "Config":
         """Read a config from a JSON or YAML file that holds one flat mapping.
 
-        If the argument `version` is not None, it overrides the file's key `version`, and `block`
-        and `partitioning` get the defaults of that version, whatever the file says.
+        Args:
+          version: if not None, it overrides the file's key `version`, and `block` and
+            `partitioning` get the defaults of that version, whatever the file says.
+          changes: keys that override those of the file; see `setting`.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -340,7 +346,7 @@ class Config:
         if version is not None:
             values = {k: v for k, v in values.items() if k not in ("block", "partitioning")}
             values["version"] = version
-        return cls.from_dict(values, f"config {path}")
+        return cls.from_dict(values | (changes or {}), f"config {path}")
 
     @classmethod
     def of(cls, source: "Config | dict[str, Any] | str | os.PathLike[str]") -> "Config":
@@ -350,6 +356,32 @@ class Config:
         if isinstance(source, dict):
             return cls.from_dict(source)
         return cls.load(os.fspath(source))
+
+    @classmethod
+    def setting(cls, text: str) -> tuple[str, Any]:
+        """Parse the text `KEY=VALUE` of a command line into a config key and its value.
+
+        The value is JSON, such as `1e-4`, `true`, `null` or `{"pile": "pile.val.index"}`.  Strings
+        need no quotes.
+
+        Raises:
+          InputError: if there is no such key, or the value has another type than the key's.
+        """
+        key, separator, value = text.partition("=")
+        hints = typing.get_type_hints(cls)
+        if not separator or key not in hints:
+            close = difflib.get_close_matches(key, hints, n=1) if separator else []
+            hint = f"did you mean {close[0]}?" if close else "expected KEY=VALUE with a config key"
+            raise InputError(f"--set {text}: {hint}")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value
+        if mismatch(parsed, hints[key]) and not mismatch(value, hints[key]):
+            parsed = value  # a string that looks like a number
+        if expected := mismatch(parsed, hints[key]):
+            raise InputError(f"--set {text}: {expected}")
+        return key, parsed
 
     def require_to_train(self) -> None:
         """Raise InputError if a key that training requires is missing."""
@@ -394,8 +426,8 @@ def _parse(path: str, text: str) -> Any:
 
 
 def _typed(key: str, value: Any, annotation: Any) -> Any:
-    if key == "val_set" and value is None:
-        return {}
+    if key == "val_set" and (value is None or isinstance(value, str)):
+        return {"val": value} if value else {}
     if expected := mismatch(value, annotation):
         raise InputError(f"{key} is {describe(value)}, {expected}")
     return float(value) if annotation is float else value
@@ -423,8 +455,9 @@ def _check(c: Config) -> None:
     for key, value in dataclasses.asdict(c).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{key} is {value}, expected a finite number")
-    if c.clip_norm <= 0:
-        raise InputError(f"clip_norm is {c.clip_norm}, expected above 0")
+    for key in ("clip_norm", "val_batch_multiplier"):
+        if getattr(c, key) <= 0:
+            raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
     if c.attention_window is not None and c.attention_window > c.seq:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,44 @@ def test_only_a_window_smaller_than_seq_must_match_the_model():
 
 def test_numbers_must_be_finite():
     assert "lr is nan, expected a finite number" in error_line({"lr": float("nan")})
+
+
+def test_val_set_may_be_one_path_as_in_early_configs_of_the_original():
+    assert Config.from_dict(SMALL | {"val_set": "pile.val.index"}).val_set == {
+        "val": "pile.val.index"
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lr=1e-4", ("lr", 1e-4)),
+        ("layers=3", ("layers", 3)),
+        ("early_cast=true", ("early_cast", True)),
+        ("model_dir=7", ("model_dir", "7")),
+        ("model_dir=", ("model_dir", "")),
+        ("bucket=null", ("bucket", None)),
+        ("name=null", ("name", "null")),
+        ("train_set=a=b.index", ("train_set", "a=b.index")),
+        ('val_set={"a": "b"}', ("val_set", {"a": "b"})),
+        ('lora_targets=["q"]', ("lora_targets", ["q"])),
+    ],
+)
+def test_setting_parses_json_and_bare_strings(text, expected):
+    assert Config.setting(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("lr", "--set lr: expected KEY=VALUE"),
+        ("lr=", "--set lr=: expected float"),
+        ("layer=3", "--set layer=3: did you mean layers?"),
+        ("=3", "--set =3: expected KEY=VALUE with a config key"),
+        ("dtype=bf16", "--set dtype=bf16: expected one of 'bfloat16', 'float32'"),
+        ("layers=true", "--set layers=true: expected int"),
+    ],
+)
+def test_invalid_settings_are_refused(text, line):
+    with pytest.raises(InputError, match=re.escape(line)):
+        Config.setting(text)

@@ -81,8 +81,14 @@ def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
     """
     config = network.config
     return TFRecordNewInputs(
-        path, network.batch_size, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
+        path, batch_size(network), config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
     )
+
+
+def batch_size(network: TrainableNetwork) -> int:
+    """Return the number of sequences per validation batch, a multiple of dp."""
+    rows = network.batch_size // network.dp
+    return network.dp * max(1, int(rows * network.config.val_batch_multiplier))
 
 
 def _pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
@@ -123,7 +129,7 @@ def score(
         for batch in tqdm(islice(batches, most), path, unit="batch", disable=not show):
             if stopped():
                 raise StoppedScoringError
-            sample = _pad_batch(batch, network.batch_size)
+            sample = _pad_batch(batch, batch_size(network))
             losses = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, losses))
             if len(pending) > IN_FLIGHT:

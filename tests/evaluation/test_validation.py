@@ -46,6 +46,18 @@ def test_scores_are_means_over_the_unmasked_tokens(small, masked):
     assert actual.bytes == records["target"][:8][unmasked].sum()
 
 
+def test_val_batch_multiplier_enlarges_validation_batches(small, masked):
+    _, index = masked
+    config = small(**MESH, val_batches=2, val_batch_multiplier=2.0)
+    network = CausalTransformer(config)
+    assert validation.batch_size(network) == 2 * network.batch_size
+    actual = validation.score(network, index)
+    plain = config.replace(val_batches=4, val_batch_multiplier=1.0)
+    expected = validation.score(CausalTransformer(plain), index)
+    assert (actual.tokens, actual.correct) == (expected.tokens, expected.correct)
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-6)  # f32, in batches of two sizes
+
+
 def test_a_set_without_unmasked_tokens_has_loss_nan():
     assert math.isnan(validation.Scores().loss)
     assert "nan" in validation.Scores().row("empty")
