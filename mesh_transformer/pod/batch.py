@@ -20,7 +20,7 @@ class Cluster(Protocol):
 
     config: Config
     dp: int
-    replicas: list[list[int]]  # per host
+    replicas: list[list[int]]  # for each host, the dp indices of its replicas
     newest_batch: "ClusterBatch | None"
 
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]: ...
@@ -36,13 +36,13 @@ class ClusterBatch:
     """A running batch over all hosts of a `TPUCluster`.
 
     The methods are the same as those of `generation.batch.Batch`.  Each host holds the rows of its
-    replicas.  Every method calls all hosts at once and sends each host only the prompts for its own
-    rows.  Array sizes are computed here over all prompts, so that all hosts compile the same
-    programs.  Prompts are checked here, because an error on only some hosts would leave the other
-    hosts waiting.
+    replicas.  Calls go to all hosts at once, but each host receives only the prompts for its own
+    rows.  The driver computes array sizes over all prompts, so that all hosts compile the same
+    programs.  The driver also checks the prompts, because an error on only some hosts would leave
+    the other hosts waiting.
 
     Attributes:
-      rows: total number of rows, divided equally among the replicas in the replicas' order.
+      rows: total number of rows; each replica holds an equal block of them, in replica order.
       left: number of tokens that each row may still generate, int32 [rows].
 
     Raises:

@@ -59,7 +59,7 @@ class DispatchedStep:
 
 
 class PendingMetric:
-    """One measurement of a training step; `float(number)` waits until the step has finished."""
+    """One measurement of a training step; `float(metric)` waits until the step has finished."""
 
     def __init__(
         self, read: Callable[[DispatchedStep], dict[str, float]], reading: DispatchedStep, name: str
@@ -72,7 +72,7 @@ class PendingMetric:
     def is_ready(self) -> bool:
         """Return whether the step is known to have finished.
 
-        The hosts report this only when the measurements of an earlier step are read.
+        The driver learns this only when it reads the measurements of this or an earlier step.
         """
         return self._reading.ended or self._reading.values is not None
 
@@ -116,8 +116,8 @@ class TPUCluster:
         self._pids: list[int] = []
         self._actors: list[Any] = []
         self.ended = False  # whether the hosts have been shut down
-        self._why = ""  # the failure that shut down the hosts, in parentheses
-        self.newest_batch: ClusterBatch | None = None  # the batch that the hosts hold
+        self._why = ""  # " (FAILURE)" once a failure has shut down the hosts
+        self.newest_batch: ClusterBatch | None = None  # the running batch that the hosts hold
         try:
             for rank, host in enumerate(self.hosts):
                 self._actors.append(start_process(rank, host))
@@ -132,14 +132,14 @@ class TPUCluster:
         self.peak_flops: float | None = host_info[0]["peak_flops"]
 
     def _start(self) -> list[dict[str, Any]]:
-        """Connect the hosts' processes, create the mesh and return what each host reports.
+        """Connect the processes and create the mesh; return each host's result of `start`.
 
         The coordinator's port is new for each cluster, because a process of an earlier mesh may
         still try to connect to the old port.
         """
         pids = self._submit("pid")
         if ray.wait(pids, num_returns=len(pids), timeout=SECONDS_TO_START)[1]:
-            raise self.failed(fallback=f"no host process after {SECONDS_TO_START:.0f} s")
+            raise self.failed(fallback=f"host processes not started in {SECONDS_TO_START:.0f} s")
         self._pids = self._results(pids)
         address = self.hosts[0].address
         port = self._results([self._actors[0].free_port.remote(address)])[0]
@@ -169,8 +169,8 @@ class TPUCluster:
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """Dispatch one update and return without waiting for it.
 
-        If the measurements of `MOST_UNREAD` earlier steps have not been read yet, the oldest of
-        these steps must finish first.
+        If the measurements of `MOST_UNREAD` earlier steps have not been read yet, the call first
+        waits for the oldest of these steps.
 
         Args:
           sample: token ids `obs` and `target` [A, B, T], or `READ_ON_HOSTS` for the batch that the
@@ -210,7 +210,7 @@ class TPUCluster:
         return reading.values
 
     def _merge_reports(self, step: int, measured: list[StepReport]) -> dict[str, float]:
-        """Return the measurements that all hosts report, plus each host's `host_seconds/<rank>`.
+        """Return the measurements common to all hosts, plus each host's `host_seconds/<rank>`.
 
         Raises:
           HostError: if the hosts' measurements are not bit-identical, or are of another step.
@@ -312,7 +312,7 @@ class TPUCluster:
         if not all(seen):
             self.kill()
             raise InputError(
-                f"{folder}: host {seen.index(False)} has a different disk there than host 0; give "
+                f"{folder}: host {seen.index(False)} does not see the files of host 0 there; give "
                 "a folder that all hosts share, such as gs://bucket/model"
             )
 
@@ -370,7 +370,7 @@ class TPUCluster:
         """Call a method of every host's `NetworkRunner` and return the results.
 
         Args:
-          arguments: one tuple of arguments per host; nothing for a method without arguments.
+          arguments: one tuple of arguments per host; omit it if the method takes none.
         """
         return self._results(self._submit(method, *arguments))
 
@@ -491,6 +491,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _spill_disk_is_full() -> bool:
-    """Return whether Ray refuses to spill objects to this machine's disk: it is over 95 % full."""
+    """Return whether the spill disk is over 95 % full; Ray then refuses to spill objects to it."""
     usage = shutil.disk_usage(os.environ.get("RAY_TMPDIR", "/tmp"))
     return usage.free < 0.05 * usage.total

@@ -1,4 +1,4 @@
-"""The hosts of a mesh: waiting for them to join Ray, starting and killing their processes."""
+"""Waiting for the hosts of a mesh to join Ray, and starting and killing their processes."""
 
 import contextlib
 import dataclasses
@@ -48,10 +48,11 @@ def local_hosts(config: Config, count: int) -> list[Host]:
 
 
 def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]:
-    """Wait until the machines at `addresses` have joined this Ray cluster; return them in order.
+    """Wait until the machines at `addresses` have joined this Ray cluster; return them as `Host`s.
 
-    Ray still lists a machine for some seconds after it has vanished.  If a new machine has joined
-    at the same address, this function waits until Ray lists only the new one.
+    The result is in the order of `addresses`.  Ray still lists a machine for some seconds after it
+    has vanished.  If a new machine has joined at the same address, this function waits until Ray
+    lists only the new one.
 
     Raises:
       HostError: if the machines have not all joined within `seconds`.
@@ -77,7 +78,7 @@ def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]
 
 
 def start_process(rank: int, host: Host) -> Any:
-    """Start a `NetworkRunner` on a host; return its Ray actor without waiting for the start."""
+    """Start a `NetworkRunner` on a host; return the Ray actor without waiting for it to start."""
     variables = {}
     if host.devices is not None:
         # Remove the driver's device count; `NetworkRunner.start` sets the host's own.
@@ -98,8 +99,8 @@ def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[H
     all reachable machines have stopped writing files and making calls.
 
     Args:
-      pids: process ids in the order of `hosts`; empty if they are not known yet.  Only Ray can
-        then end the processes.
+      pids: process ids in the order of `hosts`; empty if they are not known yet, in which
+        case only Ray can end the processes.
     """
     for actor in actors:
         ray.kill(actor)
@@ -116,9 +117,9 @@ def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[H
 
 
 def _kill_remaining(pids: list[int]) -> None:
-    """Kill the processes `pids` of this machine if Ray has not ended them in `SECONDS_TO_END`.
+    """Kill those processes of this machine that Ray does not end within `SECONDS_TO_END`.
 
-    Ray gets this time because it prints an error for every process that was not ended by Ray.
+    Ray gets this time because it prints an error for every process that anything else has killed.
     """
     deadline = time.monotonic() + SECONDS_TO_END
     while pids and time.monotonic() < deadline:

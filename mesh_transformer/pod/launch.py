@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
     from mesh_transformer.pod.hosts import Host
 
-FIRST_TRIES = 3  # maximum attempts to start the hosts until all have joined once
+FIRST_TRIES = 3  # maximum attempts to start the hosts before they have all joined once
 BATCHES_IN_STORE = 8  # half for training steps in flight, half for validation and sampling
 
 
@@ -30,8 +30,8 @@ def build_model(
     """Return a `TPUCluster` for the config on `hosts`; it has no weights yet.
 
     Args:
-      original: any argument here raises InputError, because the call is then one for the original
-        mesh-transformer-jax.
+      original: any further positional argument raises InputError, because only calls written for
+        the original mesh-transformer-jax have one.
       options: passed to `TPUCluster`.
     """
     if original or hosts is None or isinstance(hosts, str):
@@ -54,7 +54,8 @@ def local_machines(
     block ends, or when this process ends.
 
     Raises:
-      InputError: from this call, if `count` does not divide the number of devices.
+      InputError: immediately, before the `with` block, if `count` does not divide the config's
+        `tpu_size`.
     """
     assert config.tpu_size is not None
     if count < 1 or config.tpu_size % count:
@@ -87,8 +88,8 @@ def tpu_machines(
     create a `TPUCluster`.  If the TPU has been taken away, the function creates it again.
 
     Raises:
-      InputError: from this call, if the TPU does not have the config's `tpu_size`, or if the SSH
-        key or the Google Cloud credentials are missing.
+      InputError: immediately, before the `with` block, if the TPU's number of devices is not the
+        config's `tpu_size`, or if the SSH key or the Google Cloud credentials are missing.
     """
     if spec.devices != config.tpu_size:
         raise InputError(
@@ -129,13 +130,13 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
 
 @contextlib.contextmanager
 def _stop_after(hours: float | None) -> Iterator[None]:
-    """Send this process SIGTERM after `hours`, so that it saves and deletes its TPU."""
+    """Send this process SIGTERM after `hours`, so that it saves its work and deletes its TPU."""
     if hours is None:
         yield
         return
 
     def stop() -> None:
-        print(f"--max-hours {hours:g} have passed; stopping", file=sys.stderr, flush=True)
+        print(f"{hours:g} hours (--max-hours) have passed; stopping", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     timer = threading.Timer(3600 * hours, stop)
@@ -172,7 +173,7 @@ def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
 
 
 def _object_store(config: Config) -> int:
-    """Return the size in bytes of Ray's object store, large enough for the driver's batches."""
+    """Return a size in bytes for Ray's object store that has room for the driver's batches."""
     assert config.tpu_size is not None
     sequences = config.per_replica_batch * config.tpu_size // config.cores_per_replica
     tokens = sequences * config.gradient_accumulation_steps * config.seq

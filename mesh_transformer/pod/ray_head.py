@@ -1,9 +1,9 @@
-"""A Ray head process that ends when its driver ends, together with all processes that it started.
+"""A Ray head process that exits when its driver does, and kills all processes that it started.
 
 `python -m mesh_transformer.pod.ray_head BYTES` starts a head with an object store of BYTES bytes
 and prints `address: HOST:PORT`.  The head ends when its standard input is closed, or when one of
-Ray's own servers dies.  Its standard input is a pipe from the driver, so it is closed even if the
-driver is killed with SIGKILL.
+Ray's own servers dies.  The head's standard input is a pipe from the driver, so the pipe is closed
+even if the driver is killed with SIGKILL.
 
 `RayHead` starts the head in a new session, so that Ctrl-C in the terminal reaches only the driver.
 The driver does not start the head with `ray.init`, because `ray.init` would remove the driver from
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mesh_transformer.util import StoppedError
 
-OBJECT_STORE = 256 << 20  # default bytes; the store holds only a few batches of token ids
+OBJECT_STORE = 256 << 20  # default size in bytes; it holds only a few batches of token ids
 SECONDS_TO_START = 120.0  # for the head to print its address
 SECONDS_TO_END = 20.0  # for the head to exit after its standard input is closed
 SERVERS = ("gcs_server", "raylet")  # Ray's processes without which the cluster cannot run
@@ -41,8 +41,8 @@ DRIVER_ENVIRONMENT = {
     # The time must exceed two heartbeats of `TPUCluster`, after which the driver itself reports the
     # failure.  With a long heartbeat, one minute would be too short.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
-    # Suppress Ray's long logs about a full disk or a dead process.  The driver reports either of
-    # them in one line.
+    # Suppress Ray's long logs about a full disk or a dead process.  The driver reports both in one
+    # line.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
@@ -169,7 +169,7 @@ def main() -> None:
     """Run the head until standard input is closed or a server dies, then kill all its processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when to end
-    # Starts what `ray.init` starts, except for two servers that are not needed here.  The log
+    # Start what `ray.init` starts, except for two servers that are not needed here.  The log
     # monitor scans all processes' logs ten times per second for drivers that print them.  The
     # autoscaler creates machines in a cloud.
     from ray._private.node import Node

@@ -23,20 +23,20 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
 
-ATTEMPTS = 3  # maximum attempts of one call; each retry uses new hosts
-SECONDS_BETWEEN = 5.0
+ATTEMPTS = 3  # maximum attempts per call; each retry uses new hosts
+SECONDS_BETWEEN = 5.0  # between two attempts
 
 Result = TypeVar("Result")
 
 
 class RestartingCluster:
-    """A `TPUCluster` for servers, whose hosts are replaced after a failure.
+    """A `TPUCluster` for servers; all hosts are started again after a host failure.
 
-    If a host fails during `batch` or `eval`, or has failed earlier, the method starts all hosts
-    again and is retried.  `score` is not retried.
+    If a host fails during `batch` or `eval`, or has failed earlier, all hosts are started again and
+    the call is retried.  `score` is not retried.
 
     Args:
-      make: returns a new cluster with its weights loaded.
+      make: function that returns a new cluster with its weights loaded.
     """
 
     def __init__(self, make: "Callable[[], TPUCluster]"):
@@ -113,12 +113,12 @@ def train(
     reached.
 
     Args:
-      make: returns a new network for each attempt.
+      make: function that returns a new network; called for each attempt.
       retries: maximum number of consecutive restarts without progress.
 
     Raises:
-      StoppedError: if an attempt fails after the last of `retries`, or if `training.loop.train`
-        raises it.
+      StoppedError: if a host fails again after `retries` restarts without progress, or if
+        `training.loop.train` raises StoppedError for another reason.
     """
 
     def attempt(network: TrainableNetwork) -> None:
@@ -134,7 +134,7 @@ def train(
 
 
 def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
-    """Run `validation.validate`, again on a new network from `make` after each host failure."""
+    """Run `validation.validate`, restarting it on a new network after each host failure."""
 
     def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)

@@ -52,7 +52,7 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def bypass_proxy(address: str) -> None:
-    """Make gRPC in this process connect to `address` without the proxy of the environment."""
+    """Exempt `address` from the environment's proxy, so that gRPC here connects to it directly."""
     for name in ("no_proxy", "NO_PROXY"):
         others = [other for other in os.environ.get(name, "").split(",") if other]
         os.environ[name] = ",".join([*others, address])
@@ -82,7 +82,7 @@ class StepReport(NamedTuple):
 
 
 class NetworkRunner:
-    """One process of a mesh, with the methods of the network for the rows of its replicas.
+    """One process of a mesh, which runs the network's methods on its own batch rows.
 
     `start` must be called first.  All processes of a mesh must get the same calls in the same
     order.  `train` only dispatches a step.  The driver fetches the step's measurements later with
@@ -126,7 +126,7 @@ class NetworkRunner:
           processes: number of processes in the mesh.
           heartbeat: a process is declared dead after this many silent seconds.  The others then
             exit.
-          devices: number of virtual CPU devices of this process; None for its accelerators.
+          devices: number of virtual CPU devices to use; None to use the machine's accelerators.
 
         Returns:
           The network's `replicas`, `dp`, `batch_size`, `noise_batches` and `peak_flops`.
@@ -167,17 +167,17 @@ class NetworkRunner:
 
     @_one_line_errors
     def forward(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the network that is listed in `FORWARDED`."""
+        """Call the network's method of this name, one of `FORWARDED`, and return its result."""
         return getattr(self._started, method)(*arguments)
 
     @_one_line_errors
     def open_train_set(
         self, train_set: str | dict[str, float], state: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Open the training set, to read the rows of this process, and return its state.
+        """Open the training set for this process's rows; return the training set's state.
 
         Args:
-          train_set: path of the training set, or a dict of paths and their weights.
+          train_set: path of the training set, or a dict {path: weight} for a mixture.
           state: state to resume from (default: begin at the first record).
         """
         network = self._started
@@ -219,7 +219,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def metrics(self) -> StepReport:
-        """Wait for the oldest step whose measurements were not returned yet, and return them."""
+        """Return the measurements of the oldest unread step, once that step has finished."""
         step, values = self._unread.popleft()
         numbers = {name: float(value) for name, value in values.items()}
         ended = self._clock.record_finished(self._unread, read=1)
@@ -272,7 +272,7 @@ class NetworkRunner:
     def decode(
         self, steps: int, alternatives: int | None, needed: int, idle: np.ndarray
     ) -> tuple[np.ndarray, Chosen]:
-        """Reserve positions, release rows and decode; see `Batch.decode`.
+        """Reserve cache positions, release idle rows and decode; see `Batch.decode`.
 
         Args:
           needed: number of positions to reserve, enough for the longest row in any process.
@@ -296,8 +296,8 @@ class NetworkRunner:
                 pass
         except OSError as error:
             raise InputError(
-                f"{os.path.dirname(path)}: cannot be written: {error.strerror}; choose another "
-                "folder or fix its permissions"
+                f"host {self.rank} cannot write to {os.path.dirname(path)}: {error.strerror}; "
+                "choose another folder or fix its permissions"
             ) from None
 
     @_one_line_errors
@@ -323,6 +323,6 @@ class NetworkRunner:
 
     @_one_line_errors
     def close(self) -> None:
-        """See `CausalTransformer.close`; this process runs until the driver ends it."""
+        """See `CausalTransformer.close`; the process keeps running until the driver ends it."""
         if self.network is not None:
             self.network.close()

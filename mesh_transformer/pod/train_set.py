@@ -10,16 +10,16 @@ from mesh_transformer.data.storage import local_path
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
 
-# Placeholder for a batch that the hosts have read themselves, so that the driver does not have it.
+# Stands for a batch on the driver when only the hosts hold it, because they read it themselves.
 READ_ON_HOSTS: dict[str, np.ndarray] = {}
 
 
 class ClusterTrainSet:
-    """A training set that opens a `TFRecordNewInputs` on every host, for the host's own rows.
+    """A training set read by the hosts: each opens a `TFRecordNewInputs` for its own batch rows.
 
     All hosts must have access to the files.  The batches and states are the same as if one process
-    read all rows.  A run may therefore resume with another number of hosts, or with the driver as
-    the reader.
+    read all rows.  A run may therefore resume with another number of hosts, or with the driver
+    reading all rows.
 
     Raises:
       InputError: if `TFRecordNewInputs` raises it on any host.
@@ -62,7 +62,7 @@ class ClusterTrainSet:
         """Do nothing: a host closes its reader when it opens another one, or when it ends."""
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call `method` on all hosts and store the state they return; all must return the same."""
+        """Call `method` on all hosts and store the state that they return; all must be equal."""
         states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
         if any(state != states[0] for state in states):
             raise self._cluster.failed("the hosts are at different records of train_set")

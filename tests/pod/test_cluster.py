@@ -282,7 +282,7 @@ def test_folder_that_hosts_do_not_share_is_refused(cluster, monkeypatch, tmp_pat
     monkeypatch.setattr(cluster, "_actors", actors)
     monkeypatch.setattr(cluster, "kill", lambda: None)
     with pytest.raises(
-        InputError, match="shared: host 1 has a different disk there than host 0; give"
+        InputError, match="shared: host 1 does not see the files of host 0 there; give"
     ):
         cluster.restore(str(tmp_path / "shared"))
     assert list((tmp_path / "shared").iterdir()) == []
