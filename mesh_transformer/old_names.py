@@ -251,9 +251,6 @@ NOW = {
         "leave it out, as mesh_transformer.transformer_shard.CausalTransformer.generate takes "
         "top_p, top_k and temp in sampler_options"
     ),
-    'params["val_batch_multiplier"]': (
-        "leave it out, as the key per_replica_batch sets the batch of validation too"
-    ),
     "ray_tpu.check_tpu": "use mesh_transformer.pod.tpu.vm.TpuVm.state()",
     "ray_tpu.create_tpu": (
         "use mesh_transformer.pod.tpu.vm.TpuVm(spec) in a with statement, with a "
