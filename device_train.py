@@ -1,28 +1,12 @@
 """Train or score a model on this machine's devices.
 
 Resumes stopped runs.
+
+The same as `mesh-transformer train`.
 """
 
-from mesh_transformer.cli.arguments import run_arguments, run_parser
-from mesh_transformer.evaluation import validation
-from mesh_transformer.training import loop
+from mesh_transformer.cli.train import main
 from mesh_transformer.util import run_script
-
-
-def main() -> None:
-    args = run_parser(__doc__).parse_args()
-    config, folder, options = run_arguments(args)
-
-    from mesh_transformer.mesh.program import use_compilation_cache
-    from mesh_transformer.transformer_shard import CausalTransformer
-
-    use_compilation_cache()
-    network = CausalTransformer(config, init=False)
-    if args.mode == "eval":
-        validation.validate(network, args.tune_model_path or folder)
-    else:
-        loop.train(network, folder, **options)
-
 
 if __name__ == "__main__":
     run_script(main)

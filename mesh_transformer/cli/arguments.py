@@ -1,6 +1,7 @@
 """Command-line flags shared by several scripts, and their conversion to library objects."""
 
 import argparse
+import sys
 from typing import Any, TypedDict
 
 from mesh_transformer.config import Config
@@ -26,10 +27,45 @@ def positive(text: str) -> int:
     return int(text)
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser that accepts `_` for `-` in flags, such as --max_steps for --max-steps."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        hyphenated = [_hyphenate(word) for word in words[:end]]
+        return super().parse_known_args(hyphenated + words[end:], namespace)
+
+
+def _hyphenate(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+CONFIG_HELP = "config file, JSON or YAML, or the name of a shipped one, such as 6B_roto_256"
+
+
+def add_setting_argument(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Add --set, which overrides config keys; `settings` returns its values."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="config key to override, such as lr=1e-4; the value is JSON or text (repeatable)",
+    )
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the config keys that --set overrides, with their values."""
+    return dict(map(Config.setting, args.set))
+
+
 def run_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the flags that all training scripts share."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", required=True, help="config file, JSON or YAML")
+    """Return a parser with the flags that all training commands share."""
+    parser = Parser(description=description)
+    parser.add_argument("--config", required=True, help=CONFIG_HELP)
+    add_setting_argument(parser)
     parser.add_argument(
         "--mode",
         choices=("train", "eval"),
@@ -74,7 +110,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
         if args.mode == "eval" and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag} is for training; remove it or --mode eval")
-    config = Config.load(args.config, args.version)
+    config = Config.load(args.config, args.version, settings(args))
     options = RunOptions(
         max_steps=args.max_steps, tune_model_path=args.tune_model_path, fresh_opt=args.fresh_opt
     )
@@ -83,10 +119,9 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that choose a trained model."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--config", help="config file, JSON or YAML (default: the one stored in --model-path)"
-    )
+    parser = Parser(description=description)
+    parser.add_argument("--config", help=f"{CONFIG_HELP} (default: the one stored in --model-path)")
+    add_setting_argument(parser)
     parser.add_argument(
         "--model-path",
         help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
@@ -104,14 +139,19 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
     """Return (path of the model, config) from the values of `model_parser`'s flags.
 
-    The config is None if the flag --config is not given.
+    The config is None if neither --config nor --set is given.
 
     Raises:
       InputError: if the flags do not determine a model.
     """
     if args.config is None and (args.model_path is None or args.version is not None):
         raise InputError("give --config or --model-path (--version requires --config)")
-    config = Config.load(args.config, args.version) if args.config else None
+    changes = settings(args)
+    config = Config.load(args.config, args.version, changes) if args.config else None
+    if config is None and changes:
+        from mesh_transformer.checkpoint.source import Source
+
+        config = Source(args.model_path).config.replace(**changes)
     return args.model_path or (config.model_folder() if config else ""), config
 
 
@@ -181,7 +221,6 @@ def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tpu-zone",
         "--tpu-region",
-        "--tpu_region",
         metavar="ZONE",
         help="zone, such as europe-west4-a (config key tpu_zone)",
     )

@@ -18,14 +18,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.cli.arguments import add_key_arguments, positive
+from mesh_transformer.cli.arguments import (
+    CONFIG_HELP,
+    Parser,
+    add_key_arguments,
+    add_setting_argument,
+    positive,
+    settings,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
 from mesh_transformer.util import InputError
 
 # Environment variables that affect the measurements; they are included in the reported command.
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Config keys that the two models of the repository transformer_shmap have in common.  They were
 # trained with 32 microbatches per step, of one sequence per replica each.
 SHMAP = {
@@ -70,9 +76,9 @@ MODEL_OF = {"cpu": "tiny", "v2": "2.8B", "v3": "6.9B"}
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = Parser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--config", help="config file, JSON or YAML")
+    model.add_argument("--config", help=CONFIG_HELP)
     model.add_argument("--model", help=f"preset: {', '.join(MODELS)} (default: by --hardware)")
     parser.add_argument("--dp", type=positive, default=1, help="replicas (default 1)")
     parser.add_argument("--mp", type=positive, default=1, help="devices per replica (default 1)")
@@ -103,13 +109,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "--partitioning", choices=("shard_map", "jit"), help="partitioning of the model over mp"
     )
     keys.add_argument("--dtype", choices=("bfloat16", "float32"), help="compute dtype")
-    keys.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any other config key, with its value as JSON (repeatable)",
-    )
+    add_setting_argument(keys)
     size = parser.add_argument_group("size of the measurement")
     size.add_argument(
         "--steps", type=positive, default=10, help="timed steps; their median counts (default 10)"
@@ -177,7 +177,7 @@ def config_of(args: argparse.Namespace) -> Config:
     elif name not in MODELS:
         raise InputError(f"--model is {name!r}, expected one of {', '.join(MODELS)}")
     elif isinstance(MODELS[name], str):
-        config = Config.load(str(CONFIGS / MODELS[name]))
+        config = Config.load(MODELS[name])
     else:
         config = Config.from_dict(MODELS[name], f"model {name}")
     changes: dict[str, Any] = {
@@ -192,17 +192,7 @@ def config_of(args: argparse.Namespace) -> Config:
         "dtype": args.dtype,
     }
     changes = {key: value for key, value in changes.items() if value is not None}
-    return Config.from_dict(config.as_dict() | changes | dict(map(key_value, args.set)))
-
-
-def key_value(text: str) -> tuple[str, Any]:
-    """Parse KEY=VALUE and return (key, value); a value that is not JSON is returned as text."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise InputError(f"--set is {text!r}, expected KEY=VALUE")
-    with contextlib.suppress(json.JSONDecodeError):
-        return key, json.loads(value)
-    return key, value
+    return Config.from_dict(config.as_dict() | changes | settings(args))
 
 
 def mode_of(args: argparse.Namespace) -> str:

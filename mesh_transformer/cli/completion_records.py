@@ -1,4 +1,4 @@
-"""The create_completion_tfrecords script: TFRecords of prompts and completions.
+"""Create training records from prompts and completions, with loss on the completions only.
 
 Each input line is a JSON object with the strings `prompt` and `completion`.  No separator is added
 between the two, so it must be part of one of them.  Only the completions bear loss.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.cli.arguments import add_record_arguments
+from mesh_transformer.cli.arguments import Parser, add_record_arguments
 from mesh_transformer.data.documents import (
     BadInputError,
     BadInputHandler,
@@ -72,9 +72,7 @@ class Text:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Create training records from prompts and completions."
-    )
+    parser = Parser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("input_path", help="a .jsonl or .jsonl.zst file, or a folder of such files")
     parser.add_argument(
         "name",

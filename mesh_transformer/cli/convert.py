@@ -8,18 +8,18 @@ import argparse
 import os
 import signal
 import sys
+from typing import Any
 
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.checkpoint.source import FORMATS
+from mesh_transformer.checkpoint.source import FORMATS, Source
+from mesh_transformer.cli.arguments import CONFIG_HELP, Parser, add_setting_argument, settings
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, dest, metavar, path in (
         ("--from", "source", "SRC", "a model folder (newest step, or --step) or a step_N"),
         ("--to", "target", "DST", "a model folder or a step_N in one, not existing yet"),
@@ -34,9 +34,10 @@ def parse_args() -> argparse.Namespace:
         )
     parser.add_argument(
         "--config",
-        help="config file, JSON or YAML (default: the one stored in SRC; required for --from "
-        "original, which stores none)",
+        help=f"{CONFIG_HELP} (default: the one stored in SRC; required for --from original, which "
+        "stores none)",
     )
+    add_setting_argument(parser)
     parser.add_argument(
         "--shards",
         type=int,
@@ -86,6 +87,16 @@ def main() -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
+def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
+    """Return the config of --config and --set, or None for the one stored in the source."""
+    changes = settings(args)
+    if args.config:
+        return Config.load(args.config, changes=changes)
+    if not changes:
+        return None
+    return Source(conversion.step_of(source, kind, args.step)).config.replace(**changes)
+
+
 def run(args: argparse.Namespace) -> None:
     """Convert a checkpoint; with --verify, also compare the logits of source and target.
 
@@ -98,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
         source_kind,
         target,
         target_kind,
-        config=Config.load(args.config) if args.config else None,
+        config=_config(args, source, source_kind),
         shards=args.shards,
         dtype=FLOATS.get(args.dtype),
         slim=args.slim,

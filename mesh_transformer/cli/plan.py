@@ -11,14 +11,21 @@ import os
 import sys
 from typing import Any
 
-from mesh_transformer.cli.arguments import add_key_arguments, positive
+from mesh_transformer.cli.arguments import (
+    CONFIG_HELP,
+    Parser,
+    add_key_arguments,
+    add_setting_argument,
+    positive,
+    settings,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--config", required=True, help="config file, JSON or YAML")
+    parser = Parser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--config", required=True, help=CONFIG_HELP)
     parser.add_argument(
         "--topology",
         required=True,
@@ -30,6 +37,7 @@ def parse_args() -> argparse.Namespace:
         "--mp", type=int, help="devices per replica (default: the config's cores_per_replica)"
     )
     keys = add_key_arguments(parser)
+    add_setting_argument(keys)
     keys.add_argument(
         "--shard-activations",
         action=argparse.BooleanOptionalAction,
@@ -106,7 +114,7 @@ def main() -> None:
     from mesh_transformer.performance.topology import slice_named, topology
 
     slice_ = slice_named(args.topology)
-    config = Config.load(args.config)
+    config = Config.load(args.config, changes=settings(args))
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
     if args.scaling:
         generation = topology(args.topology).generation

@@ -1,4 +1,4 @@
-"""The create_finetune_tfrecords script: converts text files and archives to TFRecords of sequences.
+"""Create training records from text files.
 
 Documents are tokenised once, file by file, and stored in a work folder next to the result.
 Shuffling and packing then move only the numbers of documents, so a corpus may be larger than
@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.cli.arguments import add_record_arguments, positive
+from mesh_transformer.cli.arguments import Parser, add_record_arguments, positive
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
 from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, format_counts
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
@@ -44,7 +44,7 @@ SETTINGS = (
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Create training records from text files.")
+    parser = Parser(description=str(__doc__).partition("\n")[0])
     parser.add_argument(
         "input_path",
         help="a .txt, .jsonl, .jsonl.zst, .xz or .tar.gz file, or a folder of such files",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import device_serve
+from mesh_transformer.cli import serve
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import QUICK_COMPILATION
 
@@ -59,7 +59,7 @@ def test_compose_runs_the_image(name, monkeypatch):
     [entry] = [json.loads(rest) for keyword, rest in instructions() if keyword == "ENTRYPOINT"]
     [exposed] = [rest for keyword, rest in instructions() if keyword == "EXPOSE"]
     monkeypatch.setattr(sys, "argv", [*entry[1:], *service["command"]])
-    args = device_serve.parse_args()
+    args = serve.parse_args()
     assert (args.host, args.model_path) == ("0.0.0.0", "/model")
     assert service["ports"] == [f"127.0.0.1:{exposed}:{args.port}"]
     assert int(service["stop_grace_period"].removesuffix("s")) > args.drain_seconds

@@ -1,0 +1,72 @@
+"""The mesh-transformer command, which runs one of the commands in this folder."""
+
+import difflib
+import importlib
+import sys
+from types import ModuleType
+
+from mesh_transformer.util import InputError
+
+# The commands and their modules, in the order in which a new user meets them.
+COMMANDS = {
+    "records": "text_records",
+    "completion-records": "completion_records",
+    "train": "train",
+    "pod": "pod",
+    "plot": "plot",
+    "sample": "sample",
+    "serve": "serve",
+    "eval": "evaluate",
+    "convert": "convert",
+    "plan": "plan",
+    "bench": "benchmark",
+}
+
+
+def main() -> int | None:
+    """Run the command that the first argument names, with the arguments that follow it.
+
+    Raises:
+      InputError: if there is no such command.
+    """
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        import mesh_transformer
+
+        print(f"mesh-transformer {mesh_transformer.__version__}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(COMMANDS)}"
+        raise InputError(f"mesh-transformer {name}: no such command; {hint}")
+    sys.argv = [f"mesh-transformer {name}", *sys.argv[2:]]  # argparse prints the first word
+    return _module(name).main()
+
+
+def usage() -> str:
+    """Return the text of `mesh-transformer --help`: every command with its description."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {description(name)}" for name in COMMANDS]
+    return "\n".join(
+        (
+            "usage: mesh-transformer COMMAND ...",
+            "",
+            "GPT-J in JAX: data, training, generation, serving, evaluation and conversion.",
+            "",
+            *lines,
+            "",
+            "mesh-transformer COMMAND --help describes a command; --version prints the version.",
+        )
+    )
+
+
+def description(name: str) -> str:
+    """Return what a command does, in one line: the first line of its module's docstring."""
+    return (_module(name).__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"mesh_transformer.cli.{COMMANDS[name]}")

@@ -1,0 +1,72 @@
+"""Serve a trained model over HTTP: OpenAI's completions, the original's /complete, and a page."""
+
+import argparse
+
+from mesh_transformer.cli.arguments import (
+    add_host_arguments,
+    model_arguments,
+    model_parser,
+    positive,
+)
+from mesh_transformer.cli.machines import running_model
+from mesh_transformer.util import exit_now
+
+
+def parse_args() -> argparse.Namespace:
+    parser = model_parser(__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="listening address (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=5000, help="port; 0: any free (default 5000)")
+    parser.add_argument("--api-key-file", help="file of keys that clients must send, one per line")
+    parser.add_argument("--allow-origin", action="append", help="allowed CORS origin (repeatable)")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        metavar="NAME",
+        default=[],
+        help="allowed Host header of a server without keys; '*' allows any (repeatable)",
+    )
+    parser.add_argument("--name", help="model name for clients (default: the config's name)")
+    for flag, default, description in (
+        ("--rows", 16, "maximum requests served concurrently (default 16)"),
+        ("--queue", 256, "maximum waiting requests (default 256)"),
+        ("--max-tokens", None, "maximum tokens per answer (default: the model's window)"),
+        ("--stall-seconds", 60, "seconds per model call after which /health fails (default 60)"),
+    ):
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=description)
+    drain = "seconds to finish running requests at shutdown (default 60)"
+    parser.add_argument("--drain-seconds", type=int, default=60, help=drain)
+    add_host_arguments(parser, required=False)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    path, config = model_arguments(args)
+
+    from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.data.tokenizer import Tokenizer
+    from mesh_transformer.serving.app import create_app
+    from mesh_transformer.serving.engine import Engine
+    from mesh_transformer.serving.metrics import Metrics
+    from mesh_transformer.serving.requests import Keys
+    from mesh_transformer.serving.server import listen, serve
+    from mesh_transformer.serving.service import Service
+
+    # Before loading, which takes long, so that errors appear at once.
+    keys = Keys(args.api_key_file)
+    socket = listen(args.host, args.port)
+    model = path if config else Source(path)
+    tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
+    with running_model(args, model, config, only_generate=True) as network:
+        metrics = Metrics(args.rows)
+        limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
+        engine = Engine(network, metrics, rows=args.rows, **limits)
+        engine.warm_up()
+        max_tokens = args.max_tokens or network.config.window
+        service = Service(args.name or network.config.name, engine, tokenizer, metrics, max_tokens)
+        app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
+        serve(app, socket, args.drain_seconds)
+    # A normal exit of the interpreter takes seconds, and waits forever if the engine is stuck.
+    if engine.close(0) or engine.health_problem is None:
+        exit_now("", 0)
+    exit_now("error: the network did not answer; its pending requests were dropped", 1)
