@@ -361,18 +361,23 @@ def test_the_page_lists_the_config_keys_of_the_original():
     assert set(kept) == set(config_keys) | others
 
 
+def flags_in(text: str) -> set[str]:
+    """Return the flags in a text; any of them may be written with underscores."""
+    return {flag.replace("_", "-") for flag in re.findall(r"--[\w-]+", text)}
+
+
 def test_the_scripts_and_flags_on_the_page_exist():
     rows = tables("## Scripts")
     assert len(rows) >= 15
     for first, second in rows:
         for path in re.findall(r"[\w/]+\.(?:py|sh|yaml|ipynb)\b", second):
             assert (ROOT / path).is_file(), path
-        assert set(re.findall(r"--[\w-]+", second)) <= FLAGS, second
+        assert flags_in(second) <= FLAGS, second
         assert all(map(resolve, re.findall(DOTTED, second)))
         if second.startswith("the same;"):
             (script,) = re.findall(r"^`(\w+\.py)", first)
             assert (ROOT / script).is_file(), script
-            assert set(re.findall(r"--[\w-]+", first)) <= FLAGS, first
+            assert flags_in(first) <= FLAGS, first
 
 
 @pytest.mark.slow

@@ -357,7 +357,7 @@ def test_modules_and_scripts_stay_short():
     long = [
         f"{path.name}: {lines} lines, at most 600" for path, lines in lengths.items() if lines > 600
     ]
-    for path in ROOT.glob("*.py"):
+    for path in set(ROOT.glob("*.py")) - {ROOT / "setup.py"}:
         lines = len(path.read_text("utf-8").splitlines())
         if lines >= 80:
             long.append(f"{path.name}: {lines} lines, a root script has fewer than 80")

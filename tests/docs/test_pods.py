@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh_transformer.cli import pod
 from mesh_transformer.cli.arguments import run_arguments, tpu_arguments
 from tests.long.interruptions import last_step, training
 from tests.support.documents import PYTHON, ROOT, commands, python_commands
@@ -81,7 +81,7 @@ def test_the_commands_for_a_tpu_can_be_parsed(monkeypatch):
     assert tpu_commands
     for words in tpu_commands:
         monkeypatch.setattr("sys.argv", words)
-        args = runpy.run_path(words[0])["parse_args"]()
+        args = {"train.py": pod}[words[0]].parse_args()
         config, _, _ = run_arguments(args)
         spec, _ = tpu_arguments(args, config)
         assert spec.devices == config.tpu_size

@@ -168,7 +168,7 @@ STUCK = """
 import contextlib
 import sys
 
-import device_serve
+from mesh_transformer.cli import serve
 from mesh_transformer.util import run_script
 from tests.support.fake_network import FakeNetwork
 
@@ -190,8 +190,8 @@ class Stuck(FakeNetwork):
 
 
 network = Stuck(range(100), name="stuck")
-device_serve.running_model = lambda *_, **__: contextlib.nullcontext(network)
-run_script(device_serve.main)
+serve.running_model = lambda *_, **__: contextlib.nullcontext(network)
+run_script(serve.main)
 """
 
 
