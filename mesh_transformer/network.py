@@ -1,6 +1,6 @@
-"""Interfaces of a network and its running batch, independent of where the network runs.
+"""Interfaces of networks and of their batches, independent of where a network runs.
 
-Three classes implement a network: `CausalTransformer` runs on the devices of this process,
+Three classes implement `Network`: `CausalTransformer` runs on the devices of this process,
 `TPUCluster` on the hosts of a pod, and `RestartingCluster` on a pod whose hosts are replaced when
 one of them fails.
 """

@@ -107,7 +107,7 @@ class CausalTransformer:
 
     @property
     def replicas(self) -> list[int]:
-        """The replicas whose batch rows this process passes in and gets back: ascending indices."""
+        """Ascending indices of the replicas whose rows this process passes in and gets back."""
         return self._rows.replicas
 
     @property
@@ -119,8 +119,9 @@ class CausalTransformer:
     def noise_batches(self) -> tuple[int, int]:
         """The two batch sizes, in sequences, for estimating the gradient noise scale.
 
-        The first is that of each gradient whose squared norm enters the mean `grad_square_micro`.
-        The second is that of the gradient whose norm is `grad_norm`.
+        They belong to two metrics of `train`.  `grad_square_micro` is the mean squared norm of
+        gradients of batches of the first size.  `grad_norm` is the norm of the gradient of a batch
+        of the second size, that of a whole update.
         """
         replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
@@ -212,8 +213,8 @@ class CausalTransformer:
           alternatives: number of most likely tokens to return for each position.
 
         Returns:
-          Numpy arrays [B, T - 1, ...].  They are computed with the same copy of the weights as in
-          `generate`: in f32 on CPUs, else in `config.dtype`.
+          A `Chosen` of numpy arrays [B, T - 1, ...].  They are computed with the same
+          copy of the weights as in `generate`: in f32 on CPUs, else in `config.dtype`.
         """
         tokens = self._tokens("tokens", tokens, 2, longest=self.config.seq + 1)
         return self._generator.score(self._own_params(), tokens, alternatives)
@@ -339,7 +340,8 @@ class CausalTransformer:
             If the config sets `lora_rank` and the checkpoint has no adapters, it becomes the base
             model of new adapters.
           fresh_opt: whether to create fresh moments even if the checkpoint has some.
-          only_params: whether to neither load nor create moments; the first `train` creates them.
+          only_params: if True, moments are neither loaded nor created; the first `train` creates
+            them.
 
         Raises:
           InputError: if the checkpoint cannot be read or does not fit the config.
@@ -473,7 +475,7 @@ def _fit_to_devices(saved: Config) -> Config:
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:
-        """Return our replacement for a name that this module had in mesh-transformer-jax.
+        """Return what replaces `name`, if this module of mesh-transformer-jax had such a name.
 
         Raises:
           ImportError: if no object replaces the name; the message says what to use.

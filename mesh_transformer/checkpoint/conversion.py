@@ -95,12 +95,12 @@ def _merged(
     moved: AnyPath | None,
     dtype: DTypeLike | None,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return the config and lazy host state of the base model of a source, with adapters merged in.
+    """Merge adapters into their base model; return the result's config and lazy host state.
 
     Args:
-      source: the checkpoint of the adapters.
+      source: the adapters' checkpoint.
       recorded: the base model, as recorded in that checkpoint.
-      moved: the current path of the base model, if it is no longer at the recorded path.
+      moved: the base model's current path, if it is no longer at the recorded path.
     """
     assert source.step is not None
     own, adapters = native_state.read(source.step, optimizer=False)
@@ -208,7 +208,7 @@ def _check_rows(target: str, config: Config, shards: int | None) -> None:
 
 
 def _check_target(target: str, kind: Format) -> None:
-    """Raise InputError if `target` exists, is misnamed, or is beside steps of another format.
+    """Raise InputError if `target` exists, is misnamed, or is in a model folder of another format.
 
     Args:
       kind: the format to write.
@@ -240,12 +240,13 @@ def _check_kind(path: AnyPath, kind: Format) -> None:
 
 
 def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
-    """Return the path of the folder of `step` in the model folder `path`.
+    """Return the path of the step_N folder for `step` in the model folder `path`.
 
-    If `step` is None, or `path` is already that step's folder, returns `path`.
+    If `step` is None, or `path` is already that step_N, returns `path`.
 
     Raises:
-      InputError: if there is no such step, or `path` is another step or a Hugging Face folder.
+      InputError: if `step` is passed, but there is no such step, or `path` is another step or a
+        Hugging Face folder.
     """
     path = local_path(path)
     if step is None:
@@ -271,7 +272,7 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
     step_N, the state's step is set to N.
 
     Raises:
-      InputError: if `target` is a step_N, but the state was read at another step than N.
+      InputError: if `target` is a step_N, but the state's step, which its source stores, is not N.
     """
     named = step_number(target)
     if named is None:
@@ -311,7 +312,7 @@ def compare(
     Args:
       source_kind, target_kind: the formats of `source` and `target`.
       config: the config of the model.
-      base: the path of the base model of the source's adapters, if it has moved.
+      base: if the source holds adapters, the path of their base model, if it has moved.
     """
     one, other = Source(source, source_kind), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.

@@ -135,7 +135,7 @@ def check_expressible(config: Config) -> None:
         if getattr(config, key) != value:
             raise InputError(
                 f"config: {key} is {getattr(config, key)!r}, but Hugging Face's GPT-J supports "
-                f"only {value!r}; keep this model in the native or the original's format"
+                f"only {value!r}; keep this model in native or original format"
             )
 
 
@@ -219,7 +219,7 @@ class _Place(NamedTuple):
     transposed: bool
 
     def find(self, params: gptj.Params) -> Any:
-        """Return our leaf that holds the tensor, by itself or as one of its layers."""
+        """Return our leaf that holds the tensor; a stacked leaf is returned with all its layers."""
         return params[self.part][self.module][self.leaf]
 
     def shape(self, params: gptj.Params) -> tuple[int, ...]:
@@ -241,7 +241,7 @@ def read(
     dtype: DTypeLike | None = None,
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a folder's config and its weights as a host state, at step 0.
+    """Return a folder's config, and its weights as a host state (see `conversion`) at step 0.
 
     The embedding's bias, which Hugging Face's GPT-J does not have, is zero.
 
@@ -359,7 +359,7 @@ def _check_same(folder: str, stored: Config, config: Config) -> None:
     if stored.n_vocab > config.n_vocab:
         raise InputError(
             f"{where}: vocab_size is {stored.n_vocab}, the config's n_vocab {config.n_vocab}; "
-            "give an n_vocab at least as large"
+            "set the config's n_vocab to at least vocab_size"
         )
 
 
@@ -388,10 +388,10 @@ def _select_weights(
 def _check_stored(
     stored: dict[str, StoredTensor], places: dict[str, _Place], expected: gptj.Params
 ) -> None:
-    """Raise InputError if a tensor's shape is not the expected one, or its dtype not floating.
+    """Raise InputError if a tensor has an unexpected shape, or a dtype that is not in `DTYPES`.
 
     Args:
-      expected: our parameters; only their shapes are used.
+      expected: a tree like our parameters, with the expected shapes; its values are not used.
     """
     for name, tensor in stored.items():
         shape = places[name].shape(expected)
@@ -410,9 +410,9 @@ def _check_stored(
 def _leaf_dtypes(
     stored: dict[str, StoredTensor], places: dict[str, _Place], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
-    """Return the dtype to read each of our leaves in.
+    """Return {path of our leaf: the dtype to read it in}.
 
-    This is `dtype`, or if that is None, the dtype of the leaf's tensors.
+    The dtype is `dtype`, or if that is None, the dtype of the leaf's tensors.
 
     Raises:
       InputError: if `dtype` is None and the layers of a leaf differ in dtype.
@@ -424,7 +424,7 @@ def _leaf_dtypes(
         if dtype is None and first != own:
             raise InputError(
                 f"{tensor.path}: tensor {name} is {own}, other layers' are {first}; "
-                "choose the dtype to read them in"
+                "convert the folder with --dtype, so that all layers have one dtype"
             )
     return leaf_dtypes
 

@@ -36,8 +36,8 @@ class StoredTensor(NamedTuple):
 
     Attributes:
       path: the file.
-      dtype: safetensors' code of the dtype, such as "BF16"; torch's name of the dtype if it is
-        another dtype in a .bin file.
+      dtype: safetensors' code of the dtype, such as "BF16".  In .bin files, dtypes other than F32,
+        F16 and BF16 have torch's name instead, such as "torch.int64".
       shape: the tensor's shape.
       read: returns the values.  They may be a view of a memory-mapped file, so the caller must copy
         them and drop the view.
@@ -157,11 +157,12 @@ def _safetensors(path: str) -> dict[str, StoredTensor]:
 def _span(
     path: str, code: str, shape: tuple[int, ...], start: int, begin: int, end: int
 ) -> StoredTensor:
-    """Return the tensor at bytes begin to end of a safetensors file's data.
+    """Return one tensor of a safetensors file.
 
     Args:
       code: the format's code of the dtype.
-      start: the position of the data in the file.
+      start: the position in the file at which the data of all tensors start.
+      begin, end: the range of the tensor's bytes, relative to `start`.
 
     Raises:
       ValueError: if the number of bytes does not match the shape and dtype.

@@ -27,7 +27,7 @@ from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
 
-# mesh-transformer-jax's module below layer_<i>/~/ -> (our module, {its leaf name: our leaf name}).
+# mesh-transformer-jax's module below layer_<i>/~/ -> (our module, {their leaf: our leaf}).
 _LAYER = {
     "linear": ("layer/q", {"w": "w"}),
     "linear_1": ("layer/v", {"w": "w"}),
@@ -108,7 +108,7 @@ class Entry(NamedTuple):
 def entries(config: Config, declared: Any) -> list[Entry]:
     """Return an entry for each of the model's parameters, in the order of the checkpoint's arrays.
 
-    They are sorted by mesh-transformer-jax's module name, then by its leaf name.
+    The entries are sorted by mesh-transformer-jax's module names, then by its leaf names.
 
     Args:
       declared: the declarations of the config's parameters.
@@ -161,8 +161,9 @@ def check_shards(
             sizes[f"axis {entry.axis} of {entry.name}"] = entry.shape[entry.axis]
         if entry.rule is Rule.STACKED and entry.shape[0] != shards:
             raise InputError(
-                f"{where}: {shards} shards, but norm layernorm-desync has one {entry.name} per "
-                f"shard and the config's cores_per_replica is {entry.shape[0]}; {remedy}"
+                f"{where}: {shards} shards, but the config's cores_per_replica is "
+                f"{entry.shape[0]}; they must be equal, because norm layernorm-desync has one "
+                f"{entry.name} per shard; {remedy}"
             )
     for what, size in sizes.items():
         if size % shards:
@@ -175,17 +176,18 @@ def _check_expressible(config: Config) -> None:
     """Raise InputError if mesh-transformer-jax checkpoints cannot represent the config's model."""
     if config.block != "gptj":
         raise InputError(
-            f"config: block is {config.block}, but the original's checkpoints support only gptj"
+            f"config: block is {config.block}, but mesh-transformer-jax checkpoints support only "
+            "gptj"
         )
     if config.d_head * config.n_heads != config.d_model:
         raise InputError(
-            f"config: head_size is {config.d_head}, but the original's checkpoints support "
+            f"config: head_size is {config.d_head}, but mesh-transformer-jax checkpoints support "
             f"only d_model / n_heads ({config.d_model} / {config.n_heads})"
         )
 
 
 def _norm_leaves(config: Config) -> tuple[str, tuple[str, ...]]:
-    """Return the name that mesh-transformer-jax gives the norm's module, and that of each leaf.
+    """Return mesh-transformer-jax's names for the norm's module and for its leaves.
 
     For layernorm-nobias the leaves include an offset, although the model does not use it.
     """
@@ -206,7 +208,7 @@ def _entry(
     config: Config,
     declared: Any,
 ) -> Entry:
-    """Return the entry of one parameter of mesh-transformer-jax.
+    """Return the `Entry` of one parameter in a mesh-transformer-jax checkpoint.
 
     Args:
       theirs, their_leaf: mesh-transformer-jax's names of the module and the leaf.
@@ -242,8 +244,8 @@ class _Source(NamedTuple):
     Attributes:
       layers: the number of layers of the model.
       shards: the checkpoint's shards, in order.
-      entries: the model's parameters, from `entries`.
-      first: {group of leaves, such as "params": index in a shard of the group's first leaf}.
+      entries: the model's parameters, as the function `entries` returns them.
+      first: {group of leaves, such as "params": position of the group's first leaf in each shard}.
     """
 
     layers: int
@@ -352,7 +354,7 @@ def _open(path: str, config: Config) -> _Source:
     if missing:
         raise InputError(
             f"{path}: shard_{missing[0]} is missing, though shard_{numbers[-1]} exists; "
-            "copy it as well"
+            f"copy shard_{missing[0]} as well"
         )
     parameters = entries(config, gptj.declarations(config))
     remedy = f"copy all of its shards, or {_REMEDY}"
@@ -362,7 +364,7 @@ def _open(path: str, config: Config) -> _Source:
         if len(shard) != len(shards[0]):
             raise InputError(
                 f"{shard.folder}: found {len(shard)} leaves, expected the {len(shards[0])} of "
-                f"{shards[0].folder}; copy both again"
+                f"{shards[0].folder}; copy both folders again"
             )
     size, held = len(parameters), len(shards[0])
     full = {"adam": 0, "mu": 1, "nu": 1 + size, "schedule": 1 + 2 * size, "params": 2 + 2 * size}
@@ -391,7 +393,11 @@ def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
 
 
 def _read_count(source: _Source, name: str) -> np.ndarray:
-    """Return the count called `name`, int32 [], from the first shard; all shards hold the same."""
+    """Return a count as an int32 scalar, from the first shard; all shards hold the same value.
+
+    Args:
+      name: "adam", "schedule" or "step".
+    """
     shard, index = source.shards[0], source.first[name]
     value = shard.read(index, name, ())
     if value.dtype.kind not in "iu":
@@ -447,12 +453,12 @@ def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | Non
 def _blocks(
     source: _Source, group: str, number: int, dtype: np.dtype, first_place: str
 ) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Yield an entry in blocks: (name for error messages, index in the parameter, values).
+    """Yield an entry's values in blocks: (name for error messages, index in the parameter, values).
 
     Args:
       number: the index of the entry.
       dtype: the dtype that each shard's array must have.
-      first_place: an array that has this dtype, for error messages.
+      first_place: where an array with this dtype is, for error messages.
     """
     entry, shards = source.entries[number], source.shards
     index, name = source.first[group] + number, f"{group}: {entry.name}"
@@ -463,7 +469,7 @@ def _blocks(
         if value.dtype != dtype:
             raise InputError(
                 f"{shard.where(index, name)} is {value.dtype}, expected {dtype} as in "
-                f"{first_place}; copy both again"
+                f"{first_place}; copy the checkpoint again"
             )
         return value
 

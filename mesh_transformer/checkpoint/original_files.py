@@ -1,4 +1,4 @@
-"""The files of mesh-transformer-jax checkpoints: a model folder's index, 16 pieces per shard."""
+"""The files of mesh-transformer-jax checkpoints: meta.json, and 16 .npz "pieces" per shard."""
 
 import contextlib
 import itertools
@@ -35,7 +35,7 @@ _DAMAGED = (
 
 
 def entry_numbers(folder: str, kind: str) -> list[int]:
-    """Return the numbers of a folder's entries `<kind>_<number>`, ascending."""
+    """Return the numbers N of the files and folders called <kind>_N in `folder`, ascending."""
     if not os.path.isdir(folder):
         return []
     matches = [re.fullmatch(rf"{kind}_(\d+)", name) for name in os.listdir(folder)]
@@ -54,21 +54,21 @@ def step_folder(path: str) -> str:
     if entry_numbers(path, "shard"):
         return path
     if not os.path.isdir(path):
-        raise InputError(f"{path}: no such folder; expected one of the original's checkpoints")
+        raise InputError(f"{path}: no such folder; expected a mesh-transformer-jax checkpoint")
     if os.path.exists(os.path.join(path, "meta.json")):
         newest = read_index(path)["checkpoints"][-1]
         step = os.path.join(path, f"step_{newest}")
         if not entry_numbers(step, "shard"):
             raise InputError(
-                f"{path}/meta.json: names step {newest}, but {step} holds no shard_<i>; copy it, "
-                "or give the path of another step"
+                f"{path}/meta.json: names step {newest}, but {step} holds no shard_<i>; copy "
+                "that folder, or give the path of another step"
             )
         return step
     steps = [os.path.join(path, f"step_{step}") for step in entry_numbers(path, "step")]
     steps = [step for step in steps if entry_numbers(step, "shard")]
     if not steps:
         raise InputError(
-            f"{path}: found no checkpoint of the original's; expected shard_<i> folders, or "
+            f"{path}: found no mesh-transformer-jax checkpoint; expected shard_<i> folders, or "
             "step_<N> folders that hold them"
         )
     return steps[-1]
@@ -111,9 +111,9 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
 
 
 def split(leaves: int) -> list[tuple[int, int]]:
-    """Return the range of leaves that each of a shard's pieces holds, as pairs (first, end).
+    """Return, for each piece of a shard, the range of leaves in it as a pair (first, end).
 
-    `end` is the index after that of the last leaf in the piece.
+    `end` is the index after the piece's last leaf.
 
     Args:
       leaves: the number of leaves in a shard.
@@ -158,7 +158,7 @@ class Shard:
     def read(self, index: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return the values of a leaf.
 
-        A dtype of 2-byte voids, as numpy stores bfloat16, is returned as bfloat16.
+        numpy stores bfloat16 as 2-byte voids; these are returned as bfloat16.
 
         Args:
           index: the position of the leaf in the shard.
@@ -176,7 +176,7 @@ class Shard:
     def _opened(
         self, index: int, name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[Any, np.dtype]]:
-        """Check a leaf's header, then yield a stream of the leaf from its start, and its dtype."""
+        """Check a leaf's header, then yield a stream that starts at the header, and the dtype."""
         path, member = self._places[index]
         try:
             with zipfile.ZipFile(path) as archive:
@@ -189,7 +189,7 @@ class Shard:
             raise
         except _DAMAGED as error:
             raise InputError(
-                f"{self.where(index, name)} is damaged: {reason(error)}; expected {shape}; "
+                f"{self.where(index, name)} is damaged: {reason(error)}; expected shape {shape}; "
                 f"{_COPY_ADVICE}"
             ) from None
 
@@ -210,8 +210,8 @@ class Shard:
         if actual != shape:
             raise InputError(
                 f"{self.where(index, name)} has shape {actual}, expected {shape} in each of "
-                f"{self._shards} shards; use the config that the model was trained with, and all "
-                "shards"
+                f"{self._shards} shards; use the config that the model was trained with, and "
+                "copy all shards"
             )
 
 
@@ -235,7 +235,7 @@ def _members(path: str) -> list[str]:
         raise InputError(
             f"{path}: expected the arrays arr_0, arr_1, ..., found {len(names)} arrays, with "
             f"{first.removesuffix('.npy')} missing or unexpected; "
-            "is this one of the original's checkpoints?"
+            "check that this is a mesh-transformer-jax checkpoint"
         )
     return expected
 

@@ -50,7 +50,7 @@ class Declaration:
 
         The axis is the longest one whose size is a multiple of dp, excluding the layer axis and
         the axis split over mp.  ZeRO does not split a parameter without such an axis, nor one that
-        is not split over mp.  Most of these parameters are small.
+        is not split over mp.  Most of the parameters left whole are small.
         """
         axes = tuple(self.spec)
         if "mp" not in axes:

@@ -50,7 +50,12 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def abstract(shapes: Any, layout: Any) -> Any:
-    """Return a tree of ShapeDtypeStructs from a tree of shapes and dtypes and one of shardings."""
+    """Return a tree of ShapeDtypeStructs with the given shapes, dtypes and shardings.
+
+    Args:
+      shapes: a tree whose leaves have a `shape` and a `dtype`.
+      layout: a tree of shardings with the same structure.
+    """
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

@@ -118,7 +118,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def own_positions(self, x: Array) -> Array:
-        """Return the positions of x, [B, T, D], in this device's part of the residual stream.
+        """Slice x, [B, T, D], to the positions in this device's part of the residual stream.
 
         x must contain all positions.
         """
@@ -223,8 +223,8 @@ class Parallel(abc.ABC):
         """Convert the state's parameters to `dtype` for the forward pass, once per step.
 
         With ZeRO 1, parameters that are split over dp are also all-gathered here.  With ZeRO 3,
-        they stay split.  The trained ones also stay in f32 until `collect` casts them, so that
-        their gradients are in f32 too.  Frozen parameters have no gradients and are cast here.
+        they stay split.  If they are trained, they also stay in f32 until `collect` casts them, so
+        that their gradients are in f32 too.  Frozen parameters have no gradients and are cast here.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
@@ -256,7 +256,7 @@ class Parallel(abc.ABC):
     def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
         """Return parameters in `dtype`, gathered over dp and split over mp only.
 
-        Called right before the parameters are used.
+        Call this right before using the parameters.
         """
 
         def whole(d: Declaration, x: Array) -> Array:

@@ -34,7 +34,7 @@ class Rows:
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
 
     def pad(self, rows: np.ndarray) -> np.ndarray:
-        """Append copies of the first row until this process's replicas divide the rows equally."""
+        """Append copies of the first row until the rows divide equally among the replicas here."""
         missing = -len(rows) % len(self.replicas)
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
@@ -102,7 +102,8 @@ def gathered(results: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndar
 
     Args:
       results: each process's rows.
-      at: each process's row indices, as returned by `places`; together they must cover every row.
+      at: each process's row indices in the global batch, as returned by `process_rows`; together
+        they must cover every row.
 
     Raises:
       HostError: if two processes returned different bits for the same row.

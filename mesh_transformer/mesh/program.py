@@ -68,7 +68,7 @@ ASYNC_KINDS = ("TPU v5", "TPU v6")
 
 
 def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
-    """Return the compiler options for a training step on the mesh's devices, or None for none."""
+    """Return the compiler options for training steps on the mesh; None if there are none."""
     device = mesh.devices.flat[0]
     if device.platform != "tpu":
         return None
@@ -76,8 +76,7 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
     if config.zero == 3:
         # This pass moves all-reduces over replicas out of the loop over microbatches.  ZeRO 3 has
         # none to move, because it reduce-scatters gradients in the loop over layers.  On a
-        # prototype of ZeRO 3 the pass crashed the compiler (libtpu 0.0.42), although small models
-        # compile with it.
+        # prototype of ZeRO 3 the pass crashed the compiler (libtpu 0.0.42), except on small models.
         options["xla_disable_hlo_passes"] = "while-loop-all-reduce-code-motion"
     if any(kind in device.device_kind for kind in ASYNC_KINDS):
         # These options are off by default.  They let the backward pass all-reduce the activations'
@@ -90,7 +89,10 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
 def parallel_of(
     config: Config, mesh: Mesh, *, attention: str = "xla", split_stream: bool = False
 ) -> Parallel:
-    """Return the `Parallel` for `config.partitioning`; for one device, one without collectives."""
+    """Return the `Parallel` that `config.partitioning` selects.
+
+    On a mesh of one device, it has no collectives.
+    """
     if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)
     kind = Auto if config.partitioning == "jit" else Manual
