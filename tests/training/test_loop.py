@@ -52,7 +52,7 @@ def whole_records(sample: dict[str, np.ndarray]) -> np.ndarray:
 class Counter:
     """A fake network whose loss is 1 / step and whose checkpoints are entries of a dict."""
 
-    batch_size = 4
+    batch_size, dp = 4, 1
     noise_batches = (4, 8)
     peak_flops = 1e9
 
