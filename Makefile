@@ -1,16 +1,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
 
-.PHONY: quickstart test venv libtpu lint lock
+.PHONY: quickstart test test-all venv libtpu lint lock
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
 quickstart: venv
 	$(BIN)/python scripts/quickstart.py
 
-# Installs what the tests need and runs them all: three workers for two cores, as some tests mostly
-# wait.  `$(BIN)/pytest -m "not slow"` is the quick part.
+# Installs what the tests need and runs all but the slow ones: three workers for two cores, as some
+# tests mostly wait.
 test: .venv/test libtpu lint
-	$(BIN)/pytest -q -n 3 --dist worksteal
+	@echo "running the tests: about 10 minutes on 2 cores"
+	$(PYTEST) -m "not slow"
+
+# The slow tests too: killed hosts and disks that are full, compilation for TPUs, long guides.
+test-all: .venv/test libtpu lint
+	@echo "running all tests: about 25 minutes on 2 cores"
+	$(PYTEST)
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
 venv: .venv/run

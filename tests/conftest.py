@@ -36,8 +36,18 @@ for _number, _handler in (
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers use the folder of their session
-    _compiled = tempfile.TemporaryDirectory(prefix="compiled")
-    os.environ["MESH_TRANSFORMER_CACHE"] = _compiled.name
+    # Programs that tests start put their temporary files, caches and settings here, and it is
+    # deleted at the end.  Tests' own folders stay where pytest puts them, for a look afterwards.
+    _session = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    os.environ |= {
+        "PYTEST_DEBUG_TEMPROOT": tempfile.gettempdir(),
+        "TMPDIR": _session.name,
+        "MESH_TRANSFORMER_CACHE": f"{_session.name}/compiled",
+        "XDG_CACHE_HOME": f"{_session.name}/cache",
+        "XDG_CONFIG_HOME": f"{_session.name}/config",
+        "TPU_LOG_DIR": "disabled",
+    }
+    tempfile.tempdir = None  # read TMPDIR again
 
 DATA = Path(__file__).parent / "data"
 

@@ -380,7 +380,6 @@ def test_the_scripts_and_flags_on_the_page_exist():
             assert flags_in(first) <= FLAGS, first
 
 
-@pytest.mark.slow
 def test_the_code_of_the_notebook_runs(tmp_path, monkeypatch, capsys):
     tiny = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
     new_place(tmp_path, monkeypatch, ("example_config.json",), **tiny)

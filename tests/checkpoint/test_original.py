@@ -128,7 +128,6 @@ def test_slim_copy_evaluates_as_in_the_original():
     np.testing.assert_allclose(result["loss"], golden["eval_step10.loss"], atol=2e-2, rtol=0)
 
 
-@pytest.mark.slow
 def test_training_ends_at_the_originals_state():
     variant = ORIGINAL / "f32/mp4_ga1"
     config = original_config("f32/mp4_ga1", original_bias_copies=4)
@@ -155,7 +154,6 @@ def test_training_ends_at_the_originals_state():
         assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
-@pytest.mark.slow
 def test_bf16_losses_are_close_to_the_originals():
     golden = np.load(ORIGINAL / "bf16/mp4_ga1/golden.npz")
     changes = {"dtype": "bfloat16", "original_bias_copies": 4}

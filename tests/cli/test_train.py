@@ -128,6 +128,7 @@ def error_of(*words: str) -> str:
     return lines[-1]
 
 
+@pytest.mark.slow
 def test_invalid_settings_are_refused_before_the_run_starts(tmp_path):
     config = write_config(tmp_path / "config.json", run_values(tmp_path))
     (tmp_path / "model").mkdir()

@@ -199,7 +199,6 @@ def hf_scores(folder: str, names: list[str]) -> dict[str, float]:
     return harness.metric_values(results)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["random", "trained"])
 def test_scores_match_the_hugging_face_model_of_lm_eval(
     model, tasks, tmp_path, monkeypatch, capsys, weights

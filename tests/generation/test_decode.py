@@ -69,10 +69,9 @@ def by_token(token: np.ndarray, logprob: np.ndarray) -> np.ndarray:
 
 # The first kind of model on every mesh, the others on one mesh per partitioning.
 EVERYWHERE = [
-    pytest.param(kind, place, marks=[] if quick else pytest.mark.slow)
+    (kind, place)
     for kind in [*KINDS, ("geglu", "t5"), ("geglu", "fixed")]
     for place in (PLACES if kind == KINDS[0] else (PLACES[1], PLACES[2]))
-    for quick in [place == PLACES[1] or (kind == KINDS[0] and place == PLACES[0])]
 ]
 
 
@@ -162,9 +161,7 @@ def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, A
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    "place", [*PLACES[:3], *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[3:])]
-)
+@pytest.mark.parametrize("place", PLACES)
 def test_a_decode_step_copies_no_cache(place, rows):
     _, dp, mp = place
     # No other array has this head size.
@@ -201,7 +198,7 @@ def generate_alone(
     return tokens[0].tolist()
 
 
-@pytest.mark.parametrize("place", [pytest.param(PLACES[0], marks=pytest.mark.slow), PLACES[1]])
+@pytest.mark.parametrize("place", PLACES[:2])
 def test_inserted_rows_generate_the_same_tokens_as_alone(place):
     """Insert prompts late, into used rows, with varying calls, and generate beyond the window."""
     config = small_config(seq=32)
@@ -293,9 +290,9 @@ def test_a_growing_cache_gives_the_same_tokens_as_a_large_one(monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "partitioning"),
     [
-        pytest.param("f32/mp4_ga1", "shard_map", marks=pytest.mark.slow),
+        ("f32/mp4_ga1", "shard_map"),
         ("f32/t5_mp4", "shard_map"),
-        pytest.param("f32/t5_mp4", "jit", marks=pytest.mark.slow),
+        ("f32/t5_mp4", "jit"),
     ],
 )
 def test_greedy_tokens_match_the_original(variant, partitioning):

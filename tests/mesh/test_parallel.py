@@ -136,8 +136,8 @@ def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **cha
     [
         ("full", 0),
         ("none", 1),
-        pytest.param("full", 1, marks=pytest.mark.slow),
-        pytest.param("none", 0, marks=pytest.mark.slow),
+        ("full", 1),
+        ("none", 0),
     ],
 )
 def test_layers_reduce_one_activation_per_pass_and_steps_reduce_gradients_once(remat, zero):
@@ -236,7 +236,6 @@ def test_microbatches_without_the_compute_copy_reduce_over_dp(monkeypatch):
     assert over("dp") in {c.groups for c in inside}
 
 
-@pytest.mark.slow
 def test_zero_3_adds_only_dp_gathers_and_scatters_to_the_layer_loops():
     _, _, layer = compiled_step(zero=3).loops()
     layers = [f for f in layer if f]
@@ -249,6 +248,7 @@ SHALLOW, DEEP = 4, 28
 NARROW = {"d_model": 32, "n_vocab": 32, "seq": 8}
 
 
+@pytest.mark.slow
 def test_the_compiled_step_does_not_grow_with_depth():
     # Lines are counted because the text contains sizes.  The counts differ slightly because loops
     # are peeled or fused differently.

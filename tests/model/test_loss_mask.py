@@ -87,8 +87,8 @@ def test_masked_losses_match_numpy():
     ("partitioning", "dp", "mp", "zero"),
     [
         ("shard_map", 2, 4, 0),
-        pytest.param("shard_map", 8, 1, 3, marks=pytest.mark.slow),
-        pytest.param("jit", 2, 4, 1, marks=pytest.mark.slow),
+        ("shard_map", 8, 1, 3),
+        ("jit", 2, 4, 1),
     ],
 )
 def test_every_mesh_trains_like_one_device(partitioning, dp, mp, zero):

@@ -53,8 +53,6 @@ from tests.support.small_run import (
     write_config,
 )
 
-pytestmark = pytest.mark.slow
-
 CONFIG = Config(**VALUES)
 # f32 rounds to 6e-8, and several processes add in a different order than one.
 OTHER_PROCESSES = 1e-5
@@ -132,6 +130,7 @@ def test_cluster_matches_a_single_process(cluster, single, tmp_path):
     assert cluster.step == 4
 
 
+@pytest.mark.slow
 def test_running_batch_matches_a_single_process(cluster, single):
     rng = np.random.default_rng(2)
     cluster.init()
@@ -197,6 +196,7 @@ def test_engine_over_hosts_matches_a_single_process(cluster, single):
     engine.close()
 
 
+@pytest.mark.slow
 def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, capsys):
     """The scores match those of a single process, and of eval_harness.py on the checkpoint.
 
@@ -288,6 +288,7 @@ def test_folder_that_hosts_do_not_share_is_refused(cluster, monkeypatch, tmp_pat
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_killed_host_is_named_and_all_hosts_end(machines, host):
     cluster = build_model(CONFIG, machines())
@@ -308,6 +309,7 @@ def test_killed_host_is_named_and_all_hosts_end(machines, host):
     cluster.close()
 
 
+@pytest.mark.slow
 def test_hosts_with_different_losses_are_shut_down(machines):
     cluster = build_model(CONFIG, machines())
     cluster.init()
@@ -335,6 +337,7 @@ def test_number_of_unread_steps_is_limited(cluster):
     assert cluster.step == first + count
 
 
+@pytest.mark.slow
 def test_host_that_hangs_at_startup_is_named_and_ends(machines, monkeypatch):
     monkeypatch.setattr("mesh_transformer.pod.cluster.SECONDS_TO_START", 15.0)
     (head,) = sessions_of(os.getpid())
@@ -386,6 +389,7 @@ def kill(session: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_vanished_machine_is_named_and_replaced(machines):
     from mesh_transformer.pod.hosts import joined_hosts
 
@@ -420,6 +424,7 @@ def complete_run(tmp_path_factory) -> tuple[str, Path]:
     return uninterrupted(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 def test_run_recovers_from_every_kind_of_interruption(complete_run, tmp_path):
     """One run meets every kind of interruption: the first before any checkpoint, the rest after."""
     plan = [
@@ -433,6 +438,7 @@ def test_run_recovers_from_every_kind_of_interruption(complete_run, tmp_path):
         print(f"{interruption}: {outcome.seconds:.1f} s; {outcome.line}")
 
 
+@pytest.mark.slow
 def test_interrupted_save_is_never_restored(tmp_path):
     moments = ("data", "the arrays' commit file", "a deletion")
     for line in interrupted_saves(tmp_path, count=3, last=12, moments=moments):

@@ -24,8 +24,6 @@ from tests.long.interruptions import members, sessions_of
 from tests.support.small_run import VALUES
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.slow
-
 CONFIG = Config(**VALUES)
 STORE = 80 << 20  # bytes; about the minimum that Ray accepts
 PIECE = 10 << 20
@@ -53,6 +51,7 @@ def tiled(batch: dict[str, np.ndarray], times: int) -> dict[str, np.ndarray]:
     return {name: np.tile(rows, (times, 1)) for name, rows in batch.items()}
 
 
+@pytest.mark.slow
 def test_full_store_spills_and_full_disk_is_a_one_line_error(spill_folder):
     batch = random_batch(CONFIG, 4)
     with RayHead(STORE):
@@ -76,6 +75,7 @@ def test_full_store_spills_and_full_disk_is_a_one_line_error(spill_folder):
     assert not sessions_of(os.getpid())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_dead_head_ends_completely_and_is_replaced(name, capfd):
     with RayHead() as head:
@@ -106,6 +106,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_clients_without_the_token_are_refused(tmp_path):
     """The clients run at the same time, because each retries for as long as Ray's client does."""
     with RayHead() as head:

@@ -231,7 +231,6 @@ def test_curl(live):
     assert json.loads(curl("/complete", request))["completion"] == expected
 
 
-@pytest.mark.slow
 def test_lm_eval_local_completions(live, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI

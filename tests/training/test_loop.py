@@ -688,9 +688,9 @@ def relative_difference(actual_folder: Path, expected_folder: Path, first: int) 
     [
         ("1x8", {}),
         ("4x2", {}),
-        pytest.param("1x8", {"partitioning": "jit", "zero": 1}, marks=pytest.mark.slow),
-        pytest.param("4x2", {"partitioning": "jit", "zero": 3}, marks=pytest.mark.slow),
-        pytest.param("2x4", {"zero": 3}, marks=pytest.mark.slow),
+        ("1x8", {"partitioning": "jit", "zero": 1}),
+        ("4x2", {"partitioning": "jit", "zero": 3}),
+        ("2x4", {"zero": 3}),
     ],
 )
 def test_resuming_on_another_mesh_gives_the_same_records_and_losses(base, tmp_path, mesh, changes):
@@ -709,7 +709,6 @@ def test_resuming_on_another_mesh_gives_the_same_records_and_losses(base, tmp_pa
     assert_same_rows(rows_of(tmp_path / "model")[:20], rows_of(folder / "model")[:20])
 
 
-@pytest.mark.slow
 def test_a_diverged_run_stops_and_can_be_resumed(base, tmp_path):
     folder, values = base
     shutil.copytree(folder / "half", tmp_path / "model")

@@ -143,7 +143,7 @@ def check_agreement(config: Config, expected: Run, dp: int, mp: int) -> None:
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 @pytest.mark.parametrize(
     ("partitioning", "dp", "mp", "zero"),
-    [m if m == MESHES[1] else pytest.param(*m, marks=pytest.mark.slow) for m in MESHES],
+    MESHES,
 )
 def test_every_mesh_trains_like_one_device(block, partitioning, dp, mp, zero):
     config = small_config(block=block)
@@ -169,22 +169,16 @@ def test_only_shard_map_makes_the_whole_step_manual_over_mp():
     }
 
 
-# The first case always runs; the others are slow.
 @pytest.mark.parametrize(
     ("norm", "partitioning"),
     [
         ("layernorm-desync", "shard_map"),
-        *(
-            pytest.param(norm, partitioning, marks=pytest.mark.slow)
-            for norm, partitioning in [
-                ("layernorm-desync", "jit"),
-                ("layernorm-nobias", "shard_map"),
-                ("rmsnorm", "shard_map"),
-                ("rmsnorm-bias", "jit"),
-                ("scalenorm", "jit"),
-                ("scalenorm-bias", "shard_map"),
-            ]
-        ),
+        ("layernorm-desync", "jit"),
+        ("layernorm-nobias", "shard_map"),
+        ("rmsnorm", "shard_map"),
+        ("rmsnorm-bias", "jit"),
+        ("scalenorm", "jit"),
+        ("scalenorm-bias", "shard_map"),
     ],
 )
 def test_every_norm_trains_on_2x4_like_on_one_device(norm, partitioning):
@@ -193,14 +187,13 @@ def test_every_norm_trains_on_2x4_like_on_one_device(norm, partitioning):
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
-@pytest.mark.parametrize("partitioning", ["shard_map", pytest.param("jit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
 def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioning):
     config = small_config(pe=pe)
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
-@pytest.mark.slow
 def test_geglu_uses_the_norm_of_each_shard():
     config = small_config(norm="layernorm-desync", block="geglu", cores_per_replica=4)
     check_agreement(on_mesh(config, "shard_map", 4, 1), one_device(config), 2, 4)
@@ -210,9 +203,9 @@ def test_geglu_uses_the_norm_of_each_shard():
     "changes",
     [
         {"original_bias_copies": 4, "z_loss": 0.1, "loss_chunk": 5},
-        pytest.param({"remat": "dots"}, marks=pytest.mark.slow),
-        pytest.param({"remat": "none"}, marks=pytest.mark.slow),
-        pytest.param({"attention_window": 5, "head_size": 12}, marks=pytest.mark.slow),
+        {"remat": "dots"},
+        {"remat": "none"},
+        {"attention_window": 5, "head_size": 12},
     ],
     ids=str,
 )
@@ -227,10 +220,10 @@ def test_options_train_on_2x4_like_on_one_device(changes):
     ("partitioning", "zero", "changes"),
     [
         ("shard_map", 1, {"norm": "layernorm", "pe": "fixed"}),
-        pytest.param("jit", 0, {"norm": "layernorm", "pe": "fixed"}, marks=pytest.mark.slow),
-        pytest.param("shard_map", 3, {"norm": "layernorm-desync"}, marks=pytest.mark.slow),
-        pytest.param("jit", 3, {"norm": "scalenorm-bias", "pe": "t5"}, marks=pytest.mark.slow),
-        pytest.param("shard_map", 0, {"block": "geglu", "remat": "none"}, marks=pytest.mark.slow),
+        ("jit", 0, {"norm": "layernorm", "pe": "fixed"}),
+        ("shard_map", 3, {"norm": "layernorm-desync"}),
+        ("jit", 3, {"norm": "scalenorm-bias", "pe": "t5"}),
+        ("shard_map", 0, {"block": "geglu", "remat": "none"}),
     ],
     ids=str,
 )
@@ -245,11 +238,11 @@ def test_a_sharded_residual_stream_trains_like_one_device(partitioning, zero, ch
     ("block", "partitioning", "dp", "mp", "zero"),
     [
         ("gptj", "shard_map", 2, 4, 3),
-        pytest.param("gptj", "shard_map", 1, 8, 0, marks=pytest.mark.slow),
-        pytest.param("gptj", "shard_map", 8, 1, 0, marks=pytest.mark.slow),
-        pytest.param("gptj", "jit", 2, 4, 1, marks=pytest.mark.slow),
-        pytest.param("geglu", "shard_map", 2, 4, 0, marks=pytest.mark.slow),
-        pytest.param("geglu", "jit", 2, 4, 3, marks=pytest.mark.slow),
+        ("gptj", "shard_map", 1, 8, 0),
+        ("gptj", "shard_map", 8, 1, 0),
+        ("gptj", "jit", 2, 4, 1),
+        ("geglu", "shard_map", 2, 4, 0),
+        ("geglu", "jit", 2, 4, 3),
     ],
 )
 def test_bf16_losses_agree_between_meshes(block, partitioning, dp, mp, zero):
@@ -259,7 +252,6 @@ def test_bf16_losses_agree_between_meshes(block, partitioning, dp, mp, zero):
     np.testing.assert_allclose(actual.losses, one_device(config).losses, atol=2e-3, rtol=0)
 
 
-@pytest.mark.slow
 def test_bf16_losses_are_close_to_f32_losses():
     config = small_config(lr=1e-3)
     rounded = one_device(config.replace(dtype="bfloat16"))
@@ -267,7 +259,6 @@ def test_bf16_losses_are_close_to_f32_losses():
     np.testing.assert_allclose(rounded.losses, one_device(config).losses, atol=2e-2, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_bf16_state_takes_half_the_memory_and_trains_like_f32(zero):
     plain = small_config(lr=1e-3)
@@ -312,8 +303,8 @@ def mean_of(trees: list[Any]) -> Any:
         ("shard_map", 1),
         ("jit", 0),
         ("jit", 3),
-        pytest.param("shard_map", 0, marks=pytest.mark.slow),
-        pytest.param("shard_map", 3, marks=pytest.mark.slow),
+        ("shard_map", 0),
+        ("shard_map", 3),
     ],
 )
 def test_micro_norms_are_the_norms_of_the_replicas_gradients(partitioning, zero):
