@@ -1,4 +1,4 @@
-"""Package metadata; requirements*.txt are this file's pins (see the Makefile's `lock`)."""
+"""Package metadata; `make lock` pins the requirements listed here in requirements*.txt."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ setup(
         "ml-dtypes>=0.5",
         "orbax-checkpoint>=0.12",
         "tensorstore>=0.1.70",
-        "ray[default]>=2.60,<3",  # ray_head.py starts Ray's servers by its private `Node`
+        "ray[default]>=2.60,<3",  # ray_head.py uses Ray's private class `Node`
         "google-cloud-tpu>=1.28",
         "fabric>=3.2",
         "etils[epath-gcs]",

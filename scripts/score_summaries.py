@@ -60,7 +60,7 @@ def summaries(network: Any, tokenizer: Any, prompts: Sequence[str], length: int)
     if room < 1:
         raise InputError(
             f"--length {length} leaves no room for a prompt in the model's seq "
-            f"{network.config.seq}; lower it"
+            f"{network.config.seq}; lower --length"
         )
     tokens = [tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id] for prompt in prompts]
     if cut := sum(len(prompt) > room for prompt in tokens):
@@ -150,7 +150,7 @@ def write(path: str, contents: dict[str, Any]) -> None:
 
 
 def read(options: argparse.Namespace) -> list[Pair]:
-    """Read the pairs of prompt and completion in all input files, and return the first `--limit`.
+    """Read all input files, and return the first `--limit` pairs of prompt and completion.
 
     Raises:
       InputError: if the files have no pairs.

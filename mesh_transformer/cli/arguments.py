@@ -57,7 +57,7 @@ def add_setting_argument(parser: "argparse.ArgumentParser | argparse._ArgumentGr
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the config keys that --set overrides, with their values."""
+    """Return the config keys that --set overrides, with their new values."""
     return dict(map(Config.setting, args.set))
 
 
@@ -76,7 +76,7 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune-model-path",
         help="initial weights of a new run: model folder, step_N or Hugging Face folder; with "
-        "lora_rank, the base model, also for resuming after it has moved",
+        "lora_rank, the base model (also give it to resume if the base model has moved)",
     )
     parser.add_argument(
         "--fresh-opt",
@@ -105,7 +105,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
       InputError: if flags contradict each other, or the config is invalid.
     """
     if args.fresh_opt and args.tune_model_path is None:
-        raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
+        raise InputError("--fresh-opt requires --tune-model-path; add it, or remove --fresh-opt")
     for name in ("max_steps", "fresh_opt", "new"):
         if args.mode == "eval" and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
@@ -156,7 +156,7 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
 
 
 def add_key_arguments(parser: argparse.ArgumentParser):
-    """Add the flags that override config keys of a training step, and return their group."""
+    """Add flags that override a training step's config keys; return their argument group."""
     keys = parser.add_argument_group("config keys to override")
     keys.add_argument("--batch", type=positive, help="sequences per replica and microbatch")
     keys.add_argument("--accumulate", type=positive, help="microbatches per step")
@@ -280,7 +280,7 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
 
 
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
-    """Return the TPU to create and the SSH login to its hosts.
+    """Return the spec of the TPU to create, and the options of the SSH login to its hosts.
 
     Both are built from the values of the flags added by `add_tpu_arguments`.  The config supplies
     the properties of the TPU for which no flag is given.

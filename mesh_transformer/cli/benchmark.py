@@ -32,8 +32,8 @@ from mesh_transformer.util import InputError
 
 # Environment variables that affect the measurements; they are included in the reported command.
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "GLIBC_TUNABLES")
-# Config keys that the two models of the repository transformer_shmap have in common.  They were
-# trained with 32 microbatches per step, of one sequence per replica each.
+# Config keys that the two models of the repository transformer_shmap have in common.  These models
+# were trained with 32 microbatches per step, each with one sequence per replica.
 SHMAP = {
     "d_model": 4096,
     "n_heads": 16,
@@ -42,7 +42,7 @@ SHMAP = {
     "pe_rotary_dims": 64,
     "gradient_accumulation_steps": 32,
 }
-MODELS: dict[str, Any] = {  # a file in configs/, or config keys
+MODELS: dict[str, Any] = {  # for each preset, a file in configs/ or config keys
     "tiny": "tiny.json",
     "13M": {  # the loss is computed in four chunks per sequence, as in GPT-J
         "layers": 6,
@@ -167,7 +167,7 @@ def model_name(args: argparse.Namespace) -> str:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Return the config of --config or of the preset, with the keys that flags override.
+    """Return the config of --config or of the preset, with the overrides from other flags applied.
 
     The size of the mesh comes from --dp and --mp.
     """

@@ -1,7 +1,7 @@
 """Create training records from prompts and completions, with loss on the completions only.
 
 Each input line is a JSON object with the strings `prompt` and `completion`.  No separator is added
-between the two, so it must be part of one of them.  Only the completions bear loss.
+between the two, so if one is wanted, it must be part of either string.
 
 A record holds one pair of prompt and completion, the end-of-text token, and padding.  Its features
 are those of Cerebras' records: `input_ids`, `labels` (the next tokens) and `input_mask`, which is 1
@@ -117,7 +117,7 @@ def pair_of(value: Any, where: str) -> Pair:
     texts = [mapping[key] for key in Pair._fields[1:] if isinstance(mapping.get(key), str)]
     if len(texts) < 2 or not texts[1]:
         raise BadInputError(
-            "no pair", f"{where}: expected strings prompt and completion, the latter not empty"
+            "no pair", f"{where}: expected strings `prompt` and `completion`, the latter not empty"
         )
     return Pair(where, *map(replace_surrogates, texts))
 
@@ -125,7 +125,7 @@ def pair_of(value: Any, where: str) -> Pair:
 def read_records(
     pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler, *, pack: bool
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the records that hold the pairs, as the features described in `record`.
+    """Yield records of the pairs, each as a dict of features (see `record`).
 
     Each record holds one pair or, if `pack` is true, as many consecutive pairs as fit.
     """
@@ -157,10 +157,13 @@ def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler) 
 
 
 def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
-    """Return the features of a record by name, [seq] each.
+    """Return a record as a dict from each feature's name to an array of shape [seq].
 
     A feature holds the values for the texts, one text after another, and then padding.  If `pack`
     is true, the record also has the feature `segment_ids`.
+
+    Args:
+      end: the end-of-text token, which also serves as padding.
     """
     columns = {
         "input_ids": [text.tokens[:-1] for text in texts],

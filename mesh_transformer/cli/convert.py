@@ -88,7 +88,10 @@ def main() -> None:
 
 
 def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
-    """Return the config of --config and --set, or None for the one stored in the source."""
+    """Return the config that --config and --set select.
+
+    None stands for the config stored in the source, and is returned if neither flag is given.
+    """
     changes = settings(args)
     if args.config:
         return Config.load(args.config, changes=changes)
@@ -122,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"wrote {written.path}: {target_kind} format, weights in {written.dtype}{optimizer}")
     tokenizer = written.config.tokenizer
     if target_kind == "native" and os.path.isabs(tokenizer):
-        print(f"its tokenizer is {tokenizer}, which must stay there; --tokenizer sets another")
+        print(f"the new checkpoint uses the tokenizer in {tokenizer}: keep it, or pass --tokenizer")
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
         difference, bound = conversion.compare(
@@ -130,4 +133,6 @@ def run(args: argparse.Namespace) -> None:
         )
         print(f"logits differ by {difference:.1e} of their spread; {bound:.0e} is the limit")
         if not difference <= bound:
-            raise StoppedError(f"{target}: its logits differ from those of {source}; do not use it")
+            raise StoppedError(
+                f"{target}: its logits differ from those of {source}; do not use the new checkpoint"
+            )

@@ -40,7 +40,7 @@ def main() -> None:
     model = path if config else Source(path)
     model_config = config or Source.of(model).config
     names = args.tasks.split(",") if args.tasks else model_config.eval_harness_tasks
-    # Before loading, which takes long, so that errors appear at once.
+    # This comes before the model is loaded, which takes long, so that errors appear at once.
     harness = Harness(
         model_config,
         names or DEFAULT_TASKS,

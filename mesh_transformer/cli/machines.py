@@ -1,4 +1,4 @@
-"""Selects the hosts from a command's flags, and starts the model on them."""
+"""Provide the hosts that a command's flags choose, and start the model on them."""
 
 import argparse
 import contextlib

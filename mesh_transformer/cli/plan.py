@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
         help="TPU slice, such as v3-8, v4-256, v5e-256 or v5p:16x16x24, or this machine's cpu, "
         "cpu-8 or gpu",
     )
-    parser.add_argument("--dp", type=int, help="replicas (default: all devices over mp)")
+    parser.add_argument("--dp", type=int, help="replicas (default: devices divided by mp)")
     parser.add_argument(
         "--mp", type=int, help="devices per replica (default: the config's cores_per_replica)"
     )
@@ -68,7 +68,7 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
     Args:
       dp: the number of replicas; None if --dp is not given.
       mp: the number of devices per replica; None if --mp is not given.
-      default: the result if neither is given, unless there are fewer devices.
+      default: the result if neither --dp nor --mp is given, limited to `devices`.
       devices: the number of devices of the mesh.
 
     Raises:
@@ -87,8 +87,8 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
 def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
     """Return the config keys that the flags override, with their new values.
 
-    The key cores_per_replica is always included, except that with --search it is included only if
-    --dp or --mp is given.
+    Without --search, the key cores_per_replica is always included.  With --search, it is included
+    only if --dp or --mp is given.
     """
     changes: dict[str, Any] = {
         "zero": args.zero,

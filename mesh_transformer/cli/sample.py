@@ -45,7 +45,7 @@ def main() -> None:
     from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.serving.repl import Repl, Settings
 
-    # Before loading, which takes long, so that errors appear at once.
+    # This comes before the model is loaded, which takes long, so that errors appear at once.
     model = path if config else Source(path)
     tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
     settings = Settings(

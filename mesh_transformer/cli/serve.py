@@ -52,7 +52,7 @@ def main() -> None:
     from mesh_transformer.serving.server import listen, serve
     from mesh_transformer.serving.service import Service
 
-    # Before loading, which takes long, so that errors appear at once.
+    # This comes before the model is loaded, which takes long, so that errors appear at once.
     keys = Keys(args.api_key_file)
     socket = listen(args.host, args.port)
     model = path if config else Source(path)

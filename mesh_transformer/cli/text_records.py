@@ -1,9 +1,9 @@
 """Create training records from text files.
 
 Documents are tokenised once, file by file, and stored in a work folder next to the result.
-Shuffling and packing then move only the numbers of documents, so a corpus may be larger than
-memory.  If a run is interrupted at any point, the same command resumes it.  The result is then
-byte-identical to that of an uninterrupted run.
+Shuffling and packing then rearrange only document and sequence numbers, not tokens, so a corpus may
+be larger than memory.  If a run is interrupted at any point, the same command resumes it.  The
+result is then byte-identical to that of an uninterrupted run.
 
 The records have the format of the original mesh-transformer-jax.  For one epoch, they hold the same
 sequences as the original's records, in the same order if the seed and the order of files are equal.
@@ -117,7 +117,7 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f"{folder}: another run is using this folder; wait for it") from error
+            raise InputError(f"{folder}: another run uses this folder; wait for its end") from error
         if new or not (folder / PROGRESS).exists():
             for path in folder.iterdir():
                 if path.name != "lock":
@@ -137,7 +137,7 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
     """Build the record set in the folder `work`, and move it to its final place.
 
     Args:
-      base: the final path of the record set, without a file name ending.
+      base: the final path of the record set, without a file extension.
 
     Returns:
       A line that describes the result.
@@ -220,9 +220,9 @@ def skipped_counts(sources: list[Source]) -> dict[str, int]:
 
 
 def manifest_entry(source: Source) -> dict[str, Any]:
-    """Return the manifest entry of a source.
+    """Return the manifest entry of a source file.
 
-    The modification time is left out, because copying a file changes it.
+    The modification time is left out, because copying the file changes it.
     """
     values = dataclasses.asdict(source)
     del values["changed"]

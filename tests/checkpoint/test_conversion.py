@@ -478,7 +478,7 @@ def test_tokenizer_flag_replaces_the_models_tokenizer(formats, config, tmp_path,
     shutil.copytree(formats["hf"], own)
     word_tokenizer(own, 96)
     convert("hf", own, "native", native)
-    assert f"its tokenizer is {own}, which must stay there" in capsys.readouterr().out
+    assert f"the new checkpoint uses the tokenizer in {own}: keep it" in capsys.readouterr().out
     assert Source(native).config.tokenizer == str(own)
     shutil.move(own, tmp_path / "moved")
     message = (

@@ -71,10 +71,10 @@ def test_completion_and_end_of_text_have_loss(tmp_path, name):
 
 BAD = [
     ('{"prompt": "a"', "line 2 is not JSON"),
-    ('{"prompt": "a"}', "line 2: expected strings prompt and completion"),
-    ('{"prompt": "a", "completion": 3}', "line 2: expected strings prompt and completion"),
+    ('{"prompt": "a"}', "line 2: expected strings `prompt` and `completion`"),
+    ('{"prompt": "a", "completion": 3}', "line 2: expected strings `prompt` and `completion`"),
     ('{"prompt": "a", "completion": ""}', "line 2: expected strings .* the latter not empty"),
-    ("[1]", "line 2: expected strings prompt and completion"),
+    ("[1]", "line 2: expected strings `prompt` and `completion`"),
     (
         '{"prompt": "a b c d e f g h i j", "completion": " k l m"}',
         "line 2: 10 tokens of prompt and 3 of completion, --seq 12 has room for 12 in total",

@@ -374,7 +374,7 @@ def test_unhealthy_tpu_is_awaited(api, make):
 
 def test_unknown_accelerator_or_runtime_error_lists_the_available_ones(api, make):
     with (
-        pytest.raises(InputError, match="the zone has v4-16, v4-8"),
+        pytest.raises(InputError, match="the zone offers v4-16, v4-8"),
         make(accelerator_type="v4-32"),
     ):
         pass
@@ -441,7 +441,7 @@ def test_api_that_stays_silent_is_reported(api, make, monkeypatch, capsys):
 
 def test_two_runs_on_a_machine_do_not_share_a_tpu(api, make):
     with make(adopt=True):
-        with pytest.raises(InputError, match=rf"in use by process {os.getpid()} of yours"):
+        with pytest.raises(InputError, match=rf"in use by your process {os.getpid()} on"):
             make(adopt=True).__enter__()
         assert list(api.nodes) == [NAME]
     with make(adopt=True):

@@ -36,14 +36,17 @@ class UnavailableError(HostError):
 
 
 class QuotaError(InputError):
-    """The project's quota does not allow this TPU; a TPU deleted just before may still count."""
+    """The project's quota does not allow this TPU.
+
+    A TPU that was deleted shortly before may still count towards the quota.
+    """
 
 
 def new_client() -> "tpu_v2.TpuClient":
     """Return a Cloud TPU API client with this machine's default credentials.
 
-    The environment variable that `ENDPOINT` names can replace Google's endpoint.  Its value is
-    "https://HOST:PORT/"; the connection always uses TLS.
+    If the environment variable that `ENDPOINT` names is set to "https://HOST:PORT/", the client
+    connects to that address instead of Google's endpoint.  The connection always uses TLS.
 
     Raises:
       InputError: if google-cloud-tpu or the credentials are missing, or if the variable's value is
@@ -76,7 +79,11 @@ def _host_and_port(endpoint: str) -> str:
 
 
 def default_project() -> str:
-    """Return the project of this machine's credentials; raises InputError if there is none."""
+    """Return the Google Cloud project of this machine's default credentials.
+
+    Raises:
+      InputError: if there is no project.
+    """
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
 
@@ -136,7 +143,7 @@ class TpuApi:
         )
         try:
             with self._translated():
-                # The client must not retry: signals would also be deferred during its pauses.
+                # No retries by the client: signals would be deferred during its pauses as well.
                 request = functools.partial(method, retry=None, timeout=RPC_SECONDS)
                 return repeated(request)(request={"name": name})
         except _MissingError:
@@ -182,7 +189,8 @@ class TpuApi:
         from google.cloud import tpu_v2
 
         spec = self.spec
-        # A queued request carries the tier.  The API rejects it if its node has a tier as well.
+        # For a queued TPU, `create` sets the tier on the queued resource.  The API rejects the
+        # request if the node has a tier as well.
         tier = None if spec.queued else spec.tier
         return tpu_v2.Node(
             accelerator_type=spec.accelerator_type,
@@ -203,7 +211,7 @@ class TpuApi:
 
     def delete_queued(self) -> None:
         """Request deletion of the queued resource; temporary errors are ignored."""
-        request = {"name": self._queued_name, "force": True}  # `force` deletes its node too
+        request = {"name": self._queued_name, "force": True}  # `force`: delete the node too
         self._delete(
             lambda: self._client.delete_queued_resource(request=request, timeout=RPC_SECONDS)
         )
@@ -212,17 +220,20 @@ class TpuApi:
         """Send a delete request.
 
         Temporary errors are ignored, because the caller repeats the request until the resource is
-        gone.  It is no error if the resource does not exist.
+        gone.  A resource that does not exist is not an error either.
         """
         from google.api_core import exceptions
 
-        # The first two mean that another operation is in progress.
+        # FailedPrecondition and Aborted mean that another operation on the TPU is in progress.
         transient = (exceptions.FailedPrecondition, exceptions.Aborted, *_no_answer_errors())
         with contextlib.suppress(_MissingError, *transient), self._translated(transient):
             request()
 
     def operation_done(self, name: str) -> bool:
-        """Return whether the operation `name` has ended; raises its error if it has failed."""
+        """Return whether the API's operation `name` has ended.
+
+        If the operation has failed, the exception for its error is raised (see `translate_error`).
+        """
         operation = self._read(self._client.get_operation, name)
         if operation is not None and operation.HasField("error"):
             raise self._failure(operation.error, "the TPU could not be created")
@@ -338,9 +349,9 @@ class TpuApi:
         return error_type(f"{subject}: {message}")
 
     def _available(self) -> str:
-        """Return advice for an invalid request, such as the TPU types that the zone offers.
+        """Return advice for an invalid request: for example, which TPU types the zone offers.
 
-        If the zone offers no TPUs, its name may be wrong, so the advice is to check the zone.
+        If the zone offers no TPUs, the zone may be wrong, so the advice is to check it.
         """
         from google.api_core import exceptions
 
@@ -355,9 +366,9 @@ class TpuApi:
         if not offered:
             return "check the zone: it lists no TPUs"
         if self.spec.accelerator_type not in offered:
-            return f"the zone has {', '.join(generation or offered)}"
+            return f"the zone offers {', '.join(generation or offered)}"
         if versions and self.spec.runtime not in versions:
-            return f"its runtime versions are {', '.join(sorted(versions))}"
+            return f"the zone's runtime versions are {', '.join(sorted(versions))}"
         return "check the accelerator type, the runtime version and the network"
 
 
@@ -385,7 +396,7 @@ class _MissingError(Exception):
 
 
 def _no_answer_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that the client raises if the service gives no proper answer."""
+    """Return the exception types that the client raises if the service gives no proper answer."""
     from google.api_core import exceptions
 
     return (

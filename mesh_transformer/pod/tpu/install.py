@@ -16,11 +16,11 @@ FOLDER = ".mesh-transformer"  # in the user's home on each host
 PACKAGE = f"{FOLDER}/package"
 TOKEN = f"{FOLDER}/ray_token"
 LOCK = f"{FOLDER}/lock"
-# Shell code at the start of a command, which ensures that only one such command runs on a host.
-# A command keeps running on its host after its driver was disconnected or killed, for example
-# during a long installation.  Nothing waits for the old command any more, so the new command kills
-# it, together with its process group.  A running command is recognised by the lock file, which it
-# holds open as file descriptor 9.
+# Shell code to put at the start of a command.  It ensures that only one command with this code runs
+# on a host at a time.  A command keeps running on its host even if the driver that sent it is
+# disconnected or killed, for example during a long installation.  Nothing waits for the old command
+# any more, so the new command kills it, together with its process group.  An old command is
+# recognised by the lock file, which it holds open as file descriptor 9.
 ALONE = f"""
 exec 9>> {LOCK}
 mine=$(ps -o pgid= -p $$)
@@ -32,7 +32,7 @@ for file in /proc/[0-9]*/fd/9; do
     fi
 done
 if ! flock --wait 30 9; then
-    echo "a command of an earlier start does not end; restart this host" >&2
+    echo "a command of an earlier run is still running here; restart this host" >&2
     exit 1
 fi
 """
@@ -51,7 +51,9 @@ PACKAGE_SUFFIXES = {".py", ".json", ".html", ".css", ".js", ".svg"}
 
 
 def package_archive(root: Path = ROOT) -> bytes:
-    """Return a .tar.gz of the files that a host needs; the same files give the same bytes.
+    """Return a .tar.gz of the files that a host needs to install the package.
+
+    The same files always give the same bytes.
 
     Raises:
       InputError: if one of the files is missing.
@@ -79,13 +81,16 @@ def package_archive(root: Path = ROOT) -> bytes:
 
 
 def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
-    """Replace the package on each host once all files of the new one have been unpacked."""
+    """Copy the package to each host.
+
+    The host's old copy is replaced only once all files of the new copy have been unpacked.
+    """
     hosts.put(package_archive(root), f"{FOLDER}/package.tgz")
     steps = (
         f"set -e; cd {FOLDER}; rm -rf package.new package.old; mkdir package.new; "
         "tar -xzf package.tgz -C package.new; "
         "if [ -e package ]; then mv -T package package.old; fi; "
-        "mv -T package.new package; rm -rf package.old"  # not the .tgz: a later copy may use it
+        "mv -T package.new package; rm -rf package.old"  # keep the .tgz: a later call may use it
     )
     hosts.run(ALONE + steps, seconds=120, what="unpack the package")
 

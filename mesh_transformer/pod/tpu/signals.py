@@ -12,9 +12,9 @@ from typing import Any
 class Signals:
     """Handlers of SIGINT, SIGTERM and SIGHUP that raise exceptions, so that `with` blocks exit.
 
-    A signal without a handler, which would kill the process, raises SystemExit.  A signal that
-    already has a Python handler still calls it; Ctrl-C, for example, raises KeyboardInterrupt.  An
-    ignored signal is still ignored.
+    A signal that had no handler, and would have killed the process, raises SystemExit.  If a signal
+    already had a Python handler, that handler is called; Ctrl-C, for example, raises
+    KeyboardInterrupt.  An ignored signal is still ignored.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class Signals:
     def defer(self) -> Iterator[None]:
         """Defer signals that arrive during the `with` block until the block ends.
 
-        If Python has dropped a signal's exception, it is raised before the block runs.  Use this
-        around gRPC calls.  After an exception has interrupted a gRPC call, the next call may crash
-        or hang until it times out.
+        Use this around gRPC calls.  After an exception has interrupted a gRPC call, the next call
+        may crash or hang until it times out.  An exception that Python dropped earlier (see
+        `_keep_dropped`) is raised before the block runs.
         """
         if not _on_main_thread() or self._blocked:
             yield

@@ -94,8 +94,8 @@ class TpuSpec:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
             raise InputError(
-                f"TPU name is {self.name!r}; give up to 63 lower-case letters, digits and hyphens, "
-                "with a letter first and no hyphen last"
+                f"TPU name is {self.name!r}, expected at most 63 lower-case letters, digits and "
+                "hyphens, with a letter first and no hyphen last"
             )
         if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", self.zone):
             raise InputError(
@@ -142,11 +142,11 @@ class TpuSpec:
 
     @property
     def runtime(self) -> str:
-        """The runtime version to request."""
+        """Runtime version to request: `runtime_version` or, if None, the generation's default."""
         return self.runtime_version or CLOUD_GENERATIONS[self.generation].runtime_version
 
     def delete_command(self) -> str:
-        """Return the gcloud command that deletes the TPU, for the user if this program fails."""
+        """Return the gcloud command by which a user deletes the TPU if this program fails."""
         kind = ["queued-resources"] if self.queued else ["tpu-vm"]
         place = ["--zone", self.zone, *(["--project", self.project] if self.project else [])]
         force = ["--force"] if self.queued else []
@@ -163,7 +163,7 @@ def deadline_script(spec: TpuSpec, seconds: float, folder: str = "/var/lib") -> 
     from the host's first start, and a restart of the host does not extend it.
 
     Args:
-      folder: folder on the host for the file that stores its deadline.
+      folder: folder on the host for the file that stores the deadline.
     """
     kind, end = ("queuedResources", "?force=true") if spec.queued else ("nodes", "")
     url = (
@@ -225,16 +225,18 @@ class SshOptions:
         if not path.is_file():
             raise InputError(
                 f"SSH key {path} is missing; create it with `ssh-keygen -t ed25519 -N '' -f {path}`"
-                ", or give another one"
+                ", or choose another key with --ssh-key"
             )
         try:
             return PKey.from_path(path)
         except TypeError as error:  # raised by `cryptography` if the key has a passphrase
-            raise InputError(f"SSH key {path} has a passphrase; give a key without one") from error
+            raise InputError(
+                f"SSH key {path} has a passphrase; choose an unencrypted key with --ssh-key"
+            ) from error
         except (ValueError, OSError, UnknownKeyType) as error:
             raise InputError(
-                f"SSH key {path} cannot be read as a private key ({type(error).__name__}); give "
-                "another one"
+                f"SSH key {path} cannot be read as a private key ({type(error).__name__}); choose "
+                "another key with --ssh-key"
             ) from error
 
     def public_key(self) -> str:

@@ -36,16 +36,17 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 SHOWN_LINES = 40  # last lines to print from each output stream of a failing command
-KEEPALIVE_SECONDS = 15  # between two keepalive messages
-SILENCE_SECONDS = 60  # after which a host that does not respond counts as lost
+KEEPALIVE_SECONDS = 15  # time between two keepalive messages
+SILENCE_SECONDS = 60  # time after which a host that does not respond counts as lost
 PUT_SECONDS = 300.0  # time limit per file
 CONNECT_SECONDS = 30  # time limit of each stage of an attempt: TCP, SSH banner, login
-RECONNECT_SECONDS = 60.0  # for connecting again to a host, which may have been taken away
+RECONNECT_SECONDS = 60.0  # time limit for reconnecting to a host, which may no longer exist
 KILLED_STATUS = 137  # a shell's exit status if SIGKILL ended its command
-# Exit statuses of `timeout` at its limit; other programs may use them too.
+# Exit statuses of the shell command `timeout` when its time limit is exceeded.  Other programs may
+# use the same statuses.
 TIMEOUT_STATUSES = (124, KILLED_STATUS)
-# A host's clock may run faster than this machine's.  A time limit on the host can therefore end
-# after only this fraction of its seconds as measured here.
+# A host's clock may run faster than this machine's.  A time limit of S seconds on the host can
+# therefore end after only this fraction of S seconds on this machine's clock.
 MIN_CLOCK_RATIO = 0.99
 
 
@@ -96,8 +97,8 @@ class Hosts:
     def _run(self, host: int, command: str, seconds: float, show: bool, what: str) -> str:
         from invoke.exceptions import CommandTimedOut
 
-        # One object per stream.  In a common object, many lines of one stream would displace the
-        # last lines of the other.
+        # Each stream has its own object.  In a shared one, many lines of one stream would displace
+        # the last lines of the other.
         streams = output, errors = [_Output(self._label(host), show) for _ in range(2)]
         # `timeout` ends the command on the host.  The longer limit below is for a host that does
         # not answer.
@@ -254,7 +255,7 @@ class Hosts:
                 if time.monotonic() < deadline:
                     if self._stopping.wait(min(2.0, options.connect_seconds / 10)):
                         raise HostError(
-                            f"host {label}: not connected, since another host failed"
+                            f"host {label}: not connected, because another host failed"
                         ) from None
                     continue
                 if isinstance(error, AuthenticationException):
@@ -296,8 +297,8 @@ class Hosts:
     def _trust(self, client: Any, address: str) -> None:
         """Set which host keys a client accepts for `address`.
 
-        If the host has known keys, these are accepted.  Otherwise, if `trust_first` is set, the
-        first key that the host presents is accepted and becomes its known key.
+        If the host has known keys, only these are accepted.  Otherwise, if `trust_first` is set,
+        the first key that the host presents is accepted and becomes its known key.
         """
         from paramiko import MissingHostKeyPolicy, PKey
 

@@ -11,8 +11,8 @@ TPU is requested, so that the user has this command even after a power cut.  The
 the end of the block, even if the block ends with an error, Ctrl-C, SIGTERM or SIGHUP.  If the
 deletion fails, the command is printed again.
 
-Every TPU gets a label that identifies its creator, the ownership label.  A TPU that has the same
-name but another ownership label is never deleted.
+Every TPU gets an ownership label, which identifies its creator.  A TPU that has the same name but
+another ownership label is never deleted.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ class Guard:
     """Signal handlers and a lock that protect the use of a TPU between `hold` and `release`.
 
     Args:
-      exclusive: whether to take the lock.  It prevents other processes of this user on this machine
-        from taking the lock for a TPU of the same name.
+      exclusive: whether to take the lock.  While the lock is held, no other process of this user on
+        this machine can take the lock for a TPU of the same name.
     """
 
     def __init__(self, spec: TpuSpec, signals: Signals, *, exclusive: bool):
@@ -79,9 +79,9 @@ class Guard:
 
 
 def _locked_file(spec: TpuSpec) -> IO[str]:
-    """Return an open lock file for the TPU's name; closing the file releases the lock.
+    """Open and lock the lock file for the TPU's name, and return the open file.
 
-    The file contains the id of the process that holds the lock.
+    Closing the file releases the lock.  The file contains the id of the process that holds it.
 
     Raises:
       InputError: if another process holds the lock, or if the file cannot be written.
@@ -102,8 +102,8 @@ def _locked_file(spec: TpuSpec) -> IO[str]:
         number = file.read().strip()
         file.close()
         raise InputError(
-            f"TPU {spec.name!r} is in use by process {number} of yours; choose another name, or "
-            "end that process first"
+            f"TPU {spec.name!r} is in use by your process {number} on this machine; choose another "
+            "name, or end that process first"
         ) from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
@@ -129,7 +129,8 @@ def _file_of(spec: TpuSpec, kind: str) -> Path:
 
 OWNER = "mesh-transformer-owner"  # the key of a TPU's ownership label
 DEADLINE_KEY = "startup-script"  # the metadata key of a TPU's `deadline_script`
-# States in which a TPU does not become ready by itself.  In other states, `TpuVm` keeps waiting.
+# States of a TPU, and of its queued resource, in which the TPU will not become ready by itself.  In
+# other states, `TpuVm` keeps waiting.
 GONE = {"PREEMPTED", "TERMINATED", "DELETING", "STOPPING", "STOPPED", "HIDING", "HIDDEN"}
 QUEUE_GONE = {"SUSPENDING", "SUSPENDED", "DELETING"}
 
@@ -170,9 +171,9 @@ class TpuVm:
       client: a TpuClient to use instead of the real one.
       adopt: if the TPU already exists, take it over instead of creating it.  This requires that the
         TPU has the spec's type and was created by an earlier run with `adopt`, by this user on this
-        machine.  Such a TPU is left over if its driver was killed.  Any other existing TPU of this
-        name raises InputError.  Without `adopt`, every existing TPU of this name does.  While one
-        process with `adopt` is running, a second one raises InputError.
+        machine.  Such a TPU is left over if its driver was killed.  InputError is raised for any
+        other existing TPU of this name; without `adopt`, for every existing TPU of this name; and
+        if another process with `adopt` is using this name.
       keep: do not delete the TPU at the end.
 
     Raises:
@@ -279,8 +280,7 @@ class TpuVm:
     def _create(self) -> str | None:
         """Request the TPU and return the name of the API's operation.
 
-        If the TPU already exists and can be taken over, this is done instead, and the result is
-        None.
+        If the TPU already exists and can be taken over, take it over instead, and return None.
         """
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
@@ -290,7 +290,7 @@ class TpuVm:
             self.delete()
         name, user = self.spec.name, self._ssh.user
         command = self.spec.delete_command()
-        _say(f"creating TPU {name!r}; deleted at the end, or manually with: {command}")
+        _say(f"creating TPU {name!r}; it is deleted at the end, or manually with: {command}")
         metadata = {
             "ssh-keys": f"{user}:{self._public_key}",
             "enable-guest-attributes": "TRUE",  # where hosts publish their SSH keys
@@ -331,14 +331,14 @@ class TpuVm:
             )
         self._may_exist = True
         _say(
-            f"taking over TPU {self.spec.name!r}; deleted at the end, or manually with: "
+            f"taking over TPU {self.spec.name!r}; it is deleted at the end, or manually with: "
             f"{self.spec.delete_command()}"
         )
         has_deadline = DEADLINE_KEY in node.metadata
         if has_deadline or self.spec.max_hours is not None:
             _say(
-                f"TPU {self.spec.name!r}: its hosts keep the --max-hours it was created with "
-                f"({'set' if has_deadline else 'not set'})"
+                f"TPU {self.spec.name!r}: its hosts keep the time limit from their creation "
+                f"(--max-hours {'set' if has_deadline else 'not set'})"
             )
 
     @staticmethod
@@ -353,7 +353,7 @@ class TpuVm:
             self._wait_queue()
             operation = None  # it ended when the request entered the queue
         seconds = self.limits.ready
-        for bar in self._polls("until ready", seconds, "see its state in the console, or retry"):
+        for bar in self._polls("getting ready", seconds, "see its state in the console, or retry"):
             if operation is not None and self._api.operation_done(operation):
                 operation = None
             state = self.state()
@@ -398,7 +398,7 @@ class TpuVm:
                 left = start + seconds - time.monotonic()
                 if left <= 0:
                     raise StoppedError(
-                        f"TPU {self.spec.name!r}: more than {seconds:g} s {what}; {advice}"
+                        f"TPU {self.spec.name!r}: {what} for more than {seconds:g} s; {advice}"
                     )
                 waited = seconds - left
                 time.sleep(min(self.limits.poll, left, 1.0 + waited / 10))
@@ -522,7 +522,7 @@ class TpuVm:
                 keys[address] = published
         missing = [address for address in addresses if address not in keys]
         if missing:
-            pinned = ": the first one seen is pinned" if self._ssh.trust_first else ""
+            pinned = ": the first key that each presents is pinned" if self._ssh.trust_first else ""
             _say(
                 f"{len(missing)} of {len(addresses)} hosts published no SSH key "
                 f"({missing[0]}, ...){pinned}"
@@ -534,7 +534,7 @@ class TpuVm:
         return self.ssh().run(command, seconds=seconds, show=show)
 
     def copy_package(self) -> None:
-        """Replace the package on each host; see `install.copy_package`."""
+        """Copy the package to each host; see `install.copy_package`."""
         install.copy_package(self.ssh())
 
     def start_ray(self, address: str, token: str, *, seconds: float = 1800.0) -> None:
