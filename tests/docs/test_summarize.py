@@ -1,23 +1,16 @@
 """All code and commands of docs/summarize.md, run with a smaller model; ROUGE scores."""
 
 import json
-import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from mesh_transformer.config import Config
-from mesh_transformer.transformer_shard import CausalTransformer
 from scripts import score_summaries
-from tests.support.documents import ROOT, new_place, python_commands, run_here
-
-sys.path.insert(0, str(ROOT / "scripts"))
+from tests.support.pages import reader
 
 TINY = {"layers": 1, "d_model": 32, "pe_rotary_dims": 4, "per_replica_batch": 2, "val_batches": 1}
 # One device compiles in less time; the test of docs/finetune.md uses a mesh.
 TINY |= {"tpu_size": 1, "cores_per_replica": 1}
-FEWER = {"scripts/score_summaries.py": ["--limit", "5"]}
 
 
 def test_scores_match_rouge_computed_by_hand():
@@ -37,25 +30,15 @@ def test_scores_match_rouge_computed_by_hand():
 
 @pytest.mark.slow
 def test_the_recipe_runs(tmp_path, monkeypatch, capsys):
-    new_place(tmp_path, monkeypatch, ("tiny.json", "tiny_summaries.json"), **TINY, total_steps=1)
-    Path("data").symlink_to(ROOT / "data")
-    page = (ROOT / "docs" / "summarize.md").read_text(encoding="utf-8")
-    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
-    page_commands = python_commands("summarize.md")
-    assert len(page_commands) == 7
-    # The first command is also in docs/finetune.md; save an untrained model instead of running it.
-    assert page_commands.pop(0) == ["device_train.py", "--config", "configs/tiny.json"]
-    network = CausalTransformer(Config.load("configs/tiny.json"))
-    network.save("runs/tiny")
-    network.wait()
-    for words in page_commands:
-        run_here([*words, *FEWER.get(words[0], [])], monkeypatch, capsys)
+    configs = ("tiny.json", "tiny_summaries.json")
+    with reader(tmp_path, monkeypatch, configs, **TINY, total_steps=1) as person:
+        person.follow("docs/summarize.md")
     printed = capsys.readouterr().out
     assert "train_2000.tfrecords: 2000 records of 64 tokens" in printed
-    assert printed.count("5 examples") == 2
+    assert printed.count("100 examples") == 2
     scores = json.loads(Path("runs/news_data/scores.json").read_text())
     summaries = [example["summary"] for example in scores["examples"]]
     truths = [example["completion"] for example in scores["examples"]]
-    assert scores["count"] == len(summaries) == 5
+    assert scores["count"] == len(summaries) == 100
     for metric, values in score_summaries.scored(truths, summaries).items():
         assert scores[metric] == values

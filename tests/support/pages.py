@@ -93,11 +93,15 @@ def reader(
 
 
 class Reader:
-    """Runs blocks one after the other, as a reader does in one terminal and one Python session."""
+    """Runs blocks one after the other, as a reader does in one terminal and one Python session.
+
+    Attributes:
+      names: the variables of the Python session.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._monkeypatch = monkeypatch
-        self._names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {}
         self._servers: list[subprocess.Popen[str]] = []
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         monkeypatch.setenv("PATH", path)
@@ -116,7 +120,7 @@ class Reader:
     def run(self, block: Block) -> None:
         where = f"{block.page}:{block.line}"
         if block.language == "python":
-            exec(compile(block.text, where, "exec"), self._names)
+            exec(compile(block.text, where, "exec"), self.names)
             return
         for command in block.commands:
             status = self._command(command)
