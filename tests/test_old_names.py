@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer import old_names
-from mesh_transformer.checkpoint import original
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.old_names import NOW
@@ -25,7 +23,7 @@ from mesh_transformer.pod.ray_head import _require_token
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
-from tests.support.documents import ROOT, new_place
+from tests.support.documents import ROOT
 
 PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
 KEYS = {field.name for field in fields(Config)}
@@ -378,24 +376,3 @@ def test_the_scripts_and_flags_on_the_page_exist():
             (script,) = re.findall(r"^`(\w+\.py)", first)
             assert (ROOT / script).is_file(), script
             assert flags_in(first) <= FLAGS, first
-
-
-def test_the_code_of_the_notebook_runs(tmp_path, monkeypatch, capsys):
-    tiny = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
-    new_place(tmp_path, monkeypatch, ("example_config.json",), **tiny)
-    config = Config.load("configs/example_config.json")
-    state = jax.tree.map(np.asarray, CausalTransformer(config).state)
-    slim = {"params": state["params"], "step": state["step"]}
-    original.write("model", slim, config, dtype="bfloat16")
-    Path("model/step_0").rename("step_383500")
-
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    printed = capsys.readouterr().out
-    assert "512 tokens in" in printed
-    assert "64 tokens in" in printed
-    assert "\nEleutherAI is" in printed
-    assert scope["network"].state["params"]["embed"]["embedding"]["w"].dtype == "bfloat16"
-    first, second = (scope["infer"]("EleutherAI is", gen_len=8)[0] for _ in range(2))
-    assert first != second  # each call uses a new seed
