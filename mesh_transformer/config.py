@@ -330,14 +330,14 @@ class Config:
         """Read a config from a JSON or YAML file that holds one flat mapping.
 
         Args:
-          path: the file.  If there is none, a config that is shipped with the library: tiny,
-            tiny.json and configs/tiny.json name the same one.
+          path: the file, or the name of a config in the folder configs/, or of one that is shipped
+            with the library: tiny, tiny.json and configs/tiny.json name the same one.
           version: if not None, it overrides the file's key `version`, and `block` and
             `partitioning` get the defaults of that version, whatever the file says.
           changes: keys that override those of the file; see `setting`.
         """
         try:
-            with open(_shipped(path) or path, encoding="utf-8") as file:
+            with open(_named(path) or path, encoding="utf-8") as file:
                 text = file.read()
         except OSError as error:
             names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
@@ -417,12 +417,13 @@ class Config:
         return f"{bucket.rstrip('/')}/{self.model_dir.strip('/')}"
 
 
-def _shipped(path: str) -> Path | None:
-    """Return the file of the shipped config that `path` names; None if it names another file."""
+def _named(path: str) -> Path | None:
+    """Return the file in configs/, here or shipped, that `path` names; None for any other path."""
     folder, name = os.path.split(path)
-    file = CONFIGS / f"{name.removesuffix('.json')}.json"
-    is_shipped = folder in ("", "configs") and not os.path.exists(path) and file.exists()
-    return file if is_shipped else None
+    if os.path.exists(path) or folder not in ("", "configs"):
+        return None
+    files = [place / f"{name.removesuffix('.json')}.json" for place in (Path("configs"), CONFIGS)]
+    return next((file for file in files if file.exists()), None)
 
 
 def _parse(path: str, text: str) -> Any:

@@ -81,11 +81,14 @@ class Topology:
         if LIBRARY.exists():
             os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBRARY))
         grid = "x".join(map(str, self.grid))
+        # The default is the chips of a whole host, such as 2 x 2.
+        single_chip = {"chips_per_host_bounds": (1, 1, 1)} if self.devices == 1 else {}
         try:
             return topologies.get_topology_desc(
                 platform="tpu",
                 topology_name=f"{self.generation}:{grid}",
                 **dict(GENERATIONS[self.generation].options),
+                **single_chip,
             ).devices
         except Exception as error:  # libtpu's errors have no type of their own
             if "libtpu" not in str(error) and "Unable to initialize" not in str(error):

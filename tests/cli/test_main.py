@@ -86,3 +86,11 @@ def test_own_config_precedes_a_shipped_one(monkeypatch, tmp_path):
     values = json.loads((ROOT / "configs/tiny.json").read_text()) | {"layers": 7}
     (tmp_path / "tiny.json").write_text(json.dumps(values))
     assert Config.load("tiny.json").layers == 7
+
+
+def test_name_finds_the_config_in_configs_first(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    values = json.loads((ROOT / "configs/tiny.json").read_text()) | {"layers": 7}
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/tiny.json").write_text(json.dumps(values))
+    assert Config.load("tiny").layers == 7

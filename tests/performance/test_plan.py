@@ -349,6 +349,15 @@ def test_tpus_store_each_cache_only_once(rows, partitioning):
 
 @needs_libtpu
 @pytest.mark.slow
+def test_a_single_chip_can_be_planned_for():
+    words = ["--config", "tiny", "--topology", "v5e-1", "--mp", "1", "--fast", "--json"]
+    result = json.loads(run_python("-m", "mesh_transformer", "plan", *words).stdout)
+    assert (result["dp"], result["mp"], result["fits"]) == (1, 1, True)
+    assert result["hbm_bytes"] == int(15.75 * 2**30)
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_reports_its_peak_memory(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL | {"cores_per_replica": 4, "seq": 2048, "d_model": 1024}))
