@@ -281,7 +281,7 @@ class Batch:
 
         Raises:
           InputError: for an empty prompt, for tokens outside the vocabulary, or if `pe` is fixed
-            and a prompt and its answer together have more tokens than there are positions.
+            and a prompt and its answer together have more than `seq` + 1 tokens.
         """
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)

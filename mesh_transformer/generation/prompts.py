@@ -9,6 +9,15 @@ from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
 
+def longest_text(config: Config) -> int | None:
+    """Return how many tokens a prompt and its answer may have together; None for no limit.
+
+    Only `pe: "fixed"` sets a limit: the last token of an answer follows the last of `config.seq`
+    positions, and needs no position of its own.
+    """
+    return config.seq + 1 if config.pe == "fixed" else None
+
+
 def check_length(gen_length: int) -> None:
     """Raise InputError unless at least one token is to be generated."""
     if gen_length < 1:
@@ -72,11 +81,12 @@ def check_texts(
             )
     length = np.array([len(text) for text in texts], np.int32)
     left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
+    longest = longest_text(config)
     for total, own in zip(length + left, left, strict=True):
         check_length(own)
-        if config.pe == "fixed" and total > config.seq:
+        if longest is not None and total > longest:
             raise InputError(
-                f"generate: prompt and answer have {total} tokens, but pe fixed has only "
-                f"{config.seq} positions (seq); shorten the prompt or the answer"
+                f"generate: prompt and answer have {total} tokens, but a model with pe fixed "
+                f"allows at most {longest} (seq + 1); shorten the prompt or the answer"
             )
     return texts, length, left

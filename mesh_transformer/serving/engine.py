@@ -181,8 +181,7 @@ class Engine:
         widths = list(dict.fromkeys(widths))
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
             self._score_text(np.zeros(min(width, config.seq), np.int32))
-            # With fixed positions (pe), the first token of the answer needs a position too.
-            prompt = np.zeros(width - (config.pe == "fixed"), np.int32)
+            prompt = np.zeros(width, np.int32)
             for size in PREFILL_SIZES:
                 if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
                     settings = SamplingOptions.stacked([SamplingOptions()] * size)

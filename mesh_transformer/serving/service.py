@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
+from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling import OPENAI_DEFAULTS, SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
@@ -179,8 +180,8 @@ class Service:
         """Return the tokens of a prompt as an array.
 
         Raises:
-          ApiError: if a token is outside the vocabulary, or if the model has fixed positions and
-            fewer of them than the prompt and its answer need.
+          ApiError: if a token is outside the vocabulary, or if the prompt and its answer together
+            are longer than `longest_text`.
         """
         config = self.engine.network.config
         outside = [token for token in tokens if not 0 <= token < config.n_vocab]
@@ -191,11 +192,12 @@ class Service:
                 f"{config.n_vocab}",
                 param="prompt",
             )
-        if config.pe == "fixed" and len(tokens) + length > config.seq:
+        longest = longest_text(config)
+        if longest is not None and len(tokens) + length > longest:
             raise ApiError(
                 400,
-                f"prompt: {len(tokens)} tokens and {length} for the answer, but the model has only "
-                f"{config.seq} positions; shorten the prompt or the answer",
+                f"prompt: {len(tokens)} tokens and {length} for the answer, but this model allows "
+                f"at most {longest} together; shorten the prompt or the answer",
                 param="prompt",
                 code="context_length_exceeded",
             )

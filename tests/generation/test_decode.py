@@ -3,7 +3,7 @@
 import gc
 import re
 import weakref
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -389,10 +389,30 @@ def test_decode_refuses_an_invalid_number_of_tokens(steps):
         batch.decode(steps)
 
 
+@pytest.mark.parametrize("pe", get_args(Config.__annotations__["pe"]))
+def test_an_answer_may_use_every_position_of_the_window(pe):
+    """The last token of the answer follows the last position, and needs none of its own."""
+    config = small_config(pe=pe)
+    lengths = np.array([1, 2, *np.random.default_rng(5).integers(3, 15, 2), 15, 16], np.int32)
+    answers = config.seq + 1 - lengths
+    prompts = random_prompts(config, list(lengths))
+    batch = network_of(config).batch(len(prompts))
+    settings = sampler_settings(GREEDY, len(prompts))
+    tokens = batch.insert(range(len(prompts)), prompts, answers, settings).token[:, None]
+    tokens = np.concatenate([tokens, batch.decode(config.seq - 1).token], axis=1)
+    np.testing.assert_array_equal(batch.left, 0)
+    rows = zip(prompts, tokens, answers, strict=True)
+    texts = np.stack([np.concatenate([prompt, row[:count]]) for prompt, row, count in rows])
+    assert texts.shape == (6, config.seq + 1)
+    likeliest = full_logprobs(config, texts[:, :-1].astype(np.uint32)).argmax(-1)
+    for text, best, length in zip(texts, likeliest, lengths, strict=True):
+        np.testing.assert_array_equal(text[length:], best[length - 1 :])
+
+
 def test_exceeding_the_fixed_positions_is_refused():
     config = small_config(pe="fixed")
     batch = network_of(config).batch(1)
     settings = sampler_settings(GREEDY, 1)
-    batch.insert([0], [np.ones(10, int)], 6, settings)
-    with pytest.raises(InputError, match="have 17 tokens, but pe fixed has only 16 positions"):
-        batch.insert([0], [np.ones(10, int)], 7, settings)
+    batch.insert([0], [np.ones(10, int)], 7, settings)
+    with pytest.raises(InputError, match=r"have 18 tokens, but .* at most 17"):
+        batch.insert([0], [np.ones(10, int)], 8, settings)

@@ -436,10 +436,10 @@ def test_permanent_network_failure_makes_the_server_unavailable(serve):
 
 def test_fixed_position_embeddings_limit_the_length(serve):
     live = serve(network={"pe": "fixed"})
-    assert live.ask(prompt=[1] * 60, max_tokens=4)["choices"]
+    assert live.ask(prompt=[1] * 60, max_tokens=5)["choices"]
     for path, body in [
-        ("/v1/completions", {"prompt": [1] * 60, "max_tokens": 5}),
-        ("/complete", {"context": "a b c", "length": 62}),
+        ("/v1/completions", {"prompt": [1] * 60, "max_tokens": 6}),
+        ("/complete", {"context": "a b c", "length": 63}),
     ]:
         status, error = live.refused(body, path)
         assert (status, error["code"]) == (400, "context_length_exceeded")
