@@ -129,9 +129,12 @@ class CausalTransformer:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak FLOP/s of all of the mesh's devices together; None if unknown."""
-        per_device = accelerators.peak_flops(self.mesh.devices.flat[0], self.config.dtype)
-        return None if per_device is None else per_device * self.mesh.size
+        """Peak dense bf16 FLOP/s of all of the mesh's devices together, from their data sheet.
+
+        None for devices that are not in the table of accelerators, such as CPUs.
+        """
+        device = accelerators.hardware_of(self.mesh.devices.flat[0])
+        return None if device is None else device.peak * self.mesh.size
 
     @functools.cached_property
     def _train(self) -> Any:

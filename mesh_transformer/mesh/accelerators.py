@@ -82,7 +82,7 @@ HARDWARE = (
 
 
 class Device(Protocol):
-    """The attributes of `jax.Device` that `hardware_of` and `peak_flops` read."""
+    """The attributes of `jax.Device` that `hardware_of` reads."""
 
     @property
     def platform(self) -> str: ...
@@ -111,22 +111,14 @@ def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """Return the row of `HARDWARE` for `device`, or None for a CPU or an unlisted accelerator."""
-    matching = (row for row in HARDWARE if re.search(rf"\b{row.kind}", device.device_kind))
-    return None if device.platform == "cpu" else next(matching, None)
+    """Return the row of `HARDWARE` for `device`.
 
-
-def peak_flops(device: Device, dtype: str = "bfloat16") -> float | None:
-    """Return the peak FLOP/s of one device, or None for an accelerator not in `HARDWARE`.
-
-    For accelerators this is the dense bf16 peak, whatever `dtype` is.  For CPUs, which have no
-    data sheet, it is the median of a few matmuls in `dtype`, measured once per process and divided
-    equally among the host's virtual devices.
+    Returns None for devices without a data sheet in the table: CPUs, unlisted accelerators, and a
+    GPU's MIG instances, which are parts of a GPU.
     """
-    if device.platform == "cpu":
-        return _measured_flops(dtype) / jax.local_device_count("cpu")
-    row = hardware_of(device)
-    return row.peak if row else None
+    matching = (row for row in HARDWARE if re.search(rf"\b{row.kind}", device.device_kind))
+    whole = device.platform != "cpu" and not re.search(r"\bMIG\b", device.device_kind)
+    return next(matching, None) if whole else None
 
 
 def _run_seconds(function: Callable[[], Any], runs: int = 5, at_least: float = 0.0) -> list[float]:

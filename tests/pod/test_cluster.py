@@ -86,7 +86,7 @@ def is_alive(pid: int) -> bool:
 
 def test_cluster_matches_a_single_process(cluster, single, tmp_path):
     assert (cluster.batch_size, cluster.noise_batches) == (single.batch_size, single.noise_batches)
-    assert cluster.peak_flops > 0  # measured on a CPU, so it varies
+    assert cluster.peak_flops is single.peak_flops is None  # a CPU has no data sheet
     assert cluster.replicas == [[0], [1]]
     steps = [(cluster.train(random_batch(CONFIG, 2, 4, seed=s)), s) for s in range(4)]
     # Metrics that are read out of order still belong to the right step.

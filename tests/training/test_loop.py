@@ -134,13 +134,18 @@ def test_losses_are_read_only_after_later_steps_are_dispatched(counter, tmp_path
     assert {step_of_loss for step_of_loss, _ in network.reads} == set(range(1, 31))
 
 
-def test_rows_have_the_documented_keys(counter, tmp_path):
+@pytest.mark.parametrize("peak", [1e9, None])
+def test_rows_have_the_documented_keys(counter, tmp_path, capsys, peak):
     network = counter(ckpt_every=7)
+    network.peak_flops = peak
     loop.train(network, str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 31))
-    train = ("loss", "last_loss", "grad_norm", "learning_rate", "tokens_per_sec", "mfu")
+    assert ("MFU" in capsys.readouterr().err) == (peak is not None)
+    train = ("loss", "last_loss", "grad_norm", "learning_rate", "tokens_per_sec")
     always = {"step", *(f"train/{name}" for name in train)}
+    if peak is not None:
+        always.add("train/mfu")
     for row in rows:
         names = {name for name in row if not name.startswith("noise/")}
         assert names == always | ({"val/loss_held_out"} if row["step"] % 10 == 0 else set())
