@@ -336,6 +336,10 @@ class Config:
             `partitioning` get the defaults of that version, whatever the file says.
           changes: keys that override those of the file; see `setting`.
         """
+        if "://" in path:
+            raise InputError(
+                f"config {path}: is a URI, but a config must be a local file; copy it here first"
+            )
         try:
             with open(_named(path) or path, encoding="utf-8") as file:
                 text = file.read()

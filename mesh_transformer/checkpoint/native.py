@@ -47,6 +47,7 @@ from mesh_transformer.checkpoint.state_tree import (
 )
 from mesh_transformer.data.storage import (
     FolderLock,
+    check_bucket,
     convert_failures,
     convert_storage_errors,
     delete_tree,
@@ -410,7 +411,12 @@ def own_steps(folder: str) -> list[epath.Path]:
 
 
 def _absolute(path: str) -> epath.Path:
-    """Return a path or URI as the absolute path that Orbax requires."""
+    """Return a path or URI as the absolute path that Orbax requires.
+
+    Raises:
+      InputError: if the path is in a bucket that cannot be reached or does not exist.
+    """
+    check_bucket(path)
     return epath.Path(local_path(path))
 
 

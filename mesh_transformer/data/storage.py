@@ -3,14 +3,20 @@
 import contextlib
 import errno
 import fcntl
+import functools
+import http.client
 import json
 import logging
 import os
 import re
 import shutil
 import socket
+import ssl
 import sys
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +25,9 @@ from etils import epath
 
 from mesh_transformer.util import InputError
 
+GCS = "gs://"
+BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
+BUCKET_PAUSES = (1.0, 2.0)  # seconds before another attempt
 LOCK = ".lock"  # name of the lock file in a model folder
 AnyPath = str | os.PathLike[str]
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
@@ -50,6 +59,63 @@ def local_path(path: AnyPath) -> str:
     """Return a local path made absolute, with `~` expanded, or a URI without trailing slashes."""
     path = os.fspath(path)
     return path.rstrip("/") if is_uri(path) else os.path.abspath(os.path.expanduser(path))
+
+
+def check_bucket(path: AnyPath) -> None:
+    """Check that the bucket of a `gs://` path exists; do nothing for other paths.
+
+    The clients of Google Cloud Storage retry for minutes if there is no network, which is useful
+    during a run, but not at its start.  Therefore, call this before they are first used.  Buckets
+    that exist are checked once per process.
+
+    Raises:
+      InputError: after about a minute at most, if the storage cannot be reached, or if it answers
+        that there is no such bucket.
+    """
+    path = os.fspath(path)
+    if not path.startswith(GCS):
+        return
+    name = path.removeprefix(GCS).partition("/")[0]
+    if not name:
+        raise InputError(f"{path}: names no bucket; expected {GCS}<bucket>/<folder>")
+    for pause in (*BUCKET_PAUSES, None):
+        try:
+            if _bucket_exists(name):
+                return
+            break
+        except (OSError, http.client.HTTPException) as error:
+            if pause is None:
+                cause = getattr(error, "reason", None)
+                cause = cause if isinstance(cause, Exception) else error
+                raise InputError(
+                    f"{path}: cannot reach Google Cloud Storage ({reason(cause)}); "
+                    "check the network and https_proxy, or use a local folder"
+                ) from error
+            time.sleep(pause)
+    raise InputError(
+        f"{path}: there is no bucket {name}; check the name, or create it "
+        f"(gcloud storage buckets create {GCS}{name})"
+    )
+
+
+@functools.cache
+def _bucket_exists(name: str) -> bool:
+    """Return False if the storage answers that a bucket does not exist.
+
+    The request has no credentials.  Only for missing buckets, the answer to it is 404.
+    """
+    url = f"https://storage.googleapis.com/storage/v1/b/{urllib.parse.quote(name)}?fields=name"
+    # TensorFlow and tensorstore trust this file too, such as that of a company's proxy.
+    trusted = ssl.create_default_context(cafile=os.environ.get("CURL_CA_BUNDLE"))
+    try:
+        urllib.request.urlopen(url, timeout=BUCKET_SECONDS, context=trusted).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code != http.HTTPStatus.NOT_FOUND
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):
+            raise
+    return True  # the clients report untrusted certificates themselves
 
 
 def step_number(path: str) -> int | None:

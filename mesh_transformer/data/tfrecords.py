@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from mesh_transformer.data.storage import check_bucket
 from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
@@ -56,8 +57,10 @@ def read_index(index_path: str) -> list[str]:
     """Return the entries of an index: the lines that name record files, without blank lines.
 
     Raises:
-      InputError: if the index is missing, empty or not a list of files.
+      InputError: if the index or its bucket is missing or cannot be reached, or if the index is
+        empty or not a list of files.
     """
+    check_bucket(index_path)
     tf = tensorflow()
     try:
         with tf.io.gfile.GFile(index_path, "rb") as file:
@@ -114,6 +117,7 @@ def size(index_path: str, path: str) -> int:
     Raises:
       InputError: if the file is missing, empty or a folder.
     """
+    check_bucket(path)
     tf = tensorflow()
     try:
         status = tf.io.gfile.stat(path)

@@ -60,15 +60,17 @@ class Answer(Exception):  # noqa: N818  # most are not errors
 
 
 class FakeGcs:
-    """Buckets of any name, whose objects are kept in memory.
+    """Buckets of any name but those that are missing; their objects are kept in memory.
 
     Attributes:
       objects: all objects, by bucket and name.
+      missing: names of buckets that do not exist.
       fault: called before each request; if it returns a status, that status is the answer.
     """
 
     def __init__(self) -> None:
         self.objects: dict[Key, Stored] = {}
+        self.missing: set[str] = set()
         self.fault: Callable[[], int | None] = lambda: None
         self.lock = threading.RLock()
         self.requests = 0
@@ -93,6 +95,8 @@ class FakeGcs:
         if match := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
             self._upload(method, match[1], query, headers, content)
         if match := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
+            if match[1] in self.missing:
+                raise Answer(404, "The specified bucket does not exist.")
             raise Answer(200, {"kind": "storage#bucket", "name": match[1], "location": "US"})
         if match := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
             raise Answer(200, self._listing(match[1], query))

@@ -1,0 +1,126 @@
+"""Buckets that do not exist or cannot be reached are reported before anything is read from them."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh_transformer.data import storage
+from mesh_transformer.util import InputError
+from tests.support.fake_gcs import gcs_server
+from tests.support.small_run import run_values, write_config
+
+ROOT = Path(__file__).parents[2]
+UNREACHABLE = (
+    r"gs://no-such-bucket/run\S*: cannot reach Google Cloud Storage \(Connection refused\); "
+    r"check the network and https_proxy, or use a local folder"
+)
+
+
+@pytest.fixture(autouse=True)
+def _forget_buckets() -> Iterator[None]:
+    storage._bucket_exists.cache_clear()
+    yield
+    storage._bucket_exists.cache_clear()
+
+
+@pytest.fixture
+def gcs(tmp_path, monkeypatch):
+    with gcs_server(tmp_path) as (server, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """Yield a port on which nothing listens and that no other process can take."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def test_a_bucket_is_asked_for_once(gcs):
+    for path in ("gs://bucket/run", "gs://bucket/run/step_1", "gs://bucket"):
+        storage.check_bucket(path)
+    assert gcs.requests == 1
+
+
+@pytest.mark.parametrize("path", ["runs/gs", "s3://bucket/run", "/gs:/x"])
+def test_other_paths_are_not_asked_for(path, closed_port, monkeypatch):
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{closed_port}")
+    storage.check_bucket(path)
+
+
+def test_a_missing_bucket_is_reported(gcs):
+    gcs.missing = {"no-such-bucket"}
+    with pytest.raises(InputError) as caught:
+        storage.check_bucket("gs://no-such-bucket/run")
+    assert str(caught.value) == (
+        "gs://no-such-bucket/run: there is no bucket no-such-bucket; check the name, or create it "
+        "(gcloud storage buckets create gs://no-such-bucket)"
+    )
+    with pytest.raises(InputError, match="names no bucket; expected gs://<bucket>/<folder>"):
+        storage.check_bucket("gs:///run")
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+def test_a_refused_request_does_not_mean_that_a_bucket_is_missing(gcs, status):
+    """The request has no credentials, so most buckets refuse it."""
+    gcs.fault = lambda: status
+    storage.check_bucket("gs://bucket/run")
+
+
+def test_an_untrusted_certificate_is_left_to_the_clients(gcs, monkeypatch):
+    monkeypatch.delenv("CURL_CA_BUNDLE")
+    storage.check_bucket("gs://bucket/run")
+    assert gcs.requests == 0
+
+
+def test_an_unreachable_storage_is_tried_again_and_then_reported(closed_port, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{closed_port}")
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    with pytest.raises(InputError) as caught:
+        storage.check_bucket("gs://no-such-bucket/run")
+    assert re.fullmatch(UNREACHABLE, str(caught.value))
+    assert tuple(pauses) == storage.BUCKET_PAUSES
+
+
+COMMANDS = {
+    "model": "device_train.py --config {config} --model-dir {uri}",
+    "records": "device_train.py --config {config} --model-dir {folder} --set train_set={uri}.index",
+    "tune": "device_train.py --config {config} --model-dir {folder} --tune-model-path {uri}",
+    "sample": "device_sample.py --model-path {uri} --prompt x",
+    "config": "device_train.py --config {uri}.json --model-dir {folder}",
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [name if name == "model" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],
+)
+def test_commands_report_an_unreachable_bucket_in_one_line(where, closed_port, tmp_path):
+    values = run_values(tmp_path, tpu_size=1, cores_per_replica=1)
+    config, folder = write_config(tmp_path / "config.json", values), tmp_path / "model"
+    command = COMMANDS[where].format(config=config, folder=folder, uri="gs://no-such-bucket/run")
+    proxy = f"http://127.0.0.1:{closed_port}"
+    process = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        env=os.environ | {"https_proxy": proxy, "http_proxy": proxy, "no_proxy": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    [line] = process.stderr.splitlines()
+    expected = UNREACHABLE
+    if where == "config":
+        expected = r"config gs://no-such-bucket/run.json: is a URI, but .* copy it here first"
+    assert re.fullmatch(f"error: {expected}", line)
+    assert (process.returncode, process.stdout) == (2, "")
