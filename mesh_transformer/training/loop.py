@@ -20,7 +20,7 @@ from mesh_transformer.data.storage import local_path
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
-from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of
+from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
@@ -93,8 +93,12 @@ def _train(
     """Train until step `total` or until a signal is in `received`, then save."""
     config = network.config
     val_sets = {} if config.val_batches == 0 else config.val_set
-    eval_tasks = harness.load_harness(config)
-    with contextlib.closing(network.open_train_set()) as loader:
+    with contextlib.ExitStack() as stack:
+        wandb = start_wandb(folder, config)
+        if wandb is not None:
+            stack.callback(wandb.close)
+        eval_tasks = harness.load_harness(config)
+        loader = stack.enter_context(contextlib.closing(network.open_train_set()))
         for path in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, path).close()
         network.claim(folder)
@@ -112,10 +116,10 @@ def _train(
         if "noise" in aux:
             noise.restore(aux["noise"])
         logged = network.step - (unscored is not None)
-        log = MetricsLog(folder, config, logged, aux.get("wandb"))
-        with contextlib.closing(log):
-            run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, total, logged)
-            run.run(received, unscored)
+        log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
+        stack.callback(log.close)
+        run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, total, logged)
+        run.run(received, unscored)
 
 
 def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.storage import convert_storage_errors, is_uri, local_path, reason
+from mesh_transformer.training import wandb_upload
 from mesh_transformer.training.wandb_upload import WandbUpload
 from mesh_transformer.util import InputError
 
@@ -35,10 +36,13 @@ class MetricsLog:
     can be written.
     """
 
-    def __init__(self, folder: str, config: Config, restored_step: int, wandb_id: str | None):
+    def __init__(
+        self, folder: str, restored_step: int, wandb: WandbUpload | None, wandb_id: str | None
+    ):
         """Open the log to continue after `restored_step`; rows of later steps are removed.
 
         Args:
+          wandb: the upload to begin, from `start_wandb`.
           wandb_id: the id of the wandb run to resume, or None for a new run.
 
         Raises:
@@ -57,10 +61,10 @@ class MetricsLog:
         self._unwritten: list[str] = []
         self._failing = False
         self._uploads = None if remote is None else _Uploads(self.path, remote)
-        self.wandb_id, self._wandb = wandb_id, None
-        if config.wandb_project is not None and os.environ.get("WANDB_MODE") != "disabled":
+        self.wandb_id, self._wandb = wandb_id, wandb
+        if wandb is not None:
             self.wandb_id = wandb_id or secrets.token_hex(4)
-            self._wandb = WandbUpload(self.path, config, self.wandb_id, restored_step)
+            wandb.begin(self.wandb_id, restored_step)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the file; if writing fails, keep it in memory until the next call."""
@@ -105,6 +109,24 @@ class MetricsLog:
             self._uploads.close()
         if self._wandb is not None:
             self._wandb.close()
+
+
+def start_wandb(folder: str, config: Config) -> WandbUpload | None:
+    """Start the upload of a run's metrics to wandb, before anything else is loaded.
+
+    Returns None if the config or the environment asks for none.  Also if there is no API key, or a
+    malformed one; this is reported on stderr.
+
+    Args:
+      folder: the model folder.
+    """
+    if config.wandb_project is None or os.environ.get("WANDB_MODE") == "disabled":
+        return None
+    path = _paths(folder)[0]
+    if problem := wandb_upload.key_problem():
+        wandb_upload.warn(problem, path)
+        return None
+    return WandbUpload(path, config)
 
 
 def row_of(folder: str, step: int) -> dict[str, Any] | None:

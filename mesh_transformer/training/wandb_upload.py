@@ -7,20 +7,27 @@ process is killed by SIGKILL.  If the upload process fails during training, it i
 pause, and the pauses become longer.
 """
 
+import configparser
 import contextlib
 import json
+import netrc
 import os
+import re
 import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
 
+TOKEN = r"[\w-]+\.[\w-]+\.[\w-]+"  # a JSON web token, used in place of an API key
+# wandb's default servers: that of newer versions, which also uses the keys of the other one.
+FORGE, HOST = "api.forge.coreweave.com", "api.wandb.ai"
 CLOSE_SECONDS = 15.0  # longest wait for the last rows to be sent
 RETRY_SECONDS = (10.0, 600.0)  # first and longest pause before a restart
 POLL_SECONDS = 1.0  # between checks of the file for new rows
@@ -30,30 +37,55 @@ PERMANENT_FAILURE = 3  # exit status if a restart would fail too (no account, a 
 class WandbUpload:
     """Background upload of a metrics file to a wandb run.
 
+    The upload process is started at once, and checks the API key while the run loads its data and
+    weights.  It sends nothing before `begin`.
+
     Args:
       path: the metrics.jsonl to follow.
-      run_id: the id of the wandb run, which is resumed if it exists.
-      after: only the rows of steps after this one are sent.
 
     Attributes:
       sent: the last step whose row was passed to wandb.  wandb may not have stored the row yet.
     """
 
-    def __init__(self, path: str, config: Config, run_id: str, after: int):
-        self._task = {
-            "path": os.path.abspath(path),
-            "project": config.wandb_project,
-            "name": config.name,
-            "config": config.as_dict(),
-            "id": run_id,
-            "after": after,
-        }
-        self.sent = after
+    def __init__(self, path: str, config: Config):
+        self._path = os.path.abspath(path)
+        self._config = config
+        self._task: dict[str, Any] | None = None
+        self.sent = 0
         self._warned = False
         self._closing = threading.Event()
+        self._lock = threading.Lock()  # for `_task` and `_process`
         self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._supervise, name="wandb", daemon=True)
         self._thread.start()
+
+    def begin(self, run_id: str, after: int) -> None:
+        """Begin to send rows.
+
+        Args:
+          run_id: the id of the wandb run, which is resumed if it exists.
+          after: only the rows of steps after this one are sent.
+        """
+        self.sent = after
+        task = {
+            "path": self._path,
+            "project": self._config.wandb_project,
+            "name": self._config.name,
+            "config": self._config.as_dict(),
+            "id": run_id,
+            "after": after,
+        }
+        with self._lock:
+            self._task = task
+            self._send_task()
+
+    def _send_task(self) -> None:
+        """Send the task, if there is one, to the process, if it runs."""
+        if self._task is not None and self._process is not None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError, ValueError):  # it may have died already
+                self._process.stdin.write(json.dumps(self._task) + "\n")
+                self._process.stdin.flush()
 
     def _supervise(self) -> None:
         """Run the upload process and restart it if it fails; after `close`, at most once."""
@@ -73,7 +105,7 @@ class WandbUpload:
         """Run the upload process once; return its exit status and the reason for any failure."""
         reason = ""
         try:
-            self._process = process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "mesh_transformer.training.wandb_upload"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -84,11 +116,10 @@ class WandbUpload:
         except OSError as error:
             return 1, str(error.strerror)
         with process:
-            assert process.stdin is not None
+            with self._lock:
+                self._process = process
+                self._send_task()
             assert process.stdout is not None
-            with contextlib.suppress(OSError):  # it may have died already
-                process.stdin.write(json.dumps(self._task) + "\n")
-                process.stdin.flush()
             if self._closing.is_set():
                 self._end_input()
             for line in process.stdout:
@@ -104,10 +135,7 @@ class WandbUpload:
     def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            _print_error(
-                f"wandb: {reason}; training continues, and its metrics are in "
-                f"{self._task['path']} (set WANDB_MODE=offline or disabled to avoid this)"
-            )
+            warn(reason, self._path)
 
     def _end_input(self) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -117,37 +145,123 @@ class WandbUpload:
     def close(self) -> None:
         """Tell the upload process to send the last rows and end; wait up to `CLOSE_SECONDS`.
 
-        After that time the process continues in the background.
+        After that time the process continues in the background.  If there is nothing to send, this
+        does not wait.  Later calls do nothing.
         """
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._end_input()
+        if self._task is None:
+            return
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             _print_error("wandb: the last metrics are still being sent in the background")
+
+
+def warn(problem: str, path: str) -> None:
+    """Print why a run's metrics are not uploaded, where they are, and what to do."""
+    _print_error(
+        f"wandb: {problem}; training continues, and its metrics are in {path} "
+        "(log in with `wandb login`, or set WANDB_MODE to offline or disabled)"
+    )
 
 
 def _print_error(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
+def key_problem() -> str | None:
+    """Return what is wrong with wandb's API key, as far as that is known without the server.
+
+    This finds the key as wandb does, but does not import wandb, which takes seconds.  Returns None
+    if the key is well-formed, or if none is needed.
+    """
+    if not is_online() or _setting("identity_token_file"):
+        return None
+    host = urllib.parse.urlsplit(_setting("base_url") or f"https://{FORGE}").netloc
+    hosts = (FORGE, HOST) if host == FORGE else (host,)
+    file = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
+    if not os.path.exists(file):
+        file = os.path.expanduser("~/_netrc")
+    places = {"WANDB_API_KEY": _setting("api_key"), file: _netrc_password(file, hosts)}
+    for place, key in places.items():
+        if key:
+            return None if is_well_formed(key) else f"the API key in {place} is malformed"
+    return f"no API key for {hosts[-1]} in WANDB_API_KEY or ~/.netrc"
+
+
+def is_well_formed(key: str) -> bool:
+    """Return whether wandb accepts an API key, or a token in its place, before it asks the server.
+
+    Keys of a company's own server have a prefix that ends in a dash.
+    """
+    prefix, dash, secret = key.partition("-")
+    return bool(re.fullmatch(r"[\w-]{40,}", secret if dash else prefix) or re.fullmatch(TOKEN, key))
+
+
+def is_online() -> bool:
+    """Return whether wandb's mode is one in which it contacts the server."""
+    return _setting("mode") not in ("offline", "dryrun", "disabled")
+
+
+def _setting(name: str) -> str | None:
+    """Return one of wandb's settings, from the environment or wandb's settings files."""
+    if value := os.environ.get(f"WANDB_{name.upper()}"):
+        return value
+    folders = (
+        os.path.join(os.environ.get("WANDB_DIR") or ".", "wandb"),
+        os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb"),
+    )
+    for folder in folders:
+        parser = configparser.ConfigParser(interpolation=None)
+        with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
+            parser.read(os.path.join(folder, "settings"), encoding="utf-8")
+        if value := parser.get("default", name, fallback=None):
+            return value
+    return None
+
+
+def _netrc_password(file: str, hosts: Sequence[str]) -> str | None:
+    """Return the password for the first of `hosts` in a .netrc file; None if there is none."""
+    try:
+        content = netrc.netrc(file)
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return None
+    entries = filter(None, map(content.authenticators, hosts))
+    return next((password for _, _, password in entries), None)
+
+
 def main() -> None:
     """Send the rows of a metrics file to wandb until standard input is closed.
 
-    The first line of standard input is a JSON object with the file's path and the settings of the
-    wandb run (see `WandbUpload`).  Rows that are in the file when standard input is closed are
-    still sent.
+    The API key is checked first.  Then, the first line of standard input is awaited.  It is a JSON
+    object with the file's path and the settings of the wandb run (see `WandbUpload.begin`).  Rows
+    that are in the file when standard input is closed are still sent.
     """
-    task = json.loads(sys.stdin.readline())
     out = os.dup(1)
     os.dup2(2, 1)  # only `report` may write to the training process; stderr is discarded
-    import wandb
-    from wandb.errors import AuthenticationError, UsageError
 
     def report(line: str) -> None:
         with contextlib.suppress(OSError):  # the run may have ended before the last rows are sent
             os.write(out, f"{line}\n".encode())
 
+    permanent: tuple[type[BaseException], ...] = ()
     try:
+        import wandb
+        from wandb.errors import AuthenticationError, UsageError
+
+        permanent = (AuthenticationError, UsageError)
+        if is_online():
+            # Not permanent: wandb raises AuthenticationError even if the server does not answer.
+            try:
+                wandb.login(verify=True)
+            except AuthenticationError as error:
+                raise RuntimeError(str(error)) from None
+        line = sys.stdin.readline()
+        if not line:  # the run ended before it began to train
+            return
+        task = json.loads(line)
         run = wandb.init(
             project=task["project"],
             name=task["name"],
@@ -166,7 +280,7 @@ def main() -> None:
     except BaseException as error:
         report(f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
         # A normal exit would run wandb's clean-up, which may wait for a service that is gone.
-        os._exit(PERMANENT_FAILURE if isinstance(error, UsageError | AuthenticationError) else 1)
+        os._exit(PERMANENT_FAILURE if isinstance(error, permanent) else 1)
 
 
 def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:

@@ -156,6 +156,29 @@ def test_rows_have_the_documented_keys(counter, tmp_path, capsys, peak):
     assert network.calls == [f"claim {tmp_path.name}", "init", *["wait"] * 5, "close"]
 
 
+def test_a_missing_wandb_key_is_reported_before_anything_is_loaded(
+    counter, tmp_path, monkeypatch, capsys
+):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    network = counter(wandb_project="project", ckpt_every=7)
+    errors, open_train_set = [], network.open_train_set
+
+    def opened():
+        errors.append(capsys.readouterr().err)
+        return open_train_set()
+
+    network.open_train_set = opened
+    loop.train(network, str(tmp_path / "model"))
+    [[line]] = [text.splitlines() for text in errors]
+    assert line.startswith("wandb: no API key for api.wandb.ai in WANDB_API_KEY or ~/.netrc; ")
+    assert "wandb: " not in capsys.readouterr().err
+    assert network.step == 30
+
+
 @pytest.mark.parametrize("stops", [(1, 2, 30), (13, 14, 29, 30)])
 def test_every_record_is_read_once_across_restarts(counter, tmp_path, stops):
     uninterrupted = counter(ckpt_every=5)

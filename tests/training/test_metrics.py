@@ -1,9 +1,11 @@
 """Metrics logs: restarts, failing disks and buckets, wandb; and restoring the noise scale."""
 
 import contextlib
+import http.server
 import json
 import os
 import random
+import re
 import resource
 import signal
 import struct
@@ -14,11 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.training import metrics, wandb_upload
-from mesh_transformer.training.metrics import NAME, MetricsLog, NoiseScale
+from mesh_transformer.training.metrics import NAME, MetricsLog, NoiseScale, start_wandb
 from mesh_transformer.util import InputError
 from tests.support.waiting import SECONDS, wait_until
 
@@ -28,7 +31,7 @@ CONFIG = Config(layers=1, d_model=8, n_heads=1, n_vocab=8)
 
 
 def open_log(folder, step=0, config=CONFIG, wandb_id=None):
-    return MetricsLog(str(folder), config, step, wandb_id)
+    return MetricsLog(str(folder), step, start_wandb(str(folder), config), wandb_id)
 
 
 def rows_in(folder):
@@ -320,6 +323,8 @@ import os
 class Settings:
     def __init__(self, **_): pass
 
+def login(**_): pass
+
 class init:
     step, url = 0, "https://wandb.example"
     def __init__(self, **_): pass
@@ -380,16 +385,121 @@ def test_an_unreachable_wandb_is_reported_once_and_delays_nothing(
     assert [row["step"] for row in rows_in(wandb_folder / "model")] == [1, 2]
 
 
-def test_training_without_a_wandb_account_continues(wandb_folder, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("HOME", str(wandb_folder))  # no .netrc
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    log = open_log(wandb_folder / "model", config=CONFIG.replace(wandb_project="project"))
+@pytest.fixture
+def no_account(tmp_path, monkeypatch):
+    """Remove all of wandb's settings and keys; yields the path of .netrc, which does not exist."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".netrc"
+
+
+MISSING = "no API key for {host} in WANDB_API_KEY or ~/.netrc"
+KEY = "0123456789" * 4
+KEYS = {  # (API key, .netrc, problem)
+    "none": (None, None, MISSING),
+    "another host's": (None, f"machine example.com login user password {KEY}", MISSING),
+    "unreadable file": (None, "machine", MISSING),
+    "short": (KEY[1:], None, "the API key in WANDB_API_KEY is malformed"),
+    "short and prefixed": (f"local-{KEY[1:]}", None, "the API key in WANDB_API_KEY is malformed"),
+    "other characters": (f"{KEY}!", None, "the API key in WANDB_API_KEY is malformed"),
+    "short in .netrc": (
+        None,
+        f"machine {{host}} login user password {KEY[1:]}",
+        "the API key in {netrc} is malformed",
+    ),
+    "well-formed": (KEY, "machine {host} login user password short", None),
+    "prefixed": (f"local-{KEY}", None, None),
+    "a token": ("head-er.pay-load.sig-nature", None, None),
+    "well-formed in .netrc": (None, f"machine {{host}} login user password {KEY}", None),
+}
+
+
+@pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com", "wandb.example:8080"])
+@pytest.mark.parametrize("case", KEYS)
+def test_a_wrong_key_is_known_without_the_server(no_account, monkeypatch, case, host):
+    key, content, problem = KEYS[case]
+    if host == "wandb.example:8080":
+        monkeypatch.setenv("WANDB_BASE_URL", f"https://{host}")
+    if key is not None:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    if content is not None:
+        no_account.write_text(content.format(host=host))
+    shown = host.replace("forge.coreweave.com", "wandb.ai")
+    expected = problem and problem.format(host=shown, netrc=no_account)
+    assert wandb_upload.key_problem() == expected
+
+
+def test_keys_are_judged_as_wandb_judges_them():
+    """Random keys around the shortest valid length, of all kinds of characters."""
+    validation = pytest.importorskip("wandb.sdk.lib.wbauth.validation")
+    rng = np.random.default_rng(8)
+    for _ in range(300):
+        size = rng.integers(35, 50)
+        key = "".join(rng.choice(list("abcXYZ019_-."), size, p=[0.108] * 9 + [0.01] * 2 + [0.008]))
+        assert wandb_upload.is_well_formed(key) == (validation.check_api_key(key) is None), key
+
+
+@pytest.mark.parametrize("folder", ["wandb", ".config/wandb"])
+@pytest.mark.parametrize("setting", ["mode = offline", f"api_key = {KEY}"])
+def test_settings_files_of_wandb_are_read(no_account, setting, folder):
+    path = no_account.parent / folder / "settings"
+    path.parent.mkdir(parents=True)
+    path.write_text("[default]\n")
+    assert wandb_upload.key_problem() is not None
+    path.write_text(f"[default]\n{setting}\n")
+    assert wandb_upload.key_problem() is None
+
+
+def test_training_without_a_wandb_account_continues(no_account, tmp_path, capsys):
+    log = open_log(tmp_path / "model", config=CONFIG.replace(wandb_project="project"))
+    assert log._wandb is None
     log.write({"step": 1})
-    upload: Any = log._wandb
-    wait_until(lambda: not upload._thread.is_alive(), "the upload thread is still running")
     log.close()
-    assert "; training continues, and its metrics are in " in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == (
+        "wandb: no API key for api.wandb.ai in WANDB_API_KEY or ~/.netrc; training continues, and "
+        f"its metrics are in {tmp_path}/model/metrics.jsonl (log in with `wandb login`, or set "
+        "WANDB_MODE to offline or disabled)"
+    )
+    assert rows_in(tmp_path / "model") == [{"step": 1}]
+
+
+class _Refusing(http.server.BaseHTTPRequestHandler):
+    """A wandb server that knows no API key."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(b'{"errors": [{"message": "user is not logged in"}]}')
+
+
+def test_a_refused_key_is_reported_before_the_log_is_opened(wandb_folder, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr(wandb_upload, "RETRY_SECONDS", (0.01, 0.01))
+    config, folder = CONFIG.replace(wandb_project="project"), str(wandb_folder / "model")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        upload: Any = start_wandb(folder, config)
+        wait_until(lambda: upload._warned, "no warning was printed")
+        log = MetricsLog(folder, 0, upload, None)
+        log.write({"step": 1})
+        log.close()
+        upload._thread.join()
+        server.shutdown()
+        thread.join()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "training continues" in line]
+    assert re.match(r"wandb: Failed to authenticate with http://.*: user is not logged in; ", line)
+    assert rows_in(Path(folder)) == [{"step": 1}]
 
 
 def test_disabled_wandb_creates_no_run(wandb_folder, monkeypatch):
