@@ -83,6 +83,7 @@ def _literals(annotation: Any) -> list[Any]:
     return [a for option in typing.get_args(annotation) for a in _literals(option)]
 
 
+# Norms of a layer's input.
 Norm = Literal[
     "layernorm",
     "layernorm-desync",
@@ -93,6 +94,7 @@ Norm = Literal[
     "scalenorm-bias",
 ]
 
+# Backends of attention; see docs/attention.md.
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
 
 # The shipped configs are in the package if it is installed, and beside it in a checkout.
@@ -128,24 +130,24 @@ class Config:
     """
 
     # Model.
-    layers: int
-    d_model: int
-    n_heads: int
-    n_vocab: int
-    seq: int = 2048
-    norm: Norm = "layernorm"
-    pe: Literal["rotary", "fixed", "t5"] = "rotary"
+    layers: int  # number of transformer layers
+    d_model: int  # width of the residual stream
+    n_heads: int  # attention heads per layer
+    n_vocab: int  # rows of the embedding: the tokenizer's vocabulary, possibly padded
+    seq: int = 2048  # tokens per sequence
+    norm: Norm = "layernorm"  # norm of each layer's input; see `Norm`
+    pe: Literal["rotary", "fixed", "t5"] = "rotary"  # position embedding
     pe_rotary_dims: int | None = None  # None: head_size
     head_size: int | None = None  # None: d_model / n_heads
     block: Literal["gptj", "geglu"] | None = None  # None: gptj in version 1, geglu in version 2
     attention_window: int | None = None  # None: seq; earlier positions are masked
 
     # Partitioning over devices.
-    version: Literal[1, 2] = 1
+    version: Literal[1, 2] = 1  # which of the original's two models; sets defaults of other keys
     # None: shard_map in version 1, jit in version 2
     partitioning: Literal["shard_map", "jit"] | None = None
     tpu_size: int | None = None  # None: cores_per_replica
-    cores_per_replica: int = 1
+    cores_per_replica: int = 1  # mp: devices that one copy of the model is split over
     # ZeRO stage.  None: 0 in version 1; in version 2, 1 if early_collect is true, otherwise 3.
     zero: Literal[0, 1, 3] | None = None
     early_collect: bool = True  # used only in version 2, if zero is None
@@ -155,34 +157,34 @@ class Config:
     loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
 
     # The TPU that `train.py --tpu` creates (see `TpuSpec.of`); flags override these keys.
-    tpu_zone: str | None = None
-    tpu_generation: Literal["v2", "v3", "v4", "v5e", "v5p", "v6e"] = "v3"
-    tpu_runtime_version: str | None = None
-    tpu_tier: Literal["on_demand", "spot", "preemptible"] = "on_demand"
-    tpu_network: str | None = None
-    tpu_subnetwork: str | None = None
+    tpu_zone: str | None = None  # Google Cloud zone
+    tpu_generation: Literal["v2", "v3", "v4", "v5e", "v5p", "v6e"] = "v3"  # TPU generation
+    tpu_runtime_version: str | None = None  # None: the generation's default
+    tpu_tier: Literal["on_demand", "spot", "preemptible"] = "on_demand"  # price tier
+    tpu_network: str | None = None  # None: the project's default network
+    tpu_subnetwork: str | None = None  # None: the network's default
 
     # Precision.
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     early_cast: bool = False  # store parameters in bf16
     int8_weights: bool = False  # for generation, quantize the weights to 8 bits
     bf16_optimizer: bool = False  # store Adam's moments in bf16
 
     # Optimizer.
-    per_replica_batch: int = 1
-    gradient_accumulation_steps: int = 1
-    warmup_steps: int = 0
-    anneal_steps: int = 1
-    lr: float = 1e-4
-    end_lr: float = 1e-5
-    weight_decay: float = 0.1
-    adam_b1: float = 0.9
-    adam_b2: float = 0.999
-    adam_eps: float = 1e-8
-    clip_norm: float = 1.0
-    z_loss: float = 1e-4
-    original_bias_copies: int = 1
-    noise_scale_alpha: float = 0.01
+    per_replica_batch: int = 1  # sequences per microbatch and replica
+    gradient_accumulation_steps: int = 1  # microbatches per update
+    warmup_steps: int = 0  # updates of linear warm-up from 0 to lr
+    anneal_steps: int = 1  # updates of cosine decay from lr to end_lr, after the warm-up
+    lr: float = 1e-4  # peak learning rate
+    end_lr: float = 1e-5  # learning rate after the decay
+    weight_decay: float = 0.1  # decoupled, applied to matrices only
+    adam_b1: float = 0.9  # decay of Adam's first moment
+    adam_b2: float = 0.999  # decay of Adam's second moment
+    adam_eps: float = 1e-8  # added to the root of the second moment
+    clip_norm: float = 1.0  # maximum global norm of the gradient
+    z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
+    original_bias_copies: int = 1  # copies of each bias in the original run; see `Optimizer`
+    noise_scale_alpha: float = 0.01  # weight of the newest step in the noise scale's averages
 
     # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
     lora_rank: int = 0  # 0: train the whole model
@@ -190,28 +192,28 @@ class Config:
     lora_targets: list[str] | None = field(default=None, hash=False)  # None: see LORA_DEFAULTS
 
     # Run.
-    total_steps: int | None = None
-    seed: int = 0
-    bucket: str | None = None
-    model_dir: str | None = None
+    total_steps: int | None = None  # updates at which training ends; required to train
+    seed: int = 0  # of the initial weights and the order of the data
+    bucket: str | None = None  # Google Cloud Storage bucket, URI or local folder
+    model_dir: str | None = None  # folder of the checkpoints and metrics in `bucket`
     # The path of an index, or a mixture: {path of an index: weight}.  A relative path that does not
     # exist is looked up in data/.
     train_set: str | dict[str, float] | None = field(default=None, hash=False)
     shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
     hosts_read: bool = False  # each host reads its own batch rows, so it needs access to train_set
     val_set: dict[str, str] = field(default_factory=dict, hash=False)  # name: path of an index
-    val_batches: int = 100
+    val_batches: int = 100  # batches per validation set; 0: no validation
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
-    val_every: int = 500
-    ckpt_every: int = 500
-    keep_n: int = 3
-    keep_every: int = 10000
-    tokenizer: str = "gpt2"
-    eval_harness_tasks: list[str] = field(default_factory=list, hash=False)
+    val_every: int = 500  # updates between validations
+    ckpt_every: int = 500  # updates between checkpoints
+    keep_n: int = 3  # newest checkpoints to keep
+    keep_every: int = 10000  # also keep checkpoints at multiples of this step
+    tokenizer: str = "gpt2"  # see `load_tokenizer`
+    eval_harness_tasks: list[str] = field(default_factory=list, hash=False)  # lm-eval tasks
     eval_harness_limit: int | None = None  # questions per task; None: all
-    name: str = "mesh-transformer"
-    wandb_project: str | None = None
-    comment: str = ""
+    name: str = "mesh-transformer"  # of the run on wandb
+    wandb_project: str | None = None  # None: nothing is sent to wandb
+    comment: str = ""  # free text, not used
 
     def __post_init__(self) -> None:
         for key, annotation in typing.get_type_hints(type(self)).items():

@@ -47,6 +47,7 @@ class CausalTransformer:
       init: whether to create a fresh state; pass False to load or restore a checkpoint next.
 
     Attributes:
+      mesh: the (dp, mp) mesh of the devices.
       step: number of updates done.
       state: the state on the devices (see `mesh_transformer.training.step.init_state`); None if
         there is none.

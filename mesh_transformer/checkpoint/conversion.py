@@ -143,7 +143,8 @@ def convert(
 
     Args:
       source: a model folder (its newest step, or `step`), a step_N or a Hugging Face folder.
-      source_kind, target_kind: the formats of `source` and `target`.
+      source_kind: the format of `source`.
+      target_kind: the format of `target`.
       target: the model folder, step_N or Hugging Face folder to write, which must not exist yet.
       config: the model's config (default: the one stored in the source).
       shards: the number of shards to write, if `target_kind` is "original", the format of
@@ -310,7 +311,8 @@ def compare(
     the target's dtype.  The checkpoints are read one after the other.
 
     Args:
-      source_kind, target_kind: the formats of `source` and `target`.
+      source_kind: the format of `source`.
+      target_kind: the format of `target`.
       config: the config of the model.
       base: if the source holds adapters, the path of their base model, if it has moved.
     """

@@ -241,7 +241,7 @@ def read(
     dtype: DTypeLike | None = None,
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a folder's config, and its weights as a host state (see `conversion`) at step 0.
+    """Return a folder's config, and its weights as a host state (see `conversion.read`) at step 0.
 
     The embedding's bias, which Hugging Face's GPT-J does not have, is zero.
 

@@ -11,7 +11,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.storage import AnyPath, is_uri, local_path, step_number
 from mesh_transformer.util import InputError
 
-Format = Literal["original", "native", "hf"]
+Format = Literal["original", "native", "hf"]  # a checkpoint's format
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 

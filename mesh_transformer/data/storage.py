@@ -29,7 +29,7 @@ GCS = "gs://"
 BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
 BUCKET_PAUSES = (1.0, 2.0)  # seconds before another attempt
 LOCK = ".lock"  # name of the lock file in a model folder
-AnyPath = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]  # a local path, or a URI such as gs://bucket/model
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 
 # Names of exception classes, because their packages are imported only where they are used.

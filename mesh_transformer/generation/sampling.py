@@ -45,6 +45,7 @@ class Range(NamedTuple):
 
 
 F32_MAX = float(np.finfo(np.float32).max)
+# The sampling settings by name.
 RANGES = {
     "top_p": Range(np.float32, 0.9, 0.0, F32_MAX),
     "top_k": Range(np.int32, 0, 0, 2**31 - 1),

@@ -173,6 +173,7 @@ def _measured_copy(size: int = 2**28) -> float:
         return 2 * size / min(_run_seconds(lambda: list(pool.map(np.copyto, targets, sources))))
 
 
+# Price tier of a TPU; all but "on_demand" can be taken away at any time.
 Tier = Literal["on_demand", "spot", "preemptible"]
 
 

@@ -48,7 +48,7 @@ def gather_cast_backward(axis: int, dtype: Any, _: None, g: Array) -> tuple[Arra
 
 gather_cast.defvjp(gather_cast_forward, gather_cast_backward)
 
-Axes = tuple[str | None, ...]
+Axes = tuple[str | None, ...]  # for each axis of an array, the mesh axis that splits it or None
 GATHERED = "gathered"  # checkpoint_name of a split residual stream after its all-gather
 
 
@@ -466,7 +466,8 @@ def param(
       shape: the global shape.
       axes: for each array axis, the mesh axis that splits it, or None.
       decay: whether weight decay applies (only matrices decay, as in mesh-transformer-jax).
-      summed, adapter: see `Declaration`.
+      summed: see `Declaration.summed`.
+      adapter: see `Declaration.adapter`.
     """
     declare(current_name(), name, Declaration(shape, P(*axes), decay, summed, adapter))
     return hk.get_parameter(name, par.local(shape, axes), init=init)

@@ -71,7 +71,7 @@ from mesh_transformer.model.layers import (
     TransformerLayer,
 )
 
-Params = dict[str, Any]
+Params = dict[str, Any]  # parameters as nested dicts, in the structure of `declarations`
 
 
 def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:

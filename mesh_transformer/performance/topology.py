@@ -154,6 +154,7 @@ class LocalDevices:
         return jax.local_devices(backend=self.platform)[: self.devices]
 
 
+# Devices to plan for.
 Slice = Topology | LocalDevices
 
 

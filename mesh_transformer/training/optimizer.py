@@ -13,7 +13,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.util import to_bf16, to_f32
 
-OptState = dict[str, Any]
+OptState = dict[str, Any]  # Adam's moments, each in the structure of the parameters
 
 
 def gpt3_schedule(

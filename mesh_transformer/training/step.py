@@ -21,7 +21,7 @@ from mesh_transformer.model.loss import loss_weights, losses, train_loss
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError, to_bf16, to_f32
 
-State = dict[str, Any]
+State = dict[str, Any]  # the state of a training run; `init_state` describes its entries
 Batch = dict[str, Array]
 
 
