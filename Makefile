@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
 
-.PHONY: quickstart test test-all venv libtpu lint lock
+.PHONY: quickstart test test-all venv libtpu lint docs lock
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
 quickstart: venv
@@ -35,6 +35,17 @@ lint: .venv/test
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
+# The documentation site, in build/site.  Its tools have an environment of their own, as they only
+# read the package's source.  The variable silences an advertisement.
+docs: .venv-docs/done
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/.venv-docs/bin:$$PATH" mkdocs build
+	@echo "the documentation is in build/site/index.html"
+
+.venv-docs/done: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 .venv/run: requirements.txt setup.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
@@ -52,4 +63,6 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hash
 lock:
 	$(LOCK) -o requirements.txt
 	$(LOCK) --extra dev -o requirements-dev.txt
+	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
+	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
 	echo libtpu==0.0.42.1 | $(subst setup.py,-,$(LOCK)) -o requirements-libtpu.txt
