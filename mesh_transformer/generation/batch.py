@@ -1,6 +1,6 @@
-"""Generation on a mesh: its compiled functions, and running batches of prompts.
+"""Generation on a mesh: compiled functions, and batches whose rows generate in parallel.
 
-Callers pass and receive token ids and row numbers; placement on the devices happens here.
+Callers pass and receive token ids and row numbers; this module places the arrays on the devices.
 """
 
 import functools
@@ -99,13 +99,13 @@ SMALLEST_PROMPT = 16
 # The number of cache slots is also rounded up to this times a power of two, because every new
 # number of slots compiles a new program.
 SMALLEST_CACHE = 256
-# Maximum number of tokens per prefill call and replica, unless one prompt alone has more.  The
-# memory of attention grows with this number times the width that the prompts are padded to.
+# Maximum number of tokens that a replica processes in one prefill call, unless a single prompt has
+# more.  Attention memory grows with this number times the width that the prompts are padded to.
 PREFILL_TOKENS = 4096
 
 
 class Generator:
-    """The compiled functions of generation on a mesh, and the weights that they read.
+    """The compiled functions that generate text on a mesh, and the weights that they use.
 
     The weights are computed once from the parameters.  Their dtype is f32 on CPUs, where bf16
     matmuls are slow, and `config.dtype` on other devices.
@@ -119,7 +119,7 @@ class Generator:
         self.config = config.merged()
         self.mesh = mesh
         self.rows = rows
-        # (the arrays of the parameters or None, their weights)
+        # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
         self._made: tuple[list[Array] | None, Weights] | None = None
         self.empty = compile_empty(self.config, mesh)
         self.grow = compile_grow(self.config, mesh)
@@ -147,7 +147,7 @@ class Generator:
         return self._made[1]
 
     def cache_weights(self, params: Any) -> None:
-        """Cache the weights of `params`, but keep no reference to `params`.
+        """Compute the weights from `params` and cache them, but keep no reference to `params`.
 
         The memory of `params` can then be freed.  `drop_weights` does not drop these weights.
         """
@@ -162,7 +162,7 @@ class Generator:
             self._made = None
 
     def score(self, params: Any, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """See `CausalTransformer.score`."""
+        """Return the logprobs of texts; see `CausalTransformer.score`."""
         if tokens.shape[1] < 2:
             raise InputError(
                 f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
@@ -175,7 +175,7 @@ class Generator:
         """Return a batch with `rows` idle rows in this process.
 
         Raises:
-          InputError: if `rows` is not a multiple of the number of this process's replicas.
+          InputError: if `rows` is not a positive multiple of the number of this process's replicas.
         """
         if rows < 1 or rows % len(self.rows.replicas):
             raise InputError(
@@ -192,7 +192,7 @@ class Generator:
         gen_length: int,
         options: dict[str, Any],
     ) -> np.ndarray:
-        """See `CausalTransformer.generate`."""
+        """Generate answers to prompts; see `CausalTransformer.generate`."""
         prompts = check_prompts(ctx, ctx_length, gen_length)
         settings = sampler_settings(options, len(prompts))
         replicas = len(self.rows.replicas)
@@ -238,11 +238,11 @@ class Batch:
         )
 
     def reserve(self, positions: int) -> None:
-        """Make room in the cache for `positions` positions per row, but at most for the window.
+        """Grow the cache to hold `positions` positions per row, or the window if that is smaller.
 
-        `insert` and `decode` reserve as much as the rows of this process need.  All processes must
-        reserve the same size.  With several processes, the caller must therefore first call this
-        with the maximum over the rows of all processes.
+        `insert` and `decode` call this with what the rows of this process need.  With several
+        processes, the cache must have the same size in all of them.  The caller must therefore call
+        this first, with the maximum over the rows of all processes.
         """
         slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
         if slots > self._state.slots:
@@ -268,13 +268,13 @@ class Batch:
           prompts: one array of token ids per prompt.  Only the last `config.window` tokens of a
             prompt are used.
           lengths: number of tokens to generate per prompt, including the one chosen by this call.
-          settings: one value per prompt.
+          settings: the sampling settings, with one value per prompt.
           alternatives: number of most likely tokens to return, with logprobs; None returns neither
             these tokens nor any logprobs.
           longest: with several processes, the length of the longest prompt in any process.
           most: with several processes, the largest number of prompts that any process inserts into
-            one replica.  A process may then insert no prompts.  By default, this is the largest
-            number in this process, and it must then be the same in all processes.
+            one replica.  If this is given, a process may insert no prompts.  If it is None, the
+            largest number in this process is used, which must be the same in all processes.
 
         Returns:
           The first token of each answer, as numpy arrays.
@@ -333,21 +333,22 @@ class Batch:
         return self._fetched(chosen)
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """Generate `steps` more tokens in every row, but no more than the row has left.
+        """Generate `steps` more tokens in every row, or as many as `left` allows if that is fewer.
 
         Args:
-          steps: from 1 to `MOST_STEPS`.
+          steps: number of tokens per row, from 1 to `MOST_STEPS`.
           alternatives: as for `insert`.
 
         Returns:
-          Numpy arrays [rows, steps, ...]; values beyond a row's end are meaningless.
+          The new tokens, as numpy arrays [rows, steps, ...].  Values after a row's last token are
+          meaningless.
         """
         if not 1 <= steps <= MOST_STEPS:
             raise InputError(f"generate: decode of {steps} tokens, expected 1 to {MOST_STEPS}")
         ahead = np.minimum(self.left, steps)
         self.reserve(int((self._length + ahead).max()))
         run = self._generator.decode(alternatives, MOST_STEPS)
-        # `place` may share memory with its argument, and `left` changes below.
+        # `place` may share memory with its argument, and `self.left` changes below.
         left = self._generator.rows.place(self.left.copy(), P("dp"))
         self._state, chosen = run(self._weights, self._state, left, np.int32(steps))
         self._length += ahead

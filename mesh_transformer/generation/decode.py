@@ -1,4 +1,4 @@
-"""Cached generation as pure functions on a running batch, whose rows are at different positions.
+"""Generation with a KV cache: pure functions on a batch whose rows are at different positions.
 
 A row's keys and values are stored in a ring buffer of S slots: position p is stored in slot
 p mod S.  When the buffer is full, each new position overwrites the oldest one.  `prefill` inserts
@@ -31,7 +31,7 @@ from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
 
 Weights = dict[str, Any]
-MATRICES = ("layers", "proj")  # the modules whose matrices are quantized with `int8_weights`
+MATRICES = ("layers", "proj")  # model parts that `int8_weights` quantizes
 # The settings of idle rows: greedy decoding, which is the fastest, and no repetition penalty.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 
@@ -64,20 +64,20 @@ class DecodeState(NamedTuple):
     length_B: Any  # number of tokens in the cache, which is the position of the pending token
     token_B: Any  # the pending token: chosen, but not yet in the cache
     generated_B: Any  # number of tokens chosen so far
-    seen_BV: Any  # whether the row's prompt or answer contains the token
+    seen_BV: Any  # whether the row's prompt or answer contains each token
     settings: SamplerSettings
 
     @property
     def slots(self) -> int:
-        """S, the number of positions that each row has room for."""
+        """The number of cache slots per row, S."""
         return self.caches[0].v_BHSK.shape[2]
 
 
 def weights_of(params: gptj.Params, config: Config) -> Weights:
-    """Return the weights that generation reads.
+    """Convert parameters to the weights that generation uses.
 
     These are the parameters in `config.dtype`, with the layers unstacked and any adapters merged.
-    With `int8_weights`, the matrices in the modules `MATRICES` are quantized.
+    If the config sets `int8_weights`, the matrices in the parts `MATRICES` are quantized.
     """
     declared = weight_declarations(config)
 
@@ -94,14 +94,14 @@ def weights_of(params: gptj.Params, config: Config) -> Weights:
 
 
 def weight_declarations(config: Config) -> Weights:
-    """Return the declarations of the arrays in `weights_of`'s result, before any quantization."""
+    """Return the `Declaration` of each array that `weights_of` returns, before quantization."""
     declared = gptj.declarations(config.merged())
     layer = map_declared(lambda d: d.unstack(), declared["layers"])
     return declared | {"layers": (layer,) * config.layers}
 
 
 def weight_specs(config: Config) -> Weights:
-    """Return the layouts of the result of `weights_of`."""
+    """Return the layouts of the arrays that `weights_of` returns."""
     declared = weight_declarations(config)
     specs = map_declared(lambda d: d.spec, declared)
     if not config.int8_weights:
@@ -135,8 +135,8 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 def grow(state: DecodeState, slots: int) -> DecodeState:
     """Return the same batch with `slots` cache slots per row.
 
-    No row may have more tokens than the old number of slots.  Its positions would have wrapped
-    around, and would be in the wrong slots of the larger ring buffer.
+    No row may already have more tokens than the old number of slots.  Its positions would have
+    wrapped around, and would be in the wrong slots of the larger ring buffer.
     """
     padding = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
     return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches))
@@ -310,7 +310,7 @@ def _step(
     context = _context(weights, last_B1, key_positions_BS, slot_B, config, par)
     x_BTD, caches = _forward(weights, state.token_B[:, None], context, state.caches, config, par)
     logits_BV = _logits(weights, x_BTD, config, par)
-    # The settings of idle rows must not slow down the others.
+    # Idle rows use the settings `IDLE`, so that their old settings do not slow down other rows.
     settings = jax.tree.map(lambda x, idle: jnp.where(active_B, x, idle), state.settings, IDLE)
     token_B = choose(logits_BV, settings, state.generated_B, state.seen_BV)
     token_B = jnp.where(active_B, token_B, state.token_B)
@@ -336,7 +336,7 @@ def decode(
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """Generate `steps` more tokens in every row, but no more than the row has left.
+    """Generate `steps` more tokens in every row, or `left_B` tokens if that is fewer.
 
     Args:
       left_B: number of tokens that each row may still generate, int32; rows with 0 are idle.

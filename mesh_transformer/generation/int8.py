@@ -1,7 +1,7 @@
 """Weights as 8-bit integers with one scale per output column, in a quarter of the memory of f32.
 
 This is used for generation only.  Rounding changes a weight by at most 1/254 of the largest
-magnitude in its column.  Sums, norms, biases, embeddings and the cache keep their precision.
+magnitude in its column.  Sums, norms, biases, embeddings and the KV cache keep their precision.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Int8(NamedTuple):
 
 
 def _input_axis(declared: Declaration) -> int:
-    """Return the axis of a matrix along which its inputs run."""
+    """Return the axis of a matrix that indexes the inputs of its matmul."""
     # An output matrix that is divided by head groups has the shape [H, C, D]: groups, inputs per
     # group, outputs.
     return 1 if len(declared.shape) == 3 and declared.spec[0] == "mp" else 0
@@ -52,7 +52,7 @@ def quantize(weights: Any, declared: Any) -> Any:
 
 
 def layout(declared: Any) -> Any:
-    """Return the layouts of the result of `quantize`."""
+    """Return the layouts of the arrays that `quantize` returns."""
 
     def spec_of(d: Declaration) -> P | Int8:
         if not d.decay:

@@ -19,7 +19,7 @@ def longest_text(config: Config) -> int | None:
 
 
 def check_length(gen_length: int) -> None:
-    """Raise InputError unless at least one token is to be generated."""
+    """Raise InputError if `gen_length` is less than 1."""
     if gen_length < 1:
         raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
 
@@ -72,7 +72,7 @@ def check_texts(
         if not np.issubdtype(text.dtype, np.integer) or text.ndim != 1 or not len(text):
             raise InputError(
                 f"generate: a prompt has dtype {text.dtype} and shape {text.shape}, expected "
-                "token ids [T], integer and not empty"
+                "at least one integer token id, in an array of shape [T]"
             )
         if text.min() < 0 or text.max() >= config.n_vocab:
             raise InputError(

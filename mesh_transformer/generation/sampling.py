@@ -24,8 +24,9 @@ REMOVED = -1e10  # logit of a removed token; finite, so that no row can become N
 # Logits are clipped to this magnitude, so that their differences and quotients stay finite.
 MAX_LOGIT = 1e30
 GREEDY_BELOW = 1e-6  # lower temperatures take the most likely token
-# Maximum number of rounds of rejection sampling.  Each redraw halves, on average, the probability
-# ranked above the draw: with 50,000 tokens, fewer than one row in 1e25 needs more rounds.
+# Maximum number of rounds of rejection sampling.  On average, each redraw halves the probability of
+# all tokens ranked above the drawn one.  With 50,000 tokens, fewer than one row in 1e25 needs more
+# rounds.
 MOST_ROUNDS = 64
 
 
@@ -140,8 +141,8 @@ class SamplingOptions:
         return sampler_settings({name: [row[name] for row in rows] for name in RANGES}, len(rows))
 
 
-# The default settings of each interface.
-# Those of Python are for `generate`, and for /complete of the original mesh-transformer-jax.
+# The default settings of each interface.  PYTHON_DEFAULTS is for `generate`, and for the endpoint
+# /complete of the original mesh-transformer-jax.
 PYTHON_DEFAULTS = SamplingOptions()
 REPL_DEFAULTS = SamplingOptions(temp=0.8)
 OPENAI_DEFAULTS = SamplingOptions(top_p=1.0)
@@ -149,7 +150,7 @@ EVALUATION_DEFAULTS = SamplingOptions(top_p=1.0, temp=0.0)
 
 
 def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
-    """Broadcast a setting, a scalar or [B], to [B, 1]."""
+    """Broadcast a setting, which is a scalar or has shape [B], to [B, 1]."""
     return jnp.broadcast_to(jnp.asarray(setting), logits_BV.shape[:1])[:, None]
 
 
@@ -177,20 +178,20 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
 
 
 def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
-    """Return the limits of nucleus and top k for each row, both [B, 1].
+    """Return each row's limits for the nucleus and for top k, as two arrays [B, 1].
 
     The first is the largest total probability that may rank above a kept token.  The second is the
     largest number of kept tokens.
     """
     top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
-    # A sum of 50,000 rounded probabilities may exceed 1 before its last term.
+    # Because of rounding, a sum of 50,000 probabilities may exceed 1 before its last term.
     top_p_B1 = jnp.where(top_p_B1 >= 1, jnp.inf, top_p_B1)
     top_k_B1 = _per_row(top_k, logits_BV)
     return top_p_B1, jnp.where(top_k_B1 > 0, top_k_B1, logits_BV.shape[-1])
 
 
 def _argmax(logits_BV: Array) -> Array:
-    """Return the first index of the maximum, like `jnp.argmax`, but faster on CPUs.
+    """Return the first index of each row's maximum, like `jnp.argmax`, but faster on CPUs.
 
     `jnp.argmax` reduces over pairs of value and index.  This function reduces over values first,
     and then over indices.
@@ -330,7 +331,7 @@ def _draw_from_nucleus(
 
 
 def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
-    """Draw one token per row from softmax(logits): first a block of tokens, then one of its tokens.
+    """Draw one token per row from softmax(logits): first a block, then a token in this block.
 
     This needs about 2 sqrt(V) values of Gumbel noise per row instead of V.  The largest logit of
     each row must be 0.
@@ -378,8 +379,8 @@ def choose(
     A row with NaN logits still gets a token in bounded time, and does not affect other rows.
 
     Args:
-      generated_B: number of tokens chosen so far.
-      seen_BV: whether the row's prompt or answer contains the token.
+      generated_B: number of tokens chosen so far in each row.
+      seen_BV: whether the row's prompt or answer contains each token.
     """
     logits_BV = finite(logits_BV)
     logits_BV = jax.lax.cond(

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.generation.sampling import SamplerSettings
 
-MOST_STEPS = 32  # per decode call
+MOST_STEPS = 32  # maximum number of steps per decode call
 
 
 def stream_tokens(
@@ -22,11 +22,11 @@ def stream_tokens(
     seconds: float | None = None,
     insert: Callable[..., Any] | None = None,
 ) -> Iterator[np.ndarray]:
-    """Insert prompts into the first rows of an idle batch, and yield their new tokens.
+    """Insert prompts into the first rows of an idle batch, and yield the tokens of their answers.
 
     Each item is an array [prompts, n].  The first item holds the first token of each answer
-    (n = 1), and each later item holds the tokens of one decode call.  If a row finishes before the
-    others, its tokens after its end are meaningless.
+    (n = 1), and each later item holds the tokens of one decode call.  If an answer ends before
+    the others, its row holds meaningless tokens after that.
 
     Args:
       batch: a `network.Batch`.
@@ -34,7 +34,7 @@ def stream_tokens(
       most: maximum n.
       seconds: target time of a decode call, reached by adapting n; None decodes `most` tokens per
         call.
-      insert: called instead of `batch.insert`.
+      insert: function to call instead of `batch.insert`.
     """
     count = len(prompts)
     first = (insert or batch.insert)(range(count), prompts, lengths, settings)

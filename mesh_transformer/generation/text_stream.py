@@ -9,9 +9,9 @@ MOST_PENDING = 8  # an upper bound on the tokens of one character, which has at 
 class TextStream:
     """Converts a growing list of tokens to text, piece by piece.
 
-    The pieces, joined, are the text of all tokens up to the stop sequence that ends first.  They do
-    not depend on how the tokens were divided among calls of `push`.  The time per token does not
-    grow with the length of the text.
+    The pieces, joined, are the text of all tokens up to the stop sequence; if there are several,
+    the one that ends first counts.  The joined text does not depend on how the tokens are divided
+    among calls of `push`.  The time per token does not grow with the length of the text.
 
     Args:
       decode: function from a list of token ids to their text, such as a tokenizer's `decode`.
@@ -106,6 +106,6 @@ class TextStream:
 
 
 def _overlap(text: str, sequence: str) -> int:
-    """Return the length of the longest end of `text` that is a proper prefix of `sequence`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `sequence`."""
     longest = min(len(text), len(sequence) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(sequence[:n])), 0)

@@ -119,14 +119,14 @@ def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
       slot_B: the cache slot that each row is written to.
     """
     if len(slot_B) == 1:
-        # On a device with one head, one row is a single update, which XLA on CPUs turns into an
-        # operation that copies the whole cache.  Writing the row twice avoids that.
+        # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
+        # an operation that copies the whole cache.  Writing the row twice avoids that.
         new, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, slot_B))
         rows_B = jnp.zeros(2, jnp.int32)
     else:
         rows_B = jnp.arange(len(slot_B))
-    # Each head is a separate update.  If all heads of a row were one update, TPUs would change the
-    # layout of the caches, which copies them.  H is a batching dimension.  If it were indexed, the
+    # Each head is a separate update.  If all heads of a row were one update, the caches would be
+    # copied to another layout on TPUs.  H is a batching dimension.  If it were indexed, the
     # compiler's partitioning (`Auto`) would all-gather the new entries over mp.
     index_BI = jnp.stack((rows_B, slot_B), axis=-1)
     index_BHI = jnp.broadcast_to(index_BI[:, None], (*new.k_BHSK.shape[:2], 2))
@@ -241,10 +241,10 @@ def _cudnn_disagrees(head_size: int) -> str | None:
     try:
         actual, expected = both("cudnn", g, q, k, v), both("xla", g, q, k, v)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return f"fails here ({' '.join(str(error).split())[:200]})"
+        return f"fails on this machine ({' '.join(str(error).split())[:200]})"
     # The values are of order 1, and cuDNN and XLA round to bf16's 8 bits at different points.
     difference = max(float(jnp.abs(a - b).max()) for a, b in zip(actual, expected, strict=True))
-    return None if difference < 0.1 else f"differs from XLA's attention by {difference:.2g} here"
+    return None if difference < 0.1 else f"differs from 'xla' by {difference:.2g} on this machine"
 
 
 def _dtype_obstacle(config: Config) -> str | None:

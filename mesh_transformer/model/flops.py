@@ -65,8 +65,8 @@ def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
     * dots: the two matmuls of attention; the outputs of all other matmuls are saved.
     * none: no matmul.
 
-    For any `remat`, attention backends that do not save the attention scores recompute them, and
-    logits that are computed in chunks are recomputed.
+    For any `remat`, logits that are computed in chunks are recomputed.  Attention scores are also
+    recomputed if the attention backend does not save them.
 
     Args:
       attention: the attention backend, as returned by `attention_backend`.
@@ -97,9 +97,9 @@ def _attention_flops_per_token(config: Config, attention: str) -> int:
 def attended_pairs(config: Config, attention: str) -> int:
     """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
-    `xla` computes all pairs.  `blocks` computes, for each block, the pairs of all its queries and
-    all keys that it reads.  For kernels only the unmasked pairs are counted, although kernels also
-    compute the masked pairs of tiles that are only partly masked.
+    `xla` computes all pairs.  For each block, `blocks` computes the pairs of all queries in the
+    block and all keys that the block reads.  For kernels only the unmasked pairs are counted,
+    although kernels also compute the masked pairs of tiles that are only partly masked.
     """
     length, window = config.seq, min(config.window, config.seq)
     if attention == "xla":

@@ -37,8 +37,9 @@ s, truncated at two s.
 
 The letters are V n_vocab, D d_model, T seq, L layers, H n_heads, K head_size and F = 4 D; and in
 the block geglu, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight w [inputs,
-outputs] adds w_lora_a [inputs, R], normal(inputs**-0.5), and w_lora_b [R, outputs], 0.  Trained
-parameters are in f32 or, with early_cast, in bf16; frozen ones are in the compute dtype.
+outputs] adds two parameters: w_lora_a [inputs, R], initially normal(inputs**-0.5), and w_lora_b
+[R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.  Frozen
+parameters are in the compute dtype.
 
 In the code, array names end in their shape: B batch, T query, S key, D model, H heads, V
 vocabulary.
@@ -129,13 +130,19 @@ def declarations(config: Config) -> Params:
 
 
 def trained(config: Config) -> Params:
-    """Return the declarations of the trained parameters: all or, with `lora_rank`, the adapters."""
+    """Return the declarations of the trained parameters.
+
+    These are all parameters or, if the config sets `lora_rank`, only the adapters.
+    """
     declared = declarations(config)
     return partition(declared, declared)[0]
 
 
 def frozen(config: Config) -> Params:
-    """Return the declarations of the frozen parameters: none or, with `lora_rank`, the base's."""
+    """Return the declarations of the frozen parameters.
+
+    There are none unless the config sets `lora_rank`; then these are all except the adapters.
+    """
     declared = declarations(config)
     return partition(declared, declared)[1]
 
@@ -162,7 +169,7 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
 
 
 def segment_runs(segments: Array) -> tuple[Array, Array]:
-    """Number the runs of equal segment numbers along the last axis.
+    """Find the runs of equal segment numbers along the last axis.
 
     Returns:
       The index of each position's run, and each position's index within its run, both [..., T].

@@ -33,7 +33,7 @@ class Context(NamedTuple):
     positions_BT: Array
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
     slot_B: Array | None = None  # the cache slot that each row's new key and value are written to
-    attend: Attend | None = None  # replaces softmax attention with `bias_BHTS`
+    attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
 
 
 def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
@@ -50,10 +50,10 @@ def _output_init(config: Config) -> hk.initializers.Initializer:
 
 
 class Norm(hk.Module):
-    """The norm that the config selects, computed in f32, followed by Megatron's f (`fan_out`).
+    """The norm that the config selects, computed in f32, followed by `fan_out` (Megatron's f).
 
-    Calling the module returns x_GBTD.  With layernorm-desync it contains one normed copy of x per
-    shard, otherwise one copy for all heads.
+    Calling the module returns x_GBTD.  With layernorm-desync, this array contains one normed copy
+    of x per shard, otherwise one copy for all heads.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -119,9 +119,9 @@ def _standardize(x_BTD: Array) -> Array:
 class Linear(hk.Module):
     """A linear layer whose columns are split over mp.
 
-    The columns are divided equally among the norm groups.  The input of a column is the copy of the
-    norm's output, in x_GBTD, that belongs to the column's group.  The matmul's result is rounded
-    once, to `dtype` (default: the inputs' dtype).
+    The columns are divided equally among the norm groups.  The input of a column is the slice of
+    x_GBTD that belongs to the column's group.  The matmul's result is rounded once, to `dtype`
+    (default: the inputs' dtype).
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class RelativePosition(hk.Module):
 
 @jax.custom_vjp
 def lookup(w_VD: Array, row_BT: Array) -> Array:
-    """Look up rows of a table.
+    """Return the rows of a table with the indices `row_BT`.
 
     The table's gradient is summed in f32, because the gradient of a row that is looked up often is
     the sum of thousands of terms.
@@ -250,8 +250,8 @@ class TransformerLayer(hk.Module):
     is given, the tokens attend to each other.
 
     Returns:
-      What the layer adds to the residual stream, and a cache.  This is the updated cache or, if no
-      cache was given, the keys and values of the tokens.
+      What the layer adds to the residual stream, and a cache: the updated cache or, if no cache was
+      given, the keys and values of the tokens.
     """
 
     def __init__(self, config: Config, par: Parallel):

@@ -12,7 +12,7 @@ from mesh_transformer.mesh.parallel import Axes, Parallel, param
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Return the names of a weight's two adapter factors, found in the weight's Haiku module."""
+    """Return the names that a weight's two adapter factors have in the weight's Haiku module."""
     return f"{weight}_lora_a", f"{weight}_lora_b"
 
 
@@ -48,10 +48,10 @@ def factors(
 
 
 def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
-    """Return what an adapter adds to a product whose columns are split over mp, [B, T, columns].
+    """Return what an adapter adds to a linear layer's output [B, T, columns], split over mp.
 
-    The columns are divided equally among the norm groups.  The input of a column is the copy of the
-    norm's output, in x_GBTD, that belongs to the column's group.
+    The columns are divided equally among the norm groups.  The input of a column is the slice of
+    x_GBTD that belongs to the column's group.
     """
     a_DR, b = adapter
     b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)

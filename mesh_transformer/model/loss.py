@@ -81,7 +81,7 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses
 def chunked_cross_entropy(
     head: Callable[[Array], Array], x_GBTD: Array, targets_BT: Array, par: Parallel, chunk: int
 ) -> Losses:
-    """Same as `cross_entropy(head(x_GBTD), targets_BT, par)`, computed in chunks to save memory.
+    """Compute `cross_entropy(head(x_GBTD), targets_BT, par)` in chunks, to save memory.
 
     The logits of only `chunk` positions are computed at a time, and the backward pass recomputes
     them.  The loop over chunks has no collectives.
@@ -134,7 +134,7 @@ def losses(
 
 
 class LossWeights(NamedTuple):
-    """Weights of the positions: `every_BT` for the loss, `last_BT` for the metric `last_loss`.
+    """One weight per position: `every_BT` for the loss, `last_BT` for the metric `last_loss`.
 
     Both have mean 1 over a batch.
     """
@@ -171,7 +171,7 @@ def train_loss(
     weights: LossWeights | None = None,
     segments_BT: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return the mean loss that training minimises, and the mean loss at last positions.
+    """Return the mean loss that training minimises, and the mean loss at the last positions.
 
     The last positions are those that `weights.last_BT` selects or, without `weights`, the last
     position of each sequence.  Both means include the z-loss.

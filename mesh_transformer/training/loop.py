@@ -123,7 +123,7 @@ def _train(
 
 
 def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:
-    """Return the restored step's row if scores are due at that step but missing from the row."""
+    """Return the restored step's metrics row if it lacks scores that are due at that step."""
     if not has_scores or network.step % network.config.val_every:
         return None
     row = row_of(folder, network.step)
@@ -133,7 +133,7 @@ def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[
 
 @contextlib.contextmanager
 def closing(network: NetworkLike) -> Iterator[NetworkLike]:
-    """Close `network` at the end of the context, which waits for its last save.
+    """Close `network` when the context ends; closing waits for the last save to finish.
 
     If a second signal arrives inside the context, the network is not closed.
     """
@@ -226,7 +226,7 @@ class _Run:
         """Train until the last step or until a signal is in `received`, then save.
 
         Args:
-          unscored: the restored step's row, if its scoring was interrupted.
+          unscored: the restored step's metrics row, if scoring at that step was interrupted.
         """
         with self.bar:
             try:
@@ -246,7 +246,7 @@ class _Run:
             print(f"{name}: stopped {where}; start again to resume")
 
     def _step(self, received: list[int]) -> None:
-        """Run one update, then validate and save if they are due."""
+        """Run one update; then validate and save, each only if it is due at this step."""
         network, config = self.network, self.config
         sample = self.loader.get_samples()
         metrics = network.train(sample)
@@ -271,17 +271,18 @@ class _Run:
         self.log.upload()
 
     def _save_before_end(self) -> None:
-        """Save before an error ends the run, so that it can resume from this step."""
+        """Save before an error ends the run, so that training can resume from this step."""
         try:
             self._finish()
         except Exception as save_error:
-            self._report(f"not saved before the run ends: {save_error}")
+            self._report(f"the run ends without saving its last step: {save_error}")
 
     def _rows(self, left: int) -> Iterator[dict[str, float]]:
-        """Return the rows of all pending steps but the `left` newest; wait for their metrics.
+        """Return the metrics rows of all pending steps except the `left` newest.
 
-        The rows are built lazily.  If building a row raises StoppedError, the caller has therefore
-        already received, and can log, the rows before it.
+        This waits for the metrics of these steps, but builds the rows lazily.  If building a row
+        raises StoppedError, the caller has therefore already received, and can log, the rows before
+        it.
         """
         read = []
         while len(self.pending) > left:
@@ -293,7 +294,7 @@ class _Run:
         return (self._row(*measured) for measured in read)
 
     def _row(self, step: int, values: dict[str, float], seconds: float) -> dict[str, float]:
-        """Return a step's row; raise StoppedError if its loss or gradient norm is not finite."""
+        """Return a step's metrics; raise StoppedError for a non-finite loss or gradient norm."""
         if not math.isfinite(values["loss"] + values["grad_norm"]):
             raise StoppedError(
                 f"step {step}: loss is {values['loss']}, gradient norm {values['grad_norm']}; "
@@ -333,7 +334,7 @@ class _Run:
         run is resumed, it scores that step again.
 
         Args:
-          newest: the newest step's row.
+          newest: the newest step's metrics row.
         """
         scores: dict[str, float] = {}
         summary = []

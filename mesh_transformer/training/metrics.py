@@ -42,7 +42,7 @@ class MetricsLog:
         """Open the log to continue after `restored_step`; rows of later steps are removed.
 
         Args:
-          wandb: the upload to begin, from `start_wandb`.
+          wandb: the result of `start_wandb`; if it is an upload, this begins it.
           wandb_id: the id of the wandb run to resume, or None for a new run.
 
         Raises:
@@ -75,7 +75,7 @@ class MetricsLog:
             if not self._failing:
                 _print_error(
                     f"{self.path}: {error.strerror}; "
-                    "training continues, its metrics are kept in memory"
+                    "training continues; new metrics are kept in memory"
                 )
             self._failing = True
 
@@ -112,10 +112,10 @@ class MetricsLog:
 
 
 def start_wandb(folder: str, config: Config) -> WandbUpload | None:
-    """Start the upload of a run's metrics to wandb, before anything else is loaded.
+    """Start the process that uploads a run's metrics to wandb; call this before loading any data.
 
-    Returns None if the config or the environment asks for none.  Also if there is no API key, or a
-    malformed one; this is reported on stderr.
+    Returns None if the config or the environment asks for no upload.  Also returns None if the API
+    key is missing or malformed, and then reports this on stderr.
 
     Args:
       folder: the model folder.
@@ -142,7 +142,7 @@ def row_of(folder: str, step: int) -> dict[str, Any] | None:
 
 
 def _paths(folder: str) -> tuple[str, epath.Path | None]:
-    """Return the metrics file's local path and its remote path, None unless `folder` is a URI."""
+    """Return the metrics file's local path, and its remote path or None if `folder` is local."""
     folder = local_path(folder)
     if not is_uri(folder):
         return os.path.join(folder, NAME), None
@@ -261,8 +261,8 @@ class StepClock:
         Args:
           unread: the steps whose metrics have not been read, as (step, metrics) in step order.  A
             step has finished if the method `is_ready` of its metric `loss` returns True.
-          read: number of earlier steps whose metrics have been read but whose seconds have not
-            been taken.  These steps have finished.
+          read: number of earlier steps whose metrics have been read, but whose seconds have not
+            been removed by `pop_seconds`.  These steps have finished.
         """
         finished = sum(1 for _ in takewhile(lambda step: step[1]["loss"].is_ready(), unread))
         new = read + finished - len(self._seconds)
@@ -273,7 +273,7 @@ class StepClock:
         return finished
 
     def pop_seconds(self) -> float:
-        """Return and remove the seconds of the oldest finished step that are still recorded."""
+        """Remove and return the recorded seconds of the oldest finished step."""
         return self._seconds.popleft()
 
 
@@ -324,5 +324,5 @@ class NoiseScale:
         return {"square": self.square, "trace": self.trace}
 
     def restore(self, state: dict[str, float | None]) -> None:
-        """Restore the averages that `state` returned."""
+        """Restore the averages from `state`, a result of the method `state`."""
         self.square, self.trace = state["square"], state["trace"]

@@ -96,8 +96,8 @@ class Optimizer:
     ) -> tuple[Any, OptState]:
         """Return the updated parameters and optimizer state.
 
-        The gradients are clipped by `norm`, which is their global norm.  The learning rate depends
-        on `step`; Adam's bias correction depends on the count in `state`.
+        The gradients are clipped to `config.clip_norm`; `norm` is their global norm before that.
+        The learning rate depends on `step`; Adam's bias correction depends on the count in `state`.
         """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
         grads = jax.tree.map(lambda g: g * clip, grads)

@@ -26,7 +26,7 @@ Batch = dict[str, Array]
 
 
 def init_state(config: Config, key: Array) -> State:
-    """Return a fresh state, of global arrays.
+    """Return a fresh training state, made of global arrays.
 
     Returns:
       A dict with these keys:
@@ -188,7 +188,7 @@ def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Ar
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
-    """Raise InputError if the config enables ZeRO but some matrix has no axis that it can split."""
+    """Raise InputError if the config enables ZeRO but cannot split some matrix along any axis."""
     if not config.zero:
         return
     dp = mesh.shape["dp"]
@@ -225,7 +225,7 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function (params, batch) -> results, which are those of `eval_step`."""
+    """Return a function (params, batch) -> the results of `eval_step`."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
     specs = (all_params(state_specs(config, mesh)), P("dp"))
     return compiled(eval_step, config, mesh, specs, outputs, attention=_attention(config, mesh))

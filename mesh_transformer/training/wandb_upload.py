@@ -26,7 +26,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 
 TOKEN = r"[\w-]+\.[\w-]+\.[\w-]+"  # a JSON web token, used in place of an API key
-# wandb's default servers: that of newer versions, which also uses the keys of the other one.
+# wandb's default servers.  Newer versions use FORGE, and also accept keys stored for HOST.
 FORGE, HOST = "api.forge.coreweave.com", "api.wandb.ai"
 CLOSE_SECONDS = 15.0  # longest wait for the last rows to be sent
 RETRY_SECONDS = (10.0, 600.0)  # first and longest pause before a restart
@@ -38,7 +38,7 @@ class WandbUpload:
     """Background upload of a metrics file to a wandb run.
 
     The upload process is started at once, and checks the API key while the run loads its data and
-    weights.  It sends nothing before `begin`.
+    weights.  It sends no rows until `begin` is called.
 
     Args:
       path: the metrics.jsonl to follow.
@@ -80,15 +80,15 @@ class WandbUpload:
             self._send_task()
 
     def _send_task(self) -> None:
-        """Send the task, if there is one, to the process, if it runs."""
+        """Send the task to the upload process; do nothing if there is no task or no process yet."""
         if self._task is not None and self._process is not None:
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError, ValueError):  # it may have died already
+            with contextlib.suppress(OSError, ValueError):  # the process may have died already
                 self._process.stdin.write(json.dumps(self._task) + "\n")
                 self._process.stdin.flush()
 
     def _supervise(self) -> None:
-        """Run the upload process and restart it if it fails; after `close`, at most once."""
+        """Run the upload process, and restart it when it fails; after `close`, at most once."""
         pause = RETRY_SECONDS[0]
         while True:
             last = self._closing.is_set()
@@ -145,8 +145,8 @@ class WandbUpload:
     def close(self) -> None:
         """Tell the upload process to send the last rows and end; wait up to `CLOSE_SECONDS`.
 
-        After that time the process continues in the background.  If there is nothing to send, this
-        does not wait.  Later calls do nothing.
+        After that time the process continues in the background.  If `begin` was never called, this
+        does not wait.  Calling `close` again does nothing.
         """
         if self._closing.is_set():
             return
@@ -172,10 +172,10 @@ def _print_error(line: str) -> None:
 
 
 def key_problem() -> str | None:
-    """Return what is wrong with wandb's API key, as far as that is known without the server.
+    """Return what is wrong with the wandb API key, as far as can be told without the server.
 
-    This finds the key as wandb does, but does not import wandb, which takes seconds.  Returns None
-    if the key is well-formed, or if none is needed.
+    This looks for the key where wandb does, but does not import wandb, which takes seconds.
+    Returns None if the key is well-formed, or if no key is needed.
     """
     if not is_online() or _setting("identity_token_file"):
         return None
@@ -192,16 +192,16 @@ def key_problem() -> str | None:
 
 
 def is_well_formed(key: str) -> bool:
-    """Return whether wandb accepts an API key, or a token in its place, before it asks the server.
+    """Return whether an API key, or a token used in its place, has a form that wandb accepts.
 
-    Keys of a company's own server have a prefix that ends in a dash.
+    Keys for a company's own server have a prefix that ends in a dash.
     """
     prefix, dash, secret = key.partition("-")
     return bool(re.fullmatch(r"[\w-]{40,}", secret if dash else prefix) or re.fullmatch(TOKEN, key))
 
 
 def is_online() -> bool:
-    """Return whether wandb's mode is one in which it contacts the server."""
+    """Return whether wandb contacts its server, which depends on the wandb mode."""
     return _setting("mode") not in ("offline", "dryrun", "disabled")
 
 
@@ -235,9 +235,9 @@ def _netrc_password(file: str, hosts: Sequence[str]) -> str | None:
 def main() -> None:
     """Send the rows of a metrics file to wandb until standard input is closed.
 
-    The API key is checked first.  Then, the first line of standard input is awaited.  It is a JSON
-    object with the file's path and the settings of the wandb run (see `WandbUpload.begin`).  Rows
-    that are in the file when standard input is closed are still sent.
+    This checks the API key, and then waits for the first line of standard input.  The line is a
+    JSON object with the file's path and the settings of the wandb run (see `WandbUpload.begin`).
+    Rows that are in the file when standard input is closed are still sent.
     """
     out = os.dup(1)
     os.dup2(2, 1)  # only `report` may write to the training process; stderr is discarded

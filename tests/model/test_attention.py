@@ -120,7 +120,7 @@ def test_auto_selects_the_best_backend_for_the_device(monkeypatch, where, change
 def test_a_gpu_whose_cudnn_fails_or_differs_uses_xla(monkeypatch):
     # Without cuDNN on this machine, the small comparison batch cannot run.
     assert attention_backend(GPTJ, H200) == "xla"
-    with pytest.raises(InputError, match="'cudnn', which fails here \\("):
+    with pytest.raises(InputError, match="'cudnn', which fails on this machine \\("):
         attention_backend(GPTJ.replace(attention="cudnn"), H200)
     real = jax.nn.dot_product_attention
     for error, expected in ((0.0, "cudnn"), (0.5, "xla")):

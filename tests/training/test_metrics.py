@@ -80,7 +80,7 @@ def test_rows_are_kept_in_memory_while_the_disk_is_full(tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     message = capsys.readouterr().err
-    warning = "metrics.jsonl: File too large; training continues, its metrics are kept in memory"
+    warning = "metrics.jsonl: File too large; training continues; new metrics are kept in memory"
     assert message.count(warning) == 1
     log.write({"step": 4})
     assert [row["step"] for row in rows_in(tmp_path)] == [1, 2, 3, 4]
