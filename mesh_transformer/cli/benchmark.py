@@ -26,7 +26,7 @@ from mesh_transformer.cli.arguments import (
     positive,
     settings,
 )
-from mesh_transformer.config import Config
+from mesh_transformer.config import CONFIGS, Config
 from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
 from mesh_transformer.util import InputError
 
@@ -177,7 +177,7 @@ def config_of(args: argparse.Namespace) -> Config:
     elif name not in MODELS:
         raise InputError(f"--model is {name!r}, expected one of {', '.join(MODELS)}")
     elif isinstance(MODELS[name], str):
-        config = Config.load(MODELS[name])
+        config = Config.load(str(CONFIGS / MODELS[name]))
     else:
         config = Config.from_dict(MODELS[name], f"model {name}")
     changes: dict[str, Any] = {

@@ -222,7 +222,7 @@ def test_damaged_progress_file_is_refused(tmp_path, monkeypatch, source, damage)
 def test_two_runs_cannot_write_the_same_set_at_once(tmp_path, source):
     with (
         script.work_folder(tmp_path / "out" / "set.partial", False),
-        pytest.raises(InputError, match="another run is using this folder"),
+        pytest.raises(InputError, match="another run uses this folder"),
     ):
         create(source, tmp_path / "out")
 

@@ -10,6 +10,6 @@ def test_the_page_on_plans_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_on_benchmarks_runs(tmp_path, monkeypatch, capsys):
-    with reader(tmp_path, monkeypatch, ("tiny.json",), layers=1, d_model=32) as person:
+    with reader(tmp_path, monkeypatch, ("tiny.json",)) as person:
         person.follow("docs/benchmarks.md")
     assert "tokens/s" in capsys.readouterr().out
