@@ -13,7 +13,8 @@ setup(
     name="mesh-transformer",
     version=VERSION,
     description="GPT-J in JAX and Haiku, model-parallel over a (dp, mp) mesh",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -74,6 +75,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
         "eval": ["lm-eval>=0.4.13", "rouge-score>=0.1.2"],
+        "notebook": ["jupyterlab>=4"],  # with its kernel, ipykernel
         "dev": [
             "pytest>=9",
             "pytest-xdist>=3.6",
@@ -85,6 +87,7 @@ setup(
             "rouge-score>=0.1.2",
             "nbclient>=0.10",
             "ipykernel>=6.29",
+            "setuptools>=77",  # builds the wheel that tests install
         ],
     },
 )
