@@ -2,69 +2,106 @@
 
 The script fetches real text and creates TFRecords.  It then trains on a 2x4 mesh over two hosts,
 which are processes on this machine, and resumes the run in one process on a 1x8 mesh.  Finally, it
-plots the loss and samples from the model.  All output is written to build/quickstart.
+plots the loss and samples from the model.  All output is written to a new folder, build/quickstart,
+or build/quickstart-2 and so on if that exists.
 """
 
+import itertools
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from mesh_transformer.util import run_script
+from mesh_transformer.cli.arguments import Parser
+from mesh_transformer.util import InputError, run_script
 
 FOLDER = Path("build/quickstart")
+TINY = Path("configs/tiny.json")
+GUIDE = "docs/records.md"
 TRAIN = ["hamlet", "henry_v", "julius_caesar", "lear", "othello", "richard_iii", "tempest"]
 VALIDATE = ["macbeth"]
-RESHARD_AT, END = 120, 160
+RESHARD_AT, END = 80, 120
 
 
 def call(*words: object) -> None:
-    """Print a Python command and run it; if it fails, exit this script with the same status."""
-    command = [str(word) for word in words]
-    print(f"\n$ python {shlex.join(command)}", flush=True)
-    status = subprocess.run([sys.executable, *command], check=False).returncode
+    """Print a command and run it; if it fails, exit this script with the same status.
+
+    The command is either `mesh-transformer` or a Python script, which ends in `.py`.
+    """
+    program, *arguments = map(str, words)
+    if program == "mesh-transformer":
+        shown, command = [program], ["-m", "mesh_transformer"]
+    else:
+        shown, command = ["python", program], [program]
+    print(f"\n$ {shlex.join([*shown, *arguments])}", flush=True)
+    status = subprocess.run([sys.executable, *command, *arguments], check=False).returncode
     if status:
         sys.exit(status)
 
 
-def write_config(name: str, **changes: object) -> Path:
+def new_folder() -> Path:
+    """Create and return an empty folder: `FOLDER`, or that with the first free number."""
+    FOLDER.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = FOLDER if number == 1 else FOLDER.with_name(f"{FOLDER.name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
+
+
+def write_config(path: Path, **changes: object) -> Path:
     """Write a copy of configs/tiny.json with some values changed, and return its path."""
-    path = FOLDER / f"{name}.json"
-    tiny = json.loads(Path("configs/tiny.json").read_text(encoding="utf-8"))
+    tiny = json.loads(TINY.read_text(encoding="utf-8"))
     path.write_text(json.dumps(tiny | changes, indent=2), encoding="utf-8")
     return path
 
 
+def next_commands(model: Path) -> str:
+    """Return what to try next with the trained model, for the end of the output."""
+    return f"""
+Next, after `. .venv/bin/activate`:
+  mesh-transformer sample --model-path {model}  # type prompts; Ctrl-D ends
+  mesh-transformer serve --model-path {model}   # a web page and an API
+{GUIDE} describes how to train on your own text."""
+
+
 def main() -> int:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
+    Parser(description=__doc__).parse_args()
+    if not TINY.exists():
+        raise InputError(f"{TINY} is not in this folder; run quickstart.py in its checkout")
+    folder = new_folder()
+    print(f"writing to {folder}", flush=True)
     for name, works in (("train", TRAIN), ("val", VALIDATE)):
-        text = FOLDER / "text" / name
+        text = folder / "text" / name
         call("scripts/fetch_text.py", text, "--only", *works)
-        records = ("--output-dir", FOLDER / "records", "--seq", 64)
-        call("scripts/create_finetune_tfrecords.py", text, name, *records)
+        records = ("--output-dir", folder / "records", "--seq", 64)
+        call("mesh-transformer", "records", text, name, *records)
 
     data = {
-        "train_set": str(FOLDER / "records/train.index"),
-        "val_set": {"macbeth": str(FOLDER / "records/val.index")},
+        "train_set": str(folder / "records/train.index"),
+        "val_set": {"macbeth": str(folder / "records/val.index")},
         "val_every": 40,
         "ckpt_every": 40,
     }
-    model = FOLDER / "model"
+    model = folder / "model"
     # First dp 2 x mp 4, then dp 1 x mp 8.  The second config has twice the batch per replica, so a
     # step has 16 sequences with either.
-    first = write_config("tiny_2x4", **data)
-    second = write_config("tiny_1x8", **data, cores_per_replica=8, per_replica_batch=16)
+    first = write_config(folder / "tiny_2x4.json", **data)
+    second = write_config(
+        folder / "tiny_1x8.json", **data, cores_per_replica=8, per_replica_batch=16
+    )
     until = ("--model-dir", model, "--max-steps")
-    call("train.py", "--config", first, "--local-hosts", 2, *until, RESHARD_AT)
-    call("device_train.py", "--config", second, *until, END)
+    call("mesh-transformer", "pod", "--config", first, "--local-hosts", 2, *until, RESHARD_AT)
+    call("mesh-transformer", "train", "--config", second, *until, END)
 
-    curve = FOLDER / "loss.png"
-    call("scripts/plot_loss.py", model / "metrics.jsonl", curve)
+    curve = folder / "loss.png"
+    call("mesh-transformer", "plot", model / "metrics.jsonl", curve)
     prompt = ("--prompt", "ROMEO:\nBut, soft!", "--length", 48, "--seed", 1)
-    call("device_sample.py", "--config", first, "--model-path", model, *prompt)
+    call("mesh-transformer", "sample", "--model-path", model, *prompt)
 
     lines = (model / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
@@ -75,6 +112,7 @@ def main() -> int:
     if after > before - 2:
         print("The loss should have fallen by at least 2 nats.", file=sys.stderr)
         return 1
+    print(next_commands(model))
     return 0
 
 

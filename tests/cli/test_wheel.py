@@ -67,7 +67,9 @@ def test_wheel_has_the_package_its_configs_and_nothing_else(wheel):
     assert values == ["mesh-transformer", version, "Apache-2.0"]
     assert metadata["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_bytes()
-    assert metadata.get_payload(decode=True).strip() == readme.strip()
+    description = metadata.get_payload(decode=True)
+    assert isinstance(description, bytes)
+    assert description.strip() == readme.strip()
 
 
 class Installed:
