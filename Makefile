@@ -20,6 +20,7 @@ test-all: .venv/test libtpu lint
 	$(PYTEST)
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
+# Python compiles modules when they are first imported; most of the packages' files never are.
 venv: .venv/run
 
 # The compiler for TPUs, with which scripts/plan.py needs none.  Not everybody can have it, and it
@@ -48,7 +49,7 @@ docs: .venv-docs/done
 
 .venv/run: requirements.txt setup.py
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
