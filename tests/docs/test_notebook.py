@@ -19,12 +19,13 @@ def test_the_notebook_samples_from_a_converted_model(tmp_path, monkeypatch):
     network = CausalTransformer(config | {"pe_rotary_dims": 8, "dtype": "float32"})
     network.save(str(tmp_path / "native"))
     network.close()
-    monkeypatch.setenv("MODEL", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODEL", "../hf")  # relative to the notebook's folder
     conversion.convert(str(tmp_path / "native"), "native", str(tmp_path / "hf"), "hf")
     notebook = nbformat.read(ROOT / "notebooks" / "sample.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert all(not cell.get("outputs") for cell in notebook.cells)  # committed without outputs
-    resources = {"metadata": {"path": str(ROOT / "notebooks")}}
+    (tmp_path / "notebooks").mkdir()
+    resources = {"metadata": {"path": str(tmp_path / "notebooks")}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     printed = "".join(
         output["text"]
