@@ -16,7 +16,8 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PATH = re.compile(
     r"(?<![\w./-])(?:\.?[\w<>*-][\w.<>*-]*/(?:[\w.<>*/-]*[\w>*/])?|[\w-]+\.(?:json|md|py|toml|txt)\b)"
 )
-NOT_PATHS = re.compile(r"train/(?:mfu|grad_norm)|\.venv/.*")  # metrics; what `make venv` installs
+# Metrics, and what `make venv` and `make docs` create.
+NOT_PATHS = re.compile(r"train/(?:mfu|grad_norm)|(?:\.venv|build)/.*")
 
 
 def code(text: str) -> list[str]:
