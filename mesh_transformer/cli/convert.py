@@ -1,7 +1,7 @@
 """Convert checkpoints between mesh-transformer-jax's format, the native one and Hugging Face's.
 
 Example:
-convert_checkpoint.py --from original step_383500 --to hf gpt-j --config configs/6B_roto_256.json
+mesh-transformer convert --from original step_383500 --to hf gpt-j --config 6B_roto_256
 """
 
 import argparse
