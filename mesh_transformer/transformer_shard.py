@@ -238,12 +238,15 @@ class CausalTransformer:
           ctx_length: number of prompt tokens in each row, [B], from 1 to T.
           gen_length: number of tokens to generate per row; once a row exceeds
             `config.window` tokens, it no longer attends to its oldest ones.
-          sampler_options: `top_p` (default 0.9), `top_k` (default 0: off), `temp` (default 1; 0 is
-            greedy), `repetition_penalty` (default 1: off) and `seed` (default 0).  Each value is
-            one number for all rows, or an array with one number per row.
+          sampler_options: `top_p` (default 0.9), `top_k` (default 0 or None: off), `temp` (default
+            1; 0 is greedy), `repetition_penalty` (default 1: off) and `seed` (default 0).  Each
+            value is one number for all rows, or an array with one number per row.
 
         Returns:
           Token ids [B, gen_length], uint32.
+
+        Raises:
+          InputError: for an invalid argument or option.
         """
         return self._generator.generate(
             self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}

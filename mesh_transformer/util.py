@@ -37,6 +37,13 @@ class HostError(StoppedError):
     """One of several hosts failed; a restart from the newest checkpoint may succeed."""
 
 
+def brief(text: str, most: int = 60) -> str:
+    """Return `text` for an error message: on one line, printable, and at most `most` characters."""
+    start = " ".join(text[: 4 * most].split())
+    start = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in start)
+    return start if len(start) <= most and len(text) <= 4 * most else start[: most - 3] + "..."
+
+
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:
     """Round `size` up to `smallest` times a power of two; the result is at most `largest`."""
     rounded = smallest * 2 ** math.ceil(math.log2(max(size / smallest, 1)))

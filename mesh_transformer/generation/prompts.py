@@ -1,12 +1,13 @@
 """Checks of prompts and answer lengths, made before they reach a device."""
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, brief
 
 
 def longest_text(config: Config) -> int | None:
@@ -19,7 +20,13 @@ def longest_text(config: Config) -> int | None:
 
 
 def check_length(gen_length: int) -> None:
-    """Raise InputError if `gen_length` is less than 1."""
+    """Raise InputError unless `gen_length` is a whole number of at least 1."""
+    try:
+        operator.index(gen_length)
+    except TypeError:
+        raise InputError(
+            f"generate: gen_length is {brief(repr(gen_length))}, expected a whole number"
+        ) from None
     if gen_length < 1:
         raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
 
@@ -34,14 +41,18 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
       ctx_length: number of prompt tokens in each row [B].
 
     Raises:
-      InputError: if the shapes do not match, a length is not from 1 to T, or `gen_length` is less
-        than 1.
+      InputError: if the shapes do not match, a length is not a whole number from 1 to T, or
+        `gen_length` is not a whole number of at least 1.
     """
-    tokens, length = np.asarray(ctx), np.asarray(ctx_length, np.int32)
+    tokens, length = _array("ctx", ctx), _array("ctx_length", ctx_length)
     if tokens.ndim != 2 or length.shape != tokens.shape[:1] or not len(length):
         raise InputError(
             f"generate: ctx has shape {tokens.shape} and ctx_length {length.shape}, expected "
             "[B, T] and [B]"
+        )
+    if length.dtype.kind not in "iuf" or np.any(length % 1 != 0):  # True for NaN
+        raise InputError(
+            f"generate: ctx_length is {brief(repr(ctx_length))}, expected whole numbers"
         )
     check_length(gen_length)
     if length.min() < 1 or length.max() > tokens.shape[1]:
@@ -49,7 +60,17 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
             f"generate: ctx_length has values from {length.min()} to {length.max()}, expected "
             f"1 to {tokens.shape[1]}, the width of ctx"
         )
-    return [row[len(row) - n :] for row, n in zip(tokens, length, strict=True)]
+    return [row[len(row) - int(n) :] for row, n in zip(tokens, length, strict=True)]
+
+
+def _array(name: str, values: ArrayLike) -> np.ndarray:
+    """Return `values` as an array; raises InputError if they are lists of different lengths."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise InputError(
+            f"generate: {name} is {brief(repr(values))}, expected rows of equal length"
+        ) from None
 
 
 def check_texts(

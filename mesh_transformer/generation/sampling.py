@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, brief
 
 REMOVED = -1e10  # logit of a removed token; finite, so that no row can become NaN
 # Logits are clipped to this magnitude, so that their differences and quotients stay finite.
@@ -78,47 +78,69 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
 
     Args:
       options: maps the names in `RANGES` to one number or to one number per row.  Settings that are
-        missing take their defaults.
+        missing take their defaults.  As in the original mesh-transformer-jax, a `top_k` of None
+        means no limit.
       rows: number of rows; () returns scalars.
 
     Raises:
-      InputError: for an unknown option, or a value that is not a number or is out of range.
+      InputError: if `options` is not a dict, or for an unknown option, or a value that is not a
+        number, is out of range, or has another number of rows.
     """
+    if not isinstance(options, Mapping):
+        raise InputError(
+            f"generate: sampler_options is {brief(repr(options))}, expected a dict with the keys "
+            f"{', '.join(RANGES)}"
+        )
     unknown = set(options) - set(RANGES)
     if unknown:
         raise InputError(
-            f"generate: unknown sampler option {min(unknown)!r}; use {', '.join(RANGES)}"
+            f"generate: unknown sampler option {brief(min(map(repr, unknown)))}; "
+            f"use {', '.join(RANGES)}"
         )
-    checked = []
-    for name, allowed in RANGES.items():
-        value = np.asarray(options.get(name, allowed.default))
-        numeric = "iu"
-        if allowed.dtype is np.float32:
-            numeric = "iuf"
-            # In f32, 1e-50 is 0 and 1e50 is infinite.
-            with np.errstate(over="ignore"):
-                value = value.astype(np.float32) if value.dtype.kind in numeric else value
-        if value.dtype.kind not in numeric or not np.all(
-            (value >= allowed.least) & (value <= allowed.most)  # False for NaN
-        ):
-            raise InputError(f"generate: {name} is {options[name]!r}, expected {allowed}")
-        checked.append(np.broadcast_to(value.astype(allowed.dtype), rows))
-    return SamplerSettings(*checked)
+    return SamplerSettings(*(_checked(name, options, rows) for name in RANGES))
+
+
+def _checked(name: str, options: Mapping[str, Any], rows: int | tuple[()]) -> np.ndarray:
+    """Return the setting `name` as an array [rows]; see `sampler_settings`."""
+    allowed, given = RANGES[name], options.get(name, RANGES[name].default)
+    if name == "top_k" and given is None:
+        given = allowed.default
+    try:
+        value = np.asarray(given)
+    except ValueError:  # nested lists of different lengths
+        value = np.array(None)
+    numeric = "iu"
+    if allowed.dtype is np.float32:
+        numeric = "iuf"
+        # In f32, 1e-50 is 0 and 1e50 is infinite.
+        with np.errstate(over="ignore"):
+            value = value.astype(np.float32) if value.dtype.kind in numeric else value
+    if value.dtype.kind not in numeric or not np.all(
+        (value >= allowed.least) & (value <= allowed.most)  # False for NaN
+    ):
+        raise InputError(f"generate: {name} is {brief(repr(given))}, expected {allowed}")
+    try:
+        return np.broadcast_to(value.astype(allowed.dtype), rows)
+    except ValueError:
+        several = "" if rows == () else f", or {rows} of them, one per prompt"
+        raise InputError(
+            f"generate: {name} has shape {value.shape}, expected one number{several}"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
     """The sampling settings of one text.
 
-    See `RANGES` for their bounds and `nucleus_sample` for their meaning.  If `seed` is None, every
-    text gets a new random seed.
+    See `RANGES` for their bounds and `nucleus_sample` for their meaning.  A `top_k` of None means
+    no limit.  If `seed` is None, every text gets a new random seed.
 
     Raises:
       InputError: at construction, for a value out of range.
     """
 
     top_p: float = 0.9
-    top_k: int = 0
+    top_k: int | None = 0
     temp: float = 1.0
     repetition_penalty: float = 1.0
     seed: int | None = None
@@ -131,8 +153,12 @@ class SamplingOptions:
 
         If `seed` is None, the returned seed is random.
         """
-        seed = secrets.randbits(32) if self.seed is None else self.seed
-        return {name: getattr(self, name) for name in RANGES} | {"seed": seed}
+        options = {name: getattr(self, name) for name in RANGES}
+        if self.seed is None:
+            options["seed"] = secrets.randbits(32)
+        if self.top_k is None:
+            options["top_k"] = RANGES["top_k"].default
+        return options
 
     @staticmethod
     def stacked(texts: "Sequence[SamplingOptions]") -> SamplerSettings:

@@ -1,6 +1,7 @@
 """Sampling, against the original's results, a NumPy reference and its specification."""
 
 import queue
+import re
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from mesh_transformer.generation import sampling
 from mesh_transformer.generation.sampling import (
+    RANGES,
     REMOVED,
     SamplerSettings,
     SamplingOptions,
@@ -307,6 +309,15 @@ def test_nucleus_sample_equals_sampling_from_the_filtered_logits():
         ("top_k", 2**31),
         ("top_k", 1.5),
         ("top_k", True),
+        ("top_p", None),
+        ("temp", None),
+        ("repetition_penalty", None),
+        ("temp", {}),
+        ("temp", object()),
+        ("temp", 1j),
+        ("temp", np.full(1000, "x")),
+        ("temp", [1, None, 1]),
+        ("temp", [[1, 2], [3]]),
         ("seed", -1),
         ("seed", 2**32),
         ("seed", 10**30),
@@ -314,9 +325,11 @@ def test_nucleus_sample_equals_sampling_from_the_filtered_logits():
     ],
 )
 def test_settings_are_checked_in_the_precision_of_the_device(name, value):
-    with pytest.raises(InputError, match=f"{name} is .*, expected a "):
+    with pytest.raises(InputError, match=f"^generate: {name} is .*, expected a ") as error:
         sampling.sampler_settings({name: value}, 3)
-    if value is not None:  # a new seed per text
+    assert len(str(error.value)) < 150
+    assert str(error.value).isprintable()
+    if (name, value) != ("seed", None):  # a new seed per text
         with pytest.raises(InputError, match=name):
             SamplingOptions(**{name: value})
     if isinstance(value, float):
@@ -324,9 +337,37 @@ def test_settings_are_checked_in_the_precision_of_the_device(name, value):
             sampling.sampler_settings({name: np.array([1, 1, value])}, 3)
 
 
-def test_unknown_settings_are_reported_by_name():
+@pytest.mark.parametrize(
+    "unknown", [{"topp": 1}, {"topp": 1, "temp": 2}, {"topp": 1, 3: 2, None: 1}]
+)
+def test_unknown_settings_are_reported_by_name(unknown):
     with pytest.raises(InputError, match="'topp'; use top_p"):
-        sampling.sampler_settings({"topp": 1}, 1)
+        sampling.sampler_settings(unknown, 1)
+
+
+@pytest.mark.parametrize("options", [[0.9], "top_p", 0.9, {"top_p"}])
+def test_settings_must_be_a_dict(options):
+    with pytest.raises(InputError, match=r"^generate: sampler_options is .*, expected a dict"):
+        sampling.sampler_settings(options, 1)
+
+
+@pytest.mark.parametrize("value", [[1, 2], [], [1, 2, 3, 4], np.ones((3, 1)), np.ones((3, 3))])
+@pytest.mark.parametrize("name", ["temp", "seed"])
+def test_settings_per_row_must_have_one_value_per_row(name, value):
+    value = np.asarray(value, RANGES[name].dtype)
+    shape = re.escape(str(value.shape))
+    with pytest.raises(InputError, match=rf"{name} has shape {shape}, expected one .* or 3 of"):
+        sampling.sampler_settings({name: value}, 3)
+    with pytest.raises(InputError, match=rf"{name} has shape {shape}, expected one number$"):
+        SamplingOptions(**{name: value})
+
+
+def test_top_k_of_none_is_no_limit_as_in_the_original():
+    expected = sampling.sampler_settings({"top_k": 0, "temp": 0.5}, 2)
+    actual = sampling.sampler_settings({"top_k": None, "temp": 0.5}, 2)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    texts = [SamplingOptions(top_k=None, seed=1), SamplingOptions(top_k=3, seed=1)]
+    assert SamplingOptions.stacked(texts).top_k_B.tolist() == [0, 3]
 
 
 def test_stacked_options_have_one_value_per_row():
