@@ -17,6 +17,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -35,9 +36,10 @@ from mesh_transformer.serving.requests import (
     read_json,
 )
 from mesh_transformer.serving.service import Completion, Service, unless_disconnected
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, brief
 
 EVENTS = "text/event-stream"
+CHAT_PATHS = ("/v1/chat/completions", "/v1/responses")  # OpenAI's, which need a chat model
 EXIT_SECONDS = 1.0  # maximum time for the engine to stop after the last answer
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -70,9 +72,9 @@ def create_app(
 
     # No `openapi_url`: FastAPI's documentation pages would load scripts from other sites.
     app = FastAPI(title="mesh-transformer", lifespan=lifespan, openapi_url=None)
-    _add_errors(app)
     _add_pages(app, service, keys)
     _add_completions(app, service, keys)
+    _add_errors(app)
     if not keys.needed:
         app.add_middleware(KnownHosts, hosts=hosts)
     if origins:
@@ -198,7 +200,12 @@ class Events(StreamingResponse):
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Add handlers that turn exceptions into OpenAI's error responses."""
+    """Add handlers that turn exceptions into OpenAI's error responses; call this last."""
+    served = ", ".join(
+        f"{min(route.methods or ())} {route.path.replace(':path', '')}"
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+    )
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -210,8 +217,14 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        headers = error.headers or {}
+        problems = {
+            404: f"not served, expected one of {served}",
+            405: f"expected the method {headers.get('Allow')}",
+        }
+        problem = problems.get(error.status_code, error.detail)
+        message = f"{brief(request.method)} {brief(request.url.path)}: {problem}"
+        return ApiError(error.status_code, message, headers=headers).response()
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(_: Request, __: Exception) -> Response:
@@ -279,6 +292,17 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
             return Events(completion)
         choices = await unless_disconnected(request, completion.json_response(), completion)
         return StreamingResponse(choices, media_type="application/json")
+
+    async def no_chat(request: Request) -> Response:
+        keys.check(request)
+        message = (
+            f"{service.name} is a base model without a chat template; send a prompt to "
+            "POST /v1/completions"
+        )
+        raise ApiError(404, message, param="model", code="not_a_chat_model")
+
+    for path in CHAT_PATHS:
+        app.add_api_route(path, no_chat, methods=["POST"], include_in_schema=False)
 
     @app.post("/complete", openapi_extra=_body_of(ContextRequest))
     async def complete(request: Request) -> Response:

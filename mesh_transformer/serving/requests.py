@@ -3,16 +3,19 @@
 import asyncio
 import hashlib
 import hmac
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from mesh_transformer.generation.sampling import OPENAI_DEFAULTS, PYTHON_DEFAULTS, RANGES
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, brief
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -129,7 +132,10 @@ async def read_json(request: Request) -> bytes:
     if media != "application/json":
         # A web page of another origin can send some content types without a CORS preflight, but
         # not JSON.
-        raise ApiError(415, "expected the header Content-Type: application/json")
+        raise ApiError(
+            415,
+            f"Content-Type: found {brief(media) or 'none'}, expected application/json",
+        )
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -152,9 +158,26 @@ MOST_CHOICES = 128
 
 PENALTY = RANGES["repetition_penalty"]
 TOP_K = RANGES["top_k"]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-# The type of OpenAI's parameters that are not supported.  It accepts only 0, their default.
-Zero = Annotated[float, Field(ge=0, le=0)]
+# Tokens are checked by the service, which knows the vocabulary.
+PROMPT = (
+    "a text, a non-empty list of token ids, or a list of 1 to "
+    f"{MOST_CHOICES} texts or token id lists"
+)
+BOOLEAN = "true or false"
+TEXT = "a text"
+UNSUPPORTED = "0, as other values are not supported"
+
+
+def _field(default: Any, expected: str, **limits: Any) -> Any:
+    """Return a field of a request body; `expected` describes its values in error messages."""
+    return Field(default=default, description=expected, **limits)
+
+
+def _number(default: float, least: float, most: float, expected: str | None = None) -> Any:
+    expected = expected or f"a number from {least:g} to {most:g}"
+    return _field(default, expected, ge=least, le=most, allow_inf_nan=False)
+
+
 Body = TypeVar("Body", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
@@ -166,7 +189,7 @@ class _StrictModel(BaseModel):
 class StreamOptions(_StrictModel):
     """OpenAI's `stream_options`."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class CompletionRequest(_StrictModel):
@@ -175,27 +198,38 @@ class CompletionRequest(_StrictModel):
     `top_k`, `repetition_penalty` and `ignore_eos` are extensions of OpenAI's API.
     """
 
-    model: str | None = None
-    prompt: Any = "<|endoftext|>"
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = OPENAI_DEFAULTS.temp
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = OPENAI_DEFAULTS.top_p
-    top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
-    repetition_penalty: Annotated[Number, Field(ge=PENALTY.least, le=PENALTY.most)] = 1.0
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = 1
-    best_of: int | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: bool | None = False
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
-    user: str | None = None
-    suffix: Literal[""] | None = None
-    presence_penalty: Zero | None = 0.0
-    frequency_penalty: Zero | None = 0.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    model: str | None = _field(None, TEXT)
+    prompt: Any = _field("<|endoftext|>", PROMPT)
+    max_tokens: int = _field(16, "a whole number of at least 0", ge=0)
+    temperature: float = _number(OPENAI_DEFAULTS.temp, 0, 100)
+    top_p: float = _number(OPENAI_DEFAULTS.top_p, 0, 1)
+    top_k: int = _field(TOP_K.default, str(TOP_K), ge=TOP_K.least, le=TOP_K.most)
+    repetition_penalty: float = _number(PENALTY.default, PENALTY.least, PENALTY.most)
+    n: int = _field(1, f"a whole number from 1 to {MOST_CHOICES}", ge=1, le=MOST_CHOICES)
+    best_of: int | None = _field(None, "the value of n, or no value")
+    seed: int | None = _field(
+        None, "a whole number from -2**63 to 2**64 - 1", ge=-(2**63), lt=2**64
+    )
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = (
+        _field(
+            None,
+            f"a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them",
+        )
+    )
+    logprobs: int | None = _field(None, "a whole number from 0 to 5", ge=0, le=5)
+    echo: bool = _field(False, BOOLEAN)
+    stream: bool = _field(False, BOOLEAN)
+    stream_options: StreamOptions | None = _field(
+        None, "an object with no key but include_usage, which is true or false"
+    )
+    ignore_eos: bool = _field(False, BOOLEAN)
+    user: str | None = _field(None, TEXT)
+    suffix: Literal[""] | None = _field(None, "no text, as suffixes are not supported")
+    presence_penalty: float = _number(0.0, 0, 0, UNSUPPORTED)
+    frequency_penalty: float = _number(0.0, 0, 0, UNSUPPORTED)
+    logit_bias: dict[str, float] | None = _field(
+        None, "an empty object, as biases are not supported", max_length=0
+    )
 
     @property
     def stops(self) -> list[str]:
@@ -210,29 +244,76 @@ class ContextRequest(_StrictModel):
     are required.  Here, only `context` is required.
     """
 
-    context: str
-    top_p: Annotated[Number, Field(ge=0, le=1)] = PYTHON_DEFAULTS.top_p
-    temp: Annotated[Number, Field(ge=0, le=100)] = PYTHON_DEFAULTS.temp
-    top_k: Annotated[int, Field(ge=TOP_K.least, le=TOP_K.most)] = 0
+    context: str = _field(..., TEXT)
+    top_p: float = _number(PYTHON_DEFAULTS.top_p, 0, 1)
+    temp: float = _number(PYTHON_DEFAULTS.temp, 0, 100)
+    top_k: int = _field(TOP_K.default, str(TOP_K), ge=TOP_K.least, le=TOP_K.most)
     # Default: 512, as in the original mesh-transformer-jax, or the server's maximum if it is lower.
-    length: Annotated[int, Field(ge=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    length: int | None = _field(None, "a whole number of at least 1", ge=1)
+    seed: int | None = _field(None, str(RANGES["seed"]), ge=0, lt=2**32)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
     """Parse a JSON body as a request of type `kind`.
 
+    A key whose value is null takes its default, as if it were absent.
+
     Raises:
       ApiError: 400, for the first error found.
     """
+    values = _json_object(kind, body)
+    fields = kind.model_fields
+    values = {
+        key: value
+        for key, value in values.items()
+        if value is not None or key not in fields or fields[key].is_required()
+    }
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate(values)
     except ValidationError as errors:
         first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Only the first item of the location is a key that the client sent.  The other items are
-        # pydantic's names for the alternatives of a union.
-        key = str(first["loc"][0]) if first["loc"] else None
-        raise ApiError(400, f"{key or 'the body'}: {first['msg']}"[:300], param=key) from None
+    # Only the first item of the location is a key that the client sent.  The other items are
+    # pydantic's names for the alternatives of a union.
+    key = str(first["loc"][0])
+    if key not in fields:
+        key = brief(json.dumps(key, ensure_ascii=False)[1:-1]) or '""'
+        message = f"{key}: found an unknown key, expected only {', '.join(fields)}"
+    elif key not in values:
+        message = f"{key}: found no value, expected {fields[key].description}"
+    else:
+        raise invalid(key, values[key], str(fields[key].description))
+    raise ApiError(400, message, param=key)
+
+
+def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
+    """Return a body's JSON object; raises ApiError 400 if the body is anything else."""
+    expected = f"a JSON object such as {json.dumps(EXAMPLES[kind])}"
+    try:
+        values = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        position = re.search(r"line \d+ column \d+$", str(error))
+        where = f" at {position[0]}" if position else ""
+        found = "JSON nested too deeply" if "recursion" in str(error) else "no valid JSON"
+        raise ApiError(400, f"the body: found {found}{where}, expected {expected}") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body: found {_shown(values)}, expected {expected}")
+    return values
+
+
+EXAMPLES = {
+    CompletionRequest: {"prompt": "Hello", "max_tokens": 16},
+    ContextRequest: {"context": "Hello", "top_p": 0.9, "temp": 0.75},
+}
+
+
+def invalid(key: str, value: Any, expected: str) -> ApiError:
+    """Return the error for a value of the key `key` that is not `expected`."""
+    return ApiError(400, f"{key}: found {_shown(value)}, expected {expected}", param=key)
+
+
+def _shown(value: Any) -> str:
+    """Return a JSON value for an error message."""
+    return brief(json.dumps(value, ensure_ascii=False))
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
@@ -250,12 +331,7 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
             return prompts
         if all(_all(tokens, int) for tokens in prompts):
             return prompts
-    raise ApiError(
-        400,
-        "prompt: expected a text, a non-empty list of token ids, or a list of 1 to "
-        f"{MOST_CHOICES} texts or token id lists",
-        param="prompt",
-    )
+    raise invalid("prompt", prompt, PROMPT)
 
 
 def _all(values: Any, kind: type) -> bool:

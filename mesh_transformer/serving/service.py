@@ -19,7 +19,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from mesh_transformer.generation.prompts import longest_text
-from mesh_transformer.generation.sampling import OPENAI_DEFAULTS, SamplingOptions
+from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
 from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngineError
@@ -28,6 +28,7 @@ from mesh_transformer.serving.requests import (
     ApiError,
     CompletionRequest,
     ContextRequest,
+    invalid,
     prompts_of,
 )
 
@@ -90,28 +91,22 @@ class Service:
           ApiError: if the request is not valid for this model, or the engine does not accept it.
         """
         self.check_model(body.model)
-        count = body.n or 1
+        count, length = body.n, body.max_tokens
         if body.best_of not in (None, count):
-            raise ApiError(
-                400, f"best_of: expected the value of n ({count}), or no value", param="best_of"
-            )
-        length = 16 if body.max_tokens is None else body.max_tokens
+            raise invalid("best_of", body.best_of, f"the value of n ({count}), or no value")
         if not length and not body.echo:
-            raise ApiError(400, "max_tokens: 0 requires echo", param="max_tokens")
+            raise invalid("max_tokens", length, "at least 1, as echo is not true")
         self._check_length(length, "max_tokens")
         prompts = [await self._tokens(prompt, length) for prompt in prompts_of(body.prompt)]
         room = self.engine.rows + self.engine.queue
         if len(prompts) * count > room:
-            message = (
-                f"n: {count} answers to each of {len(prompts)} prompts, but the server has room "
-                f"for only {room} answers"
-            )
-            raise ApiError(400, message, param="n")
+            most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
+            raise invalid("n", count, most)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         options = SamplingOptions(
-            top_p=OPENAI_DEFAULTS.top_p if body.top_p is None else body.top_p,
+            top_p=body.top_p,
             top_k=body.top_k,
-            temp=OPENAI_DEFAULTS.temp if body.temperature is None else body.temperature,
+            temp=body.temperature,
             repetition_penalty=body.repetition_penalty,
         )
         completion = Completion(self, body)
@@ -143,9 +138,7 @@ class Service:
 
     def _check_length(self, length: int, param: str) -> None:
         if length > self.most_tokens:
-            raise ApiError(
-                400, f"{param}: {length}, expected at most {self.most_tokens}", param=param
-            )
+            raise invalid(param, length, f"at most {self.most_tokens}")
 
     async def _tokens(self, prompt: str | list[int], length: int) -> np.ndarray:
         """Return a prompt's tokens; raises ApiError if they do not fit in the model's window."""

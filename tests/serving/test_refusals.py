@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -17,18 +18,31 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from mesh_transformer.serving import requests, server
-from mesh_transformer.serving.requests import Keys
+from mesh_transformer.serving.requests import CompletionRequest, ContextRequest, Keys
 from mesh_transformer.serving.server import TimeoutProtocol
 from mesh_transformer.serving.service import unless_disconnected
 from mesh_transformer.util import InputError
 from tests.support.fake_network import FakeNetwork
-from tests.support.hostile_requests import BODIES, WRONG
+from tests.support.hostile_requests import BODIES, WRONG, WRONG_CONTEXT
 from tests.support.live_server import SECONDS, Live, check_error, connected, held, post, wait_for
 
 pytest_plugins = ["tests.support.live_fixtures"]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:60])
+def check_message(error: dict[str, Any]) -> None:
+    """Check that an error about a body is one line of our own that says what to send."""
+    message = error["message"]
+    assert message.isprintable()
+    assert len(message) < 330
+    match = re.fullmatch(r"(.*?): .+?(?:, expected |; | is outside ).+", message)
+    assert match
+    assert match[1] == (error["param"] or "the body")
+    assert not re.search(
+        "Input should|inputs|permitted|required|pydantic|line 1 col.*line", message
+    )
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: ascii(wrong)[:60])
 @pytest.mark.parametrize("stream", [False, True])
 def test_error_names_the_wrong_field(live, wrong, stream):
     body = json.dumps({"stream": stream} | wrong).replace("Infinity", "1e400")
@@ -36,8 +50,15 @@ def test_error_names_the_wrong_field(live, wrong, stream):
     assert status == 400
     assert error["type"] == "invalid_request_error"
     assert error["param"] in wrong
-    assert error["message"].startswith(error["param"])
-    assert len(error["message"]) < 300
+    check_message(error)
+
+
+@pytest.mark.parametrize("wrong", WRONG_CONTEXT, ids=str)
+def test_error_of_complete_names_the_wrong_field(live, wrong):
+    status, error = live.refused(wrong, "/complete")
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == ([*wrong] or ["context"])[-1]
+    check_message(error)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: str(body[:24]))
@@ -45,6 +66,41 @@ def test_error_names_the_wrong_field(live, wrong, stream):
 def test_body_that_is_no_valid_request_is_refused(live, body, path):
     status, error = live.refused(body, path)
     assert (status, error["type"]) == (400, "invalid_request_error")
+    check_message(error)
+
+
+def test_errors_show_what_was_found_and_expected(live):
+    for body, message in [
+        ({"top_k": "5"}, 'top_k: found "5", expected a whole number from 0 to 2147483647'),
+        ({"top_p": 2}, "top_p: found 2, expected a number from 0 to 1"),
+        ({"stop": [None]}, "stop: found [null], expected a text of 1 to 256 characters, or a list"),
+        ({"beams": None}, "beams: found an unknown key, expected only model, prompt, max_tokens,"),
+        ({"n": 2, "best_of": 3}, "best_of: found 3, expected the value of n (2), or no value"),
+        ([1], 'the body: found [1], expected a JSON object such as {"prompt": "Hello",'),
+        ('{"a": NaN}', "the body: found no valid JSON at line 1 column 7, expected a JSON object"),
+        ("[" * 999, "the body: found JSON nested too deeply at line 1 column 202, expected"),
+    ]:
+        assert live.refused(body)[1]["message"].startswith(message)
+    for body, message in [
+        ({}, "context: found no value, expected a text"),
+        ({"context": None}, "context: found null, expected a text"),
+    ]:
+        assert live.refused(body, "/complete")[1]["message"] == message
+
+
+def test_null_is_the_default_of_every_optional_field(live):
+    defaults = {"seed": 3}
+    for key in set(CompletionRequest.model_fields) - {"seed"}:
+        assert live.ask(**defaults, **{key: None})["choices"] == live.ask(**defaults)["choices"]
+    assert live.ask(seed=None)["choices"]
+    assert live.ask(stream_options={"include_usage": None})["choices"]
+    defaults = {"context": "Hello", "seed": 3}
+    for key in set(ContextRequest.model_fields) - {"context", "seed"}:
+        answers = [
+            live.http.post("/complete", json=body).json()["completion"]
+            for body in (defaults, defaults | {key: None})
+        ]
+        assert answers[0] == answers[1]
 
 
 def test_long_bodies_are_refused(live):
@@ -61,14 +117,58 @@ def test_long_bodies_are_refused(live):
 
 
 def test_wrong_media_type_path_method_or_model_is_refused(live):
-    assert live.refused("{}", headers={"Content-Type": "text/plain"})[0] == 415
-    assert live.refused({}, "/v1/chat/completions")[0] == 404
+    status, error = live.refused("{}", headers={"Content-Type": "text/plain"})
+    assert status == 415
+    assert error["message"] == "Content-Type: found text/plain, expected application/json"
     answer = live.http.get("/v1/completions")
     assert answer.status_code == 405
     assert answer.headers["Allow"] == "POST"
-    check_error(answer)
+    assert check_error(answer)["message"] == "GET /v1/completions: expected the method POST"
     assert live.http.get("/v1/models/other").status_code == 404
     assert live.http.get("/v1/models/fake").json()["id"] == "fake"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_chat_is_refused_with_the_path_for_prompts(live, serve, tmp_path, path):
+    body = {"model": "fake", "messages": [{"role": "user", "content": "Hello"}]}
+    status, error = live.refused(body, path)
+    assert (status, error["param"], error["code"]) == (404, "model", "not_a_chat_model")
+    assert error["message"] == (
+        "fake is a base model without a chat template; send a prompt to POST /v1/completions"
+    )
+    assert live.refused(b"not read", path)[1] == error
+    (tmp_path / "keys").write_text("right\n")
+    assert serve(keys=str(tmp_path / "keys")).refused(body, path)[0] == 401
+
+
+def test_openai_client_explains_that_the_model_cannot_chat(live):
+    message: Any = {"role": "user", "content": "Hello"}
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError, match=r"fake is a base model .* /v1/completions"):
+            client.chat.completions.create(model="fake", messages=[message])
+        with pytest.raises(openai.NotFoundError, match="/v1/embeddings: not served"):
+            client.embeddings.create(model="fake", input="Hello")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/embeddings", "/v1/moderations", "/v1/files", "/v1/images/generations", "/v1/edits"),
+        *("/v1/audio/speech", "/v1/batches", "/v1/fine_tuning/jobs", "/v1/engines", "/chat"),
+        "/a%0Ab" + "%E2%80%A8" * 1000,
+    ],
+)
+def test_other_paths_are_answered_with_those_that_are_served(live, path):
+    for method in ("GET", "POST"):
+        answer = live.http.request(method, path)
+        message = check_error(answer)["message"]
+        assert answer.status_code == 404
+        assert message.isprintable()
+        assert message.startswith(f"{method} {path[:2]}")
+        assert message.endswith(
+            ": not served, expected one of GET /, GET /health, GET /openapi.json, GET /metrics, "
+            "GET /v1/models, GET /v1/models/{name}, POST /v1/completions, POST /complete"
+        )
 
 
 def test_only_allowed_origins_get_cors_headers(live):
