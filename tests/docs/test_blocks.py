@@ -8,7 +8,7 @@ import pytest
 from tests.support.pages import LANGUAGES, PAGES, blocks, reader, runnable
 
 # Pages that are still to be converted; their own tests run some of their commands.
-UNCONVERTED = {"docs/finetune.md", "docs/serving.md"}
+UNCONVERTED = {"docs/serving.md"}
 CONVERTED = sorted({*PAGES} - UNCONVERTED)
 TESTS = Path(__file__).parent
 # What a block that no test runs may need; a reason outside of this list needs a discussion.

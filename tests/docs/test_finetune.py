@@ -1,36 +1,55 @@
-"""All code and commands of docs/finetune.md, run with a smaller model."""
+"""The commands and Python of docs/finetune.md, run as written with a smaller model."""
 
 import json
-import re
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from tests.support.documents import ROOT, new_place, python_commands, run_here
-
-TINY = {"layers": 2, "d_model": 32, "pe_rotary_dims": 4, "per_replica_batch": 2, "val_batches": 2}
-
+import mesh_transformer
+from mesh_transformer.data.tokenizer import load_tokenizer
+from tests.support.pages import reader, runnable
 
 CONFIGS = ("tiny.json", "tiny_finetune.json", "tiny_lora.json")
+TINY = {"layers": 2, "d_model": 32, "pe_rotary_dims": 4, "val_batches": 2}
+
+
+def test_accuracy_counts_answers_that_are_correct_to_the_end(tmp_path, monkeypatch, capsys):
+    tokenizer = load_tokenizer()
+
+    def generate(prompts, lengths, count, settings):
+        assert set(lengths) == {prompts.shape[1]}
+        assert settings == {"temp": 0}
+        rows = []
+        for prompt in tokenizer.batch_decode(prompts):
+            result = eval(prompt.replace(" ", "").removesuffix("="))
+            text = "".join(f" {digit}" for digit in str(result)) + tokenizer.eos_token
+            rows.append(tokenizer(text)["input_ids"])
+        actual = np.array(rows)
+        assert actual.shape == (160, count)
+        actual[:40, -1] = actual[:40, 0]  # right digits, but the answer does not end
+        return actual
+
+    monkeypatch.setattr(mesh_transformer, "load", lambda _: SimpleNamespace(generate=generate))
+    with reader(tmp_path, monkeypatch) as person:
+        for block in runnable("docs/finetune.md"):
+            if block.language == "python":
+                person.run(block)
+    assert capsys.readouterr().out.count("75.0% of the held-out") == 4
 
 
 @pytest.mark.slow
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
-    new_place(tmp_path, monkeypatch, CONFIGS, **TINY, total_steps=3)
-    shutil.copytree(ROOT / "data", "data")
-    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
-    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
-
-    guide_commands = python_commands("finetune.md")
-    assert len(guide_commands) == 11
-    for words in guide_commands:
-        run_here(words, monkeypatch, capsys)
+    with reader(tmp_path, monkeypatch, CONFIGS, **TINY, total_steps=3) as person:
+        person.follow("docs/finetune.md")
     printed = capsys.readouterr().out
-    assert "train_800.tfrecords: 800 records of 64 tokens" in printed
+    assert printed.count("train_180.tfrecords: 180 records of 64 tokens") == 2
     assert printed.count("bits/byte") == 2  # in the two tables
-    assert printed.count("17 + 8 =") == 1
+    assert printed.count("2 7 + 4 8 =") == 1
+    assert printed.count("% of the held-out") == 4
     assert printed.count("logits differ by") == 2
-    assert Path("runs/exported_lora/model.safetensors").is_file()
-    rows = [json.loads(line) for line in Path("runs/sums/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert Path("runs/exported_differences/model.safetensors").is_file()
+    for name in ("sums", "differences"):
+        lines = Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
