@@ -9,6 +9,7 @@ from mesh_transformer.util import InputError
 
 # The commands and their modules, in the order in which a new user meets them.
 COMMANDS = {
+    "split": "split",
     "records": "text_records",
     "completion-records": "completion_records",
     "train": "train",

@@ -51,8 +51,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "name",
+        nargs="?",
         help="name of the record set, written as NAME_<number of sequences>.tfrecords, NAME.index "
-        "and NAME.manifest.json",
+        "and NAME.manifest.json (default: each file makes a set of its own, named after the file)",
     )
     add_record_arguments(parser)
     parser.add_argument(
@@ -229,11 +230,41 @@ def manifest_entry(source: Source) -> dict[str, Any]:
     return values
 
 
+def by_file(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of one record set per input file, named after the file.
+
+    Raises:
+      InputError: if two files have the same name without its ending.
+    """
+    files: dict[str, str] = {}
+    for path in find_files(options.input_path, FILE_TYPES):
+        file = Path(path).name
+        ending = next(ending for ending in FILE_TYPES if file.endswith(ending))
+        name = file.removesuffix(ending)
+        if name in files:
+            raise InputError(
+                f"{path}: would make the same record set as {files[name]}; rename one of them, or "
+                "give a name for a single set"
+            )
+        files[name] = path
+    shared = vars(options)
+    return [
+        argparse.Namespace(**shared | {"name": name, "input_path": path})
+        for name, path in files.items()
+    ]
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer}: has no end-of-text token; choose another")
+    for one_set in [options] if options.name else by_file(options):
+        make_set(one_set, tokenizer)
+
+
+def make_set(options: argparse.Namespace, tokenizer) -> None:
+    """Build the record set `options.name`, or resume building it, and print a summary."""
     base = Path(options.output_dir) / options.name
     work = base.with_name(f"{base.name}.partial")
     try:

@@ -1,0 +1,39 @@
+"""Split text files into a training part and a validation part, at random by document."""
+
+import argparse
+
+from mesh_transformer.cli.arguments import Parser
+from mesh_transformer.data.split import NAMES, split
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "text", help="a .txt, .jsonl, .jsonl.zst, .xz or .tar.gz file, or a folder of such files"
+    )
+    parser.add_argument("folder", help="output folder of train.jsonl.zst and val.jsonl.zst")
+    parser.add_argument(
+        "--validation",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="share of the text for validation, between 0 and 1 (default %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="skip and count unusable lines, documents and parts of files instead of stopping",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    parts = split(
+        args.text, args.folder, validation=args.validation, seed=args.seed, skip_bad=args.skip_bad
+    )
+    total = sum(part.bytes for part in parts)
+    for name, part in zip(NAMES, parts, strict=True):
+        share = f"{part.bytes:,} bytes ({part.bytes / total:.1%})"
+        print(f"{name:6} {share} in {part.documents:,} documents: {part.path}")

@@ -1,0 +1,217 @@
+"""mesh-transformer split: no text is lost, the choice is by document, and errors leave nothing."""
+
+import gzip
+import io
+import json
+import lzma
+import random
+import tarfile
+from array import array
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from mesh_transformer.cli import split as command
+from mesh_transformer.cli import text_records
+from mesh_transformer.data import split as library
+from mesh_transformer.data.documents import BadInputHandler, read_pieces
+from mesh_transformer.data.split import choose, split
+from mesh_transformer.util import InputError
+
+WORDS = ["To", "be,", "caf\u00e9", "\u4e2d\u6587", "\U0001f600", "end.\n", "end.\n\n", "'tis"]
+
+
+def texts_of(generator, count, most=200):
+    return [" ".join(generator.choices(WORDS, k=generator.randint(1, most))) for _ in range(count)]
+
+
+def documents(path):
+    """Return the documents of a file as `records` reads them."""
+    result, parts = [], []
+    for piece in read_pieces(str(path), "<|endoftext|>", BadInputHandler(False), lambda _: None):
+        parts.append(piece.text)
+        if piece.is_end:
+            result.append("".join(parts))
+            parts = []
+    return result
+
+
+def both(folder):
+    return [documents(Path(folder) / f"{name}.jsonl.zst") for name in ("train", "val")]
+
+
+def size(texts):
+    return sum(len(text.encode()) for text in texts)
+
+
+def test_each_document_is_in_one_part_whatever_the_file_type(tmp_path):
+    generator = random.Random(1)
+    texts = texts_of(generator, 60)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("<|endoftext|>".join(texts[:10]))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[10:20])
+    (folder / "b.jsonl").write_text(lines)
+    lines = "".join(json.dumps(text) + "\n" for text in texts[20:30])
+    (folder / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines.encode()))
+    (folder / "d.xz").write_bytes(lzma.compress("<|endoftext|>".join(texts[30:40]).encode()))
+    with gzip.open(folder / "e.tar.gz", "wb") as raw, tarfile.open(fileobj=raw, mode="w") as tar:
+        for number, text in enumerate(texts[40:]):
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+    (folder / "notes.md").write_text("not text")
+
+    parts = split(str(folder), str(tmp_path / "out"), validation=0.2)
+    train, validation = both(tmp_path / "out")
+    assert sorted(train + validation) == sorted(texts)  # nothing is cut
+    assert [t for t in texts if t in train] == train  # in reading order
+    assert 0.1 * size(texts) <= size(validation) <= 0.2 * size(texts)
+    assert [(part.documents, part.bytes) for part in parts] == [
+        (len(train), size(train)),
+        (len(validation), size(validation)),
+    ]
+
+
+def test_the_seed_decides(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(f'"document {n:3}"\n' for n in range(100)))
+    read = []
+    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
+        split(str(tmp_path / "in.jsonl"), str(tmp_path / name), seed=seed, validation=0.5)
+        read.append([(tmp_path / name / f"{p}.jsonl.zst").read_bytes() for p in ("train", "val")])
+    assert read[0] == read[1] != read[2]
+    assert both(tmp_path / "one")[1] != sorted(both(tmp_path / "one")[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_near_the_target(seed):
+    generator = random.Random(seed)
+    sizes = array("q", [generator.choice([-1, 0, 5, 50, 5000]) for _ in range(30)] + [10])
+    total = sum(s for s in sizes if s > 0)
+    target = round(0.1 * total)
+    choice = choose(sizes, 0.1, seed)
+    taken = sum(sizes[number] for number in choice.documents)
+    assert all(sizes[number] > 0 for number in choice.documents)
+    assert choice.cut not in choice.documents
+    if choice.cut is None:
+        assert target / 2 <= taken <= target
+    else:
+        assert taken + choice.cut_bytes == target
+        assert sizes[choice.cut] > choice.cut_bytes
+
+
+@pytest.mark.parametrize(
+    ("unit", "ending"), [("line\n\nnext line ", "\n\n"), ("a line\n", "\n"), ("a word ", " ")]
+)
+def test_one_document_is_cut_at_the_best_boundary(tmp_path, unit, ending):
+    text = unit * 3000
+    (tmp_path / "in.txt").write_text(text)
+    split(str(tmp_path / "in.txt"), str(tmp_path / "out"), validation=0.3)
+    [train], [validation] = both(tmp_path / "out")
+    assert train + validation == text
+    assert train.endswith(ending)
+    assert 0 <= 0.3 * len(text) - len(validation) <= 2 * len(unit)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_long_documents_are_copied_in_pieces(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(library, "LINE_CHARACTERS", 1000)
+    monkeypatch.setattr(library, "WINDOW_CHARACTERS", 500)
+    generator = random.Random(seed)
+    [text] = texts_of(generator, 1, most=50_000)
+    text = generator.choice(["", "\u4e2d" * 40_000]) + text
+    (tmp_path / "in.txt").write_text(text, encoding="utf-8")
+    split(str(tmp_path / "in.txt"), str(tmp_path / "out"), validation=0.4)
+    train, validation = both(tmp_path / "out")
+    assert "".join(train + validation) == text
+    assert validation
+
+
+def call(capsys, *words):
+    command.main([*map(str, words)])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_command_prints_bytes(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('"1234567890"\n' * 10)
+    lines = call(capsys, tmp_path / "in.jsonl", tmp_path / "out", "--validation", 0.2)
+    assert lines == [
+        f"train  80 bytes (80.0%) in 8 documents: {tmp_path}/out/train.jsonl.zst",
+        f"val    20 bytes (20.0%) in 2 documents: {tmp_path}/out/val.jsonl.zst",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "options", "message"),
+    [
+        ("a.txt", b"", (), "found 0 bytes of text in 0 documents, too little"),
+        ("a.txt", b"short", (), "found 5 bytes of text in 1 documents, too little"),
+        ("a.txt", b"\xff" * 50, (), "a.txt: document 1 holds the bytes"),
+        ("a.jsonl", b'"text"\n{', (), "a.jsonl: line 2 is not JSON"),
+        ("a.jsonl", b'{"no": 1}', ("--skip-bad",), r"\(skipped: 1 no text\), too little"),
+        ("a.jsonl.zst", b"damaged", (), "a.jsonl.zst: damaged or cut short"),
+        ("a.doc", b"text", (), "no text found, expected files ending in"),
+        ("a.txt", b"text" * 9, ("--validation", "1"), "validation is 1.0, expected a share above"),
+    ],
+)
+def test_errors_leave_nothing(tmp_path, name, contents, options, message):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / name).write_bytes(contents)
+    with pytest.raises(InputError, match=message) as raised:
+        command.main([str(folder), str(tmp_path / "out"), *options])
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failure_while_writing_leaves_the_earlier_files(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('"1234567890"\n' * 10)
+    split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.2)
+    before = both(tmp_path / "out")
+    measured = library.measure
+    monkeypatch.setattr(library, "measure", lambda *a: (array("q", [9, *measured(*a)[0][1:]]), {}))
+    with pytest.raises(InputError, match=r"in\.jsonl: changed while it was read"):
+        split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.5)
+    assert both(tmp_path / "out") == before
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "train.jsonl.zst",
+        "val.jsonl.zst",
+    ]
+
+
+def test_bad_documents_are_skipped(tmp_path):
+    (tmp_path / "in.jsonl").write_text('"1234567890"\n{"no": 1}\n' * 10)
+    split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.2, skip_bad=True)
+    assert [len(part) for part in both(tmp_path / "out")] == [8, 2]
+
+
+def test_the_folder_of_the_text_is_refused(tmp_path):
+    (tmp_path / "in.txt").write_text("text " * 100)
+    with pytest.raises(InputError, match="is the folder of the text; choose another"):
+        split(str(tmp_path), str(tmp_path))
+
+
+def test_records_of_a_folder_are_those_of_its_files(tmp_path):
+    """Without a name, `records` makes a set per file, as with the files' names."""
+    (tmp_path / "in.jsonl").write_text("".join(f'"document {n:3}"\n' for n in range(100)))
+    split(str(tmp_path / "in.jsonl"), str(tmp_path), validation=0.3)
+    (tmp_path / "in.jsonl").unlink()
+    out = ["--seq", "8", "--output-dir"]
+    text_records.main([str(tmp_path), *out, str(tmp_path / "one")])
+    for name in ("train", "val"):
+        file = str(tmp_path / f"{name}.jsonl.zst")
+        text_records.main([file, name, *out, str(tmp_path / "two")])
+    contents = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("one", "two")
+    ]
+    assert contents[0] == contents[1]
+    assert {"train.index", "val.index"} < contents[0].keys()
+
+
+def test_records_of_files_with_equal_names_are_refused(tmp_path):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text('"text"')
+    with pytest.raises(InputError, match=r"a\.txt: would make the same record set as .*a\.jsonl"):
+        text_records.main([str(tmp_path), "--output-dir", str(tmp_path)])
