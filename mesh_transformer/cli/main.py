@@ -12,6 +12,7 @@ COMMANDS = {
     "split": "split",
     "records": "text_records",
     "completion-records": "completion_records",
+    "config": "new_config",
     "train": "train",
     "pod": "pod",
     "plot": "plot",

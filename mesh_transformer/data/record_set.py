@@ -48,6 +48,35 @@ class Position:
     taken: int = 0
 
 
+class SetSize(NamedTuple):
+    """The size of a record set: its number of sequences, and T, the tokens per sequence."""
+
+    sequences: int
+    seq: int
+
+
+def set_size(index_path: str) -> SetSize:
+    """Count the records of an index, and return the `seq` that a config needs to read them.
+
+    Raises:
+      InputError: if the index or a record file cannot be read, or the first record has no tokens.
+    """
+    index_path = find_index(index_path)
+    paths = [resolve(entry, index_path) for entry in read_index(index_path)]
+    for path in paths:
+        size(index_path, path)  # raises an error that names the index
+    first, _ = next(frames(paths[0], 0))
+    arrays = features(first, _where(paths[0], 0))
+    text, inputs = arrays.get("text"), arrays.get("input_ids")
+    tokens = len(text) - 1 if text is not None else len(inputs) if inputs is not None else 0
+    if tokens < 1:
+        raise InputError(
+            f"{_where(paths[0], 0)} has no tokens, found features {sorted(arrays)}; recreate the "
+            "records"
+        )
+    return SetSize(sum(1 for path in paths for _ in frames(path, 0)), tokens)
+
+
 class Record(NamedTuple):
     """An unparsed record; `where` names its file and number, for error messages."""
 

@@ -85,7 +85,7 @@ def estimate_step(config: Config, hardware: Hardware, devices: int) -> StepEstim
         mp_seconds=link_seconds(mp_bytes, hardware)[1],
         dp_bytes=dp_bytes,
         dp_seconds=link_seconds(dp_bytes, hardware)[1],
-        memory_bytes=_peak_memory(config, part, dp, attention),
+        memory_bytes=memory_bytes(config, devices, attention),
     )
 
 
@@ -185,26 +185,31 @@ def _scores(config: Config, attention: str) -> int:
     return F32 * config.n_heads * flops.attended_pairs(config, attention) // config.seq
 
 
-def _peak_memory(config: Config, part: int, dp: int, attention: str) -> int:
+def memory_bytes(config: Config, devices: int, attention: str) -> int:
     """Return a lower bound of the peak memory of a step in bytes per device.
 
     The peak is either at the end of the forward pass or right before the update, whichever needs
     more memory.  Both include the parameters and the optimizer state.  The end of the forward pass
     adds the weights in the compute dtype and everything saved for the backward pass.  The update
     adds the f32 gradients.  With several microbatches, the gradient sum is in memory during the
-    forward pass too.
+    forward pass too.  With LoRA, the state is the frozen weights in the compute dtype; adapters are
+    not counted.
 
     Args:
-      part: parameters per device, before ZeRO splits them.
+      devices: number of devices; mp is the config's `cores_per_replica`.
       attention: attention backend, as `attention_backend` returns it.
     """
-    zero = config.zero or 0
+    mp, zero = config.cores_per_replica, config.zero or 0
+    dp, part = devices // mp, flops.n_params(config) // mp
+    tokens = config.per_replica_batch * config.seq
+    activations = config.layers * tokens * saved_activation_bytes(config, attention)
+    if config.lora_rank:
+        return _width(config) * part + activations
     state = (F32 + 2 * (BF16 if config.bf16_optimizer else F32)) * part // (dp if zero else 1)
     is_copied = zero == 1 or (zero == 0 and config.dtype == "bfloat16")
     weights = _width(config) * part if is_copied else 0
     sums = F32 * part // (dp if zero == 3 else 1)
-    tokens = config.per_replica_batch * config.seq
-    forward = weights + config.layers * tokens * saved_activation_bytes(config, attention)
+    forward = weights + activations
     if config.gradient_accumulation_steps > 1:
         return state + sums + forward
     return state + max(sums, forward)

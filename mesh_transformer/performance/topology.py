@@ -105,7 +105,7 @@ class LocalDevices:
     """Devices of this machine: its GPUs, or its CPU divided into virtual devices.
 
     Attributes:
-      platform: "cpu" or "gpu".
+      platform: "cpu", "gpu" or "tpu".
       devices: number of JAX devices.
     """
 
@@ -129,6 +129,11 @@ class LocalDevices:
                 "(memory_stats); choose a TPU"
             )
         return stats["bytes_limit"]
+
+    @property
+    def compute_capability(self) -> str:
+        """An NVIDIA GPU's version of CUDA features, such as "7.5"; empty for other devices."""
+        return str(getattr(self._list()[0], "compute_capability", ""))
 
     def hardware(self, dtype: str) -> Hardware:
         """Return the peak FLOP/s and the bandwidths of one device.
@@ -180,6 +185,14 @@ def local_devices(name: str) -> LocalDevices | None:
             f"topology is {name!r}, but JAX has {available} CPU devices; choose at most as many"
         )
     return LocalDevices(name, "cpu", count)
+
+
+def this_machine() -> LocalDevices:
+    """Return the devices that JAX uses on this machine; a CPU counts as one device."""
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return LocalDevices("cpu", "cpu", 1)
+    return LocalDevices(platform, platform, jax.local_device_count())
 
 
 def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:

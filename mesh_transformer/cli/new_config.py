@@ -1,0 +1,121 @@
+"""Write a config for training on a record set, with values that suit the text and the devices."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.cli.arguments import Parser, add_setting_argument, settings
+from mesh_transformer.config import Config
+from mesh_transformer.data.record_set import set_size
+from mesh_transformer.data.storage import check_absent
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.util import InputError
+
+CPU_MINUTES = 10
+
+
+def above_0(text: str) -> float:
+    """Parse the text of a flag as a positive number, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    from mesh_transformer.performance.recipe import SIZES
+
+    parser = Parser(description=__doc__)
+    parser.add_argument("--train", required=True, help="index of the training records")
+    parser.add_argument("--val", help="index of the validation records (default: no validation)")
+    parser.add_argument("--output", required=True, help="config file to write, such as my.json")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--base", help="model to fine-tune: model folder, step_N or Hugging Face folder"
+    )
+    model.add_argument(
+        "--size",
+        choices=[size.name for size in SIZES],
+        help="size of a model to train from scratch (default: by the amount of text)",
+    )
+    parser.add_argument(
+        "--base-config",
+        default="6B_roto_256",
+        help="config of the --base, if it is a checkpoint of mesh-transformer-jax (default "
+        "%(default)s, GPT-J-6B's)",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=above_0,
+        help="how often to train on each sequence (default 4, with --base 1)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=above_0,
+        help=f"longest time of training on a CPU (default {CPU_MINUTES})",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer of the records (default gpt2)")
+    parser.add_argument(
+        "--topology",
+        help="devices to train on: a TPU slice such as v3-8, or cpu or gpu (default: this "
+        "machine's)",
+    )
+    add_setting_argument(parser)
+    return parser.parse_args(arguments)
+
+
+def base_config(path: str, config: str) -> Config:
+    """Return the config of the model at `path`.
+
+    Args:
+      config: the config of a checkpoint of mesh-transformer-jax, which does not store its own.
+    """
+    source = Source(path)
+    return Config.load(config) if source.kind == "original" else source.config
+
+
+def tokenizer_keys(name: str | None) -> dict[str, Any]:
+    """Return the config keys of a tokenizer; the vocabulary is padded to a multiple of 256."""
+    if name in (None, "gpt2"):
+        return {}
+    return {"tokenizer": name, "n_vocab": -(-len(load_tokenizer(name)) // 256) * 256}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+
+    from mesh_transformer.performance import recipe
+    from mesh_transformer.performance.topology import slice_named, this_machine
+
+    check_absent(args.output)
+    changes = tokenizer_keys(args.tokenizer) | settings(args)
+    base = base_config(args.base, args.base_config) if args.base else None
+    corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
+    device = recipe.device_of(slice_named(args.topology) if args.topology else this_machine())
+    result = recipe.recipe(
+        corpus,
+        held_out,
+        device,
+        base=base,
+        size=args.size,
+        epochs=args.epochs,
+        minutes=args.minutes or CPU_MINUTES,
+        changes=changes,
+    )
+    name = Path(args.output).stem
+    paths = {"bucket": "./runs", "model_dir": name, "train_set": args.train, "name": name}
+    paths |= {"val_set": {"val": args.val}} if args.val else {}
+    try:
+        Path(args.output).write_text(
+            json.dumps(paths | result.values, indent=2) + "\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise InputError(f"{args.output}: cannot be written: {error.strerror}") from error
+    print("\n".join(result.reasons))
+    tune = f" --tune-model-path {args.base}" if args.base else ""
+    print(f"next: mesh-transformer train --config {args.output}{tune}")

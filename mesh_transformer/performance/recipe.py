@@ -1,0 +1,398 @@
+"""Chooses a config for training on a record set: model size, batch, schedule and mesh.
+
+Nothing is compiled.  The rules are:
+
+* Model size: 20 training tokens per parameter (Hoffmann et al. 2022, Chinchilla), of which repeated
+  tokens count up to 4 epochs (Muennighoff et al. 2023, Scaling data-constrained language models).
+  Parameters of the embedding and the output head are not counted: with GPT-2's vocabulary they
+  outnumber all others in small models, but most of them are never used by a small corpus.
+* Learning rate: that of a model of this size in GPT-3 (Brown et al. 2020, table 2.1), and higher
+  ones for the smaller models here.  Fine-tuning uses 0.4 of it, the ratio of GPT-J-6B's 1.2e-4 and
+  the 5e-5 that its authors recommend for fine-tuning.
+* Batch: 1000 steps in all (200 for fine-tuning), within limits.
+* Mesh: the smallest number of devices per replica whose memory suffices.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from mesh_transformer.config import Config
+from mesh_transformer.data.record_set import SetSize
+from mesh_transformer.mesh.accelerators import GIB, Hardware
+from mesh_transformer.model import flops
+from mesh_transformer.performance.scaling import attention_on, estimate_step, memory_bytes
+from mesh_transformer.performance.topology import LocalDevices, Slice
+from mesh_transformer.util import InputError
+
+TOKENS_PER_PARAMETER = 20
+USEFUL_EPOCHS = 4
+FINE_TUNING_LR = 0.4
+STEPS, FINE_TUNING_STEPS = 1000, 200
+LEAST_TOKENS, MOST_TOKENS, MOST_FINE_TUNING_TOKENS = 1 << 10, 1 << 19, 1 << 15  # per step
+MOST_ROWS = 64  # sequences per device and microbatch
+WARMUP = 3000  # GPT-J's; at most a tenth of the steps
+VOCABULARY = 50400  # GPT-2's 50257 tokens, padded as in GPT-J
+# The share of a device's memory that the estimate may take: it is a lower bound, and a laptop's
+# other programs need memory, too.
+MEMORY_SHARE = {"cpu": 0.5, "gpu": 0.8, "tpu": 0.95}
+# How many times longer a step takes on a CPU than at full speed of matmuls and memory.
+CPU_SLOWDOWN = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model size: its architecture, and the learning rate for training it from scratch."""
+
+    name: str
+    layers: int
+    d_model: int
+    n_heads: int
+    lr: float
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        head = self.d_model // self.n_heads
+        return {
+            "layers": self.layers,
+            "d_model": self.d_model,
+            "n_heads": self.n_heads,
+            "pe_rotary_dims": min(head // 2, 64),
+        }
+
+    def body(self) -> int:
+        """Return the number of parameters outside of embedding and output head, about 12LD^2."""
+        return 12 * self.layers * self.d_model**2
+
+
+SIZES = (
+    Size("tiny", 4, 128, 8, 3e-3),
+    Size("mini", 6, 256, 8, 2e-3),
+    Size("small", 8, 512, 8, 1e-3),
+    Size("medium", 12, 768, 12, 6e-4),
+    Size("large", 24, 1024, 16, 3e-4),
+    Size("xl", 24, 2048, 16, 2e-4),
+    Size("6b", 28, 4096, 16, 1.2e-4),
+)
+ARCHITECTURE = (
+    *("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "pe_rotary_dims", "head_size"),
+    *("block", "attention_window", "version", "partitioning", "tokenizer"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The devices to train on.
+
+    Attributes:
+      name: the name that the user knows, such as v3-8 or cpu.
+      platform: "cpu", "gpu" or "tpu".
+      count: number of devices.
+      memory: bytes that a program may use on one device.
+      dtype: the compute dtype that suits the device.
+      hardware: its speed; None if unknown.
+    """
+
+    name: str
+    platform: str
+    count: int
+    memory: int
+    dtype: str
+    hardware: Hardware | None
+
+    @property
+    def budget(self) -> int:
+        """The bytes per device that the analytic estimate of a step may take."""
+        return int(self.memory * MEMORY_SHARE[self.platform])
+
+
+def device_of(devices: Slice) -> Device:
+    """Return what `recipe` needs to know about a TPU slice or this machine's devices.
+
+    CPUs, and GPUs without bf16 (compute capability below 8), compute in float32.
+    """
+    platform = devices.platform if isinstance(devices, LocalDevices) else "tpu"
+    is_slow = platform == "cpu" or not _has_bf16(devices)
+    dtype = "float32" if is_slow else "bfloat16"
+    try:
+        hardware = devices.hardware(dtype)
+    except InputError:  # not in the table
+        hardware = None
+    return Device(devices.name, platform, devices.devices, devices.hbm, dtype, hardware)
+
+
+def _has_bf16(devices: Slice) -> bool:
+    """Return False for NVIDIA GPUs before Ampere, such as T4 and V100."""
+    capability = getattr(devices, "compute_capability", "")
+    major = str(capability).partition(".")[0]
+    return not major.isdecimal() or int(major) >= 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A chosen config, and why it was chosen.
+
+    Attributes:
+      values: the keys of the config.
+      steps_per_epoch: may be a fraction.
+      reasons: lines of text for the user.
+    """
+
+    values: dict[str, Any]
+    steps_per_epoch: float
+    reasons: list[str]
+
+
+def recipe(
+    corpus: SetSize,
+    held_out: SetSize | None,
+    device: Device,
+    *,
+    base: Config | None = None,
+    size: str | None = None,
+    epochs: float | None = None,
+    minutes: float | None = None,
+    changes: dict[str, Any] | None = None,
+) -> Recipe:
+    """Choose the config of a run; it lacks only the paths.
+
+    Args:
+      held_out: the size of the validation set; None if there is none.
+      base: the config of the model to fine-tune; None to train from scratch.
+      size: the name of one of `SIZES`; None to choose it.
+      epochs: default 4, or 1 for fine-tuning.
+      minutes: the longest time of training, as far as the device's speed is known.
+      changes: config keys that the user sets.
+
+    Raises:
+      InputError: if nothing suitable fits the devices, or the records don't suit the base model.
+    """
+    changes = changes or {}
+    if held_out is not None and held_out.seq != corpus.seq:
+        raise InputError(
+            f"the validation records have {held_out.seq} tokens per sequence, the training records "
+            f"{corpus.seq}; create both with the same --seq"
+        )
+    if base is not None and corpus.seq > base.seq:
+        raise InputError(
+            f"the records have {corpus.seq} tokens per sequence, but the base model was trained "
+            f"with at most {base.seq}; recreate them with --seq {base.seq}"
+        )
+    epochs = epochs or (USEFUL_EPOCHS if base is None else 1)
+    common = {"n_vocab": VOCABULARY, "seq": corpus.seq, "dtype": device.dtype} | changes
+    if base is not None:
+        kept = base.as_dict()
+        common = {key: kept[key] for key in ARCHITECTURE if kept[key] is not None} | common
+        common["n_vocab"] = changes.get("n_vocab", base.n_vocab)
+        if base.window != base.seq:
+            common["attention_window"] = min(base.window, corpus.seq)
+        lr = FINE_TUNING_LR * _nearest(base).lr
+        reasons = [f"model: that of the base, {_millions(flops.n_params(base))} parameters"]
+    else:
+        chosen, reason = _choose_size(corpus, device, common, size, epochs, minutes)
+        common = chosen.architecture | common
+        lr, reasons = chosen.lr, [reason]
+    return _schedule(corpus, held_out, device, common, changes, lr, base, epochs, minutes, reasons)
+
+
+def _choose_size(
+    corpus: SetSize,
+    device: Device,
+    common: dict[str, Any],
+    name: str | None,
+    epochs: float,
+    minutes: float | None,
+) -> tuple[Size, str]:
+    """Return the model size to train from scratch, and the reason for it."""
+    tokens = corpus.sequences * corpus.seq
+    allowed = tokens * min(epochs, USEFUL_EPOCHS) / TOKENS_PER_PARAMETER
+    if name is not None:
+        chosen = next(size for size in SIZES if size.name == name)
+        return chosen, f"model: {_describe(chosen)}, as you chose"
+    why = (
+        f"{TOKENS_PER_PARAMETER} tokens per parameter and {min(epochs, USEFUL_EPOCHS):g} epochs "
+        f"suggest {_millions(allowed)} parameters"
+    )
+    fitting = [size for size in SIZES if size.body() <= allowed] or [SIZES[0]]
+    for chosen in reversed(fitting):
+        config = Config(**chosen.architecture | common)
+        seconds = _seconds(config, tokens, device)
+        in_time = minutes is None or seconds is None or seconds <= 60 * minutes
+        try:
+            _fit(config, 1, device)
+        except InputError:
+            why += f"; {chosen.name} exceeds the memory"
+            continue
+        if in_time or chosen is SIZES[0]:
+            least = ", and this is the smallest size" if chosen.body() > allowed else ""
+            return chosen, f"model: {_describe(chosen)}: {why}{least}"
+        why += f"; {chosen.name} would need more than {minutes:g} minutes for an epoch"
+    return SIZES[0], f"model: {_describe(SIZES[0])}: {why}"
+
+
+def _schedule(
+    corpus: SetSize,
+    held_out: SetSize | None,
+    device: Device,
+    common: dict[str, Any],
+    changes: dict[str, Any],
+    lr: float,
+    base: Config | None,
+    epochs: float,
+    minutes: float | None,
+    reasons: list[str],
+) -> Recipe:
+    """Add batch, mesh and schedule to the model's keys."""
+    model = Config(**common)
+    tokens = epochs * corpus.sequences * corpus.seq
+    per_token = _seconds(model, 1, device)
+    limited = minutes is not None and per_token is not None and tokens * per_token > 60 * minutes
+    if limited:
+        assert minutes is not None
+        assert per_token is not None
+        tokens = 60 * minutes / per_token
+    sequences = _sequences_per_step(corpus, tokens, is_base=base is not None)
+    mesh, memory = _fit(model, sequences, device)
+    dp = device.count // mesh["cores_per_replica"]
+    sequences = mesh["per_replica_batch"] * mesh["gradient_accumulation_steps"] * dp
+    if corpus.sequences < sequences:
+        raise InputError(
+            f"found {corpus.sequences} training sequences, but a step on {device.name} needs "
+            f"{sequences}; add text, or lower --seq of the records"
+        )
+    steps = max(1, round(tokens / corpus.seq / sequences))
+    warmup = min(WARMUP, steps // 10)
+    epoch = corpus.sequences / sequences
+    values = (
+        common
+        | mesh
+        | {
+            "warmup_steps": warmup,
+            "anneal_steps": max(1, steps - warmup),
+            "lr": float(f"{lr:.2g}"),
+            "end_lr": float(f"{lr / 10:.2g}"),
+            "weight_decay": 0.1,
+            "total_steps": steps,
+            "shuffle_buffer": min(corpus.sequences, 10_000) if steps > epoch else 0,
+            "val_every": _round_down(min(500, max(1, steps // 10))),
+            "ckpt_every": _round_down(min(500, max(1, steps // 4))),
+            "val_batches": _val_batches(held_out, steps, mesh["per_replica_batch"] * dp),
+        }
+    )
+    values |= changes
+    Config.from_dict(values)
+    limit = f", limited to {minutes:g} minutes on {device.name} (--minutes)" if limited else ""
+    mp, needed = mesh["cores_per_replica"], f"{memory / GIB:.2f} of {device.memory / GIB:.2f} GiB"
+    reasons = [
+        f"data: {corpus.sequences:,} sequences of {corpus.seq} tokens, "
+        f"{_millions(corpus.sequences * corpus.seq)} in all",
+        *reasons,
+        f"batch: {sequences} sequences per step, on {device.name} as dp {dp} x mp {mp}; "
+        f"at least {needed} per device",
+        f"steps: {steps}{limit}; an epoch is {epoch:.1f} steps, so these are {steps / epoch:.2f} "
+        "epochs",
+    ]
+    return Recipe(values, epoch, reasons)
+
+
+def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int:
+    """Return the sequences per step, a power of two, for `tokens` tokens in the whole run."""
+    steps = FINE_TUNING_STEPS if is_base else STEPS
+    most = MOST_FINE_TUNING_TOKENS if is_base else MOST_TOKENS
+    per_step = min(max(tokens / steps, LEAST_TOKENS), most)
+    return _power_of_two(min(per_step / corpus.seq, corpus.sequences))
+
+
+def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any], int]:
+    """Choose mesh, remat and microbatch, with about `sequences` sequences per step.
+
+    Small replicas come first, then those that recompute nothing, then large microbatches.
+
+    Returns:
+      The config keys, and the estimated bytes per device.
+
+    Raises:
+      InputError: if no setting fits into the devices' memory.
+    """
+    least = math.inf
+    for mp in (mp for mp in range(1, device.count + 1) if device.count % mp == 0):
+        share = max(1, sequences * mp // device.count)  # sequences per replica and step
+        rows = [2**n for n in reversed(range(MOST_ROWS.bit_length())) if share % 2**n == 0]
+        settings = [("none", count) for count in rows if count >= min(share, 8)]
+        for remat, count in settings + [("full", count) for count in rows]:
+            keys = {
+                "tpu_size": device.count,
+                "cores_per_replica": mp,
+                "per_replica_batch": count,
+                "gradient_accumulation_steps": share // count,
+                "remat": remat,
+            }
+            try:
+                setting = config.replace(**keys)
+            except InputError:  # mp does not divide the heads or the vocabulary
+                continue
+            needed = _memory(setting, device)
+            if needed <= device.budget:
+                return keys, needed
+            least = min(least, needed)
+    raise InputError(
+        f"the model needs at least {least / GIB:.1f} GiB per device on {device.name}, which has "
+        f"{device.memory / GIB:.1f} GiB; choose a smaller --size, a larger --topology, or train "
+        "adapters with --set lora_rank=8"
+    )
+
+
+def _memory(config: Config, device: Device) -> int:
+    """Estimate the bytes that a step needs per device, including the logits of one chunk."""
+    attention = attention_on(config, device.hardware) if device.hardware else "xla"
+    positions = config.per_replica_batch * min(config.seq, config.loss_chunk)
+    logits = 2 * 4 * positions * config.n_vocab // config.cores_per_replica
+    return memory_bytes(config, device.count, attention) + logits
+
+
+def _seconds(config: Config, tokens: float, device: Device) -> float | None:
+    """Estimate the seconds that training on `tokens` tokens takes; None if it is not known.
+
+    A microbatch is assumed to have about `LEAST_TOKENS` tokens.
+    """
+    if device.hardware is None or device.platform != "cpu":
+        return None
+    rows = max(1, LEAST_TOKENS // config.seq)
+    setting = config.replace(tpu_size=1, cores_per_replica=1, per_replica_batch=rows, remat="none")
+    seconds = estimate_step(setting, device.hardware, 1).seconds
+    return CPU_SLOWDOWN * seconds * tokens / (rows * config.seq)
+
+
+def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:
+    """Return the batches per validation: the whole set, but at most 1/30 of the steps or 100.
+
+    A validation batch takes a third of a step, and there are about 10 validations.
+    """
+    if held_out is None:
+        return 0
+    return max(1, min(math.ceil(held_out.sequences / rows), steps // 30, 100))
+
+
+def _nearest(config: Config) -> Size:
+    """Return the size whose number of parameters is nearest to the config's."""
+    body = 12 * config.layers * config.d_model**2
+    return min(SIZES, key=lambda size: abs(math.log(size.body() / body)))
+
+
+def _power_of_two(number: float) -> int:
+    """Return the largest power of two that is at most `number`, and at least 1."""
+    return 2 ** max(0, math.floor(math.log2(max(number, 1))))
+
+
+def _round_down(number: int) -> int:
+    """Round to one significant digit, downwards."""
+    unit = 10 ** (len(str(number)) - 1)
+    return number // unit * unit
+
+
+def _describe(size: Size) -> str:
+    return f"{size.name}, {size.layers} layers of width {size.d_model}"
+
+
+def _millions(count: float) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
