@@ -18,7 +18,7 @@ from mesh_transformer.util import InputError, run_script
 
 FOLDER = Path("build/quickstart")
 TINY = Path("configs/tiny.json")
-GUIDE = "docs/records.md"
+GUIDE = "docs/your-text.md"
 TRAIN = ["hamlet", "henry_v", "julius_caesar", "lear", "othello", "richard_iii", "tempest"]
 VALIDATE = ["macbeth"]
 RESHARD_AT, END = 80, 120

@@ -23,7 +23,7 @@ from mesh_transformer.pod.ray_head import _require_token
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
-from tests.support.documents import ROOT
+from tests.support.pages import ROOT
 
 PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
 KEYS = {field.name for field in fields(Config)}

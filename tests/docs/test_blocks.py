@@ -7,9 +7,6 @@ import pytest
 
 from tests.support.pages import LANGUAGES, PAGES, blocks, reader, runnable
 
-# Pages that are still to be converted; their own tests run some of their commands.
-UNCONVERTED = {"docs/serving.md"}
-CONVERTED = sorted({*PAGES} - UNCONVERTED)
 TESTS = Path(__file__).parent
 # What a block that no test runs may need; a reason outside of this list needs a discussion.
 NEEDS = r"needs (an? |the )?(TPU|v\d\w*-\d+|pod|GPU|Google|GPT-J|wandb|Docker|network)|CI runs"
@@ -19,16 +16,16 @@ COMMAND = r"\s*(\$ )?(mesh-transformer|python|pip|make|curl|wget|gcloud|gsutil|g
 def test_every_page_with_code_is_followed_by_a_test():
     sources = "".join(path.read_text(encoding="utf-8") for path in TESTS.glob("test_*.py"))
     followed = set(re.findall(r'(?:follow|runnable)\("(.+?)"\)', sources))
-    assert {page for page in CONVERTED if runnable(page)} - followed == set()
+    assert {page for page in PAGES if runnable(page)} - followed == set()
 
 
-@pytest.mark.parametrize("page", CONVERTED)
+@pytest.mark.parametrize("page", PAGES)
 def test_blocks_that_are_not_run_name_what_they_need(page):
     for block in blocks(page):
         assert block.needs is None or re.match(NEEDS, block.needs, re.IGNORECASE), block
 
 
-@pytest.mark.parametrize("page", CONVERTED)
+@pytest.mark.parametrize("page", PAGES)
 def test_blocks_of_other_languages_contain_no_commands(page):
     for block in blocks(page):
         if block.language not in LANGUAGES:

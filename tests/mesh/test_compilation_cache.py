@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tests.support.documents import ROOT
+from tests.support.pages import ROOT
 
 COMPILES = """
 import jax

@@ -26,7 +26,7 @@ from mesh_transformer.training import loop, step
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
-from tests.support.documents import ROOT
+from tests.support.pages import ROOT
 from tests.support.small_run import SEQ, VOCAB, run_values
 
 COMPILED = {
