@@ -151,7 +151,7 @@ def test_running_batch_matches_a_single_process(cluster, single):
         assert_same(*jax.tree.map(lambda x: x[valid], chosen))  # noqa: B023
         np.testing.assert_array_equal(cluster_batch.left, single_batch.left)
 
-    for bad, message in (([VOCAB], "outside the vocabulary"), ([], "at least one integer token id")):
+    for bad, message in (([VOCAB], "outside the vocabulary"), ([], "one integer token id")):
         with pytest.raises(InputError, match=message):
             cluster_batch.insert(
                 [0, 3], [np.array([1]), np.array(bad, int)], 3, sampler_settings({}, 2)
