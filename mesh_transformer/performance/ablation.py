@@ -97,9 +97,9 @@ class SeparateAllReduces(Manual):
 
 @contextlib.contextmanager
 def patched_library(variant: Variant) -> Iterator[None]:
-    """Return a context in which the library is patched as a variant requires.
+    """Return a context manager that patches the library for a variant.
 
-    The patches switch off the optimisations that have no config key.  The train step must be traced
+    The patches are only for optimisations that have no config key.  The train step must be traced
     inside the context.
     """
     scan, jit, checkpoint = jax.lax.scan, jax.jit, jax.checkpoint
@@ -113,8 +113,8 @@ def patched_library(variant: Variant) -> Iterator[None]:
         return scan(body, *args, **options | {"unroll": True})
 
     def checkpoint_outside_scan(function: Any, prevent_cse: bool = True, **options: Any) -> Any:
-        # Without a scan the compiler would otherwise merge the recomputed operations with those of
-        # the forward pass, and save their results instead of recomputing them.
+        # Outside a scan, prevent_cse=False would let the compiler merge the recomputed operations
+        # with those of the forward pass, and save their results instead of recomputing them.
         return checkpoint(function, prevent_cse=True, **options)
 
     def jit_without_donation(function: Any, donate_argnums: Any = None, **options: Any) -> Any:
@@ -136,9 +136,10 @@ def patched_library(variant: Variant) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A variant's compiled program and the results of compiling it.
+    """A variant's compiled train step, its first losses, and figures about the compiled program.
 
     Attributes:
+      run: the compiled train step.
       losses: losses of the first `COMPARED_STEPS` steps.
       figures: compilation time, memory and all-reduces, by name.
     """
@@ -154,8 +155,8 @@ def compile_variant(
 ) -> Compiled:
     """Compile a variant's step and run it `COMPARED_STEPS` times, starting from `state`.
 
-    The step donates `state`, which cannot be used afterwards, unless the variant has `no_donation`
-    set.
+    `state` cannot be used afterwards, because the step donates it, unless the variant sets
+    `no_donation`.
     """
     began = time.perf_counter()
     with patched_library(variant):

@@ -1,4 +1,4 @@
-"""Speed of a config's train step and of its decoding, measured on the devices present.
+"""Benchmarks of training and decoding with a config, on the devices present.
 
 The library's own compiled functions are timed with the host's clock.  Each timing ends when the
 devices have finished.  Byte counts are per device unless stated otherwise.
@@ -33,14 +33,14 @@ from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
 PROFILED_STEPS, SHOWN_OPERATIONS = 3, 10
-# For measuring a CPU's peak FLOP/s between steps: the sizes of the square matrices to multiply, and
-# the seconds per size, which are enough to measure a sustained speed.  The fastest size counts.
+# A CPU's peak FLOP/s is measured between steps by multiplying square matrices of these sizes; the
+# fastest size counts.  `PEAK_SECONDS` per size are enough to measure a sustained speed.
 PEAK_SIZES, PEAK_SECONDS = (512, 1024, 2048), 0.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Peak speed of all devices of a mesh together.
+    """Peak FLOP/s and memory bandwidth of all devices of a mesh together.
 
     Attributes:
       flops: FLOP/s.
@@ -55,13 +55,14 @@ class Limits:
 
 
 def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
-    """Return the limits of a mesh's devices; None if they are not in the hardware table.
+    """Return the peak FLOP/s and memory bandwidth of a mesh; None if its hardware is unknown.
 
-    CPU devices are virtual: all of them together are one machine, whose limits are measured.
+    Accelerators are looked up in the hardware table.  CPU devices are virtual: all of them together
+    are one machine, whose limits are measured.
 
     Args:
-      name: hardware whose limits to return, for a mesh of the same size.  None for the mesh's own
-        devices.
+      name: name of the hardware to assume instead of the mesh's own devices, for a mesh of the same
+        size; None for the mesh's own devices.
       dtype: dtype of the matmuls that measure a CPU.
     """
     if name is None:
@@ -137,10 +138,10 @@ class Training:
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return random `obs` and `target` for this process's rows of one step.
+    """Return a batch of random tokens for one train step: this process's rows only.
 
-    Both have shape [A, B, T]: microbatches, rows of this process, and sequence length.  Processes
-    that share a replica get the same tokens.
+    Both `obs` and `target` have shape [A, B, T]: microbatches, rows of this process, and sequence
+    length.  Processes that share a replica get the same tokens.
     """
     count = config.per_replica_batch * len(rows.replicas)
     shape = (config.gradient_accumulation_steps, count, config.seq + 1)
@@ -180,7 +181,11 @@ class _Run:
 
 
 def _compiled_run(config: Config, mesh: Mesh) -> tuple[_Run, float]:
-    """Compile a train step and give it random tokens.  Return it and the compilation seconds."""
+    """Compile a train step, and create random batches for it.
+
+    Returns:
+      The compiled step with its state and batches, and the compilation time in seconds.
+    """
     rows = Rows(mesh)
     samples = (random_sample(config, rows, seed) for seed in range(2))
     batches = [rows.place(sample, P(None, "dp")) for sample in samples]
@@ -251,8 +256,8 @@ def measure_training(
 def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
     """Return the peak memory of one device in bytes, and the source of this figure.
 
-    The source is the device's own statistics.  Devices without such statistics, such as CPUs, use
-    the compiler's figure instead.
+    The figure comes from the device's own statistics.  For devices without such statistics, such as
+    CPUs, it comes from the compiler.
     """
     stats = mesh.local_devices[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
@@ -293,14 +298,14 @@ class Decoding:
 def measure_decoding(
     config: Config, mesh: Mesh, bandwidth: float | None, *, prompt: int, tokens: int
 ) -> Decoding:
-    """Prefill `per_replica_batch` prompts per replica, then decode greedily.
+    """Time the prefill of `per_replica_batch` prompts per replica, and greedy decoding after it.
 
     Args:
       bandwidth: memory bandwidth of all devices together in bytes/s, if known.
       prompt: prompt tokens per row.
-      tokens: number of timed tokens per row, at least.  Each decode call generates up to
-        `MOST_STEPS` tokens, and only whole calls are timed.  An untimed call before them includes
-        the compilation.
+      tokens: minimum number of timed tokens per row.  Each decode call generates up to `MOST_STEPS`
+        tokens per row, and only whole calls are timed.  An untimed call before them includes the
+        compilation.
 
     Raises:
       InputError: if the prompt and the new tokens together exceed the config's window.
@@ -366,7 +371,7 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
 
 
 def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
-    """Return two sizes in bytes: the weights and the caches that one device reads per token.
+    """Return the bytes of weights, and the bytes of caches, that one device reads per token.
 
     Args:
       positions: average number of filled cache positions per row.

@@ -1,4 +1,4 @@
-"""Timings of saving and restoring a state, compared with a plain file of the same size."""
+"""Timings of saving and restoring a training state, compared with a plain file of its size."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ CHUNK_BYTES = 64 << 20  # bytes per read or write call on the plain file
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
-    """Timings of saving and restoring a state, and of a plain file of the same size as the state.
+    """Timings of saving and restoring a state, and of writing and reading a plain file of its size.
 
     All times and ratios are medians over the rounds.
 
@@ -54,8 +54,8 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
     """Time saving and restoring a state, alternating with writing and reading a plain file.
 
     Everything written is flushed to disk and dropped from the page cache before it is read back.
-    Adam's moments are set to the values of the parameters, which are random.  Moments of zero would
-    take almost no space on disk.
+    Adam's moments are set to the values of the parameters, which are random, because moments of
+    zero would take almost no space on disk.
 
     Args:
       folder: folder for the checkpoint and the plain file; both are deleted after each round.

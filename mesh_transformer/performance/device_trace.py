@@ -13,8 +13,8 @@ import jax
 from mesh_transformer.util import InputError
 
 _HOST = "/host:CPU"
-# A trace has planes (devices), and a plane has lines (timelines of events).  Each entry maps the
-# prefix of a plane's name to the prefix of the names of those lines whose events are operations.
+# A trace has planes (devices), and a plane has lines (timelines of events).  The keys are prefixes
+# of plane names, and the values are prefixes of line names.  Operations are on the matching lines.
 _LINES = {_HOST: "", "/device:TPU": "XLA Ops", "/device:GPU": "Stream"}
 _CONTAINER = re.compile(r"(while|call|conditional)\b")
 
@@ -36,7 +36,7 @@ class Operation:
 
 
 def record(folder: str) -> Any:
-    """Return a context in which JAX's profiler records a trace of the devices to `folder`."""
+    """Return a context manager that records a profiler trace of the devices to `folder`."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of Python calls would slow the program down
     return jax.profiler.trace(folder, profiler_options=options)
@@ -72,9 +72,9 @@ Event = tuple[str, float, float]  # name, start, end; times in nanoseconds
 def _lines(trace: Any) -> Iterator[list[Event]]:
     """Yield the events that are operations, as one list per line of the trace.
 
-    For a TPU these are the events on the line "XLA Ops"; its other lines cover the same time again.
-    A GPU has one line per stream.  The host's plane, for a CPU, has one line per thread, on which
-    only the events with the stat `hlo_op` are operations.
+    A TPU's operations are on the line "XLA Ops"; its other lines cover the same time again.  A GPU
+    has one line per stream.  A CPU's operations are on the host's plane, which has one line per
+    thread; its events are operations only if they have the stat `hlo_op`.
     """
     for plane in trace.planes:
         kind = next((prefix for prefix in _LINES if plane.name.startswith(prefix)), None)
@@ -88,7 +88,7 @@ def _lines(trace: Any) -> Iterator[list[Event]]:
 
 
 def _self_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Yield each event's name and its own time: its nanoseconds minus those of nested events.
+    """Yield each event's name and its own time in nanoseconds, without that of nested events.
 
     For example, the events of a loop's body are nested in the event of the loop.
     """

@@ -1,8 +1,8 @@
 """Analysis of a compiled program's HLO text: its collectives per loop, and its memory traffic.
 
-Memory traffic is computed as if every operation that is not inside a fusion, and every fusion as a
-whole, read its operands once and wrote its results once.  If only part of an array is sliced or
-updated, only that part counts.  Arrays that the compiler keeps in on-chip memory do not count.
+Memory traffic is computed as if each fusion, and each operation outside a fusion, read its operands
+once and wrote its results once.  If only part of an array is sliced or updated, only that part
+counts.  Arrays that the compiler keeps in on-chip memory do not count.
 """
 
 import math
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
-WITH_OPERANDS = ("all-gather", "collective-permute")  # operands come first in the results of -start
+# Kinds whose -start operation returns a tuple of its operands followed by its results.
+WITH_OPERANDS = ("all-gather", "collective-permute")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
@@ -24,7 +25,9 @@ Groups = frozenset[frozenset[int]]
 
 @dataclass(frozen=True)
 class Collective:
-    """One array exchanged by a collective; a combined collective has one object per array.
+    """One array exchanged by a collective.
+
+    A collective that combines several arrays gives one object per array.
 
     Attributes:
       kind: one of `KINDS`.
@@ -33,8 +36,8 @@ class Collective:
         group.
       where: JAX's name of the operation (`op_name`).
       chain: empty if the collective is one operation.  The compiler splits some collectives into
-        several operations that overlap with other work; the objects that these operations give for
-        one array have the same nonempty `chain`.
+        several operations that overlap with other work.  The objects that belong to the same array
+        then have the same nonempty `chain`.
     """
 
     kind: str
@@ -87,7 +90,7 @@ def groups_of(text: str) -> Groups:
 
 
 def _collectives_of(line: str) -> list[Collective]:
-    """Return one object per array that a line of HLO exchanges.
+    """Parse a line of HLO that is a collective.  Return one `Collective` per array.
 
     The list is empty if the line is not a collective.
     """
@@ -159,7 +162,8 @@ def computations(text: str) -> dict[str, list[str]]:
     """Split HLO text into computations.
 
     Returns:
-      The lines of each computation by the computation's name.  The entry computation is "ENTRY".
+      A dict from the name of each computation to its lines.  The name of the entry computation is
+      "ENTRY".
     """
     result: dict[str, list[str]] = {}
     lines: list[str] = []
@@ -193,9 +197,9 @@ def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> L
 
 
 def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
-    """Drop duplicates of arrays whose collective is split into several operations.
+    """Keep one object per array, also for collectives that are split into several operations.
 
-    Of the objects with the same `chain`, only the first one is kept.
+    Of the objects with the same nonempty `chain`, only the first one is kept.
     """
     chains: set[str] = set()
     joined = []
@@ -238,7 +242,7 @@ FREE = (
     "add-dependency",
     "opt-barrier",
 )
-# Operations that move nothing inside a fusion, where their result counts as the same array as their
+# Operations that move no data inside a fusion.  There, the result counts as the same array as the
 # operand.
 RENAMES = ("bitcast", "reshape", "copy")
 SLICES = ("dynamic-slice", "slice", "gather")
@@ -302,10 +306,10 @@ class Operation:
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Return two sizes in bytes, given an HLO type (one array, or a tuple of arrays).
+    """Compute the sizes in bytes of an HLO type, which is one array or a tuple of arrays.
 
     Returns:
-      The size of the arrays that are in device memory, and the size of all arrays.
+      The size of those arrays that are in device memory, and the size of all arrays.
     """
     in_device_memory = total = 0
     for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
@@ -330,7 +334,7 @@ def _operation(line: str) -> Operation | None:
 
 
 def _original(operations: dict[str, Operation], operation: Operation) -> Operation:
-    """Return the operation that created the array which `operation` returns.
+    """Return the operation that created the result of `operation`.
 
     This follows bitcasts, reshapes and copies back to their operand.
 
@@ -345,9 +349,9 @@ def _original(operations: dict[str, Operation], operation: Operation) -> Operati
 class Program:
     """Memory traffic of a compiled program, computed from its HLO text.
 
-    The compiler splits some collectives into several operations, which run beside other work.
-    `_bytes_moved_by_split_collectives` counts the traffic of these collectives; all other methods
-    leave them out.
+    The compiler splits some collectives into several operations, which overlap with other work.
+    `_bytes_moved_by_split_collectives` counts the traffic of these collectives; `_moved_in` and the
+    methods that it calls leave them out.
     """
 
     def __init__(self, text: str):
@@ -367,18 +371,18 @@ class Program:
         return self._moved_in("ENTRY") + self._bytes_moved_by_split_collectives()
 
     def _bytes_moved_by_split_collectives(self) -> int:
-        """Return the bytes moved by those collectives that the compiler splits into operations.
+        """Return the bytes that split collectives move in one run of the program.
 
-        The result is for one run of the program.
+        Split collectives are those that the compiler splits into several operations.
         """
         runs = parse(self._text).runs()
         return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
 
     def bytes_moved_per_iteration(self) -> int:
-        """Return the bytes moved by one iteration of the outermost loop that moves the most.
+        """Return the bytes moved by one iteration of the program's main loop.
 
-        The collectives that the compiler splits into several operations are all added, wherever in
-        the program they are.
+        The main loop is the top-level loop that moves the most bytes per iteration.  The split
+        collectives of the whole program are added, even those outside this loop.
         """
         bodies = [
             self._moved_in(body[1])
@@ -435,7 +439,7 @@ class Program:
         return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
 
     def _bytes_read(self, name: str, index: int) -> int:
-        """Return the bytes that the fused computation `name` reads of its parameter `index`."""
+        """Return the bytes that the fused computation `name` reads from its parameter `index`."""
         fused = self._operations[name].values()
         marker = f" parameter({index})"
         parameter = next(operation for operation in fused if marker in operation.line)

@@ -22,11 +22,11 @@ from mesh_transformer.data.tfrecords import tensorflow, write_records
 from mesh_transformer.util import InputError
 
 FILES = 10
-MAX_DISTINCT_RECORDS = 10_000  # number of records to generate at most; every file repeats them
+MAX_DISTINCT_RECORDS = 10_000  # maximum number of records to generate; every file repeats them
 BATCH = 8
 MOST_BATCHES = 2000  # maximum number of batches to read when the loader is compared with tf.data
-EARLY_RECORDS = 10  # number of records of an epoch before the position to resume from
-SHUFFLE_BUFFER = 1000  # shuffle_buffer of the second timing of a resume; the first is unshuffled
+EARLY_RECORDS = 10  # the loader resumes after this many records of an epoch
+SHUFFLE_BUFFER = 1000  # resuming is timed without shuffling, and with this shuffle_buffer
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
@@ -92,7 +92,7 @@ def read_with_tf_data(paths: list[str], batches: int, seq: int) -> None:
 
 
 def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str, Any]:
-    """Return the state of a loader that has read `records` records; see `resume`."""
+    """Return the state of a loader after it has read `records` records, to pass to `resume`."""
     with closing(TFRecordNewInputs(index, 1000, seq, **options)) as loader:
         for _ in tqdm(range(records // 1000), "reading", unit="k records", leave=False):
             loader.get_samples()
@@ -115,7 +115,7 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
     Args:
       records: number of records in the set.
       seq: sequence length.
-      rounds: number of rounds.
+      rounds: number of times that each timing is repeated.
 
     Returns:
       Rates at which the loader and tf.data read, and their ratio.  Also the seconds from creating a

@@ -61,7 +61,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Plan of a config's training on a slice.
+    """Predicted memory, collectives and speed of training a config on a slice.
 
     Bytes are per device.
 
@@ -70,8 +70,8 @@ class Plan:
       hbm_bytes: memory that a program may use on one device.
       fits: whether `peak_bytes` is at most `hbm_bytes`.
       flops: FLOPs of one step on all devices together, counted as in the PaLM paper.
-      collectives, estimate: None if the compiler rejected the program because it needs too much
-        memory.
+      collectives, estimate: collectives of one step, and its estimated speed.  Both are None if the
+        compiler rejected the program because it needs too much memory.
       fast: whether the step was compiled with the options `FAST_OPTIONS`, which make the peak and
         the estimate less exact.
     """
@@ -229,12 +229,14 @@ def _traffic_and_speed(
 
 
 def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
-    """Compile a jitted function for the devices that its abstract arguments are placed on.
+    """Compile a jitted function, and return its peak memory and HLO text.
+
+    The function is compiled for the devices that its abstract arguments are placed on.
 
     Args:
       topology: name of the slice, for error messages.
       args: abstract arrays with shardings.
-      fast: whether to use the options `FAST_OPTIONS`, which only TPUs have.
+      fast: whether to use the options `FAST_OPTIONS`; ignored for CPUs and GPUs.
 
     Raises:
       InputError: if compilation fails.  A program that needs too much memory is not an error.
@@ -275,7 +277,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """Return the bytes that the shards on one device take, for a tree of abstract arrays."""
+    """Return the bytes that a tree of abstract, sharded arrays takes on each device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -287,21 +289,21 @@ STEPS = 64  # decode steps per call of the compiled function; affects only the s
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """Plan of generation on a slice.  One decode step generates one token in every row.
+    """Predicted memory, collectives and speed of generation on a slice.
 
-    Bytes are per device.
+    One decode step generates one token in every row.  Bytes are per device.
 
     Attributes:
       rows: batch rows of all replicas together.
       cache_length: number of positions in the cache of each row.
       state_bytes: weights and cache.
-      read_bytes: the weights and cache that every step reads, which is all but the embedding.  A
-        step takes at least the time to read them at the memory's full bandwidth.
+      read_bytes: the weights and cache that every step reads: all but the embedding.  Reading them
+        at full memory bandwidth is the least time that a step can take.
       bytes_per_token: bytes that one compiled step reads and writes, computed by `hlo.Program`;
         None if the compiler rejected the program because it needs too much memory.
-      tokens_per_second: two estimates of the speed of all rows together, if only the memory's full
-        bandwidth limits it.  The first counts `read_bytes` per step and is an upper bound; the
-        second counts `bytes_per_token`, and is None if that is None.
+      tokens_per_second: two estimates for all rows together, as if memory bandwidth were the only
+        limit.  The first counts `read_bytes` per step and is an upper bound.  The second counts
+        `bytes_per_token`, and is None if `bytes_per_token` is None.
       source: where the hardware's figures come from.
     """
 
@@ -341,9 +343,9 @@ class DecodePlan:
         if self.collectives is not None and self.bytes_per_token is not None:
             lines += self.collectives.lines()
             lines.append(
-                f"estimate on {self.hardware} ({self.source}), rows x bandwidth over bytes: "
-                f"{likely:,.0f} tokens/s by the {self.bytes_per_token / 1e9:.2f} GB per step that "
-                f"the compiled program moves, at most {most:,.0f} by weights and cache"
+                f"estimate on {self.hardware} ({self.source}), rows x bandwidth / bytes per step: "
+                f"{likely:,.0f} tokens/s with the {self.bytes_per_token / 1e9:.2f} GB per step that "
+                f"the compiled program moves, at most {most:,.0f} with weights and cache only"
             )
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
 

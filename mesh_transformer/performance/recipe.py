@@ -1,15 +1,15 @@
-"""Chooses a config for training on a record set: model size, batch, schedule and mesh.
+"""Choice of a config for training on a record set: model size, batch, schedule and mesh.
 
 Nothing is compiled.  The rules are:
 
-* Model size: 20 training tokens per parameter (Hoffmann et al. 2022, Chinchilla), of which repeated
-  tokens count up to 4 epochs (Muennighoff et al. 2023, Scaling data-constrained language models).
+* Model size: 20 training tokens per parameter (Hoffmann et al. 2022, Chinchilla).  Repeated tokens
+  count for up to 4 epochs (Muennighoff et al. 2023, Scaling data-constrained language models).
   Parameters of the embedding and the output head are not counted: with GPT-2's vocabulary they
   outnumber all others in small models, but most of them are never used by a small corpus.
 * Learning rate: that of a model of this size in GPT-3 (Brown et al. 2020, table 2.1), and higher
-  ones for the smaller models here.  Fine-tuning uses 0.4 of it, the ratio of GPT-J-6B's 1.2e-4 and
-  the 5e-5 that its authors recommend for fine-tuning.
-* Batch: 1000 steps in all (200 for fine-tuning), within limits.
+  for models smaller than those.  Fine-tuning uses 0.4 times this rate.  For GPT-J-6B, trained with
+  1.2e-4, this is about the 5e-5 that its authors recommend for fine-tuning.
+* Batch: the size that gives 1000 steps in all (200 for fine-tuning), within limits.
 * Mesh: the smallest number of devices per replica whose memory suffices.
 """
 
@@ -31,12 +31,12 @@ FINE_TUNING_LR = 0.4
 STEPS, FINE_TUNING_STEPS = 1000, 200
 LEAST_TOKENS, MOST_TOKENS, MOST_FINE_TUNING_TOKENS = 1 << 10, 1 << 19, 1 << 15  # per step
 MOST_ROWS = 64  # sequences per device and microbatch
-WARMUP = 3000  # GPT-J's; at most a tenth of the steps
+WARMUP = 3000  # warmup steps of GPT-J; at most a tenth of the steps is used
 VOCABULARY = 50400  # GPT-2's 50257 tokens, padded as in GPT-J
-# The share of a device's memory that the estimate may take: it is a lower bound, and a laptop's
-# other programs need memory, too.
+# Maximum estimated memory of a step, as a share of the device's memory.  The estimate is a lower
+# bound, and on a laptop other programs need memory too.
 MEMORY_SHARE = {"cpu": 0.5, "gpu": 0.8, "tpu": 0.95}
-# How many times longer a step takes on a CPU than at full speed of matmuls and memory.
+# Time of a step on a CPU, divided by its time with matmuls and memory at full speed.
 CPU_SLOWDOWN = 2.0
 
 
@@ -61,7 +61,7 @@ class Size:
         }
 
     def body(self) -> int:
-        """Return the number of parameters outside of embedding and output head, about 12LD^2."""
+        """Return the number of parameters outside the embedding and output head, about 12LD^2."""
         return 12 * self.layers * self.d_model**2
 
 
@@ -89,8 +89,8 @@ class Device:
       platform: "cpu", "gpu" or "tpu".
       count: number of devices.
       memory: bytes that a program may use on one device.
-      dtype: the compute dtype that suits the device.
-      hardware: its speed; None if unknown.
+      dtype: the compute dtype that suits the devices.
+      hardware: peak FLOP/s and bandwidths of one device; None if unknown.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Device:
 
 
 def device_of(devices: Slice) -> Device:
-    """Return what `recipe` needs to know about a TPU slice or this machine's devices.
+    """Describe a TPU slice or this machine's devices for `recipe`.
 
     CPUs, and GPUs without bf16 (compute capability below 8), compute in float32.
     """
@@ -116,13 +116,13 @@ def device_of(devices: Slice) -> Device:
     dtype = "float32" if is_slow else "bfloat16"
     try:
         hardware = devices.hardware(dtype)
-    except InputError:  # not in the table
+    except InputError:  # not in the hardware table
         hardware = None
     return Device(devices.name, platform, devices.devices, devices.hbm, dtype, hardware)
 
 
 def _has_bf16(devices: Slice) -> bool:
-    """Return False for NVIDIA GPUs before Ampere, such as T4 and V100."""
+    """Whether devices support bf16.  False only for NVIDIA GPUs before Ampere: T4, V100, etc."""
     capability = getattr(devices, "compute_capability", "")
     major = str(capability).partition(".")[0]
     return not major.isdecimal() or int(major) >= 8
@@ -133,8 +133,8 @@ class Recipe:
     """A chosen config, and why it was chosen.
 
     Attributes:
-      values: the keys of the config.
-      steps_per_epoch: may be a fraction.
+      values: the config's keys and their values.
+      steps_per_epoch: training steps per pass over the record set; may be a fraction.
       reasons: lines of text for the user.
     """
 
@@ -154,15 +154,16 @@ def recipe(
     minutes: float | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Recipe:
-    """Choose the config of a run; it lacks only the paths.
+    """Choose a config for training on a record set.  Only its paths are missing.
 
     Args:
+      corpus: the size of the training set.
       held_out: the size of the validation set; None if there is none.
       base: the config of the model to fine-tune; None to train from scratch.
       size: the name of one of `SIZES`; None to choose it.
-      epochs: default 4, or 1 for fine-tuning.
-      minutes: the longest time of training, as far as the device's speed is known.
-      changes: config keys that the user sets.
+      epochs: passes over the training set; None for the default, 4, or 1 for fine-tuning.
+      minutes: maximum training time; ignored if the devices' speed is unknown.
+      changes: config keys that the user sets, and their values.
 
     Raises:
       InputError: if nothing suitable fits the devices, or the records don't suit the base model.
@@ -242,7 +243,7 @@ def _schedule(
     minutes: float | None,
     reasons: list[str],
 ) -> Recipe:
-    """Add batch, mesh and schedule to the model's keys."""
+    """Add batch, mesh and schedule to the model's keys, and return the recipe."""
     model = Config(**common)
     tokens = epochs * corpus.sequences * corpus.seq
     per_token = _seconds(model, 1, device)
@@ -296,7 +297,7 @@ def _schedule(
 
 
 def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int:
-    """Return the sequences per step, a power of two, for `tokens` tokens in the whole run."""
+    """Return the sequences per step, a power of two, for a run of `tokens` tokens in all."""
     steps = FINE_TUNING_STEPS if is_base else STEPS
     most = MOST_FINE_TUNING_TOKENS if is_base else MOST_TOKENS
     per_step = min(max(tokens / steps, LEAST_TOKENS), most)
@@ -306,7 +307,8 @@ def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int
 def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any], int]:
     """Choose mesh, remat and microbatch, with about `sequences` sequences per step.
 
-    Small replicas come first, then those that recompute nothing, then large microbatches.
+    The first setting that fits is chosen.  Small replicas are tried first.  For each replica size,
+    settings without remat are tried before those with it, and large microbatches before small ones.
 
     Returns:
       The config keys, and the estimated bytes per device.
@@ -343,7 +345,7 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
 
 
 def _memory(config: Config, device: Device) -> int:
-    """Estimate the bytes that a step needs per device, including the logits of one chunk."""
+    """Estimate the bytes that a step needs per device, including the logits of a loss chunk."""
     attention = attention_on(config, device.hardware) if device.hardware else "xla"
     positions = config.per_replica_batch * min(config.seq, config.loss_chunk)
     logits = 2 * 4 * positions * config.n_vocab // config.cores_per_replica
@@ -351,9 +353,9 @@ def _memory(config: Config, device: Device) -> int:
 
 
 def _seconds(config: Config, tokens: float, device: Device) -> float | None:
-    """Estimate the seconds that training on `tokens` tokens takes; None if it is not known.
+    """Estimate the seconds that training on `tokens` tokens takes; None if unknown.
 
-    A microbatch is assumed to have about `LEAST_TOKENS` tokens.
+    It is known only for CPUs.  A microbatch is assumed to have about `LEAST_TOKENS` tokens.
     """
     if device.hardware is None or device.platform != "cpu":
         return None
@@ -364,9 +366,11 @@ def _seconds(config: Config, tokens: float, device: Device) -> float | None:
 
 
 def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:
-    """Return the batches per validation: the whole set, but at most 1/30 of the steps or 100.
+    """Return the number of batches per validation; 0 without a validation set.
 
-    A validation batch takes a third of a step, and there are about 10 validations.
+    A validation reads the whole set, but at most 100 batches, and at most 1/30 of the number of
+    training steps.  A validation batch takes a third of the time of a training step, and there are
+    about 10 validations per run.
     """
     if held_out is None:
         return 0
@@ -374,13 +378,13 @@ def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:
 
 
 def _nearest(config: Config) -> Size:
-    """Return the size whose number of parameters is nearest to the config's."""
+    """Return the model size in `SIZES` whose number of parameters is nearest to the config's."""
     body = 12 * config.layers * config.d_model**2
     return min(SIZES, key=lambda size: abs(math.log(size.body() / body)))
 
 
 def _power_of_two(number: float) -> int:
-    """Return the largest power of two that is at most `number`, and at least 1."""
+    """Return the largest power of two that is at most `number`; 1 if `number` is less than 1."""
     return 2 ** max(0, math.floor(math.log2(max(number, 1))))
 
 

@@ -21,9 +21,9 @@ FORMULA = (
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bounds of a training step's time and speed, computed by `FORMULA` without running the step.
+    """Bounds on a training step's time and speed, computed by `FORMULA` without running the step.
 
-    Bytes, FLOP/s and seconds are per device; tokens per second are of all devices together.
+    Bytes, FLOP/s and seconds are per device; tokens per second are for all devices together.
 
     Attributes:
       hbm_traffic_bytes: bytes that the step reads from and writes to memory (see `hlo.Program`).
@@ -145,7 +145,7 @@ class Exchange:
       place: where in the step they run: "layer forward" or "layer backward" in the loop over
         layers, "microbatch" in the loop over microbatches, "loop" in any other loop, and "step"
         outside of all loops.
-      count: number of arrays per step.
+      count: number of arrays exchanged per step.
       bytes: bytes per step of the results on one device.
       sent: bytes per step that one device sends; see the function `bytes_sent`.
     """
@@ -241,14 +241,14 @@ def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:
 def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
     """Whether a loop is the loop over layers.
 
-    This is a loop with one iteration per layer that contains no other loop over layers.
+    Such a loop has one iteration per layer, and contains no other loop over layers.
     """
     deeper = any(_is_over_layers(inner, config) for inner in loop.loops)
     return loop.trips == config.layers and not deeper
 
 
 def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
-    """Sum up the collectives of a program that have the same place, kind, axis and dtype.
+    """Group a program's collectives by place, kind, axis and dtype, and add up each group.
 
     Collectives within a single device are left out.
     """

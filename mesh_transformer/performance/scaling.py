@@ -91,7 +91,7 @@ def estimate_step(config: Config, hardware: Hardware, devices: int) -> StepEstim
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """The attributes of a device that `attention_backend` reads."""
+    """Stand-in for a JAX device, with the attributes that `attention_backend` reads."""
 
     platform: str
     device_kind: str
@@ -101,8 +101,8 @@ class _Device:
 def attention_on(config: Config, hardware: Hardware) -> str:
     """Return the name of the attention backend that the config selects on `hardware`.
 
-    If the config names a backend that this hardware does not support, the result is "xla".  A table
-    of several TPU generations can then include this hardware too.
+    If the hardware does not support the backend that the config names, the result is "xla".  A
+    table of several TPU generations can then include such hardware too.
     """
     platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
     if hardware.kind == "cpu":
@@ -148,9 +148,9 @@ def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
 
 
 def _traffic(config: Config, part: int, tokens: int, split: int, attention: str) -> int:
-    """Return the bytes that a device reads from and writes to memory in a step, by a rule of thumb.
+    """Estimate the bytes that a device reads from and writes to memory in a step.
 
-    The rule of thumb counts:
+    This is a rule of thumb.  It counts:
 
     * per microbatch: the bf16 weights three times, and three f32 arrays of the same shape, to add
       the gradients to the gradient sum.
@@ -261,7 +261,7 @@ class Scaling:
       break_even_tokens: number of tokens per replica for which communication over dp takes as long
         as computation.  Maps each TPU generation to one value per entry of `zeros`: tokens per step
         for ZeRO 0 and 1, and tokens per microbatch for ZeRO 3.  These assume many replicas.  They
-        do not depend on mp, which divides both times equally.
+        do not depend on mp, because it divides both times equally.
       steps: one list per number of devices, with one estimate per entry of `zeros`.
     """
 
@@ -278,10 +278,10 @@ class Scaling:
     steps: list[list[StepEstimate]]
 
     def table(self) -> str:
-        """Format three Markdown tables.
+        """Format the results as three Markdown tables.
 
-        They are the link time by mp, the break-even tokens by ZeRO stage, and the estimates by
-        number of devices.
+        The tables are the link time by mp, the break-even tokens by ZeRO stage, and the estimates
+        by number of devices.
         """
         head = f"{self.parameters / 1e9:.1f}B parameters, sequence {self.seq}, "
         head += f"remat {self.remat}; link time over compute time"

@@ -36,8 +36,8 @@ class SearchResult:
       sequences: sequences per step, the same for all settings.
       fits: whether any setting fits.
       plans: plans of the settings that fit.  Those compiled with full optimisation come first, and
-        the quickly compiled ones follow.  Both are sorted by their estimated speed without overlap,
-        fastest first.
+        the quickly compiled ones follow.  Each of these groups is sorted by estimated speed without
+        overlap, fastest first.
       too_large: plans of the settings that were compiled and do not fit.
       hopeless: number of settings not compiled because the analytic estimate of their memory is too
         large.
@@ -91,9 +91,9 @@ def _row(plan: Plan) -> str:
 
 
 def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None) -> list[Config]:
-    """Return copies of a config with all sensible settings for `devices` devices.
+    """Return one copy of a config per setting that is worth trying on `devices` devices.
 
-    All of them keep the config's number of sequences per step.
+    All copies keep the config's number of sequences per step.
 
     Args:
       fixed: config keys that must have the given value in every setting.
@@ -249,13 +249,13 @@ def _compile(promising: list[Config], topology: Slice, limit: int) -> _Outcomes:
 
 
 def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
-    """Compile the fastest settings that fit again, now with full optimisation.
+    """Recompile the fastest of the fitting settings, now with full optimisation.
 
-    In `outcomes`, they are ranked by the new figures.  Those that no longer fit, or fail to
-    compile, are moved to `too_large` or `refused`.
+    In `outcomes.fitting`, the recompiled settings are ranked by their new figures.  Settings that
+    no longer fit are moved to `too_large`, and settings that fail to compile to `refused`.
     """
     best, rest = outcomes.fitting[:FULL_COMPILES], outcomes.fitting[FULL_COMPILES:]
-    if not any(quick_plan.fast for _, quick_plan in best):  # only TPUs compile quickly
+    if not any(quick_plan.fast for _, quick_plan in best):  # fast options exist only for TPUs
         return
     in_full = []
     for config, _ in tqdm(best, desc="in full", unit="setting", dynamic_ncols=True):

@@ -81,7 +81,7 @@ class Topology:
         if LIBRARY.exists():
             os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBRARY))
         grid = "x".join(map(str, self.grid))
-        # The default is the chips of a whole host, such as 2 x 2.
+        # Without this option, libtpu assumes the chips of a whole host, such as 2 x 2.
         single_chip = {"chips_per_host_bounds": (1, 1, 1)} if self.devices == 1 else {}
         try:
             return topologies.get_topology_desc(
@@ -138,7 +138,7 @@ class LocalDevices:
     def hardware(self, dtype: str) -> Hardware:
         """Return the peak FLOP/s and the bandwidths of one device.
 
-        Those of a CPU are measured, the peak with matmuls in `dtype`.
+        The figures of a CPU are measured; its peak is measured with matmuls in `dtype`.
         """
         if self.platform == "cpu":
             return accelerators.hardware("cpu", dtype).part(self.devices)
@@ -242,7 +242,7 @@ def topology(name: str) -> Topology:
 
 
 def _grid(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the grid of Google Cloud's slice with `chips` chips.
+    """Return the grid of chips of Google Cloud's slice that has `chips` chips.
 
     Returns None if `chips` is not a power of two.
     """
