@@ -344,8 +344,8 @@ class DecodePlan:
             lines += self.collectives.lines()
             lines.append(
                 f"estimate on {self.hardware} ({self.source}), rows x bandwidth / bytes per step: "
-                f"{likely:,.0f} tokens/s with the {self.bytes_per_token / 1e9:.2f} GB per step that "
-                f"the compiled program moves, at most {most:,.0f} with weights and cache only"
+                f"{likely:,.0f} tokens/s with the {self.bytes_per_token / 1e9:.2f} GB per step "
+                f"that the compiled program moves, at most {most:,.0f} with weights and cache only"
             )
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
 
