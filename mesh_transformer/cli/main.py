@@ -10,6 +10,7 @@ from mesh_transformer.util import InputError
 # The commands and their modules, in the order in which a new user meets them.
 COMMANDS = {
     "split": "split",
+    "tokenizer": "new_tokenizer",
     "records": "text_records",
     "completion-records": "completion_records",
     "config": "new_config",

@@ -8,7 +8,7 @@ from typing import Any
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli.arguments import Parser, add_setting_argument, settings
 from mesh_transformer.config import Config
-from mesh_transformer.data.record_set import set_size
+from mesh_transformer.data.record_set import set_size, tokenizer_of
 from mesh_transformer.data.storage import check_absent
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
@@ -59,7 +59,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=above_0,
         help=f"longest time of training on a CPU (default {CPU_MINUTES})",
     )
-    parser.add_argument("--tokenizer", help="tokenizer of the records (default gpt2)")
+    parser.add_argument(
+        "--tokenizer", help="tokenizer of the records (default: the one they were created with)"
+    )
     parser.add_argument(
         "--topology",
         help="devices to train on: a TPU slice such as v3-8, or cpu or gpu (default: this "
@@ -93,8 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     from mesh_transformer.performance.topology import slice_named, this_machine
 
     check_absent(args.output)
-    changes = tokenizer_keys(args.tokenizer) | settings(args)
     base = base_config(args.base, args.base_config) if args.base else None
+    tokenizer = args.tokenizer or (None if base else tokenizer_of(args.train))
+    changes = tokenizer_keys(tokenizer) | settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
     device = recipe.device_of(slice_named(args.topology) if args.topology else this_machine())
     result = recipe.recipe(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import json
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -18,6 +19,7 @@ from mesh_transformer.data.tfrecords import (
     read_index,
     resolve,
     size,
+    tensorflow,
 )
 from mesh_transformer.util import InputError
 
@@ -75,6 +77,25 @@ def set_size(index_path: str) -> SetSize:
             "records"
         )
     return SetSize(sum(1 for path in paths for _ in frames(path, 0)), tokens)
+
+
+def tokenizer_of(index_path: str) -> str | None:
+    """Return the tokenizer in the manifest beside an index; None if there is no manifest.
+
+    It is None as well for the manifest of an earlier version, which does not name the tokenizer.
+
+    Raises:
+      InputError: if the manifest is damaged.
+    """
+    path = f"{find_index(index_path).removesuffix('.index')}.manifest.json"
+    gfile = tensorflow().io.gfile
+    if not gfile.exists(path):
+        return None
+    try:
+        with gfile.GFile(path, "rb") as file:
+            return json.loads(file.read()).get("tokenizer", {}).get("name")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not a manifest; create the records again") from error
 
 
 class Record(NamedTuple):

@@ -25,11 +25,11 @@ from mesh_transformer.data.documents import (
     format_counts,
     read_pieces,
 )
+from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.util import InputError
 
 NAMES = ("train", "val")
 ENDING = ".jsonl.zst"
-SEPARATOR = "<|endoftext|>"  # between the documents of a .txt file
 LINE_CHARACTERS = 1 << 22  # longer documents continue in further lines, so they fit in memory
 WINDOW_CHARACTERS = 1 << 16  # how far to search for a place to cut a document
 BAD = -1  # the size of an unusable document
@@ -140,7 +140,7 @@ def _documents(files: list[str], bad: BadInputHandler, title: str) -> Iterator[I
     with tqdm(unit="B", unit_scale=True, desc=title) as bar:
         bar.total = sum(os.path.getsize(file) for file in files)
         for file in files:
-            pieces = read_pieces(file, SEPARATOR, bad, bar.update)
+            pieces = read_pieces(file, END_OF_TEXT, bad, bar.update)
             for first in pieces:
                 yield _until_end(first, pieces)
 

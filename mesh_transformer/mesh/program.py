@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto, Manual, Parallel
 from mesh_transformer.util import cache_folder
 
+COMPILE_SECONDS = 3600  # the longest time that one process waits for another's compilation
 CACHE_VARIABLE = "MESH_TRANSFORMER_CACHE"
 
 
@@ -60,6 +62,35 @@ def _write_in_every_process() -> None:
             state.process_id = rank
 
     compiler._cache_write = write_as_process_0
+
+
+def compile_together() -> None:
+    """Make every process wait, after it has compiled a program, until all have compiled it.
+
+    This is for programs over several processes of CPUs.  There, a process whose first collective
+    waits more than 30 s for another process fails, and JAX has no setting for this time.  On a busy
+    machine, compilation times can differ by more than that.  JAX has no hook for it either, so this
+    function wraps a private JAX function.  In a JAX version that lacks the private function,
+    nothing changes.
+    """
+    try:
+        from jax._src import compiler, distributed
+
+        compile_program = compiler.compile_or_get_cached
+    except (ImportError, AttributeError):
+        return
+    numbers = itertools.count()  # equal in all processes, as they compile in the same order
+
+    @functools.wraps(compile_program)
+    def compile_and_wait(backend: Any, module: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+        program = compile_program(backend, module, devices, *args, **kwargs)
+        if len({device.process_index for device in devices.flat}) > 1:
+            client: Any = distributed.global_state.client
+            name = f"mesh_transformer/compiled/{next(numbers)}"
+            client.wait_at_barrier(name, COMPILE_SECONDS * 1000)
+        return program
+
+    compiler.compile_or_get_cached = compile_and_wait
 
 
 # TPUs with a separate engine for collectives.  On older TPUs, the options for asynchronous

@@ -143,6 +143,34 @@ class Recipe:
     reasons: list[str]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What to choose a config for: the arguments of `recipe`, with the number of epochs filled in.
+
+    Attributes:
+      fixed: the config keys that are known before the model is chosen, and their values.
+    """
+
+    corpus: SetSize
+    held_out: SetSize | None
+    device: Device
+    base: Config | None
+    size: str | None
+    epochs: float
+    minutes: float | None
+    changes: dict[str, Any]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        keys = {"n_vocab": VOCABULARY, "seq": self.corpus.seq, "dtype": self.device.dtype}
+        return keys | self.changes
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of one epoch."""
+        return self.corpus.sequences * self.corpus.seq
+
+
 def recipe(
     corpus: SetSize,
     held_out: SetSize | None,
@@ -168,7 +196,6 @@ def recipe(
     Raises:
       InputError: if nothing suitable fits the devices, or the records don't suit the base model.
     """
-    changes = changes or {}
     if held_out is not None and held_out.seq != corpus.seq:
         raise InputError(
             f"the validation records have {held_out.seq} tokens per sequence, the training records "
@@ -180,81 +207,84 @@ def recipe(
             f"with at most {base.seq}; recreate them with --seq {base.seq}"
         )
     epochs = epochs or (USEFUL_EPOCHS if base is None else 1)
-    common = {"n_vocab": VOCABULARY, "seq": corpus.seq, "dtype": device.dtype} | changes
+    request = _Request(corpus, held_out, device, base, size, epochs, minutes, changes or {})
     if base is not None:
-        kept = base.as_dict()
-        common = {key: kept[key] for key in ARCHITECTURE if kept[key] is not None} | common
-        common["n_vocab"] = changes.get("n_vocab", base.n_vocab)
-        if base.window != base.seq:
-            common["attention_window"] = min(base.window, corpus.seq)
+        model = _base_keys(base, request)
         lr = FINE_TUNING_LR * _nearest(base).lr
-        reasons = [f"model: that of the base, {_millions(flops.n_params(base))} parameters"]
+        reason = f"model: that of the base, {_millions(flops.n_params(base))} parameters"
     else:
-        chosen, reason = _choose_size(corpus, device, common, size, epochs, minutes)
-        common = chosen.architecture | common
-        lr, reasons = chosen.lr, [reason]
-    return _schedule(corpus, held_out, device, common, changes, lr, base, epochs, minutes, reasons)
+        chosen, reason = _choose_size(request)
+        model, lr = chosen.architecture | request.fixed, chosen.lr
+    return _schedule(request, model, lr, reason)
 
 
-def _choose_size(
-    corpus: SetSize,
-    device: Device,
-    common: dict[str, Any],
-    name: str | None,
-    epochs: float,
-    minutes: float | None,
-) -> tuple[Size, str]:
+def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
+    """Return the config keys of the base model to fine-tune, with the request's changes."""
+    kept = base.as_dict()
+    keys = {key: kept[key] for key in ARCHITECTURE if kept[key] is not None} | request.fixed
+    keys["n_vocab"] = request.changes.get("n_vocab", base.n_vocab)
+    if base.window != base.seq:
+        keys["attention_window"] = min(base.window, request.corpus.seq)
+    return keys
+
+
+def _choose_size(request: _Request) -> tuple[Size, str]:
     """Return the model size to train from scratch, and the reason for it."""
-    tokens = corpus.sequences * corpus.seq
-    allowed = tokens * min(epochs, USEFUL_EPOCHS) / TOKENS_PER_PARAMETER
-    if name is not None:
-        chosen = next(size for size in SIZES if size.name == name)
+    epochs = min(request.epochs, USEFUL_EPOCHS)
+    allowed = request.tokens * epochs / TOKENS_PER_PARAMETER
+    if request.size is not None:
+        chosen = next(size for size in SIZES if size.name == request.size)
         return chosen, f"model: {_describe(chosen)}, as you chose"
     why = (
-        f"{TOKENS_PER_PARAMETER} tokens per parameter and {min(epochs, USEFUL_EPOCHS):g} epochs "
+        f"{TOKENS_PER_PARAMETER} tokens per parameter and {epochs:g} epochs "
         f"suggest {_millions(allowed)} parameters"
     )
     fitting = [size for size in SIZES if size.body() <= allowed] or [SIZES[0]]
     for chosen in reversed(fitting):
-        config = Config(**chosen.architecture | common)
-        seconds = _seconds(config, tokens, device)
-        in_time = minutes is None or seconds is None or seconds <= 60 * minutes
+        config = Config(**chosen.architecture | request.fixed)
         try:
-            _fit(config, 1, device)
+            _fit(config, 1, request.device)
         except InputError:
             why += f"; {chosen.name} exceeds the memory"
             continue
-        if in_time or chosen is SIZES[0]:
+        if chosen is SIZES[0] or _most_tokens(config, request) >= request.tokens:
             least = ", and this is the smallest size" if chosen.body() > allowed else ""
             return chosen, f"model: {_describe(chosen)}: {why}{least}"
-        why += f"; {chosen.name} would need more than {minutes:g} minutes for an epoch"
+        why += f"; {chosen.name} would need more than {request.minutes:g} minutes for an epoch"
     return SIZES[0], f"model: {_describe(SIZES[0])}: {why}"
 
 
-def _schedule(
-    corpus: SetSize,
-    held_out: SetSize | None,
-    device: Device,
-    common: dict[str, Any],
-    changes: dict[str, Any],
-    lr: float,
-    base: Config | None,
-    epochs: float,
-    minutes: float | None,
-    reasons: list[str],
-) -> Recipe:
-    """Add batch, mesh and schedule to the model's keys, and return the recipe."""
-    model = Config(**common)
-    tokens = epochs * corpus.sequences * corpus.seq
-    per_token = _seconds(model, 1, device)
-    limited = minutes is not None and per_token is not None and tokens * per_token > 60 * minutes
-    if limited:
-        assert minutes is not None
-        assert per_token is not None
-        tokens = 60 * minutes / per_token
-    sequences = _sequences_per_step(corpus, tokens, is_base=base is not None)
+def _most_tokens(config: Config, request: _Request) -> float:
+    """Estimate how many tokens can be trained on in the request's minutes; infinity if unknown.
+
+    It is known only for CPUs.  A microbatch is assumed to have about `LEAST_TOKENS` tokens.
+    """
+    device = request.device
+    if request.minutes is None or device.hardware is None or device.platform != "cpu":
+        return math.inf
+    rows = max(1, LEAST_TOKENS // config.seq)
+    setting = config.replace(tpu_size=1, cores_per_replica=1, per_replica_batch=rows, remat="none")
+    seconds = CPU_SLOWDOWN * estimate_step(setting, device.hardware, 1).seconds
+    return 60 * request.minutes * rows * config.seq / seconds
+
+
+def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -> Recipe:
+    """Add batch, mesh and schedule to the model's keys, and return the recipe.
+
+    Args:
+      keys: the config keys of the model.
+      reason: a line about the choice of the model.
+    """
+    corpus, device = request.corpus, request.device
+    model = Config(**keys)
+    tokens, limit = request.epochs * request.tokens, ""
+    if _most_tokens(model, request) < tokens:
+        tokens = _most_tokens(model, request)
+        limit = f", limited to {request.minutes:g} minutes on {device.name} (--minutes)"
+    sequences = _sequences_per_step(corpus, tokens, is_base=request.base is not None)
     mesh, memory = _fit(model, sequences, device)
-    dp = device.count // mesh["cores_per_replica"]
+    mp = mesh["cores_per_replica"]
+    dp = device.count // mp
     sequences = mesh["per_replica_batch"] * mesh["gradient_accumulation_steps"] * dp
     if corpus.sequences < sequences:
         raise InputError(
@@ -264,30 +294,25 @@ def _schedule(
     steps = max(1, round(tokens / corpus.seq / sequences))
     warmup = min(WARMUP, steps // 10)
     epoch = corpus.sequences / sequences
-    values = (
-        common
-        | mesh
-        | {
-            "warmup_steps": warmup,
-            "anneal_steps": max(1, steps - warmup),
-            "lr": float(f"{lr:.2g}"),
-            "end_lr": float(f"{lr / 10:.2g}"),
-            "weight_decay": 0.1,
-            "total_steps": steps,
-            "shuffle_buffer": min(corpus.sequences, 10_000) if steps > epoch else 0,
-            "val_every": _round_down(min(500, max(1, steps // 10))),
-            "ckpt_every": _round_down(min(500, max(1, steps // 4))),
-            "val_batches": _val_batches(held_out, steps, mesh["per_replica_batch"] * dp),
-        }
-    )
-    values |= changes
+    schedule = {
+        "warmup_steps": warmup,
+        "anneal_steps": max(1, steps - warmup),
+        "lr": float(f"{lr:.2g}"),
+        "end_lr": float(f"{lr / 10:.2g}"),
+        "weight_decay": 0.1,
+        "total_steps": steps,
+        "shuffle_buffer": min(corpus.sequences, 10_000) if steps > epoch else 0,
+        "val_every": _round_down(min(500, max(1, steps // 10))),
+        "ckpt_every": _round_down(min(500, max(1, steps // 4))),
+        "val_batches": _val_batches(request.held_out, steps, mesh["per_replica_batch"] * dp),
+    }
+    values = keys | mesh | schedule | request.changes
     Config.from_dict(values)
-    limit = f", limited to {minutes:g} minutes on {device.name} (--minutes)" if limited else ""
-    mp, needed = mesh["cores_per_replica"], f"{memory / GIB:.2f} of {device.memory / GIB:.2f} GiB"
+    needed = f"{memory / GIB:.2f} of {device.memory / GIB:.2f} GiB"
     reasons = [
         f"data: {corpus.sequences:,} sequences of {corpus.seq} tokens, "
-        f"{_millions(corpus.sequences * corpus.seq)} in all",
-        *reasons,
+        f"{_millions(request.tokens)} in all",
+        reason,
         f"batch: {sequences} sequences per step, on {device.name} as dp {dp} x mp {mp}; "
         f"at least {needed} per device",
         f"steps: {steps}{limit}; an epoch is {epoch:.1f} steps, so these are {steps / epoch:.2f} "
@@ -350,19 +375,6 @@ def _memory(config: Config, device: Device) -> int:
     positions = config.per_replica_batch * min(config.seq, config.loss_chunk)
     logits = 2 * 4 * positions * config.n_vocab // config.cores_per_replica
     return memory_bytes(config, device.count, attention) + logits
-
-
-def _seconds(config: Config, tokens: float, device: Device) -> float | None:
-    """Estimate the seconds that training on `tokens` tokens takes; None if unknown.
-
-    It is known only for CPUs.  A microbatch is assumed to have about `LEAST_TOKENS` tokens.
-    """
-    if device.hardware is None or device.platform != "cpu":
-        return None
-    rows = max(1, LEAST_TOKENS // config.seq)
-    setting = config.replace(tpu_size=1, cores_per_replica=1, per_replica_batch=rows, remat="none")
-    seconds = estimate_step(setting, device.hardware, 1).seconds
-    return CPU_SLOWDOWN * seconds * tokens / (rows * config.seq)
 
 
 def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:

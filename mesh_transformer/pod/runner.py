@@ -19,7 +19,7 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import process_rows
-from mesh_transformer.mesh.program import use_compilation_cache
+from mesh_transformer.mesh.program import compile_together, use_compilation_cache
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -134,6 +134,7 @@ class NetworkRunner:
         use_compilation_cache()
         if devices is not None:
             use_virtual_devices(devices)
+            compile_together()
         if processes > 1:
             bypass_proxy(coordinator.rpartition(":")[0])
             jax.distributed.initialize(

@@ -2,11 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mesh_transformer.cli import new_config
+from mesh_transformer.cli import new_config, new_tokenizer, text_records
 from mesh_transformer.config import Config
 from mesh_transformer.data.record_set import RecordSet, SetSize, set_size
 from mesh_transformer.data.tfrecords import write_records
@@ -170,6 +171,23 @@ def test_the_base_may_have_any_format(tmp_path, capsys):
         assert json.loads(output.read_text())["layers"] == layers
         line = f"next: mesh-transformer train --config {output} --tune-model-path {base}\n"
         assert capsys.readouterr().out.endswith(line)
+
+
+def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be or not to be " * 50)
+    new_tokenizer.main(["text.txt", "tokenizer", "--size", "263"])
+    text_records.main(["text.txt", "mine", "--seq", "8", "--tokenizer", "tokenizer"])
+    call("--train", "mine.index", "--output", "mine.json")
+    values = json.loads(Path("mine.json").read_text())
+    assert values["tokenizer"] == "tokenizer"
+    assert values["n_vocab"] == 512  # a multiple of 256
+    Path("mine.manifest.json").write_text("[]")
+    with pytest.raises(InputError, match=r"mine.manifest.json: not a manifest"):
+        call("--train", "mine.index", "--output", "other.json")
+    Path("mine.manifest.json").unlink()
+    call("--train", "mine.index", "--output", "other.json")
+    assert "tokenizer" not in json.loads(Path("other.json").read_text())
 
 
 @pytest.mark.parametrize("epochs", ["0", "-1", "nan", "inf", "many"])

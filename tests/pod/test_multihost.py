@@ -123,3 +123,12 @@ def test_hosts_with_the_same_rows_must_agree_bit_for_bit():
         HostError, match="host 1 and an earlier host returned different values for the same row"
     ):
         joined([rows, changed[1:]], [[0, 1], [1]])
+
+
+@pytest.mark.slow
+def test_processes_wait_for_each_other_s_compilation(tmp_path):
+    """Gloo gives a process 30 s to join the first collective; nothing else in JAX waits longer."""
+    batches = random_batches(Config(**VALUES))
+    calls = [("delay_compilation", 40.0), ("init", []), ("delay_compilation", 40.0), ("train", 0)]
+    first, second = run(tmp_path / "run", VALUES, 2, batches, calls)
+    np.testing.assert_array_equal(first["3_loss"], second["3_loss"])

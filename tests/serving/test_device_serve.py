@@ -242,6 +242,8 @@ def test_bad_input_is_named(monkeypatch, tmp_path, options, message):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as busy:
         names = {"tmp": tmp_path, "model": tmp_path, "busy": busy.getsockname()[1]}
         words = [option.format(**names) for option in options]
+        # A free port, as a test that runs at the same time may use the default one.
+        words = words if "--port" in words else [*words, "--port", "0"]
         monkeypatch.setattr(sys, "argv", ["device_serve.py", *words])
         with pytest.raises(InputError, match=re.escape(message)) as error:
             device_serve.main()

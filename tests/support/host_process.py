@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import numpy as np
+from jax._src import compiler
 
 from mesh_transformer.mesh.placement import replica_rows
 from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
@@ -30,6 +31,19 @@ def timed_block(steps: int, samples: list[Any], runner: NetworkRunner) -> float:
     for _ in range(read, steps):
         runner.metrics()
     return time.perf_counter() - began
+
+
+def delay_next_compilation(seconds: float) -> None:
+    """Let this process start `seconds` later to compile the next program over all processes."""
+    compile_program = compiler.compile_or_get_cached
+
+    def delayed(backend: Any, module: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+        if len({device.process_index for device in devices.flat}) > 1:
+            time.sleep(seconds)
+            compiler.compile_or_get_cached = compile_program
+        return compile_program(backend, module, devices, *args, **kwargs)
+
+    compiler.compile_or_get_cached = delayed
 
 
 def call(
@@ -61,6 +75,10 @@ def call(
         for _ in sys.stdin:  # one line per block
             seconds = timed_block(argument, samples, runner)
             print(f"{SECONDS_ARE}{seconds}", flush=True)
+        return {}
+    if name == "delay_compilation":
+        if runner.rank > 0:
+            delay_next_compilation(argument)
         return {}
     if name == "train_and_save":
         folder, last = argument

@@ -1,0 +1,57 @@
+"""Train a tokenizer on text files, for a model that is trained on this text alone."""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from mesh_transformer.checkpoint.atomic_folder import atomic_folder
+from mesh_transformer.cli.arguments import Parser, positive
+from mesh_transformer.data.documents import FILE_TYPES, BadInputHandler, find_files, read_pieces
+from mesh_transformer.data.storage import check_absent
+from mesh_transformer.data.tokenizer import END_OF_TEXT, train_tokenizer
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "text", help="a .txt, .jsonl, .jsonl.zst, .xz or .tar.gz file, or a folder of such files"
+    )
+    parser.add_argument("folder", help="output folder, which must not exist")
+    parser.add_argument(
+        "--size",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="number of tokens (default %(default)s); GPT-2's tokenizer has 50257",
+    )
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="skip and count unusable lines, documents and parts of files instead of stopping",
+    )
+    return parser.parse_args(arguments)
+
+
+def texts(path: str, skip_bad: bool) -> Iterator[str]:
+    """Yield the text of a file or folder piece by piece, with a progress bar.
+
+    Raises:
+      InputError: if the text cannot be read, and `skip_bad` is false or no file is readable.
+    """
+    files, bad = find_files(path, FILE_TYPES), BadInputHandler(skip_bad)
+    with tqdm(unit="B", unit_scale=True, desc="reading") as bar:
+        bar.total = sum(map(os.path.getsize, files))
+        for file in files:
+            for piece in read_pieces(file, END_OF_TEXT, bad, bar.update):
+                yield piece.text
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    check_absent(args.folder)
+    tokenizer = train_tokenizer(texts(args.text, args.skip_bad), args.size)
+    with atomic_folder(args.folder) as folder:
+        tokenizer.save_pretrained(folder)
+    print(f"{args.folder}: a tokenizer with {len(tokenizer):,} tokens")
