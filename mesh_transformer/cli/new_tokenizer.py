@@ -24,7 +24,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=positive,
         default=4096,
         metavar="N",
-        help="number of tokens (default %(default)s); GPT-2's tokenizer has 50257",
+        help="maximum number of tokens (default %(default)s); GPT-2's tokenizer has 50257",
     )
     parser.add_argument(
         "--skip-bad",
