@@ -11,12 +11,12 @@ quickstart: venv
 # Installs what the tests need and runs all but the slow ones: three workers for two cores, as some
 # tests mostly wait.
 test: .venv/test libtpu lint
-	@echo "running the tests: about 10 minutes on 2 cores"
+	@echo "running the tests: about 12 minutes on 2 cores"
 	$(PYTEST) -m "not slow"
 
 # The slow tests too: killed hosts and disks that are full, compilation for TPUs, long guides.
 test-all: .venv/test libtpu lint
-	@echo "running all tests: about 25 minutes on 2 cores"
+	@echo "running all tests: about 30 minutes on 2 cores"
 	$(PYTEST)
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
