@@ -29,9 +29,10 @@ class Base(NamedTuple):
     checksums: dict[str, dict[str, int]]
 
     def checksum_of(self, leaf: str) -> tuple[str, int | None]:
-        """Return the most precise dtype that has checksums, and a leaf's checksum in that dtype.
+        """Return the dtype that a leaf is cast to for its checksum, and the checksum.
 
-        The checksum is None if the base model has no such leaf.
+        The dtype is float32 if there are checksums for it, otherwise bfloat16.  The checksum is
+        None if the base model has no such leaf.
         """
         dtype = "float32" if "float32" in self.checksums else "bfloat16"
         return dtype, self.checksums[dtype].get(leaf)
@@ -39,7 +40,7 @@ class Base(NamedTuple):
     def difference(self, other: "Base") -> str | None:
         """Return the name of the first leaf that differs between two models; None if none differs.
 
-        The checksums compared are those in the most precise dtype for which both models have some.
+        The checksums for float32 are compared, or those for bfloat16 if a model has only these.
         """
         common = self.checksums.keys() & other.checksums.keys()
         one, two = (base.checksums[max(common)] for base in (self, other))

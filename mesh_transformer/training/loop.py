@@ -123,7 +123,13 @@ def _train(
 
 
 def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:
-    """Return the restored step's metrics row if it lacks scores that are due at that step."""
+    """Return the metrics row of the restored step if that step was saved before it was scored.
+
+    Returns None if the step was scored, or if the schedule scores other steps only.
+
+    Args:
+      has_scores: whether the run has validation sets or evaluation tasks.
+    """
     if not has_scores or network.step % network.config.val_every:
         return None
     row = row_of(folder, network.step)

@@ -177,7 +177,8 @@ class Hosts:
     def _on_all(self, function: Callable[[int], Result], what: str, seconds: float) -> list[Result]:
         """Call `function` with each host's number, in parallel, and return the results in order.
 
-        The first error is raised, after all connections were closed to end the other calls.
+        If a call fails, all connections are closed, which ends the other calls, and the error is
+        raised.
 
         Args:
           what: the purpose of the calls, for messages.
