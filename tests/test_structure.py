@@ -45,7 +45,7 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 
 # The files that may import each of the heavy packages.
 HOMES = {
-    "tensorflow": {"mesh_transformer/data/tfrecords.py"},
+    "tensorflow": {"mesh_transformer/data/storage.py"},
     "orbax": {
         "mesh_transformer/checkpoint/native.py",
         "mesh_transformer/checkpoint/orbax_handlers.py",

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from mesh_transformer.data import files
 from mesh_transformer.data.storage import (
     check_absent,
     free_space,
@@ -30,12 +32,20 @@ def atomic_folder(path: str) -> Iterator[str]:
     any failure, Ctrl-C included, it is deleted.  Temporary folders for the same `path`, left
     behind by killed processes of this host, are deleted first.
 
+    If `path` is in a bucket, the temporary folder is in the system's folder for temporary files,
+    and is uploaded when the block ends (see `files.upload`).
+
     Raises:
-      InputError: if `path` already exists or is a URI, or if storage fails.
+      InputError: if `path` already exists, or if storage fails.
     """
-    if is_uri(path):
-        raise InputError(f"{path}: is a URI; give a local folder")
     path = local_path(path)
+    if is_uri(path):
+        if files.is_folder(path):
+            raise InputError(f"{path}: already exists; choose another name or move it away")
+        with tempfile.TemporaryDirectory() as temporary:
+            yield temporary
+            files.upload(temporary, path)
+        return
     check_absent(path)
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -94,8 +104,8 @@ def _flush_in_background(folder: str) -> Iterator[None]:
 
     def flush() -> None:
         while not done.wait(_PAUSE):
-            for root, _, files in os.walk(folder):
-                for path in (os.path.join(root, name) for name in files):
+            for root, _, names in os.walk(folder):
+                for path in (os.path.join(root, name) for name in names):
                     with contextlib.suppress(
                         FileNotFoundError
                     ):  # renamed or deleted in the meantime
@@ -115,8 +125,8 @@ def _flush_in_background(folder: str) -> Iterator[None]:
 
 def _flush(folder: str) -> None:
     """Flush a folder and everything in it, recursively, to disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
+    for root, _, names in os.walk(folder):
+        for name in names:
             _sync(os.path.join(root, name))
         _sync(root)
 

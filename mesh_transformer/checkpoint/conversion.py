@@ -22,7 +22,8 @@ from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import AnyPath, check_absent, is_uri, local_path, step_number
+from mesh_transformer.data import files
+from mesh_transformer.data.storage import AnyPath, check_absent, local_path, step_number
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
@@ -261,7 +262,7 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
             )
         return path
     folder = os.path.join(path, f"step_{step}")
-    if not is_uri(path) and not os.path.isdir(folder):
+    if not files.is_folder(folder):
         raise InputError(f"--step {step}: {path} has no step_{step}; remove --step for the newest")
     return folder
 

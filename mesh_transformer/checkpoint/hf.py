@@ -23,6 +23,7 @@ from mesh_transformer.checkpoint.hf_files import DTYPES, StoredTensor, Tensor, r
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
 from mesh_transformer.config import Config
+from mesh_transformer.data import files
 from mesh_transformer.data.storage import local_path
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.declaration import Declaration, map_declared
@@ -90,11 +91,11 @@ def _tokenizer_in(folder: str) -> str:
         os.path.join(folder, name)
         for name in ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
     )
-    if os.path.isfile(tokenizer_path):
+    if files.is_file(tokenizer_path):
         vocabulary, added = _read_vocabulary(tokenizer_path)
-    elif os.path.isfile(vocabulary_path) and os.path.isfile(merges_path):
+    elif files.is_file(vocabulary_path) and files.is_file(merges_path):
         vocabulary = read_json(vocabulary_path)
-        added = set(read_json(added_path)) if os.path.isfile(added_path) else set()
+        added = set(read_json(added_path)) if files.is_file(added_path) else set()
     else:
         return "gpt2"
     if isinstance(vocabulary, dict) and all(type(id_) is int for id_ in vocabulary.values()):

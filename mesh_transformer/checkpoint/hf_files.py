@@ -21,7 +21,9 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint.host_arrays import FLOATS
+from mesh_transformer.data import files
 from mesh_transformer.data.prefetch import Prefetch
+from mesh_transformer.data.storage import is_uri, reason
 from mesh_transformer.util import InputError
 
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors' code -> dtype
@@ -77,9 +79,9 @@ def find(folder: str) -> dict[str, StoredTensor]:
     """
     for single, opener in (("model.safetensors", _safetensors), ("pytorch_model.bin", _pickled)):
         path = os.path.join(folder, single)
-        if os.path.isfile(path):
+        if files.is_file(path):
             return opener(path)
-        if os.path.isfile(f"{path}.index.json"):
+        if files.is_file(f"{path}.index.json"):
             return _sharded(folder, f"{path}.index.json", opener)
     raise InputError(
         f"{folder}: found no weights; expected model.safetensors or pytorch_model.bin, or "
@@ -94,10 +96,12 @@ def read_json(path: str) -> dict[str, Any]:
       InputError: if the file is missing, not JSON or not a mapping.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with files.open_file(path) as file:
             values = json.load(file)
+    except InputError:
+        raise
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); {_COPY_ADVICE}") from None
+        raise InputError(f"{path}: cannot be read ({reason(error)}); {_COPY_ADVICE}") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); {_COPY_ADVICE}") from None
     if not isinstance(values, dict):
@@ -117,7 +121,7 @@ def _sharded(
     stored: dict[str, StoredTensor] = {}
     for name in sorted({str(name) for name in weight_map.values()}):
         path = os.path.join(folder, name)
-        if os.path.basename(name) != name or not os.path.isfile(path):
+        if os.path.basename(name) != name or not files.is_file(path):
             raise InputError(f"{path}: is missing, though {index} names it; {_COPY_ADVICE}")
         stored |= opener(path)
     for name, file in weight_map.items():
@@ -130,8 +134,8 @@ def _sharded(
 
 def _safetensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors of one .safetensors file, in the order of their positions in the file."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    size = files.size(path)
+    with files.open_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, _LARGEST_HEADER):
             raise InputError(f"{path}: is truncated or not a safetensors file; {_COPY_ADVICE}")
@@ -172,8 +176,11 @@ def _span(
         raise ValueError(f"{end - begin} bytes for {shape} {code}")
 
     def read() -> np.ndarray:
-        values = np.fromfile(path, dtype, count, offset=start + begin)
-        if values.size != count:
+        values = np.empty(count, dtype)
+        with files.open_file(path) as file:
+            file.seek(start + begin)
+            read_bytes = file.readinto(values.view(np.uint8))  # type: ignore[attr-defined]
+        if read_bytes != values.nbytes:
             raise InputError(f"{path}: was truncated while it was read; {_COPY_ADVICE}")
         return values.reshape(shape)
 
@@ -186,6 +193,8 @@ def _pickled(path: str) -> dict[str, StoredTensor]:
     Raises:
       InputError: if the file is damaged, or if its pickle contains anything but tensors.
     """
+    if is_uri(path):
+        raise InputError(f"{path}: .bin files are read from local folders only; copy the folder")
     if not zipfile.is_zipfile(path):
         raise InputError(
             f"{path}: is truncated or not an archive of torch.save (a plain pickle is refused as "

@@ -23,6 +23,8 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_m
 from mesh_transformer.checkpoint.original_files import Shard
 from mesh_transformer.checkpoint.state_tree import check_state
 from mesh_transformer.config import Config
+from mesh_transformer.data import files
+from mesh_transformer.data.storage import is_uri
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import gptj
 from mesh_transformer.util import InputError
@@ -329,7 +331,7 @@ def write(
     leaves = _leaves(state, parameters, None if dtype is None else np.dtype(dtype), count)
     step = int(state["step"])
     path = os.path.join(folder, f"step_{step}")
-    if not os.path.lexists(folder):
+    if not (files.is_folder(folder) if is_uri(folder) else os.path.lexists(folder)):
         with atomic_folder(folder) as new:
             _write_shards(os.path.join(new, f"step_{step}"), leaves, count)
             original_files.write_index(os.path.join(new, "meta.json"), {}, step)
@@ -338,7 +340,7 @@ def write(
     with atomic_folder(path) as new:
         _write_shards(new, leaves, count)
         original_files.write_index(os.path.join(new, "meta.json"), index, step)
-    os.replace(os.path.join(path, "meta.json"), os.path.join(folder, "meta.json"))
+    files.replace(os.path.join(path, "meta.json"), os.path.join(folder, "meta.json"))
     return path
 
 

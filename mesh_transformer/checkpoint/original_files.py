@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
+from mesh_transformer.data import files
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.storage import reason
 from mesh_transformer.util import InputError
@@ -36,9 +37,7 @@ _DAMAGED = (
 
 def entry_numbers(folder: str, kind: str) -> list[int]:
     """Return the numbers N of the files and folders called <kind>_N in `folder`, ascending."""
-    if not os.path.isdir(folder):
-        return []
-    matches = [re.fullmatch(rf"{kind}_(\d+)", name) for name in os.listdir(folder)]
+    matches = [re.fullmatch(rf"{kind}_(\d+)", name) for name in files.names(folder)]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -53,9 +52,9 @@ def step_folder(path: str) -> str:
     """
     if entry_numbers(path, "shard"):
         return path
-    if not os.path.isdir(path):
+    if not files.is_folder(path):
         raise InputError(f"{path}: no such folder; expected a mesh-transformer-jax checkpoint")
-    if os.path.exists(os.path.join(path, "meta.json")):
+    if files.is_file(os.path.join(path, "meta.json")):
         newest = read_index(path)["checkpoints"][-1]
         step = os.path.join(path, f"step_{newest}")
         if not entry_numbers(step, "shard"):
@@ -78,10 +77,12 @@ def read_index(folder: str) -> dict[str, Any]:
     """Return the contents of a model folder's meta.json; {} if there is none."""
     path = os.path.join(folder, "meta.json")
     try:
-        with open(path, encoding="utf-8") as file:
+        with files.open_file(path) as file:
             index = json.load(file)
     except FileNotFoundError:
         return {}
+    except InputError:
+        raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({reason(error)}); copy it again") from None
     steps = index.get("checkpoints") if isinstance(index, dict) else None
@@ -179,7 +180,7 @@ class Shard:
         """Check a leaf's header, then yield a stream that starts at the header, and the dtype."""
         path, member = self._places[index]
         try:
-            with zipfile.ZipFile(path) as archive:
+            with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
                 with archive.open(member) as stream:
                     actual, dtype = _header(stream)
                 self._check(index, name, shape, actual, dtype)
@@ -218,14 +219,16 @@ class Shard:
 def _members(path: str) -> list[str]:
     """Return the names of a piece's arrays, in the order of their numbers."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
             names = archive.namelist()
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(
             f"{path}: is missing; a shard has 16 pieces, 0 to 15; {_COPY_ADVICE}"
         ) from None
     except _DAMAGED as error:
-        size = f", {os.path.getsize(path):,} bytes" if os.path.isfile(path) else ""
+        size = f", {files.size(path):,} bytes" if files.is_file(path) else ""
         raise InputError(
             f"{path}: not a complete .npz archive ({reason(error)}{size}); {_COPY_ADVICE}"
         ) from None

@@ -8,7 +8,8 @@ from mesh_transformer.checkpoint import hf, native, original_files
 from mesh_transformer.checkpoint.adapters import Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import AnyPath, is_uri, local_path, step_number
+from mesh_transformer.data import files
+from mesh_transformer.data.storage import AnyPath, local_path, step_number
 from mesh_transformer.util import InputError
 
 Format = Literal["original", "native", "hf"]  # a checkpoint's format
@@ -47,7 +48,7 @@ class Source:
                 self.step, kind = native.find(self.path), "native"
             except InputError:
                 # Checked last, as any model folder may hold a config.json of its own.
-                if kind == "native" or not os.path.isfile(os.path.join(self.path, "config.json")):
+                if kind == "native" or not files.is_file(os.path.join(self.path, "config.json")):
                     raise
                 kind = "hf"
         self.kind: Format = kind
@@ -97,9 +98,7 @@ def _is_original(folder: str) -> bool:
 
     It does if the folder or a step in it has shards, or if its meta.json lists checkpoints.
     """
-    if is_uri(folder) or not os.path.isdir(folder):
-        return False
-    steps = [name for name in os.listdir(folder) if step_number(name) is not None]
+    steps = [name for name in files.names(folder) if step_number(name) is not None]
     folders = [folder, *(os.path.join(folder, step) for step in steps)]
     if any(original_files.entry_numbers(path, "shard") for path in folders):
         return True
@@ -125,7 +124,7 @@ def other_format(folder: AnyPath, own: Format) -> Format | None:
     except InputError:
         return None
     if kind == "hf":
-        names = os.listdir(local_path(folder))
+        names = files.names(local_path(folder))
         if not any(name.endswith((".safetensors", ".bin")) for name in names):
             return None  # config.json may be another program's
     return None if kind == own else kind

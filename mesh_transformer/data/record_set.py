@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.data.tfrecords import (
     features,
     find_index,
@@ -19,7 +20,6 @@ from mesh_transformer.data.tfrecords import (
     read_index,
     resolve,
     size,
-    tensorflow,
 )
 from mesh_transformer.util import InputError
 

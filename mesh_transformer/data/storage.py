@@ -28,6 +28,7 @@ from mesh_transformer.util import InputError
 GCS = "gs://"
 BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
 BUCKET_PAUSES = (1.0, 2.0)  # seconds before another attempt
+KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow reads
 LOCK = ".lock"  # name of the lock file in a model folder
 AnyPath = str | os.PathLike[str]  # a local path, or a URI such as gs://bucket/model
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
@@ -61,8 +62,36 @@ def local_path(path: AnyPath) -> str:
     return path.rstrip("/") if is_uri(path) else os.path.abspath(os.path.expanduser(path))
 
 
+@functools.cache
+def tensorflow() -> Any:
+    """Import TensorFlow and return the module.
+
+    Its log messages are silenced.  GPUs and TPUs are hidden from it, because JAX needs their
+    memory.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # oneDNN is not needed, because TensorFlow computes nothing here.  It would print a notice at
+    # any log level.
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    # If the legacy Keras is selected, TensorFlow does not load the installed Keras.  This halves
+    # the time of the import.
+    choice = os.environ.get(KERAS_CHOICE)
+    os.environ[KERAS_CHOICE] = "1"
+    import tensorflow
+
+    del os.environ[KERAS_CHOICE]
+    if choice is not None:
+        os.environ[KERAS_CHOICE] = choice
+    for kind in ("GPU", "TPU"):
+        tensorflow.config.set_visible_devices([], kind)
+    return tensorflow
+
+
 def check_bucket(path: AnyPath) -> None:
     """Check that the bucket of a `gs://` path exists; do nothing for other paths.
+
+    epath, which reads and writes such paths, uses TensorFlow, so this also imports TensorFlow, but
+    without its log messages.
 
     The clients of Google Cloud Storage retry for minutes if there is no network, which is useful
     during a run, but not at its start.  Therefore, call this before they are first used.  Buckets
@@ -81,6 +110,7 @@ def check_bucket(path: AnyPath) -> None:
     for pause in (*BUCKET_PAUSES, None):
         try:
             if _bucket_exists(name):
+                tensorflow()
                 return
             break
         except (OSError, http.client.HTTPException) as error:

@@ -6,7 +6,6 @@ The record framing (length and checksums) is parsed here instead.  This allows a
 any record, and to report the byte at which a file is damaged.
 """
 
-import functools
 import io
 import os
 import struct
@@ -17,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from mesh_transformer.data.storage import check_bucket
+from mesh_transformer.data.storage import check_bucket, tensorflow
 from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
@@ -25,32 +24,6 @@ FOOTER_BYTES = 4  # the checksum of the payload
 LONGEST_PATH = 4096  # characters
 CHUNK_BYTES = 1 << 20  # read from compressed files at once
 UNCHECKED_BYTES = 1 << 24  # for shorter records, the file's size is not queried before reading
-KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow reads
-
-
-@functools.cache
-def tensorflow() -> Any:
-    """Import TensorFlow and return the module.
-
-    Its log messages are silenced.  GPUs and TPUs are hidden from it, because JAX needs their
-    memory.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # oneDNN is not needed, because TensorFlow computes nothing here.  It would print a notice at
-    # any log level.
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    # If the legacy Keras is selected, TensorFlow does not load the installed Keras.  This halves
-    # the time of the import.
-    choice = os.environ.get(KERAS_CHOICE)
-    os.environ[KERAS_CHOICE] = "1"
-    import tensorflow
-
-    del os.environ[KERAS_CHOICE]
-    if choice is not None:
-        os.environ[KERAS_CHOICE] = choice
-    for kind in ("GPU", "TPU"):
-        tensorflow.config.set_visible_devices([], kind)
-    return tensorflow
 
 
 def read_index(index_path: str) -> list[str]:

@@ -29,8 +29,7 @@ from mesh_transformer.checkpoint import integrity, native, native_state, saved_s
 from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
-from mesh_transformer.data.storage import FolderLock
-from mesh_transformer.data.tfrecords import tensorflow
+from mesh_transformer.data.storage import FolderLock, tensorflow
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.transformer_shard import CausalTransformer

@@ -73,9 +73,9 @@ def run(folder: Path, kills: int) -> None:
     corpus.BATCH_CHARACTERS = 200
     corpus.SAVE_EVERY = 2
     # Imported here, before the forks, because every child needs it; it starts no threads.
-    from mesh_transformer.data import tfrecords, tokenizer
+    from mesh_transformer.data import storage, tokenizer
 
-    tfrecords.tensorflow()
+    storage.tensorflow()
     loaded = tokenizer.load_tokenizer()
     script.load_tokenizer = lambda _: loaded
     write_text(folder / "in")

@@ -1,0 +1,223 @@
+"""Reading files and folders by the same calls, whether local or in a bucket."""
+
+import contextlib
+import functools
+import io
+import os
+from typing import IO, Any
+
+import tensorstore
+from etils import epath
+from tqdm import tqdm
+
+from mesh_transformer.data.storage import (
+    check_bucket,
+    convert_storage_errors,
+    entries,
+    is_uri,
+    reason,
+)
+from mesh_transformer.util import InputError
+
+# A file in a bucket is read ahead by the first number of bytes, which doubles up to the second
+# while the file is read in order.
+READ_AHEAD = (1 << 16, 1 << 23)
+PART = 1 << 24  # longer reads are split into parts of this size, requested at the same time
+
+
+def is_folder(path: str) -> bool:
+    return _remote(path).is_dir() if is_uri(path) else os.path.isdir(path)
+
+
+def is_file(path: str) -> bool:
+    return _remote(path).is_file() if is_uri(path) else os.path.isfile(path)
+
+
+def names(folder: str) -> list[str]:
+    """Return the names of a folder's files and folders; an empty list if it does not exist."""
+    return [
+        path.name for path in entries(_remote(folder) if is_uri(folder) else epath.Path(folder))
+    ]
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Open a file for reading bytes at any position.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: from this call or a later read, if a bucket cannot be read.
+    """
+    if not is_uri(path):
+        return open(path, "rb")
+    with convert_storage_errors(path):
+        remote = _remote(path)
+        if not remote.exists():
+            raise FileNotFoundError(path)
+        status = remote.stat()
+    return _RemoteFile(path, status.length, status.mtime)  # type: ignore[return-value]
+
+
+def size(path: str) -> int:
+    """Return a file's size in bytes."""
+    if not is_uri(path):
+        return os.path.getsize(path)
+    with convert_storage_errors(path):
+        return _remote(path).stat().length
+
+
+# The files by which a folder's format is recognised.  They are uploaded last.
+_RECOGNISED_BY = ("meta.json", "config.json")
+
+
+def upload(folder: str, target: str) -> None:
+    """Copy a local folder, with its subfolders, into a bucket.
+
+    If a file cannot be copied, those that were copied are deleted.  A folder of which only a part
+    was uploaded, because the process was killed, lacks the file by which its format is recognised.
+
+    Raises:
+      InputError: if a file cannot be read or written.
+    """
+    paths = [os.path.join(root, name) for root, _, found in os.walk(folder) for name in found]
+    paths.sort(key=lambda path: (os.path.basename(path) in _RECOGNISED_BY, path))
+    total, copied = sum(map(os.path.getsize, paths)), []
+    with tqdm(total=total, unit="B", unit_scale=True, desc="uploading", disable=None) as bar:
+        try:
+            for path in paths:
+                remote = epath.Path(target) / os.path.relpath(path, folder)
+                with convert_storage_errors(f"{remote} cannot be written"):
+                    copied.append(remote)
+                    epath.Path(path).copy(remote)
+                bar.update(os.path.getsize(path))
+        except BaseException:
+            for remote in copied:
+                with contextlib.suppress(Exception):
+                    remote.unlink(missing_ok=True)
+            raise
+
+
+def replace(path: str, target: str) -> None:
+    """Move a file, replacing the file at `target`; within a bucket, it is copied and deleted."""
+    if not is_uri(path):
+        os.replace(path, target)
+        return
+    with convert_storage_errors(f"{target} cannot be written"):
+        epath.Path(path).copy(target, overwrite=True)
+        epath.Path(path).unlink()
+
+
+def _remote(path: str) -> epath.Path:
+    check_bucket(path)
+    return epath.Path(path)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file in a bucket, read by requests for ranges of its bytes.
+
+    Args:
+      size: the file's size in bytes.
+      version: a value that changes with the file's contents.
+    """
+
+    def __init__(self, path: str, size: int, version: Any):
+        self._path, self._size, self._version = path, size, version
+        self._position = 0
+        self._buffer, self._start = b"", 0  # bytes read ahead, and the position of the first
+        self._ahead = READ_AHEAD[0]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"{self._path}: negative position {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read bytes into `buffer` until it is full or the file ends; return their number."""
+        target = memoryview(buffer).cast("B")
+        target = target[: max(0, self._size - self._position)]
+        done = 0
+        while done < len(target):
+            held = self._held()
+            if not held:
+                if len(target) - done >= self._ahead:
+                    _read_range(self._path, self._position, target[done:])
+                    self._position += len(target) - done
+                    return len(target)
+                self._read_ahead()
+                continue
+            count = min(len(held), len(target) - done)
+            target[done : done + count] = held[:count]
+            self._position += count
+            done += count
+        return done
+
+    def _held(self) -> memoryview:
+        """Return the bytes from the current position on that were read ahead."""
+        offset = self._position - self._start
+        return memoryview(self._buffer)[offset:] if offset >= 0 else memoryview(b"")
+
+    def _read_ahead(self) -> None:
+        # Formats such as .npz have their table of contents at the end, which is read at each open.
+        tail = max(0, self._size - READ_AHEAD[0])
+        if self._position >= tail:
+            self._buffer, self._start = (
+                _read_tail(self._path, tail, self._size, self._version),
+                tail,
+            )
+            return
+        in_order = self._buffer and self._position == self._start + len(self._buffer)
+        self._ahead = min(2 * self._ahead, READ_AHEAD[1]) if in_order else READ_AHEAD[0]
+        self._start = self._position
+        content = bytearray(min(self._ahead, self._size - self._start))
+        _read_range(self._path, self._start, memoryview(content))
+        self._buffer = bytes(content)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
+    """Return the bytes from `start` to the file's end.
+
+    Args:
+      version: a value that changes with the file's contents.
+    """
+    content = bytearray(end - start)
+    _read_range(path, start, memoryview(content))
+    return bytes(content)
+
+
+def _read_range(path: str, start: int, target: memoryview) -> None:
+    """Fill `target` with the bytes of a file from `start` on.
+
+    Raises:
+      InputError: if the bytes cannot be read, or the file is too short.
+    """
+    folder, name = os.path.split(path)
+    end = start + len(target)
+    spans = [(at, min(at + PART, end)) for at in range(start, end, PART)]
+    try:
+        parts = [_store(folder).read(name, byte_range=slice(*span)) for span in spans]
+        for (first, last), part in zip(spans, parts, strict=True):
+            value = part.result().value
+            if len(value) != last - first:
+                raise ValueError("it was replaced or truncated while it was read")
+            target[first - start : last - start] = value
+    except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
+        raise InputError(
+            f"{path}: bytes {start} to {end} cannot be read: {reason(error)}; check your "
+            "credentials and the network"
+        ) from error
+
+
+@functools.cache
+def _store(folder: str) -> tensorstore.KvStore:
+    return tensorstore.KvStore.open(f"{folder}/").result()
