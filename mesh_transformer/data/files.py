@@ -1,6 +1,7 @@
 """Reading files and folders by the same calls, whether local or in a bucket."""
 
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -51,9 +52,9 @@ def open_file(path: str) -> IO[bytes]:
         return open(path, "rb")
     with convert_storage_errors(path):
         remote = _remote(path)
-        if not remote.exists():
-            raise FileNotFoundError(path)
-        status = remote.stat()
+        status = remote.stat() if remote.exists() else None
+    if status is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     return _RemoteFile(path, status.length, status.mtime)  # type: ignore[return-value]
 
 
