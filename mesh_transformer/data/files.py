@@ -15,6 +15,7 @@ from mesh_transformer.data.storage import (
     check_bucket,
     convert_storage_errors,
     entries,
+    is_missing,
     is_uri,
     reason,
 )
@@ -51,8 +52,12 @@ def open_file(path: str) -> IO[bytes]:
     if not is_uri(path):
         return open(path, "rb")
     with convert_storage_errors(path):
-        remote = _remote(path)
-        status = remote.stat() if remote.exists() else None
+        try:
+            status = _remote(path).stat()
+        except Exception as error:
+            if not is_missing(error):
+                raise
+            status = None
     if status is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     return _RemoteFile(path, status.length, status.mtime)  # type: ignore[return-value]

@@ -372,12 +372,12 @@ def entries(folder: epath.Path) -> list[epath.Path]:
         except NotADirectoryError:
             return []
         except Exception as error:
-            if _is_missing(error):
+            if is_missing(error):
                 return []
             raise
 
 
-def _is_missing(error: BaseException) -> bool:
+def is_missing(error: BaseException) -> bool:
     """Return whether an error, raised by Python or TensorFlow, means that a path does not exist."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, FileNotFoundError) or "NotFoundError" in names

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.config import Config
+from mesh_transformer.data import files
+from mesh_transformer.data.storage import is_uri
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -40,15 +42,18 @@ def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
     """Load a tokenizer, which encodes each `<|endoftext|>` in a text as one token.
 
     Args:
-      source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder; or
-        the name of a tokenizer on the Hugging Face hub.  A folder must hold a saved Hugging Face
-        tokenizer, the files vocab.json and merges.txt, or OpenAI's encoder.json and vocab.bpe.
+      source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder,
+        which may be in a bucket; or the name of a tokenizer on the Hugging Face hub.  A folder must
+        hold a saved Hugging Face tokenizer, the files vocab.json and merges.txt, or OpenAI's
+        encoder.json and vocab.bpe.
 
     Raises:
       InputError: if there is no tokenizer at `source`, or it is damaged.
     """
     if source is None or source == "gpt2":
         return _from_openai_files(_packaged_vocabulary())
+    if is_uri(source):
+        return _from_uri(source)
     folder = Path(source)
     if folder.is_dir():
         return _from_folder(folder)
@@ -191,6 +196,17 @@ def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
             f"tokenizer {source}: found only {len(tokenizer)} tokens, expected at least 256"
         )
     return tokenizer
+
+
+def _from_uri(folder: str) -> "PreTrainedTokenizerBase":
+    with tempfile.TemporaryDirectory() as copied:
+        for name in set(files.names(folder)) & {*_TOKENIZER_FILES, *HUGGING_FACE_NAMES}:
+            with files.open_file(f"{folder.rstrip('/')}/{name}") as file:
+                (Path(copied) / name).write_bytes(file.read())
+        try:
+            return _from_folder(Path(copied))
+        except InputError as error:
+            raise InputError(str(error).replace(copied, folder)) from None
 
 
 def _from_hub(name: str) -> "PreTrainedTokenizerBase":

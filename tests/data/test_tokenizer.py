@@ -4,8 +4,11 @@ import collections
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from mesh_transformer.data.tokenizer import (
     train_tokenizer,
 )
 from mesh_transformer.util import InputError
+from tests.support.fake_gcs import gcs_server
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +205,30 @@ def test_tokenizer_command(tmp_path, capsys):
     with pytest.raises(InputError, match="no such file"):
         new_tokenizer.main([str(tmp_path / "none.txt"), str(tmp_path / "other")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tokenizer"]
+
+
+@pytest.mark.slow
+def test_a_tokenizer_is_loaded_from_a_bucket(trained, tmp_path):
+    trained.save_pretrained(tmp_path / "saved")
+    program = (
+        "import sys\n"
+        "from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer\n"
+        "from mesh_transformer.util import run_script\n"
+        "run_script(lambda: print(fingerprint(load_tokenizer(sys.argv[1]))))\n"
+    )
+    with gcs_server(tmp_path) as (gcs, environment):
+        for path in (tmp_path / "saved").iterdir():
+            gcs._put(("bucket", f"tokenizer/{path.name}"), path.read_bytes())
+        outputs = [
+            subprocess.run(
+                [sys.executable, "-c", program, folder],
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            for folder in ("gs://bucket/tokenizer", "gs://bucket/none")
+        ]
+    assert outputs[0].stdout.strip() == fingerprint(load_tokenizer(str(tmp_path / "saved")))
+    assert outputs[1].returncode == 2
+    assert "tokenizer gs://bucket/none: found neither tokenizer.json" in outputs[1].stderr

@@ -220,6 +220,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = False
         self.handle()
 
+    def finish(self) -> None:
+        super().finish()
+        self.connection.close()  # the server does not know the socket of TLS
+
     def _any(self) -> None:
         answer = self.gcs.answer(self.command, self.path, self.headers, self._content())
         self.send_response(answer.status)
