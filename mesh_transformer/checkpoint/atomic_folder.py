@@ -39,14 +39,12 @@ def atomic_folder(path: str) -> Iterator[str]:
       InputError: if `path` already exists, or if storage fails.
     """
     path = local_path(path)
+    check_absent(path)
     if is_uri(path):
-        if files.is_folder(path):
-            raise InputError(f"{path}: already exists; choose another name or move it away")
         with tempfile.TemporaryDirectory() as temporary:
             yield temporary
             files.upload(temporary, path)
         return
-    check_absent(path)
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

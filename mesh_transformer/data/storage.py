@@ -158,8 +158,14 @@ def step_number(path: str) -> int | None:
 
 
 def check_absent(path: str) -> None:
-    """Raise InputError if a local `path` already exists; does nothing for URIs."""
-    if not is_uri(path) and os.path.lexists(path):
+    """Raise InputError if there is a file or folder at `path` already."""
+    if is_uri(path):
+        check_bucket(path)
+        with convert_storage_errors(path):
+            exists = epath.Path(path).exists()
+    else:
+        exists = os.path.lexists(path)
+    if exists:
         raise InputError(f"{path}: already exists; choose another name or move it away")
 
 

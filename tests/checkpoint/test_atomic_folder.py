@@ -38,13 +38,11 @@ def test_nothing_is_left_if_filling_the_folder_fails(tmp_path, error):
     assert not list(tmp_path.iterdir())
 
 
-def test_existing_folder_is_kept_and_uris_are_refused(tmp_path):
+def test_existing_folder_is_kept(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(InputError, match="model: already exists"):
         atomic_folder(str(tmp_path / "model")).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    with pytest.raises(InputError, match="gs://bucket/model: is a URI; give a local folder"):
-        atomic_folder("gs://bucket/model").__enter__()
 
 
 def test_error_names_a_path_that_cannot_be_written(tmp_path):
