@@ -179,7 +179,7 @@ def _span(
         values = np.empty(count, dtype)
         with files.open_file(path) as file:
             file.seek(start + begin)
-            read_bytes = file.readinto(values.view(np.uint8))  # type: ignore[attr-defined]
+            read_bytes = file.readinto(values.view(np.uint8).data)
         if read_bytes != values.nbytes:
             raise InputError(f"{path}: was truncated while it was read; {_COPY_ADVICE}")
         return values.reshape(shape)

@@ -1,7 +1,6 @@
 """Train a tokenizer on text files, for a model that is trained on this text alone."""
 
 import argparse
-import os
 from collections.abc import Iterator
 
 from tqdm import tqdm
@@ -9,6 +8,7 @@ from tqdm import tqdm
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.cli.arguments import Parser, positive
 from mesh_transformer.data.documents import FILE_TYPES, BadInputHandler, find_files, read_pieces
+from mesh_transformer.data.files import size
 from mesh_transformer.data.storage import check_absent
 from mesh_transformer.data.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -40,10 +40,10 @@ def texts(path: str, skip_bad: bool) -> Iterator[str]:
     Raises:
       InputError: if the text cannot be read, and `skip_bad` is false or no file is readable.
     """
-    files, bad = find_files(path, FILE_TYPES), BadInputHandler(skip_bad)
+    paths, bad = find_files(path, FILE_TYPES), BadInputHandler(skip_bad)
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:
-        bar.total = sum(map(os.path.getsize, files))
-        for file in files:
+        bar.total = sum(map(size, paths))
+        for file in paths:
             for piece in read_pieces(file, END_OF_TEXT, bad, bar.update):
                 yield piece.text
 

@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.data import files
 from mesh_transformer.data.documents import BadInputHandler, Piece, read_pieces
 from mesh_transformer.data.tokenizer import encode_batch
 from mesh_transformer.util import InputError
@@ -68,8 +69,7 @@ class Source:
 
     @classmethod
     def of(cls, path: str) -> "Source":
-        status = os.stat(path)
-        return cls(os.path.basename(path), status.st_size, status.st_mtime_ns)
+        return cls(os.path.basename(path), *files.status(path))
 
     def is_same_file(self, other: "Source") -> bool:
         return (self.name, self.bytes, self.changed) == (other.name, other.bytes, other.changed)
@@ -208,7 +208,7 @@ class Tokenizing:
             self._open_valid("ends", progress.documents * ENDS.itemsize) as ends,
             tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar,
         ):
-            bar.total = sum(os.path.getsize(file) for file in self.files)
+            bar.total = sum(map(files.size, self.files))
             for number, (batch, encoded) in enumerate(self._encoded(bar), 1):
                 self._write(batch, encoded, tokens, ends)
                 bar.set_postfix(documents=progress.documents, refresh=False)
@@ -278,7 +278,7 @@ class Tokenizing:
         for piece in islice(all_pieces, pieces, None):
             yield piece._replace(text=self.clean(piece.text))
         source.skipped = dict(sorted(bad.counts.items()))
-        with open(file, "rb") as raw:
+        with files.open_file(file) as raw:
             source.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
         yield source
 

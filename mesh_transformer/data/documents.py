@@ -11,12 +11,12 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple, TextIO
 
 import zstandard
 from tqdm import tqdm
 
+from mesh_transformer.data import files
 from mesh_transformer.util import InputError
 
 
@@ -136,20 +136,20 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
     Raises:
       InputError: if the path does not exist, or no file has an accepted ending.
     """
-    if os.path.isfile(path):
-        names = [path]
-    elif os.path.isdir(path):
-        names = sorted(str(entry) for entry in Path(path).iterdir() if entry.is_file())
+    if files.is_file(path):
+        paths = [path]
+    elif files.is_folder(path):
+        inside = (os.path.join(path, name) for name in sorted(files.names(path)))
+        paths = [entry for entry in inside if entry.endswith(types) and files.is_file(entry)]
     else:
         raise InputError(f"{path}: no such file or folder")
-    files = [name for name in names if name.endswith(types)]
-    if not files:
+    if not paths or not paths[0].endswith(types):
         raise InputError(f"{path}: no text found, expected files ending in {', '.join(types)}")
-    return files
+    return paths
 
 
 @contextlib.contextmanager
-def open_input(path: str, bad: BadInputHandler) -> Iterator[BinaryIO]:
+def open_input(path: str, bad: BadInputHandler) -> Iterator[IO[bytes]]:
     """Return a context manager that opens a file for reading bytes.
 
     If the code in the `with` block raises one of the errors in DAMAGE_ERRORS, the error is
@@ -159,7 +159,7 @@ def open_input(path: str, bad: BadInputHandler) -> Iterator[BinaryIO]:
       InputError: if the file cannot be read.
     """
     try:
-        with open(path, "rb") as raw:
+        with files.open_file(path) as raw:
             yield raw
     except DAMAGE_ERRORS as error:
         bad(BadInputError("damaged", f"{path}: damaged or cut short: {error}"))
@@ -202,7 +202,7 @@ class ZstandardReader(io.RawIOBase):
         return count
 
 
-def json_lines(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, Any]]:
+def json_lines(raw: IO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, Any]]:
     """Yield (location, parsed value) for each non-blank line of a .jsonl or .jsonl.zst file.
 
     The location names the file and the line, for use in error messages.  `bad` is called for each
@@ -299,7 +299,7 @@ def read_pieces(
                 reported = raw.tell()
     if is_open:  # the file ended inside a document
         yield Piece("", is_bad=True)
-    progress(os.path.getsize(path) - reported)
+    progress(files.size(path) - reported)
 
 
 def _checked(
@@ -387,7 +387,7 @@ def _last_safe_cut(text: str, start: int) -> int:
     return 0
 
 
-def _texts(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, TextIO]]:
+def _texts(raw: IO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, TextIO]]:
     """Yield (location, text) for each text in a file.
 
     A JSON Lines file has one text per line, an archive has one per member, and any other file is a
@@ -439,7 +439,7 @@ def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, T
         pass
 
 
-def _json_texts(raw: BinaryIO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, TextIO]]:
+def _json_texts(raw: IO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, TextIO]]:
     """Yield (location, text) for each line of a JSON Lines file.
 
     A line must be a string, or an object whose `text` is a string or a list of paragraphs.

@@ -5,7 +5,7 @@ import errno
 import functools
 import io
 import os
-from typing import IO, Any
+from typing import Any
 
 import tensorstore
 from etils import epath
@@ -42,7 +42,7 @@ def names(folder: str) -> list[str]:
     ]
 
 
-def open_file(path: str) -> IO[bytes]:
+def open_file(path: str) -> io.BufferedReader:
     """Open a file for reading bytes at any position.
 
     Raises:
@@ -53,22 +53,29 @@ def open_file(path: str) -> IO[bytes]:
         return open(path, "rb")
     with convert_storage_errors(path):
         try:
-            status = _remote(path).stat()
+            remote = _remote(path).stat()
         except Exception as error:
             if not is_missing(error):
                 raise
-            status = None
-    if status is None:
+            remote = None
+    if remote is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return _RemoteFile(path, status.length, status.mtime)  # type: ignore[return-value]
+    return io.BufferedReader(_RemoteFile(path, remote.length, remote.mtime), READ_AHEAD[0])
 
 
 def size(path: str) -> int:
     """Return a file's size in bytes."""
+    return status(path)[0]
+
+
+def status(path: str) -> tuple[int, int]:
+    """Return a file's size in bytes, and the time of its last change in nanoseconds."""
     if not is_uri(path):
-        return os.path.getsize(path)
+        local = os.stat(path)
+        return local.st_size, local.st_mtime_ns
     with convert_storage_errors(path):
-        return _remote(path).stat().length
+        remote = _remote(path).stat()
+    return remote.length, int(remote.mtime * 10**9)
 
 
 # The files by which a folder's format is recognised.  They are uploaded last.

@@ -25,6 +25,7 @@ from mesh_transformer.data.documents import (
     format_counts,
     read_pieces,
 )
+from mesh_transformer.data.files import size
 from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.util import InputError
 
@@ -138,7 +139,7 @@ def choose(sizes: array, validation: float, seed: int) -> Choice:
 def _documents(files: list[str], bad: BadInputHandler, title: str) -> Iterator[Iterator[Piece]]:
     """Yield an iterator over the pieces of each document; it must be used up before the next."""
     with tqdm(unit="B", unit_scale=True, desc=title) as bar:
-        bar.total = sum(os.path.getsize(file) for file in files)
+        bar.total = sum(map(size, files))
         for file in files:
             pieces = read_pieces(file, END_OF_TEXT, bad, bar.update)
             for first in pieces:

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import lzma
+import os
 import random
 import re
 import subprocess
@@ -20,6 +21,7 @@ from mesh_transformer.data import documents as text_documents
 from mesh_transformer.data.record_set import Position, RecordSet
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
+from tests.support.fake_gcs import gcs_server
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -283,6 +285,31 @@ def test_tokenizer_can_be_loaded_from_a_folder(tmp_path, documents, tokenizer):
     write_files(tmp_path / "in", documents)
     actual = create(tmp_path, "--tokenizer", tmp_path / "tokenizer")
     np.testing.assert_array_equal(actual, create(tmp_path))
+
+
+@pytest.mark.slow
+def test_text_in_a_bucket_gives_the_same_records(tmp_path, documents):
+    text = tmp_path / "in"
+    write_files(text, documents)
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    (text / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    (text / "b.xz").write_bytes(lzma.compress(documents[0].encode()))
+    (text / "c.tar.gz").write_bytes(tar_of(documents, "w:gz"))
+    create(tmp_path)
+    command = [sys.executable, "-m", "mesh_transformer", "records", "gs://bucket/in", "set"]
+    with gcs_server(tmp_path) as (gcs, environment):
+        for path in text.iterdir():
+            gcs._put(("bucket", f"in/{path.name}"), path.read_bytes())
+        process = subprocess.run(
+            [*command, "--output-dir", str(tmp_path / "other"), "--seq", str(SEQ)],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert process.returncode == 0, process.stderr
+    for path in (tmp_path / "out").iterdir():
+        assert (tmp_path / "other" / path.name).read_bytes() == path.read_bytes()
 
 
 BAD_FILES = {
