@@ -399,7 +399,8 @@ def test_vanished_machine_is_named_and_replaced(machines):
             with contextlib.suppress(HostError):
                 (remote,) = joined_hosts(["127.0.0.2"], 60.0)
                 hosts = [machines()[0], dataclasses.replace(remote, devices=4)]
-                return build_model(CONFIG, hosts, heartbeat=5)
+                # On a busy machine, a host that compiles may not answer for some seconds.
+                return build_model(CONFIG, hosts, heartbeat=30)
             time.sleep(2)
         raise AssertionError("the new machine was never used")
 
@@ -415,7 +416,7 @@ def test_vanished_machine_is_named_and_replaced(machines):
             with pytest.raises(HostError, match=r"host 1 (died|does not answer)") as caught:
                 float(cluster.train(batch)["loss"])
             print(f"{time.monotonic() - began:.1f} s: {caught.value}")
-            wait_until(lambda: not is_alive(local_pid), "end of the other host", 5.0)  # noqa: B023
+            wait_until(lambda: not is_alive(local_pid), "end of the other host")  # noqa: B023
     assert losses[0] == losses[1]
 
 
