@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 from mesh_transformer.checkpoint import hf, native_state, original
 from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, merged_leaves
 from mesh_transformer.checkpoint.host_arrays import in_memory
-from mesh_transformer.checkpoint.source import Format, Source, other_format
+from mesh_transformer.checkpoint.source import Format, Source, check_format, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
 from mesh_transformer.data import files
@@ -163,6 +163,7 @@ def convert(
         nothing is left at `target`.
     """
     target = local_path(target)
+    check_format(target_kind)
     _check_target(target, target_kind)
     try:
         opened = Source(step_of(source, source_kind, step), source_kind)

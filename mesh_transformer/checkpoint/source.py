@@ -16,6 +16,12 @@ Format = Literal["original", "native", "hf"]  # a checkpoint's format
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
+def check_format(kind: str) -> None:
+    """Raise InputError if `kind` is not one of `FORMATS`."""
+    if kind not in FORMATS:
+        raise InputError(f"format is {kind!r}, expected one of {', '.join(FORMATS)}")
+
+
 class Source:
     """A checkpoint to read from.  Its metadata are read on first use, and only once.
 
@@ -36,9 +42,11 @@ class Source:
           kind: the checkpoint's format (default: detected).
 
         Raises:
-          InputError: if there is no checkpoint at `path`.  This is not checked if `kind` is
-            "original" or "hf".
+          InputError: if `kind` is not a format, or if there is no checkpoint at `path`.  The latter
+            is not checked if `kind` is "original" or "hf".
         """
+        if kind is not None:
+            check_format(kind)
         self.path = local_path(path)
         self.step: SavedStep | None = None
         if kind is None and _is_original(self.path):

@@ -91,12 +91,14 @@ class Topology:
                 **single_chip,
             ).devices
         except Exception as error:  # libtpu's errors have no type of their own
-            if "libtpu" not in str(error) and "Unable to initialize" not in str(error):
+            known = ("libtpu", "Unable to initialize", "TPU support not installed")
+            if not any(part in str(error) for part in known):
                 raise InputError(
                     f"topology {self.name}: {' '.join(str(error).split())[:200]}"
                 ) from None
             raise InputError(
-                "the TPU compiler (libtpu) is missing; install it with `make libtpu`"
+                "plans for TPUs need the TPU compiler, but no TPU; install it with `make libtpu`, "
+                "or outside a checkout with `pip install libtpu`"
             ) from None
 
 

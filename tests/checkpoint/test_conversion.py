@@ -628,3 +628,12 @@ def test_scripts_exit_with_status_2_and_one_line(formats, config, tmp_path, monk
         assert error.startswith("error: ")
         assert error.count("\n") == 1
         assert (large in error) == (model == arguments or formats["native"] in arguments)
+
+
+def test_unknown_formats_are_refused(tmp_path):
+    message = "format is 'huggingface', expected one of original, native, hf"
+    with pytest.raises(InputError, match=message):
+        conversion.convert(tmp_path, "native", tmp_path / "new", "huggingface")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=message):
+        conversion.convert(tmp_path, "huggingface", tmp_path / "new", "native")  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
