@@ -146,6 +146,7 @@ class Config:
     version: Literal[1, 2] = 1  # which of the original's two models; sets defaults of other keys
     # None: shard_map in version 1, jit in version 2
     partitioning: Literal["shard_map", "jit"] | None = None
+    # Devices of a run: as many virtual CPU devices are created, and `load` uses no more devices.
     tpu_size: int | None = None  # None: cores_per_replica
     cores_per_replica: int = 1  # mp: devices that one copy of the model is split over
     # ZeRO stage.  None: 0 in version 1; in version 2, 1 if early_collect is true, otherwise 3.
@@ -174,7 +175,8 @@ class Config:
     per_replica_batch: int = 1  # sequences per microbatch and replica
     gradient_accumulation_steps: int = 1  # microbatches per update
     warmup_steps: int = 0  # updates of linear warm-up from 0 to lr
-    anneal_steps: int = 1  # updates of cosine decay from lr to end_lr, after the warm-up
+    # Updates of cosine decay from lr to end_lr, after the warm-up.  None: the rest of total_steps.
+    anneal_steps: int | None = None
     lr: float = 1e-4  # peak learning rate
     end_lr: float = 1e-5  # learning rate after the decay
     weight_decay: float = 0.1  # decoupled, applied to matrices only
@@ -235,6 +237,7 @@ class Config:
             "partitioning": "jit" if second else "shard_map",
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
+            "anneal_steps": max(1, (self.total_steps or 0) - self.warmup_steps),
             "tpu_size": self.cores_per_replica,
             "lora_alpha": float(self.lora_rank),
             "lora_targets": self._lora_defaults(),
@@ -290,6 +293,7 @@ class Config:
 
         A key whose value equals its derived default is derived again from the new values.
         """
+        _check_known(changes, "config")
         return Config(**(self.as_dict() | changes))
 
     def as_dict(self) -> dict[str, Any]:
@@ -311,12 +315,7 @@ class Config:
         Args:
           where: the source of the values, such as a file; error messages start with it.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        for key in values:
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else "remove it"
-                raise InputError(f"{where}: unknown key {key!r}; {hint}")
+        _check_known(values, where)
         missing = [k for k in ("layers", "d_model", "n_heads", "n_vocab") if k not in values]
         if missing:
             raise InputError(f"{where}: required key {missing[0]!r} is missing; add it")
@@ -385,9 +384,9 @@ class Config:
         key, separator, value = text.partition("=")
         hints = typing.get_type_hints(cls)
         if not separator or key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1) if separator else []
-            hint = f"did you mean {close[0]}?" if close else "expected KEY=VALUE with a config key"
-            raise InputError(f"--set {text}: {hint}")
+            hint = _key_hint(key, "`help(mesh_transformer.Config)` in Python lists the keys")
+            problem = f"unknown key {key!r}; {hint}" if separator else "expected KEY=VALUE"
+            raise InputError(f"--set {text}: {problem}")
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError:
@@ -423,6 +422,20 @@ class Config:
         return f"{bucket.rstrip('/')}/{self.model_dir.strip('/')}"
 
 
+def _check_known(values: dict[str, Any], where: str) -> None:
+    """Raise InputError if a key of `values` is not a config key."""
+    known = {f.name for f in dataclasses.fields(Config)}
+    for key in values:
+        if key not in known:
+            raise InputError(f"{where}: unknown key {key!r}; {_key_hint(key, 'remove it')}")
+
+
+def _key_hint(key: str, otherwise: str) -> str:
+    """Return the config key that `key` resembles, as a question, or `otherwise`."""
+    close = difflib.get_close_matches(str(key), typing.get_type_hints(Config), n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
 def _named(path: str) -> Path | None:
     """Return the file in configs/, here or shipped, that `path` names; None for any other path."""
     folder, name = os.path.split(path)
@@ -449,7 +462,15 @@ def _parse(path: str, text: str) -> Any:
         ) from None
 
 
+def _as_str(value: Any) -> Any:
+    """Return a path object as a string, also if it is a key or value of a dict."""
+    if isinstance(value, dict):
+        return {_as_str(k): _as_str(v) for k, v in value.items()}
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _typed(key: str, value: Any, annotation: Any) -> Any:
+    value = _as_str(value)
     if key == "val_set" and (value is None or isinstance(value, str)):
         return {"val": value} if value else {}
     if expected := mismatch(value, annotation):

@@ -31,6 +31,7 @@ from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
+BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids")  # the first two are required
 
 
 class CausalTransformer:
@@ -47,6 +48,7 @@ class CausalTransformer:
       init: whether to create a fresh state; pass False to load or restore a checkpoint next.
 
     Attributes:
+      config: the config, as a `Config`.
       mesh: the (dp, mp) mesh of the devices.
       step: number of updates done.
       state: the state on the devices (see `mesh_transformer.training.step.init_state`); None if
@@ -170,7 +172,7 @@ class CausalTransformer:
           `grad_norm` (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm
           and mean squared norm of the gradients of single microbatches) and `learning_rate`.
         """
-        batch = self._batch(sample, 3)
+        batch = self._batch("train", sample, 3)
         if batch["obs"].shape[1] % len(self.replicas):
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
@@ -197,7 +199,8 @@ class CausalTransformer:
           `loss` (mean over T) and `last_loss` (at the last position), both [B]; `all_loss` and
           `correct` (whether `target` was the most likely token), both [B, T].
         """
-        batch = self._batch({key: x for key, x in sample.items() if key != "loss_mask"}, 2)
+        batch = self._batch("eval", sample, 2)
+        batch.pop("loss_mask", None)
         rows = len(batch["obs"])
         batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
         outputs = self._eval(self._params(), self._rows.place(batch, P("dp")))
@@ -214,7 +217,7 @@ class CausalTransformer:
 
         Args:
           tokens: token ids; T is from 2 to `config.seq` + 1.
-          alternatives: number of most likely tokens to return for each position.
+          alternatives: number of most likely tokens to return for each position, from 0 to n_vocab.
 
         Returns:
           A `Chosen` of numpy arrays [B, T - 1, ...].  They are computed with the same
@@ -264,7 +267,7 @@ class CausalTransformer:
         self._generator.cache_weights(self._params())
         self.state = None
 
-    def claim(self, folder: str) -> None:
+    def claim(self, folder: AnyPath) -> None:
         """Lock a model folder against other writers until `close`.
 
         `save` also locks the folder, if it is not locked yet.
@@ -279,7 +282,7 @@ class CausalTransformer:
         """Whether the last save has failed in the background; `wait` raises its error."""
         return self._checkpoints is not None and self._checkpoints.save_failed
 
-    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+    def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
         """Start saving the state to `folder`/step_N in the background; `wait` waits for the end.
 
         If the config sets `lora_rank`, only the adapters, their Adam moments and a record of their
@@ -303,7 +306,7 @@ class CausalTransformer:
             self._checkpoints.close()
             self._checkpoints = None
 
-    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
+    def restore(self, folder: AnyPath, base: AnyPath | None = None) -> dict[str, Any] | None:
         """Resume from the newest checkpoint of a model folder.
 
         Args:
@@ -311,7 +314,8 @@ class CausalTransformer:
             base model has moved.
 
         Returns:
-          The checkpoint's `aux`, or None if the folder has no checkpoint.
+          The checkpoint's `aux`, or None if the folder has no checkpoint.  It holds `config`, the
+          record of a base model if there is one, and the entries that were passed to `save`.
 
         Raises:
           InputError: if the checkpoint does not fit the config, or if the folder holds a checkpoint
@@ -364,7 +368,8 @@ class CausalTransformer:
     def _fresh_moments(self, state: steps.State) -> Any:
         return steps.compile_opt_state(self.config, self.mesh)(state["params"])
 
-    def _writer(self, folder: str) -> Checkpoints:
+    def _writer(self, folder: AnyPath) -> Checkpoints:
+        folder = os.fspath(folder)
         if self._checkpoints is None or self._folder != folder:
             self.close()
             keep_n, keep_every = self.config.keep_n, self.config.keep_every
@@ -387,12 +392,27 @@ class CausalTransformer:
     def _params(self) -> Any:
         return steps.all_params(self._loaded())
 
-    def _batch(self, sample: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+    def _batch(
+        self, method: str, sample: dict[str, np.ndarray], rank: int
+    ) -> dict[str, np.ndarray]:
         """Check the arrays of a sample, and return them in the dtypes that the model takes."""
-        batch = {key: self._tokens(key, sample[key], rank) for key in ("obs", "target")}
-        for key, dtype in (("loss_mask", np.uint8), ("segment_ids", np.int32)):
-            if key in sample:
-                batch[key] = np.asarray(sample[key]).astype(dtype, copy=False)
+        _check_keys(method, sample)
+        batch = {key: self._tokens(key, sample[key], rank) for key in BATCH_KEYS[:2]}
+        if "loss_mask" in sample:
+            mask = np.asarray(sample["loss_mask"])
+            if not ((mask == 0) | (mask == 1)).all():
+                raise InputError(
+                    f"{method}: loss_mask has values other than 0 and 1; give 1 where a target "
+                    "counts, else 0"
+                )
+            batch["loss_mask"] = mask.astype(np.uint8, copy=False)
+        if "segment_ids" in sample:
+            segments = np.asarray(sample["segment_ids"])
+            if not np.issubdtype(segments.dtype, np.integer):
+                raise InputError(
+                    f"{method}: segment_ids has dtype {segments.dtype}, expected integers"
+                )
+            batch["segment_ids"] = segments.astype(np.int32, copy=False)
         for key, array in batch.items():
             if array.shape != batch["obs"].shape:
                 raise InputError(
@@ -409,9 +429,10 @@ class CausalTransformer:
         if not np.issubdtype(tokens.dtype, np.integer):
             raise InputError(f"{name} has dtype {tokens.dtype}, expected integer token ids")
         if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > longest:
+            dimensions = "[A, B, T]" if rank == 3 else "[B, T]"
             raise InputError(
-                f"{name} has shape {tokens.shape}, expected {rank} non-empty dimensions, the last "
-                f"at most {longest} (seq is {self.config.seq})"
+                f"{name} has shape {tokens.shape}, expected {dimensions} "
+                f"with T from 1 to {longest} (seq is {self.config.seq})"
             )
         if tokens.min() < 0 or tokens.max() >= self.config.n_vocab:
             raise InputError(
@@ -419,6 +440,19 @@ class CausalTransformer:
                 f"vocabulary (n_vocab is {self.config.n_vocab})"
             )
         return tokens.astype(np.uint32)
+
+
+def _check_keys(method: str, sample: Any) -> None:
+    """Raise InputError if `sample` is not a dict with the keys of a batch."""
+    expected = "expected a dict of obs, target, and optionally loss_mask and segment_ids"
+    if not isinstance(sample, dict):
+        raise InputError(f"{method}: the batch is of type {type(sample).__name__}, {expected}")
+    for key in BATCH_KEYS[:2]:
+        if key not in sample:
+            raise InputError(f"{method}: the batch has no {key!r}; {expected}")
+    for key in sample:
+        if key not in BATCH_KEYS:
+            raise InputError(f"{method}: the batch has an unknown key {key!r}; {expected}")
 
 
 def _config_of(config: Config | dict[str, Any] | AnyPath) -> Config:
@@ -446,7 +480,8 @@ def load(
       config: a Config, a dict of config keys and values (those that describe the model suffice), or
         the path of a config file.  Required for checkpoints of mesh-transformer-jax, which do not
         store a config.  Default: the config stored in the checkpoint, with mp reduced to a divisor
-        of the number of accelerators, or to 1 on CPUs, where one device uses all cores.
+        of the number of accelerators, or to 1 on CPUs, where one device uses all cores.  For a
+        Hugging Face folder, that config computes in bfloat16, whatever the dtype of its tensors.
       optimizer: whether to load Adam's moments too; otherwise training creates fresh ones.
     """
     source = Source.of(path)

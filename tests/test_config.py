@@ -303,8 +303,11 @@ def test_setting_parses_json_and_bare_strings(text, expected):
     [
         ("lr", "--set lr: expected KEY=VALUE"),
         ("lr=", "--set lr=: expected float"),
-        ("layer=3", "--set layer=3: did you mean layers?"),
-        ("=3", "--set =3: expected KEY=VALUE with a config key"),
+        ("layer=3", "--set layer=3: unknown key 'layer'; did you mean 'layers'?"),
+        (
+            "=3",
+            "--set =3: unknown key ''; `help(mesh_transformer.Config)` in Python lists the keys",
+        ),
         ("dtype=bf16", "--set dtype=bf16: expected one of 'bfloat16', 'float32'"),
         ("layers=true", "--set layers=true: expected int"),
     ],
@@ -312,3 +315,24 @@ def test_setting_parses_json_and_bare_strings(text, expected):
 def test_invalid_settings_are_refused(text, line):
     with pytest.raises(InputError, match=re.escape(line)):
         Config.setting(text)
+
+
+def test_unknown_key_to_replace_is_refused():
+    with pytest.raises(InputError, match="config: unknown key 'layer'; did you mean 'layers'"):
+        Config(**SMALL).replace(layer=3)
+
+
+def test_paths_may_be_path_objects():
+    index = Path("data") / "some.index"
+    config = Config(**SMALL).replace(train_set={index: 0.5, "other.index": 0.5}, val_set=index)
+    assert config.train_set == {"data/some.index": 0.5, "other.index": 0.5}
+    assert config.val_set == {"val": "data/some.index"}
+    assert json.loads(json.dumps(config.as_dict()))["val_set"] == config.val_set
+
+
+def test_learning_rate_decays_until_the_end_by_default():
+    config = Config(**SMALL).replace(total_steps=50, warmup_steps=8, anneal_steps=None)
+    assert config.anneal_steps == 42
+    assert config.replace(total_steps=20).anneal_steps == 12
+    assert config.replace(anneal_steps=30).replace(total_steps=20).anneal_steps == 30
+    assert config.replace(total_steps=None).anneal_steps == 1

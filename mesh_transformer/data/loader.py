@@ -1,6 +1,7 @@
 """Data loader: reads batches from indexed TFRecords, and can resume from any record."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from mesh_transformer.config import Config
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import Position, RecordSet, Row, random
+from mesh_transformer.data.storage import AnyPath
 from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4
@@ -51,7 +53,7 @@ class TFRecordNewInputs:
 
     def __init__(
         self,
-        index_path: str | Mapping[str, float],
+        index_path: AnyPath | Mapping[str, float],
         batch_size: Sequence[int] | int,
         sample_size: int,
         *,
@@ -64,7 +66,8 @@ class TFRecordNewInputs:
         restore_state: dict | None = None,
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-        weights = {index_path: 1.0} if isinstance(index_path, str) else dict(index_path)
+        mixture = index_path if isinstance(index_path, Mapping) else {index_path: 1.0}
+        weights = {os.fspath(path): weight for path, weight in mixture.items()}
         everything = np.arange(int(np.prod(self._shape))).reshape(self._shape)
         self._selected = everything if columns is None else everything[..., list(columns)]
         self._validation_arguments = (index_path, batch_size, sample_size, n_vocab)

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from mesh_transformer.data.storage import check_bucket, tensorflow
+from mesh_transformer.data.storage import AnyPath, check_bucket, tensorflow
 from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
@@ -40,7 +40,9 @@ def read_index(index_path: str) -> list[str]:
             lines = file.read().decode().splitlines()
     except tf.errors.NotFoundError as error:
         raise InputError(
-            f"index {index_path}: no such file; expected a list of .tfrecords files"
+            f"index {index_path}: no such file; set train_set or val_set to an index that "
+            "`mesh-transformer records` has written (those of the shipped configs are in data/ of "
+            "the repository)"
         ) from error
     except tf.errors.OpError as error:
         raise InputError(f"index {index_path}: {_first_line(error)}") from error
@@ -288,8 +290,8 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
 
 
 def write_set(
-    folder: str, name: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]
-) -> tuple[Path, Path, int]:
+    folder: AnyPath, name: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]
+) -> tuple[str, str, int]:
     """Write `NAME_<number of records>.tfrecords` and an index `NAME.index` that lists it.
 
     Both files appear only when they are complete.  The folder is created if it does not exist.
@@ -298,7 +300,8 @@ def write_set(
       records: see `write_records`.
 
     Returns:
-      The path of the record file, the path of the index, and the number of records.
+      The path of the record file, the path of the index (such as for the config key `train_set`),
+      and the number of records.
     """
     base = Path(folder) / name
     draft, index = base.with_name(f".{base.name}.tfrecords"), base.with_name(f"{base.name}.index")
@@ -311,7 +314,7 @@ def write_set(
         os.replace(draft, index)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error}") from error
-    return written, index, count
+    return str(written), str(index), count
 
 
 def _integers(values: np.ndarray) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 
 from mesh_transformer.config import Config
 from mesh_transformer.data import files
-from mesh_transformer.data.storage import is_uri
+from mesh_transformer.data.storage import AnyPath, is_uri
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ GPT2_SHA256 = {
 HUGGING_FACE_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}
 
 
-def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
+def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     """Load a tokenizer, which encodes each `<|endoftext|>` in a text as one token.
 
     Args:
@@ -50,7 +50,8 @@ def load_tokenizer(source: str | None = None) -> "PreTrainedTokenizerBase":
     Raises:
       InputError: if there is no tokenizer at `source`, or it is damaged.
     """
-    if source is None or source == "gpt2":
+    source = "gpt2" if source is None else os.fspath(source)
+    if source == "gpt2":
         return _from_openai_files(_packaged_vocabulary())
     if is_uri(source):
         return _from_uri(source)

@@ -167,9 +167,19 @@ class Generator:
             raise InputError(
                 f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
             )
+        if not 0 <= alternatives <= self.config.n_vocab:
+            raise InputError(
+                f"score: alternatives is {alternatives}, expected 0 to {self.config.n_vocab}, the "
+                "value of n_vocab"
+            )
         placed = self.rows.place(self.rows.pad(tokens), P("dp"))
-        scored = self._score(alternatives)(self.weights(params), placed[:, :-1], placed[:, 1:])
-        return jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
+        compute = self._score(max(alternatives, 1))  # which needs the most likely token itself
+        scored = compute(self.weights(params), placed[:, :-1], placed[:, 1:])
+        scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
+        return scored._replace(
+            top_token=scored.top_token[..., :alternatives],
+            top_logprob=scored.top_logprob[..., :alternatives],
+        )
 
     def batch(self, params: Any, rows: int) -> "Batch":
         """Return a batch with `rows` idle rows in this process.

@@ -52,6 +52,11 @@ class Estimate:
     def lines(self) -> list[str]:
         """Format the estimate as lines of readable text."""
         least, most = self.step_seconds
+        # The peak of a CPU is only measured, and a program can exceed it.
+        shares = (
+            f", MFU {self.mfu[1]:.1%} to {self.mfu[0]:.1%}, HFU {self.hfu[1]:.1%} to "
+            f"{self.hfu[0]:.1%}"
+        )
         return [
             f"estimate on {self.hardware}, peak {self.peak_flops / 1e12:,.4g} TFLOP/s per device "
             f"({self.source}): {self.formula}",
@@ -60,8 +65,7 @@ class Estimate:
             f"{self.link_seconds[0]:.4g} to {self.link_seconds[1]:.4g} s "
             f"({self.link_bytes / 1e9:,.2f} GB sent per device)",
             f"  step {least:.4g} to {most:.4g} s, {self.tokens_per_second[1]:,.0f} to "
-            f"{self.tokens_per_second[0]:,.0f} tokens/s, MFU {self.mfu[1]:.1%} to "
-            f"{self.mfu[0]:.1%}, HFU {self.hfu[1]:.1%} to {self.hfu[0]:.1%}",
+            f"{self.tokens_per_second[0]:,.0f} tokens/s{'' if self.hardware == 'cpu' else shares}",
         ]
 
 

@@ -96,9 +96,10 @@ class Topology:
                 raise InputError(
                     f"topology {self.name}: {' '.join(str(error).split())[:200]}"
                 ) from None
+            install = f"pip install --no-deps --target {LIBRARY.parents[1]} libtpu"
             raise InputError(
                 "plans for TPUs need the TPU compiler, but no TPU; install it with `make libtpu`, "
-                "or outside a checkout with `pip install libtpu`"
+                f"or outside a checkout with `{install}`"
             ) from None
 
 

@@ -6,6 +6,7 @@ single process and on a TPU pod.
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from mesh_transformer.data.storage import local_path
+from mesh_transformer.data.storage import AnyPath, local_path
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
@@ -32,10 +33,10 @@ NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
 
 def train(
     network: TrainableNetwork,
-    folder: str,
+    folder: AnyPath,
     *,
     max_steps: int | None = None,
-    tune_model_path: str | None = None,
+    tune_model_path: AnyPath | None = None,
     fresh_opt: bool = False,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
@@ -58,6 +59,7 @@ def train(
       HostError: if a host fails before any signal was received.
     """
     config, folder = network.config, local_path(folder)
+    base = None if tune_model_path is None else os.fspath(tune_model_path)
     total = config.total_steps if max_steps is None else max_steps
     config.replace(total_steps=total).require_to_train()
     assert config.train_set is not None
@@ -69,7 +71,7 @@ def train(
     with _stop_signals() as received:
         try:
             with closing(network):
-                _train(network, folder, total, tune_model_path, fresh_opt, received)
+                _train(network, folder, total, base, fresh_opt, received)
                 saved = True
         except HostError as error:
             if saved:  # the host failed while closing: nothing is lost

@@ -89,6 +89,7 @@ class Optimizer:
     def learning_rate(self, step: Array) -> Array:
         """Return the scheduled learning rate of the next update after `step` completed updates."""
         c = self.config
+        assert c.anneal_steps is not None
         return gpt3_schedule(c.warmup_steps, c.anneal_steps, c.lr, c.end_lr)(step)
 
     def update(

@@ -1,0 +1,78 @@
+"""The checks of the batches and tokens that are passed to a `CausalTransformer`."""
+
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL, random_batch
+
+CONFIG = Config(**SMALL | {"layers": 1, "cores_per_replica": 2, "tpu_size": 2})
+KEYS = "expected a dict of obs, target, and optionally loss_mask and segment_ids"
+
+
+@pytest.fixture(scope="module")
+def network() -> CausalTransformer:
+    return CausalTransformer(CONFIG)
+
+
+def batch(**changes) -> dict[str, np.ndarray]:
+    return random_batch(CONFIG, 1, 4) | changes
+
+
+SHAPE = batch()["obs"].shape
+
+
+@pytest.mark.parametrize(
+    ("sample", "line"),
+    [
+        (batch()["obs"], f"train: the batch is of type ndarray, {KEYS}"),
+        ({"obs": batch()["obs"]}, f"train: the batch has no 'target'; {KEYS}"),
+        (batch(mask=np.ones(SHAPE)), f"train: the batch has an unknown key 'mask'; {KEYS}"),
+        (
+            batch(loss_mask=np.full(SHAPE, 0.5)),
+            "train: loss_mask has values other than 0 and 1; give 1 where a target counts, else 0",
+        ),
+        (
+            batch(segment_ids=np.ones(SHAPE)),
+            "train: segment_ids has dtype float64, expected integers",
+        ),
+        (
+            batch(obs=batch()["obs"][0]),
+            f"obs has shape {SHAPE[1:]}, expected [A, B, T] with T from 1 to 16 (seq is 16)",
+        ),
+    ],
+)
+def test_unsuitable_batch_is_refused(network, sample, line):
+    with pytest.raises(InputError) as error:
+        network.train(sample)
+    assert str(error.value) == line
+
+
+def test_evaluation_checks_the_same_keys(network):
+    sample = {key: tokens[0] for key, tokens in batch(other=batch()["obs"]).items()}
+    with pytest.raises(InputError, match="eval: the batch has an unknown key 'other'"):
+        network.eval(sample)
+    del sample["other"]
+    masked = sample | {"loss_mask": np.zeros(SHAPE[1:], bool)}
+    np.testing.assert_array_equal(network.eval(masked)["loss"], network.eval(sample)["loss"])
+
+
+@pytest.mark.parametrize("alternatives", [-1, CONFIG.n_vocab + 1])
+def test_impossible_number_of_alternatives_is_refused(network, alternatives):
+    line = f"score: alternatives is {alternatives}, expected 0 to {CONFIG.n_vocab}"
+    with pytest.raises(InputError, match=line):
+        network.score(batch()["obs"][0], alternatives)
+
+
+def test_score_returns_any_number_of_alternatives_up_to_the_vocabulary(network):
+    tokens = batch()["obs"][0]
+    none, every = network.score(tokens, 0), network.score(tokens, CONFIG.n_vocab)
+    assert none.top_token.shape == (*every.logprob.shape, 0)
+    np.testing.assert_array_equal(none.logprob, every.logprob)
+    # Every token is an alternative once, and their probabilities sum to 1 up to f32 rounding.
+    np.testing.assert_array_equal(
+        np.sort(every.top_token), np.broadcast_to(np.arange(CONFIG.n_vocab), every.top_token.shape)
+    )
+    np.testing.assert_allclose(np.exp(every.top_logprob).sum(-1), 1, rtol=1e-5)
