@@ -168,7 +168,9 @@ def add_key_arguments(parser: argparse.ArgumentParser):
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags shared by the scripts that create records."""
     parser.add_argument(
-        "--output-dir", default=".", help="folder of the record set (default: current folder)"
+        "--output-dir",
+        default=".",
+        help="folder of the record set, which may be in a bucket (default: current folder)",
     )
     parser.add_argument(
         "--seq",

@@ -36,6 +36,10 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.data.storage import check_bucket
+
+    if args.output:
+        check_bucket(args.output)
 
     model = path if config else Source(path)
     model_config = config or Source.of(model).config

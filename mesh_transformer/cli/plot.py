@@ -5,13 +5,14 @@ import json
 from typing import Any
 
 from mesh_transformer.cli.arguments import Parser
+from mesh_transformer.data import files
 from mesh_transformer.performance import pictures
 from mesh_transformer.util import InputError
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("metrics", help="metrics.jsonl of a model folder")
+    parser.add_argument("metrics", help="metrics.jsonl of a model folder, which may be in a bucket")
     parser.add_argument("picture", help="PNG or SVG file to write")
     return parser.parse_args()
 
@@ -23,11 +24,11 @@ def read_rows(path: str) -> list[dict[str, Any]]:
       InputError: if the file cannot be read, is not in the JSON Lines format, or has no rows.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with files.open_file(path) as file:
             rows = [json.loads(line) for line in file]
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not UTF-8, or not JSON
         raise InputError(f"{path}: not a metrics.jsonl ({error})") from None
     if not rows:
         raise InputError(f"{path}: has no rows yet; train first")

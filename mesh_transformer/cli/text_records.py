@@ -1,9 +1,10 @@
 """Create training records from text files.
 
-Documents are tokenised once, file by file, and stored in a work folder next to the result.
-Shuffling and packing then rearrange only document and sequence numbers, not tokens, so a corpus may
-be larger than memory.  If a run is interrupted at any point, the same command resumes it.  The
-result is then byte-identical to that of an uninterrupted run.
+Documents are tokenised once, file by file, and stored in a work folder next to the result, or in
+the current folder if the result is uploaded to a bucket.  Shuffling and packing then rearrange only
+document and sequence numbers, not tokens, so a corpus may be larger than memory.  If a run is
+interrupted at any point, the same command resumes it.  The result is then byte-identical to that of
+an uninterrupted run.
 
 The records have the format of the original mesh-transformer-jax.  For one epoch, they hold the same
 sequences as the original's records, in the same order if the seed and the order of files are equal.
@@ -16,6 +17,7 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -26,10 +28,13 @@ from typing import Any
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, positive
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
 from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, format_counts
+from mesh_transformer.data.files import upload
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
+from mesh_transformer.data.storage import check_bucket, is_uri
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.util import InputError
 
+UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket
 # The options that determine the result, together with the tokenizer and the text files.
 SETTINGS = (
     "seq",
@@ -121,7 +126,9 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
             raise InputError(f"{folder}: another run uses this folder; wait for its end") from error
         if new or not (folder / PROGRESS).exists():
             for path in folder.iterdir():
-                if path.name != "lock":
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "lock":
                     path.unlink()
         try:
             yield
@@ -177,13 +184,19 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
         "options": settings,
         "sources": [manifest_entry(source) for source in tokenizing.progress.sources],
     }
+    base.parent.mkdir(parents=True, exist_ok=True)
     index = publish(base, parts, manifest)
     names = index.read_text(encoding="utf-8").split()
+    paths = [str(base.with_name(name)) for name in (names[0], index.name)]
+    if is_uri(options.output_dir):
+        upload(str(work / UPLOADED), options.output_dir, replace=True)
+        local = [os.path.relpath(path, work / UPLOADED) for path in paths]
+        paths = [os.path.join(options.output_dir, path) for path in local]
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
     count = sum(written for _, written in parts)
     skipped_text = f"; skipped: {format_counts(skipped)}" if skipped else ""
     contents = f"{count} sequences of {options.seq + 1} tokens"
-    return f"{base.with_name(names[0])}{others}: {contents}; listed in {index}{skipped_text}"
+    return f"{paths[0]}{others}: {contents}; listed in {paths[1]}{skipped_text}"
 
 
 def packing_options(options: argparse.Namespace) -> PackingOptions:
@@ -265,13 +278,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 def make_set(options: argparse.Namespace, tokenizer) -> None:
     """Build the record set `options.name`, or resume building it, and print a summary."""
-    base = Path(options.output_dir) / options.name
-    work = base.with_name(f"{base.name}.partial")
+    name, output = options.name, options.output_dir
+    check_bucket(output)
+    work = Path("." if is_uri(output) else output) / f"{name}.partial"
+    base = work / UPLOADED / name if is_uri(output) else Path(output) / name
     try:
         with work_folder(work, options.new):
             summary = make(options, tokenizer, base, work)
     except OSError as error:
-        path = Path(error.filename or options.output_dir)
-        action = "written" if path.is_relative_to(options.output_dir) else "read"
+        path = Path(error.filename or work)
+        action = "written" if path.is_relative_to(work.parent) else "read"
         raise InputError(f"{path}: cannot be {action}: {error.strerror or error}") from error
     print(summary)

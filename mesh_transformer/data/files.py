@@ -5,6 +5,9 @@ import errno
 import functools
 import io
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import tensorstore
@@ -78,21 +81,25 @@ def status(path: str) -> tuple[int, int]:
     return remote.length, int(remote.mtime * 10**9)
 
 
-# The files by which a folder's format is recognised.  They are uploaded last.
-_RECOGNISED_BY = ("meta.json", "config.json")
+# Files with these endings are uploaded last: the format of a checkpoint is recognised by them, and
+# a record set is read through its index.
+_LAST = ("meta.json", "config.json", ".index")
 
 
-def upload(folder: str, target: str) -> None:
-    """Copy a local folder, with its subfolders, into a bucket.
+def upload(folder: str, target: str, *, replace: bool = False) -> None:
+    """Copy the files of a local folder, and of its subfolders, into a folder of a bucket.
 
-    If a file cannot be copied, those that were copied are deleted.  A folder of which only a part
-    was uploaded, because the process was killed, lacks the file by which its format is recognised.
+    If a process is killed during the upload, the files in `_LAST` are missing.
+
+    Args:
+      replace: whether files that exist in the bucket are replaced.  If not, and a file cannot be
+        copied, all files that were copied are deleted.
 
     Raises:
       InputError: if a file cannot be read or written.
     """
     paths = [os.path.join(root, name) for root, _, found in os.walk(folder) for name in found]
-    paths.sort(key=lambda path: (os.path.basename(path) in _RECOGNISED_BY, path))
+    paths.sort(key=lambda path: (path.endswith(_LAST), path))
     total, copied = sum(map(os.path.getsize, paths)), []
     with tqdm(total=total, unit="B", unit_scale=True, desc="uploading", disable=None) as bar:
         try:
@@ -100,10 +107,10 @@ def upload(folder: str, target: str) -> None:
                 remote = epath.Path(target) / os.path.relpath(path, folder)
                 with convert_storage_errors(f"{remote} cannot be written"):
                     copied.append(remote)
-                    epath.Path(path).copy(remote)
+                    epath.Path(path).copy(remote, overwrite=replace)
                 bar.update(os.path.getsize(path))
         except BaseException:
-            for remote in copied:
+            for remote in [] if replace else copied:
                 with contextlib.suppress(Exception):
                     remote.unlink(missing_ok=True)
             raise
@@ -117,6 +124,42 @@ def replace(path: str, target: str) -> None:
     with convert_storage_errors(f"{target} cannot be written"):
         epath.Path(path).copy(target, overwrite=True)
         epath.Path(path).unlink()
+
+
+@contextlib.contextmanager
+def output_folder(folder: str) -> Iterator[Path]:
+    """Yield a local folder for the files to write to `folder`, where they replace others.
+
+    If `folder` is local, it is created and yielded.  If it is in a bucket, a temporary folder is
+    yielded, and its files are uploaded when the block ends without an error.
+    """
+    if not is_uri(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        yield Path(folder)
+        return
+    check_bucket(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)
+        upload(temporary, folder, replace=True)
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text file in UTF-8; it replaces a file at `path` only when it is complete.
+
+    Raises:
+      OSError: if a local file cannot be written.
+      InputError: if a file in a bucket cannot be written.
+    """
+    if is_uri(path):
+        with convert_storage_errors(f"{path} cannot be written"):
+            _remote(path).write_text(text)
+        return
+    draft = Path(path).with_name(f".{os.path.basename(path)}.partial")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _remote(path: str) -> epath.Path:

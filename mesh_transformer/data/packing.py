@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.data import files
 from mesh_transformer.data.corpus import Corpus
 from mesh_transformer.data.tfrecords import write_records
 
@@ -164,25 +165,19 @@ def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any])
     Returns:
       The path of the index.
     """
-    files = []
+    entries = []
     for number, (path, written) in enumerate(parts):
         part = f"_{number:05d}" if len(parts) > 1 else ""
         target = base.with_name(f"{base.name}{part}_{written}.tfrecords")
         with open(path, "rb") as raw:
             sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
         size = path.stat().st_size
-        files.append({"name": target.name, "sequences": written, "bytes": size, "sha256": sha256})
-    for (path, _), file in zip(parts, files, strict=True):
-        os.replace(path, base.with_name(file["name"]))
+        entries.append({"name": target.name, "sequences": written, "bytes": size, "sha256": sha256})
+    for (path, _), entry in zip(parts, entries, strict=True):
+        os.replace(path, base.with_name(entry["name"]))
     total = sum(written for _, written in parts)
-    contents = json.dumps({"sequences": total, **manifest, "files": files}, indent=1) + "\n"
-    _replace(base.with_name(f"{base.name}.manifest.json"), contents)
+    contents = json.dumps({"sequences": total, **manifest, "files": entries}, indent=1) + "\n"
+    files.write_text(str(base.with_name(f"{base.name}.manifest.json")), contents)
     index = base.with_name(f"{base.name}.index")
-    _replace(index, "".join(f"{file['name']}\n" for file in files))
+    files.write_text(str(index), "".join(f"{entry['name']}\n" for entry in entries))
     return index
-
-
-def _replace(path: Path, contents: str) -> None:
-    draft = path.with_name(f".{path.name}.partial")
-    draft.write_text(contents, encoding="utf-8")
-    os.replace(draft, path)

@@ -25,7 +25,7 @@ from mesh_transformer.data.documents import (
     format_counts,
     read_pieces,
 )
-from mesh_transformer.data.files import size
+from mesh_transformer.data.files import output_folder, size
 from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.util import InputError
 
@@ -41,7 +41,7 @@ BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
 class Part(NamedTuple):
     """A written part: its path, its number of documents and their size in UTF-8, in bytes."""
 
-    path: Path
+    path: str
     documents: int
     bytes: int
 
@@ -94,9 +94,12 @@ def split(
             f"for a validation part of {validation:.0%}; add text"
         )
     try:
-        return _write(files, sizes, choice, Path(folder))
+        with output_folder(folder) as local:
+            parts = _write(files, sizes, choice, local)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    names = (os.path.join(folder, os.path.basename(part.path)) for part in parts)
+    return [part._replace(path=path) for part, path in zip(parts, names, strict=True)]
 
 
 def measure(files: list[str], skip_bad: bool) -> tuple[array, dict[str, int]]:
@@ -154,7 +157,6 @@ def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list[Part]:
     """Copy each document to its part."""
-    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(folder / f"{name}{ENDING}")) for name in NAMES]
         train, validation = writers
@@ -174,7 +176,7 @@ def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list
             raise InputError(f"{files[0]}: changed while it was read; run the command again")
         for writer in writers:
             writer.publish()
-        return [Part(writer.path, writer.documents, writer.bytes) for writer in writers]
+        return [Part(str(writer.path), writer.documents, writer.bytes) for writer in writers]
 
 
 def _write_cut(

@@ -11,11 +11,11 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from mesh_transformer.data import files
 from mesh_transformer.data.storage import AnyPath, check_bucket, tensorflow
 from mesh_transformer.util import InputError
 
@@ -303,18 +303,18 @@ def write_set(
       The path of the record file, the path of the index (such as for the config key `train_set`),
       and the number of records.
     """
-    base = Path(folder) / name
-    draft, index = base.with_name(f".{base.name}.tfrecords"), base.with_name(f"{base.name}.index")
+    folder, index = os.fspath(folder), f"{name}.index"
     try:
-        base.parent.mkdir(parents=True, exist_ok=True)
-        count = write_records(str(draft), records)
-        written = base.with_name(f"{base.name}_{count}.tfrecords")
-        os.replace(draft, written)
-        draft.write_text(f"{written.name}\n")
-        os.replace(draft, index)
+        with files.output_folder(folder) as local:
+            (local / name).parent.mkdir(parents=True, exist_ok=True)
+            draft = (local / name).with_name(f".{os.path.basename(name)}.tfrecords")
+            count = write_records(str(draft), records)
+            written = f"{name}_{count}.tfrecords"
+            os.replace(draft, local / written)
+            files.write_text(str(local / index), f"{os.path.basename(written)}\n")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error}") from error
-    return str(written), str(index), count
+    return os.path.join(folder, written), os.path.join(folder, index), count
 
 
 def _integers(values: np.ndarray) -> Any:

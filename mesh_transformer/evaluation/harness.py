@@ -3,12 +3,11 @@
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.config import Config
+from mesh_transformer.data import files
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.util import InputError
 
@@ -97,10 +96,8 @@ def metric_values(results: dict[str, Any]) -> dict[str, float]:
 
 def write(path: str, results: dict[str, Any]) -> None:
     """Write results to a JSON file, atomically."""
-    temporary = Path(f"{path}.tmp")
     try:
-        temporary.write_text(json.dumps(_finite(results), indent=2, default=str) + "\n")
-        os.replace(temporary, path)
+        files.write_text(path, json.dumps(_finite(results), indent=2, default=str) + "\n")
     except OSError as error:
         raise InputError(f"--output {path}: {error.strerror}; choose another file") from None
 

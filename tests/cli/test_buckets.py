@@ -1,0 +1,117 @@
+"""The commands from text to a converted model give the same with every path in a bucket."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.fake_gcs import gcs_server
+from tests.support.small_run import TIMES, VALUES
+
+ROOT = Path(__file__).parents[2]
+SEQ = VALUES["seq"]
+STEPS = 6
+SETTINGS = {
+    "total_steps": STEPS,
+    "ckpt_every": 2,
+    "val_every": 3,
+    "per_replica_batch": 1,
+    "tpu_size": 4,
+    "cores_per_replica": 2,
+}
+COMMANDS = """
+    split {root}/text {root}/parts --validation 0.2
+    tokenizer {root}/parts/train.jsonl.zst {root}/tokenizer --size 300
+    records {root}/parts/train.jsonl.zst train --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
+    records {root}/parts/val.jsonl.zst val --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
+    completion-records {root}/pairs.jsonl pairs --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
+    train --config config.json --set train_set={root}/sets/train.index --model-dir {root}/run
+    train --config config.json --set train_set={root}/sets/pairs.index --model-dir {root}/tuned --tune-model-path {root}/run
+    convert --from native {root}/tuned --to original {root}/original
+    convert --from original {root}/original/step_6 --to hf {root}/hf --config config.json
+    plot {root}/run/metrics.jsonl loss.png
+"""  # noqa: E501
+
+
+def words(count: int) -> str:
+    rng = np.random.default_rng(0)
+    return " ".join("".join(rng.choice(list("aeinrst"), 4)) for _ in range(count))
+
+
+def inputs() -> dict[str, bytes]:
+    texts = [words(60) for _ in range(20)]
+    pairs = [{"prompt": text[:10], "completion": text[10:20]} for text in texts]
+    return {f"text/{number}.txt": text.encode() for number, text in enumerate(texts)} | {
+        "pairs.jsonl": "".join(f"{json.dumps(pair)}\n" for pair in pairs).encode()
+    }
+
+
+def run_all(folder: Path, root: str, environment: dict[str, str]) -> list[str]:
+    """Run the commands in `folder`; return what each printed, with `root` for the root."""
+    val_set = {"held_out": f"{root}/sets/val.index"}
+    values = VALUES | SETTINGS | {"n_vocab": 512, "val_set": val_set}
+    (folder / "config.json").write_text(json.dumps(values))
+    outputs = []
+    for line in COMMANDS.strip().splitlines():
+        command = line.format(root=root, seq=SEQ).split()
+        process = subprocess.run(
+            [sys.executable, "-m", "mesh_transformer", *command],
+            cwd=folder,
+            env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert process.returncode == 0, f"{line}\n{process.stderr}"
+        outputs.append(process.stdout.replace(root, "{root}"))
+    return outputs
+
+
+def comparable(files: dict[str, bytes]) -> dict[str, object]:
+    """Return what must be equal: metrics without times; no native checkpoints, whose files differ.
+
+    The conversions compare the values of these checkpoints.
+    """
+    contents: dict[str, object] = {}
+    for name, content in files.items():
+        if name.endswith("metrics.jsonl"):
+            rows = [json.loads(line) for line in content.splitlines()]
+            contents[name] = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+        elif name.endswith(".manifest.json"):  # has the paths of the sources
+            contents[name] = json.loads(content)["files"]
+        elif "/step_" not in name or name.startswith("original/"):
+            contents[name] = content
+    return contents
+
+
+@pytest.mark.slow
+def test_every_path_may_be_in_a_bucket(tmp_path):
+    local, elsewhere = tmp_path / "local", tmp_path / "elsewhere"
+    for folder in (local, elsewhere, local / "text"):
+        folder.mkdir()
+    for name, content in inputs().items():
+        (local / name).write_bytes(content)
+    expected = run_all(local, str(local), {})
+    with gcs_server(tmp_path) as (gcs, environment):
+        for name, content in inputs().items():
+            gcs._put(("bucket", f"root/{name}"), content)
+        actual = run_all(elsewhere, "gs://bucket/root", environment)
+        stored = {
+            name.removeprefix("root/"): stored.content
+            for (_, name), stored in gcs.objects.items()
+            if not name.endswith("/")
+        }
+    assert actual == expected
+    on_disk = {
+        str(path.relative_to(local)): path.read_bytes()
+        for path in local.rglob("*")
+        if (path.is_file() and path.parent != local) or path.name == "pairs.jsonl"
+    }
+    assert comparable(stored) == comparable(on_disk)
+    assert len(comparable(stored)["run/metrics.jsonl"]) >= STEPS
+    # Nothing but the config and the picture is in the working folder.
+    assert sorted(os.listdir(elsewhere)) == ["config.json", "loss.png"]
