@@ -184,6 +184,9 @@ class Config:
     adam_b2: float = 0.999  # decay of Adam's second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
     clip_norm: float = 1.0  # maximum global norm of the gradient
+    # Leave the model unchanged by updates whose loss or gradient norm is not finite.
+    skip_nonfinite: bool = False
+    max_skipped: int = 10  # skipped updates in a row after which training stops
     z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
     original_bias_copies: int = 1  # copies of each bias in the original run; see `Optimizer`
     noise_scale_alpha: float = 0.01  # weight of the newest step in the noise scale's averages
@@ -483,7 +486,7 @@ def _check(c: Config) -> None:
     positive = (
         "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
         "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
-        "loss_chunk val_every ckpt_every keep_n keep_every"
+        "loss_chunk val_every ckpt_every keep_n keep_every max_skipped"
     )
     for key in positive.split(" "):
         if getattr(c, key) < 1:

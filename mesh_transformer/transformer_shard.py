@@ -189,7 +189,8 @@ class CausalTransformer:
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """Compute the losses of predicting `target` from `obs`.
 
-        z-loss is not included, and a `loss_mask` is ignored.
+        z-loss is not included.  A `loss_mask` is ignored, as is the key `ctx_length` of
+        mesh-transformer-jax.
 
         Args:
           sample: token ids `obs` and `target` [B, T] with any B; optionally `segment_ids` [B, T],
@@ -199,7 +200,7 @@ class CausalTransformer:
           `loss` (mean over T) and `last_loss` (at the last position), both [B]; `all_loss` and
           `correct` (whether `target` was the most likely token), both [B, T].
         """
-        batch = self._batch("eval", sample, 2)
+        batch = self._batch("eval", sample, 2, ignored="ctx_length")
         batch.pop("loss_mask", None)
         rows = len(batch["obs"])
         batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
@@ -393,10 +394,10 @@ class CausalTransformer:
         return steps.all_params(self._loaded())
 
     def _batch(
-        self, method: str, sample: dict[str, np.ndarray], rank: int
+        self, method: str, sample: dict[str, np.ndarray], rank: int, ignored: str | None = None
     ) -> dict[str, np.ndarray]:
         """Check the arrays of a sample, and return them in the dtypes that the model takes."""
-        _check_keys(method, sample)
+        _check_keys(method, sample, ignored)
         batch = {key: self._tokens(key, sample[key], rank) for key in BATCH_KEYS[:2]}
         if "loss_mask" in sample:
             mask = np.asarray(sample["loss_mask"])
@@ -442,8 +443,8 @@ class CausalTransformer:
         return tokens.astype(np.uint32)
 
 
-def _check_keys(method: str, sample: Any) -> None:
-    """Raise InputError if `sample` is not a dict with the keys of a batch."""
+def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
+    """Raise InputError if `sample` is not a batch; it may also have the key `ignored`."""
     expected = "expected a dict of obs, target, and optionally loss_mask and segment_ids"
     if not isinstance(sample, dict):
         raise InputError(f"{method}: the batch is of type {type(sample).__name__}, {expected}")
@@ -451,7 +452,7 @@ def _check_keys(method: str, sample: Any) -> None:
         if key not in sample:
             raise InputError(f"{method}: the batch has no {key!r}; {expected}")
     for key in sample:
-        if key not in BATCH_KEYS:
+        if key not in (*BATCH_KEYS, ignored):
             raise InputError(f"{method}: the batch has an unknown key {key!r}; {expected}")
 
 

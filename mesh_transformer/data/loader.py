@@ -165,6 +165,30 @@ def open_train_set(
     )
 
 
+def describe_batch(
+    train_set: str | Mapping[str, float], before: dict[str, Any], after: dict[str, Any]
+) -> str:
+    """Return which records a batch has, for error messages.
+
+    Args:
+      train_set: the config's `train_set`.
+      before, after: the positions before and after the batch, from `TFRecordNewInputs.state`.
+    """
+    indexes = [train_set] if isinstance(train_set, str) else list(train_set)
+    positions = zip(before.get("sets", [before]), after.get("sets", [after]), strict=True)
+    return " and ".join(
+        f"{index} from {_describe(first)} to before {_describe(end)}"
+        for index, (first, end) in zip(indexes, positions, strict=True)
+        if first != end
+    )
+
+
+def _describe(state: dict[str, Any]) -> str:
+    """Describe a position in a single set, from its saved state."""
+    taken = f" (shuffled: {state['taken']} past it)" if state["taken"] else ""
+    return f"epoch {state['epoch']}, file {state['file']}, record {state['record']}{taken}"
+
+
 class MixturePosition(NamedTuple):
     """A position in a mixture.
 

@@ -216,14 +216,14 @@ class NetworkRunner:
             self._clock.restart()
         metrics = network.train(sample)
         self._unread.append((network.step, metrics))
-        self._clock.record_finished(self._unread)
+        self._clock.record_finished(metrics for _, metrics in self._unread)
 
     @_one_line_errors
     def metrics(self) -> StepReport:
         """Return the measurements of the oldest unread step, once that step has finished."""
         step, values = self._unread.popleft()
         numbers = {name: float(value) for name, value in values.items()}
-        ended = self._clock.record_finished(self._unread, read=1)
+        ended = self._clock.record_finished((metrics for _, metrics in self._unread), read=1)
         return StepReport(
             step, self._clock.pop_seconds(), numbers, ended, self._started.save_failed
         )

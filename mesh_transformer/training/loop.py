@@ -13,10 +13,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from mesh_transformer.data.loader import describe_batch
 from mesh_transformer.data.storage import AnyPath, local_path
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
@@ -121,6 +122,7 @@ def _train(
         log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
         stack.callback(log.close)
         run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, total, logged)
+        run.skipped = run.skipped | aux.get("skipped", {})
         run.run(received, unscored)
 
 
@@ -197,6 +199,21 @@ def _stop_signals() -> Iterator[list[int]]:
         restore(handlers)
 
 
+class _Step(NamedTuple):
+    """A dispatched step.
+
+    Attributes:
+      number: the step's number, from 1.
+      metrics: its metrics, as `TrainableNetwork.train` returns them.
+      before, after: the training set's positions before and after its batch.
+    """
+
+    number: int
+    metrics: dict[str, Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
 class _Run:
     """One call of `train`, with the state that its steps share."""
 
@@ -221,7 +238,8 @@ class _Run:
         self.log = log
         self.noise = noise
         self.total = total
-        self.pending: deque[tuple[int, dict[str, Any]]] = deque()
+        self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
+        self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
         self.saved = network.step  # the newest checkpoint's step, or this run's first step if none
         self.saving = False  # whether the last save may still be in progress
         self.save_pause = 0  # steps between attempts to save, after a failure
@@ -256,9 +274,10 @@ class _Run:
     def _step(self, received: list[int]) -> None:
         """Run one update; then validate and save, each only if it is due at this step."""
         network, config = self.network, self.config
+        before = self.loader.state()
         sample = self.loader.get_samples()
         metrics = network.train(sample)
-        self.pending.append((network.step, metrics))
+        self.pending.append(_Step(network.step, metrics, before, self.loader.state()))
         self._log(self._rows(IN_FLIGHT))
         if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
             self._validate(received)
@@ -294,23 +313,27 @@ class _Run:
         """
         read = []
         while len(self.pending) > left:
-            step, metrics = self.pending.popleft()
-            values = {name: float(value) for name, value in metrics.items()}
-            self.clock.record_finished(self.pending, read=1)
+            step = self.pending.popleft()
+            values = {name: float(value) for name, value in step.metrics.items()}
+            self.clock.record_finished((later.metrics for later in self.pending), read=1)
             read.append((step, values, self.clock.pop_seconds()))
-        self.clock.record_finished(self.pending)
+        self.clock.record_finished(later.metrics for later in self.pending)
         return (self._row(*measured) for measured in read)
 
-    def _row(self, step: int, values: dict[str, float], seconds: float) -> dict[str, float]:
-        """Return a step's metrics; raise StoppedError for a non-finite loss or gradient norm."""
-        if not math.isfinite(values["loss"] + values["grad_norm"]):
-            raise StoppedError(
-                f"step {step}: loss is {values['loss']}, gradient norm {values['grad_norm']}; "
-                f"checkpoints in {self.folder} are from earlier steps; lower lr or check the data"
-            )
-        row: dict[str, float] = {"step": step}
+    def _row(self, step: _Step, values: dict[str, float], seconds: float) -> dict[str, float]:
+        """Return a step's metrics; those that are not finite are left out.
+
+        Raises:
+          StoppedError: for a non-finite loss or gradient norm, unless the config sets
+            `skip_nonfinite` and fewer than `max_skipped` updates in a row were skipped.
+        """
+        self._count_skipped(step, values)
+        row: dict[str, float] = {"step": step.number}
         for name in ("loss", "last_loss", "grad_norm", "learning_rate"):
-            row[f"train/{name}"] = values[name]
+            if math.isfinite(values[name]):
+                row[f"train/{name}"] = values[name]
+        if self.config.skip_nonfinite:
+            row["train/skipped"] = self.skipped["total"]
         sequences = self.config.gradient_accumulation_steps * self.network.batch_size
         row["train/tokens_per_sec"] = sequences * self.config.seq / seconds
         if self.peak is not None:
@@ -318,10 +341,34 @@ class _Run:
         row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}
         return row | self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
 
+    def _count_skipped(self, step: _Step, values: dict[str, float]) -> None:
+        """Count and report the step if its update was skipped; stop the run if it may not be."""
+        config = self.config
+        if math.isfinite(values["loss"] + values["grad_norm"]):
+            self.skipped = self.skipped | {"in_row": 0}
+            return
+        self.skipped = {name: count + 1 for name, count in self.skipped.items()}
+        assert config.train_set is not None
+        records = describe_batch(config.train_set, step.before, step.after)
+        problem = (
+            f"step {step.number}: loss is {values['loss']}, gradient norm {values['grad_norm']}; "
+            f"its batch is {records}"
+        )
+        if config.skip_nonfinite and self.skipped["in_row"] < config.max_skipped:
+            self._report(f"{problem}; its update is skipped")
+            return
+        remedy = "lower lr, check the data, or set skip_nonfinite"
+        if config.skip_nonfinite:
+            count = self.skipped["in_row"]
+            remedy = f"{count} updates in a row were skipped; lower lr, or check the data"
+        raise StoppedError(
+            f"{problem}; checkpoints in {self.folder} are from earlier steps; {remedy}"
+        )
+
     def _log(self, rows: Iterable[dict[str, float]]) -> None:
         for row in rows:
             self.log.write(row)
-            shown = {"loss": f"{row['train/loss']:.4f}"}
+            shown = {"loss": f"{row['train/loss']:.4f}" if "train/loss" in row else "skipped"}
             shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
             if self.peak is not None and "train/mfu" in row:
                 shown["MFU"] = f"{row['train/mfu']:.1%} of {self.peak / 1e12:,.4g} TFLOP/s"
@@ -389,6 +436,7 @@ class _Run:
         aux = {
             "loader": self.loader.state(),
             "noise": self.noise.state(),
+            "skipped": self.skipped,
             "wandb": self.log.wandb_id,
         }
         self.network.save(self.folder, aux)

@@ -253,18 +253,16 @@ class StepClock:
         """Restart the clock; no step may be in flight."""
         self._last = time.perf_counter()
 
-    def record_finished(
-        self, unread: Iterable[tuple[int, Mapping[str, Any]]], *, read: int = 0
-    ) -> int:
+    def record_finished(self, unread: Iterable[Mapping[str, Any]], *, read: int = 0) -> int:
         """Record which steps have finished; return how many of `unread` have.
 
         Args:
-          unread: the steps whose metrics have not been read, as (step, metrics) in step order.  A
-            step has finished if the method `is_ready` of its metric `loss` returns True.
+          unread: the metrics that have not been read, in the order of their steps.  A step has
+            finished if the method `is_ready` of its metric `loss` returns True.
           read: number of earlier steps whose metrics have been read, but whose seconds have not
             been removed by `pop_seconds`.  These steps have finished.
         """
-        finished = sum(1 for _ in takewhile(lambda step: step[1]["loss"].is_ready(), unread))
+        finished = sum(1 for _ in takewhile(lambda metrics: metrics["loss"].is_ready(), unread))
         new = read + finished - len(self._seconds)
         if new > 0:
             now = time.perf_counter()

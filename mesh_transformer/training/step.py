@@ -145,7 +145,13 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         grads, metrics = measure(params, state["frozen"], batch)
         # Each leaf is updated in the state's layout, without collectives.
-        params, moments = optimizer.update(grads, moments, params, step, metrics["grad_norm"])
+        updated = optimizer.update(grads, moments, params, step, metrics["grad_norm"])
+        if config.skip_nonfinite:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            updated = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), updated, (params, moments)
+            )
+        params, moments = updated
         metrics["learning_rate"] = optimizer.learning_rate(step)
         return state | {"params": params, "opt_state": moments, "step": step + 1}, metrics
 
