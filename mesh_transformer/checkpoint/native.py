@@ -45,8 +45,8 @@ from mesh_transformer.checkpoint.state_tree import (
     check_names,
     leaves,
 )
+from mesh_transformer.data.locks import BucketLock, LocalLock, lock_folder
 from mesh_transformer.data.storage import (
-    FolderLock,
     check_bucket,
     convert_failures,
     convert_storage_errors,
@@ -110,7 +110,7 @@ class Checkpoints:
         self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, commit
         self._known: int | None = None  # the step saved or restored last
         self._saving: int | None = None  # the step whose save started last
-        self._lock: FolderLock | None = None
+        self._lock: LocalLock | BucketLock | None = None
         self._pruning: threading.Thread | None = None
         self._joint = JointSave()
         self._sums: dict[str, list[int]] = {}  # checksums of the leaves being saved
@@ -144,7 +144,7 @@ class Checkpoints:
             raise RuntimeError(f"{self.folder} was opened read-only")
         if self._lock is not None or jax.process_index() != 0:
             return
-        self._lock = FolderLock(os.fspath(self.folder))
+        self._lock = lock_folder(os.fspath(self.folder))
         with convert_failures(lambda error: unwritable_error(self.folder, error)):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_uncommitted()
@@ -180,6 +180,7 @@ class Checkpoints:
         # Any failure from here on must be reported to the other processes.
         with convert_failures(lambda error: self._failure(step, n_bytes, error)):
             self.claim()
+            self._check_lock()
             self._check_vacant(step)
             self._clear_uncommitted()
             self._joint.barrier("vacant", SAVE_SECONDS * 1000)
@@ -194,6 +195,11 @@ class Checkpoints:
             forced = jax.process_index() != 0
             self._checkpointer.save(self._path(step), args=arguments, force=forced)
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
+
+    def _check_lock(self) -> None:
+        """Raise InputError if another process has taken over the lock of the folder."""
+        if self._lock is not None:
+            self._lock.check()
 
     def _check_vacant(self, step: int) -> None:
         """Raise InputError if the step exists, unless it is left over from an interrupted save."""
@@ -314,6 +320,7 @@ class Checkpoints:
             if path.name.partition(_TEMPORARY)[0] == f"step_{self._saving}"
         )
         integrity.write(step, self._sums)
+        self._check_lock()
 
     def _path(self, step: int) -> epath.Path:
         return self.folder / f"step_{step}"
@@ -372,7 +379,7 @@ class Checkpoints:
         free = free_space(os.fspath(self.folder))
         self._joint.fail(error, SAVE_SECONDS)
         self._checkpointer = self._new_checkpointer()
-        if self._lock is not None:  # else the files may be another writer's
+        if self._lock is not None and not self._lock.lost:  # else another writer owns the files
             self._clear_after_failure()
         if isinstance(error, InputError):  # for example, a `LazyLeaf` could not be read
             return error

@@ -1,16 +1,13 @@
-"""Paths, folders, locks and one-line error messages for local and cloud storage."""
+"""Paths, folders and one-line error messages for local and cloud storage."""
 
 import contextlib
 import errno
-import fcntl
 import functools
 import http.client
-import json
 import logging
 import os
 import re
 import shutil
-import socket
 import ssl
 import sys
 import time
@@ -29,7 +26,6 @@ GCS = "gs://"
 BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
 BUCKET_PAUSES = (1.0, 2.0)  # seconds before another attempt
 KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow reads
-LOCK = ".lock"  # name of the lock file in a model folder
 AnyPath = str | os.PathLike[str]  # a local path, or a URI such as gs://bucket/model
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 
@@ -177,104 +173,6 @@ def delete_tree(path: epath.Path) -> None:
         os.unlink(path)
     else:
         shutil.rmtree(path)  # does not follow links inside the folder
-
-
-class FolderLock:
-    """A lock that keeps other processes from writing to a model folder.
-
-    The lock is held until it is released or the process ends.  Only local folders are locked, not
-    URIs.  The lock is an operating-system lock on the file `.lock` in the folder, and the content
-    of that file describes the owner.  When a process is killed, the file remains, but the operating
-    system releases the lock.
-
-    Raises:
-      InputError: at construction, if another process holds the lock, or if the folder cannot be
-        created or written.  In the first case, the message describes the other process.
-    """
-
-    def __init__(self, folder: AnyPath):
-        self._folder = local_path(folder)
-        self._path = os.path.join(self._folder, LOCK)
-        self._file: int | None = None
-        if is_uri(self._folder):
-            return
-        with convert_failures(lambda error: unwritable_error(self._folder, error)):
-            os.makedirs(self._folder, exist_ok=True)
-            while self._file is None:
-                self._file = self._try_lock()
-
-    def _try_lock(self) -> int | None:
-        """Lock the file and return its descriptor.
-
-        Returns None if the previous owner has just deleted the file; the caller must then try
-        again.
-
-        Raises:
-          InputError: if another process holds the lock.
-        """
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._in_use_error(os.pread(file, 4096, 0)) from None
-            except OSError as error:  # a file system that does not support locks
-                _log.warning("%s cannot be locked (%s)", self._folder, reason(error))
-            if not os.path.exists(self._path) or not os.path.samestat(
-                os.fstat(file), os.stat(self._path)
-            ):
-                os.close(file)
-                return None
-            os.truncate(file, 0)
-            with contextlib.suppress(OSError):  # such as a full disk; the lock is held anyway
-                os.pwrite(file, json.dumps(_owner()).encode(), 0)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.close(file)
-            raise
-        return file
-
-    def _in_use_error(self, content: bytes) -> InputError:
-        """Return the error to raise if another process holds the lock.
-
-        Args:
-          content: the content of the lock file, which describes that process.
-        """
-        try:
-            owner = json.loads(content)
-            holder = (
-                f"process {owner['process']} on {owner['host']} since {owner['since']} "
-                f"({owner['command']})"
-            )
-        except (ValueError, KeyError, TypeError):
-            holder = "another process"
-        return InputError(
-            f"model folder {self._folder} is in use by {holder}; wait for it or stop it, or choose "
-            "another folder"
-        )
-
-    def release(self) -> None:
-        """Release the lock; does nothing if it is already released."""
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-            os.close(file)
-
-    def __enter__(self) -> "FolderLock":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def _owner() -> dict[str, Any]:
-    return {
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "command": " ".join(map(os.path.basename, sys.argv[:1])) or "python",
-    }
 
 
 def reason(error: BaseException) -> str:

@@ -11,7 +11,8 @@ from etils import epath
 from mesh_transformer.checkpoint.native import delete_step, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.data.storage import FolderLock, local_path, reason
+from mesh_transformer.data.locks import lock_folder
+from mesh_transformer.data.storage import local_path, reason
 from mesh_transformer.evaluation import validation
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.network import TrainableNetwork
@@ -190,7 +191,7 @@ def delete_run(folder: str, *, yes: bool) -> None:
     names = sorted(path.name for path in (*steps, metrics) if path.exists())
     if not names:
         return
-    with FolderLock(folder):
+    with lock_folder(folder):
         if not yes:
             _ask(folder, names)
         try:

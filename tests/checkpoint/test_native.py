@@ -29,7 +29,8 @@ from mesh_transformer.checkpoint import integrity, native, native_state, saved_s
 from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
-from mesh_transformer.data.storage import FolderLock, tensorflow
+from mesh_transformer.data.locks import LocalLock
+from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -508,7 +509,7 @@ def test_folder_has_one_writer(tmp_path):
 
 
 def hold(folder):
-    with FolderLock(folder):
+    with LocalLock(folder):
         print("held", flush=True)
         sys.stdin.read()
 
@@ -520,13 +521,13 @@ def test_lock_of_a_killed_writer_blocks_no_other_process(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         with pytest.raises(InputError, match=f"in use by process {process.pid} on "):
-            FolderLock(folder)
+            LocalLock(folder)
         process.kill()
         process.wait()
-        with FolderLock(folder) as lock:
+        with LocalLock(folder) as lock:
             assert json.loads((tmp_path / "model" / ".lock").read_text())["process"] == os.getpid()
             lock.release()
-            FolderLock(folder).release()
+            LocalLock(folder).release()
     assert os.listdir(folder) == []
 
 
@@ -549,9 +550,9 @@ def test_lock_is_retried_if_its_file_is_deleted_meanwhile(tmp_path, monkeypatch)
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with FolderLock(tmp_path):
+    with LocalLock(tmp_path):
         with pytest.raises(InputError, match="is in use by process"):
-            FolderLock(tmp_path)
+            LocalLock(tmp_path)
         assert open_files(tmp_path) == [str(tmp_path / ".lock")]
 
 
@@ -562,7 +563,7 @@ def test_lock_has_only_one_owner_at_a_time(tmp_path):
     def writer(number):
         for _ in range(50):
             try:
-                lock = FolderLock(str(tmp_path))
+                lock = LocalLock(str(tmp_path))
             except InputError:
                 continue
             owners.append(number)

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.fake_gcs import gcs_server
-from tests.support.small_run import TIMES, VALUES
+from tests.support.small_run import TIMES, VALUES, run_values
 
 ROOT = Path(__file__).parents[2]
 SEQ = VALUES["seq"]
@@ -115,3 +119,34 @@ def test_every_path_may_be_in_a_bucket(tmp_path):
     assert len(comparable(stored)["run/metrics.jsonl"]) >= STEPS
     # Nothing but the config and the picture is in the working folder.
     assert sorted(os.listdir(elsewhere)) == ["config.json", "loss.png"]
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_bucket_s_model_folder_is_refused(tmp_path):
+    values = run_values(tmp_path, **SETTINGS | {"total_steps": 10**6, "val_every": 10**6})
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    command = [sys.executable, "-m", "mesh_transformer", "train", "--config", "config.json"]
+    command += ["--model-dir", "gs://bucket/run"]
+    with gcs_server(tmp_path) as (gcs, environment):
+        options: dict[str, Any] = {
+            "cwd": tmp_path,
+            "env": os.environ | environment | {"PYTHONPATH": str(ROOT)},
+            "text": True,
+        }
+        with subprocess.Popen(command, stderr=subprocess.PIPE, **options) as first:
+            assert first.stderr is not None
+            # The bar appears when training starts, with the folder locked.
+            assert any("step/s" in line for line in first.stderr)
+            reader = threading.Thread(target=first.stderr.read)
+            reader.start()
+            second = subprocess.run(command, capture_output=True, timeout=600, **options)
+            first.send_signal(signal.SIGINT)
+            reader.join()
+        assert first.returncode == 0
+        assert second.returncode == 2
+        assert re.search(
+            rf"^error: model folder gs://bucket/run is in use by process {first.pid} on ",
+            second.stderr,
+            re.MULTILINE,
+        )
+        assert ("bucket", "run/.lock") not in gcs.objects

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import FolderLock
+from mesh_transformer.data.locks import lock_folder
 from mesh_transformer.pod import restarts
 from mesh_transformer.training import loop
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -140,7 +140,7 @@ def test_begin_anew_refuses_a_folder_in_use_and_does_not_follow_links(tmp_path, 
     mine.mkdir()
     (mine / "step_20").symlink_to(theirs / "step_20")
     before = sorted(theirs.rglob("*"))
-    with FolderLock(str(mine)), pytest.raises(InputError, match=r"mine is in use by process \d+"):
+    with lock_folder(str(mine)), pytest.raises(InputError, match=r"mine is in use by process \d+"):
         restarts.delete_run(str(mine), yes=True)
     assert (mine / "step_20").is_symlink()
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,0 +1,278 @@
+"""Locks that keep other processes from writing to a model folder."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import tensorstore
+
+from mesh_transformer.data.storage import (
+    AnyPath,
+    check_bucket,
+    convert_failures,
+    convert_storage_errors,
+    is_uri,
+    local_path,
+    reason,
+    unwritable_error,
+)
+from mesh_transformer.util import InputError
+
+LOCK = ".lock"  # name of the lock file in a model folder
+# A lock in a bucket is renewed after the first number of seconds, and may be taken over if it was
+# not renewed for the second.
+RENEW_SECONDS = 15.0
+LEASE_SECONDS = 60.0
+POLL_SECONDS = 2.0
+RELEASE_SECONDS = 10.0  # longest wait for the storage at the end
+
+_log = logging.getLogger(__name__)
+
+
+def lock_folder(folder: AnyPath) -> "LocalLock | BucketLock":
+    """Lock a folder against other processes that lock it; the folder is created if necessary.
+
+    Raises:
+      InputError: if another process holds the lock (the message describes it), or if the folder
+        cannot be written.
+    """
+    return BucketLock(folder) if is_uri(local_path(folder)) else LocalLock(folder)
+
+
+class LocalLock:
+    """A lock on a local folder, which ends when it is released or the process ends.
+
+    It is an operating-system lock on the file `.lock` in the folder, and the content of that file
+    describes the owner.  When a process is killed, the file remains, but the operating system
+    releases the lock.
+
+    Raises:
+      InputError: at construction, if another process holds the lock, or if the folder cannot be
+        created or written.  In the first case, the message describes the other process.
+    """
+
+    def __init__(self, folder: AnyPath):
+        self._folder = local_path(folder)
+        self._path = os.path.join(self._folder, LOCK)
+        self._file: int | None = None
+        with convert_failures(lambda error: unwritable_error(self._folder, error)):
+            os.makedirs(self._folder, exist_ok=True)
+            while self._file is None:
+                self._file = self._try_lock()
+
+    def _try_lock(self) -> int | None:
+        """Lock the file and return its descriptor.
+
+        Returns None if the previous owner has just deleted the file; the caller must then try
+        again.
+
+        Raises:
+          InputError: if another process holds the lock.
+        """
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use_error(self._folder, os.pread(file, 4096, 0)) from None
+            except OSError as error:  # a file system that does not support locks
+                _log.warning("%s cannot be locked (%s)", self._folder, reason(error))
+            if not os.path.exists(self._path) or not os.path.samestat(
+                os.fstat(file), os.stat(self._path)
+            ):
+                os.close(file)
+                return None
+            os.truncate(file, 0)
+            with contextlib.suppress(OSError):  # such as a full disk; the lock is held anyway
+                os.pwrite(file, json.dumps(_owner()).encode(), 0)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(file)
+            raise
+        return file
+
+    lost = False  # the operating system does not take the lock away
+
+    def check(self) -> None:
+        """Do nothing; see `BucketLock.check`."""
+
+    def release(self) -> None:
+        """Release the lock; does nothing if it is already released."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            os.close(file)
+
+    def __enter__(self) -> "LocalLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class BucketLock:
+    """A lock on a folder in a bucket, which this process renews until it is released.
+
+    The lock is the object `.lock` in the folder.  It is only written on the condition that it has
+    not changed since it was read, so of several processes one succeeds.  If a process ends without
+    releasing its lock, another may take it over once the object has not changed for
+    `LEASE_SECONDS`, or at once if it can see that the process has ended.  The clocks of machines
+    are not compared.
+
+    Raises:
+      InputError: at construction, if another process holds the lock, or if the bucket cannot be
+        written.  In the first case, the message describes the other process.
+    """
+
+    def __init__(self, folder: AnyPath):
+        self._folder = local_path(folder)
+        check_bucket(self._folder)
+        self._owner, self._writes = _owner() | {"lock": secrets.token_hex(8)}, 0
+        self._taken: InputError | None = None  # why the lock was lost
+        self._writing = threading.Lock()
+        with convert_storage_errors(f"{self._folder} cannot be locked"):
+            self._store = tensorstore.KvStore.open(f"{self._folder}/").result()
+            self._generation = self._acquire()
+        self._released = threading.Event()
+        self._renewing = threading.Thread(target=self._keep, name="renew lock", daemon=True)
+        self._renewing.start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process has taken over the lock, as `check` has found."""
+        return self._taken is not None
+
+    def check(self) -> None:
+        """Raise InputError if another process has taken over the lock, else renew it."""
+        with self._writing, convert_storage_errors(f"{self._folder} cannot be locked"):
+            if self._taken is None:
+                if written := self._write(self._generation):
+                    self._generation = written
+                else:
+                    owner = self._store.read(LOCK).result().value
+                    self._taken = _in_use_error(self._folder, owner)
+        if self._taken is not None:
+            raise self._taken
+
+    def release(self) -> None:
+        """Release the lock; does nothing if it is already released or was taken over."""
+        self._released.set()
+        self._renewing.join(RELEASE_SECONDS)
+        with contextlib.suppress(Exception):  # it can be taken over later
+            self._store.write(LOCK, None, if_equal=self._generation).result(RELEASE_SECONDS)
+
+    def __enter__(self) -> "BucketLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _acquire(self) -> bytes:
+        """Write the lock object and return its generation."""
+        found = self._store.read(LOCK).result()
+        first, waited = found.stamp.generation, False
+        deadline = time.monotonic() + LEASE_SECONDS
+        while True:
+            if found.state == "missing" or _has_ended(found.value) or time.monotonic() >= deadline:
+                if written := self._write(found.stamp.generation):
+                    return written
+            elif found.stamp.generation != first:  # it was renewed, or another process was faster
+                raise _in_use_error(self._folder, found.value)
+            else:
+                if not waited:
+                    problem = str(_in_use_error(self._folder, found.value)).partition(";")[0]
+                    _log.warning("%s, or was; waiting up to %.0f s", problem, LEASE_SECONDS)
+                waited = True
+                time.sleep(POLL_SECONDS)
+            found = self._store.read(LOCK).result()
+
+    def _write(self, expected: bytes) -> bytes | None:
+        """Write the lock if its generation is `expected`.
+
+        Returns:
+          The new generation, or None if the lock had another generation.
+        """
+        self._writes += 1
+        content = json.dumps(self._owner | {"writes": self._writes}).encode()
+        written = self._store.write(LOCK, content, if_equal=expected).result()
+        if written.generation:
+            return written.generation
+        # The client may have repeated a request that succeeded, but whose answer was lost.
+        found = self._store.read(LOCK).result()
+        return found.stamp.generation if found.value == content else None
+
+    def _keep(self) -> None:
+        while not self._released.wait(RENEW_SECONDS):
+            try:
+                self.check()
+            except Exception as error:  # if the storage fails, the next renewal may succeed
+                if self.lost:
+                    _log.warning("%s", error)
+                    return
+
+
+def _in_use_error(folder: str, content: bytes) -> InputError:
+    """Return the error to raise if another process holds a lock.
+
+    Args:
+      content: the content of the lock file, which describes that process.
+    """
+    try:
+        owner = json.loads(content)
+        holder = (
+            f"process {owner['process']} on {owner['host']} since {owner['since']} "
+            f"({owner['command']})"
+        )
+    except (ValueError, KeyError, TypeError):
+        holder = "another process"
+    return InputError(
+        f"model folder {folder} is in use by {holder}; wait for it or stop it, or choose another "
+        "folder"
+    )
+
+
+def _owner() -> dict[str, Any]:
+    """Describe this process, for the content of a lock."""
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "command": " ".join(map(os.path.basename, sys.argv[:1])) or "python",
+        "processes_of": _process_space(),
+    }
+
+
+def _process_space() -> str | None:
+    """Identify the boot and the container in which process ids are unique; None if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _has_ended(content: bytes) -> bool:
+    """Return whether the process that a lock describes is known to have ended."""
+    try:
+        owner = json.loads(content)
+        process, space = int(owner["process"]), owner["processes_of"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    if space is None or space != _process_space():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
