@@ -67,6 +67,7 @@ _COMMIT_FILE = "commit_success.txt"
 _MARK = "_CHECKPOINT_METADATA"  # file that Orbax writes first and `delete_step` deletes last
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes per read or write of a leaf; up to 128 reads or writes run at once
+_SIGNAL_SECONDS = 0.5  # longest time until a signal is handled while `wait` waits
 _PRUNE_SECONDS = 30  # longest time that `wait` waits for old steps to be deleted
 
 _log = logging.getLogger(__name__)
@@ -231,6 +232,10 @@ class Checkpoints:
             return
         step, n_bytes, commit = self._pending
         try:
+            # Python handles a signal that arrives just before a wait only when that wait ends, so a
+            # Ctrl-C could get lost in a wait without a timeout.
+            while self.is_saving(_SIGNAL_SECONDS):
+                pass
             with convert_failures(lambda error: self._failure(step, n_bytes, error)):
                 commit.result()
                 self._known = step

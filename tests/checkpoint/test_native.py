@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -1079,3 +1079,27 @@ def test_model_folder_contains_only_steps_with_the_documented_parts(saved):
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4 if sys.argv[1].endswith("of_two") else 8)
     globals()[sys.argv[1]](*sys.argv[2:])
+
+
+def test_waiting_for_a_save_always_has_a_timeout(tmp_path):
+    """Python handles a signal that arrives just before a wait only when that wait ends."""
+    waited = threading.Event()
+
+    class Saving(Future):
+        def result(self, timeout=None):
+            assert self.done()
+            return super().result(timeout)
+
+    checkpoints = Checkpoints(str(tmp_path))
+    saving, is_saving = Saving(), checkpoints.is_saving
+
+    def waits(timeout):
+        waited.set()
+        return is_saving(timeout)
+
+    checkpoints._pending, checkpoints.is_saving = (1, 0, saving), waits
+    with ThreadPoolExecutor(1) as pool:
+        finish = pool.submit(lambda: waited.wait() and saving.set_result(None))
+        checkpoints.wait()
+        finish.result()
+    checkpoints.close()
