@@ -1,4 +1,4 @@
-"""Reading files and folders by the same calls, whether local or in a bucket."""
+"""Functions to read, copy and move files, for local paths and paths in a bucket alike."""
 
 import contextlib
 import errno
@@ -21,8 +21,8 @@ from mesh_transformer.data.storage import (
 )
 from mesh_transformer.util import InputError
 
-# A file in a bucket is read ahead by the first number of bytes, which doubles up to the second
-# while the file is read in order.
+# The initial and the maximum number of bytes to read ahead from a file in a bucket.  The number
+# doubles with each request as long as the file is read sequentially.
 READ_AHEAD = (1 << 16, 1 << 23)
 PART = 1 << 24  # longer reads are split into parts of this size, requested at the same time
 
@@ -36,7 +36,7 @@ def is_file(path: str) -> bool:
 
 
 def names(folder: str) -> list[str]:
-    """Return the names of a folder's files and folders; an empty list if it does not exist."""
+    """Return the names of a folder's entries; an empty list if the folder does not exist."""
     return [
         path.name for path in entries(_remote(folder) if is_uri(folder) else epath.Path(folder))
     ]
@@ -85,8 +85,9 @@ _RECOGNISED_BY = ("meta.json", "config.json")
 def upload(folder: str, target: str) -> None:
     """Copy a local folder, with its subfolders, into a bucket.
 
-    If a file cannot be copied, those that were copied are deleted.  A folder of which only a part
-    was uploaded, because the process was killed, lacks the file by which its format is recognised.
+    If a file cannot be copied, the files copied before it are deleted.  The files in
+    `_RECOGNISED_BY` are copied last.  If the process is killed, the incomplete target lacks them,
+    so it is not mistaken for a complete model.
 
     Raises:
       InputError: if a file cannot be read or written.
@@ -110,7 +111,10 @@ def upload(folder: str, target: str) -> None:
 
 
 def replace(path: str, target: str) -> None:
-    """Move a file, replacing the file at `target`; within a bucket, it is copied and deleted."""
+    """Move a file to `target`, replacing any file there.
+
+    In a bucket, the file is copied and then deleted, so the move is not atomic.
+    """
     if not is_uri(path):
         os.replace(path, target)
         return
@@ -129,7 +133,7 @@ class _RemoteFile(io.RawIOBase):
 
     Args:
       size: the file's size in bytes.
-      version: a value that changes with the file's contents.
+      version: a value that changes when the file changes, such as its modification time.
     """
 
     def __init__(self, path: str, size: int, version: Any):
@@ -175,7 +179,7 @@ class _RemoteFile(io.RawIOBase):
         return done
 
     def _held(self) -> memoryview:
-        """Return the bytes from the current position on that were read ahead."""
+        """Return the bytes at the current position that were read ahead; may be empty."""
         offset = self._position - self._start
         return memoryview(self._buffer)[offset:] if offset >= 0 else memoryview(b"")
 
@@ -198,10 +202,10 @@ class _RemoteFile(io.RawIOBase):
 
 @functools.lru_cache(maxsize=1024)
 def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
-    """Return the bytes from `start` to the file's end.
+    """Return the bytes from `start` to the file's end, which are cached.
 
     Args:
-      version: a value that changes with the file's contents.
+      version: a value that changes when the file changes; the file is then read again.
     """
     content = bytearray(end - start)
     _read_range(path, start, memoryview(content))
