@@ -40,7 +40,10 @@ def mismatch(value: Any, annotation: Any) -> str | None:
 
 
 def _matches(value: Any, annotation: Any) -> bool:
-    """Check a JSON value against a field's type: a bool is not an int, but an int is a float."""
+    """Return whether a JSON value has the type of a field.
+
+    An int is accepted as a float, but a bool is not accepted as an int or a float.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return any(_matches(value, option) for option in arguments)
@@ -294,7 +297,8 @@ class Config:
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with the keys in `changes` replaced.
 
-        A key whose value equals its derived default is derived again from the new values.
+        A key whose value equals its derived default is derived again.  For example, `head_size`
+        then follows a change of `d_model`.
         """
         _check_known(changes, "config")
         return Config(**(self.as_dict() | changes))
@@ -334,11 +338,11 @@ class Config:
         """Read a config from a JSON or YAML file that holds one flat mapping.
 
         Args:
-          path: the file, or the name of a config in the folder configs/, or of one that is shipped
-            with the library: tiny, tiny.json and configs/tiny.json name the same one.
-          version: if not None, it overrides the file's key `version`, and `block` and
-            `partitioning` get the defaults of that version, whatever the file says.
-          changes: keys that override those of the file; see `setting`.
+          path: a config file, or the name of a config in the folder configs/ or of one shipped with
+            the library.  The names tiny, tiny.json and configs/tiny.json are equivalent.
+          version: if not None, it replaces the file's `version`.  The file's `block` and
+            `partitioning` are then ignored, so these keys get the defaults of this version.
+          changes: config keys whose values replace those in the file.
         """
         if "://" in path:
             raise InputError(
@@ -382,7 +386,7 @@ class Config:
         need no quotes.
 
         Raises:
-          InputError: if there is no such key, or the value has another type than the key's.
+          InputError: if there is no such key, or the value has the wrong type for the key.
         """
         key, separator, value = text.partition("=")
         hints = typing.get_type_hints(cls)
@@ -440,7 +444,11 @@ def _key_hint(key: str, otherwise: str) -> str:
 
 
 def _named(path: str) -> Path | None:
-    """Return the file in configs/, here or shipped, that `path` names; None for any other path."""
+    """Return the config file that a name such as "tiny" refers to; None if there is none.
+
+    The file is searched for in ./configs/ and then among the configs shipped with the library.  If
+    `path` is itself an existing path, it is not treated as a name, and the result is None.
+    """
     folder, name = os.path.split(path)
     if os.path.exists(path) or folder not in ("", "configs"):
         return None

@@ -46,7 +46,7 @@ CONFIG_HELP = "config file, JSON or YAML, or the name of a shipped one, such as 
 
 
 def add_setting_argument(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
-    """Add --set, which overrides config keys; `settings` returns its values."""
+    """Add the flag --set, which overrides config keys; `settings` parses its values."""
     parser.add_argument(
         "--set",
         action="append",
@@ -142,7 +142,8 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
     The config is None if neither --config nor --set is given.
 
     Raises:
-      InputError: if the flags do not determine a model.
+      InputError: if neither --config nor --model-path is given, if --version is given without
+        --config, or if the config or the model folder is invalid.
     """
     if args.config is None and (args.model_path is None or args.version is not None):
         raise InputError("give --config or --model-path (--version requires --config)")
@@ -156,7 +157,11 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
 
 
 def add_key_arguments(parser: argparse.ArgumentParser):
-    """Add flags that override a training step's config keys; return their argument group."""
+    """Add the flags --batch, --accumulate, --zero and --remat, which override config keys.
+
+    Returns:
+      The argument group of these flags, to which a script can add flags for further keys.
+    """
     keys = parser.add_argument_group("config keys to override")
     keys.add_argument("--batch", type=positive, help="sequences per replica and microbatch")
     keys.add_argument("--accumulate", type=positive, help="microbatches per step")
@@ -166,7 +171,7 @@ def add_key_arguments(parser: argparse.ArgumentParser):
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags shared by the scripts that create records."""
+    """Add the flags shared by the scripts that create training records."""
     parser.add_argument(
         "--output-dir",
         default=".",
@@ -187,11 +192,11 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the flags that choose the hosts of a network, and the timeouts for these hosts.
+    """Add the flags that choose the hosts to run the model on, and the timeouts for these hosts.
 
     Args:
-      required: whether the user must choose hosts.  If False, the network runs in the script's own
-        process unless hosts are chosen.
+      required: whether --tpu or --local-hosts must be given.  If False, the model runs in the
+        script's own process when neither is given.
     """
     hosts = parser.add_mutually_exclusive_group(required=required)
     hosts.add_argument(

@@ -167,9 +167,10 @@ def model_name(args: argparse.Namespace) -> str:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Return the config of --config or of the preset, with the overrides from other flags applied.
+    """Return the config to measure.
 
-    The size of the mesh comes from --dp and --mp.
+    It is read from --config or from the preset, and then changed as the other flags say.  --dp and
+    --mp set the size of the mesh.
     """
     name = model_name(args)
     if args.config is not None:

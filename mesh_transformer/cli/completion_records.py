@@ -1,7 +1,7 @@
 """Create training records from prompts and completions, with loss on the completions only.
 
 Each input line is a JSON object with the strings `prompt` and `completion`.  No separator is added
-between the two, so if one is wanted, it must be part of either string.
+between the two; if one is wanted, include it in one of the strings.
 
 A record holds one pair of prompt and completion, the end-of-text token, and padding.  Its features
 are those of Cerebras' records: `input_ids`, `labels` (the next tokens) and `input_mask`, which is 1
@@ -111,7 +111,8 @@ def pair_of(value: Any, where: str) -> Pair:
     """Return the pair of prompt and completion in the JSON value of an input line.
 
     Raises:
-      BadInputError: if the value is not a pair; the message starts with the location `where`.
+      BadInputError: if a string is missing or the completion is empty; the message starts with the
+        location `where`.
     """
     mapping = value if isinstance(value, dict) else {}
     texts = [mapping[key] for key in Pair._fields[1:] if isinstance(mapping.get(key), str)]
@@ -159,10 +160,11 @@ def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler) 
 def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
     """Return a record as a dict from each feature's name to an array of shape [seq].
 
-    A feature holds the values for the texts, one text after another, and then padding.  If `pack`
-    is true, the record also has the feature `segment_ids`.
+    Each array holds the values of the first text, then those of the second, and so on, followed by
+    padding.  If `pack` is true, the record also has the feature `segment_ids`.
 
     Args:
+      texts: the tokenised pairs in the record; one pair if `pack` is false.
       end: the end-of-text token, which also serves as padding.
     """
     columns = {

@@ -88,9 +88,9 @@ def main() -> None:
 
 
 def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
-    """Return the config that --config and --set select.
+    """Return the config that --config and --set select, or None if neither flag is given.
 
-    None stands for the config stored in the source, and is returned if neither flag is given.
+    With None, the conversion uses the config stored in the source checkpoint.
     """
     changes = settings(args)
     if args.config:
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     """Convert a checkpoint; with --verify, also compare the logits of source and target.
 
     Raises:
-      StoppedError: if the logits differ by more than rounding explains.
+      StoppedError: if the logits differ by more than rounding errors can explain.
     """
     (source_kind, source), (target_kind, target) = args.source, args.target
     written = conversion.convert(

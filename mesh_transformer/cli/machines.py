@@ -25,7 +25,8 @@ def machines_of(
     """Return a context manager that provides the hosts chosen by the command's flags.
 
     The hosts are those of a TPU (--tpu) or processes on this machine (--local-hosts).  The context
-    manager yields a function that returns the hosts; call it once for each attempt to run on them.
+    manager yields a function that returns the hosts.  Call the function before each attempt to run
+    on them, because it restarts Ray and recreates the TPU if necessary.
 
     Args:
       args: the values of the flags added by `add_host_arguments`.
@@ -52,7 +53,8 @@ def running_model(
       args: the values of the flags added by `add_host_arguments`.  If neither --tpu nor
         --local-hosts is given, the network runs in this process.
       config: the network's config; None to use the one stored at `path`.
-      only_generate: whether to call `CausalTransformer.only_generate`, which frees memory.
+      only_generate: whether to call `CausalTransformer.only_generate`, which frees memory; the
+        network can then only generate and score.
     """
     from mesh_transformer.mesh.program import use_compilation_cache
 

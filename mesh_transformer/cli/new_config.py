@@ -75,14 +75,19 @@ def base_config(path: str, config: str) -> Config:
     """Return the config of the model at `path`.
 
     Args:
-      config: the config of a checkpoint of mesh-transformer-jax, which does not store its own.
+      config: the config file, or the name of a shipped config, to use if the model is a checkpoint
+        of mesh-transformer-jax; such checkpoints do not store their config.
     """
     source = Source(path)
     return Config.load(config) if source.kind == "original" else source.config
 
 
 def tokenizer_keys(name: str | None) -> dict[str, Any]:
-    """Return the config keys of a tokenizer; the vocabulary is padded to a multiple of 256."""
+    """Return the config keys that select a tokenizer, with their values.
+
+    The keys are `tokenizer` and `n_vocab`, which is rounded up to a multiple of 256.  For GPT-2's
+    tokenizer (`name` is None or "gpt2"), the dict is empty, so these keys are not changed.
+    """
     if name in (None, "gpt2"):
         return {}
     return {"tokenizer": name, "n_vocab": -(-len(load_tokenizer(name)) // 256) * 256}

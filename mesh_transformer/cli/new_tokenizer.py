@@ -38,7 +38,8 @@ def texts(path: str, skip_bad: bool) -> Iterator[str]:
     """Yield the text of a file or folder piece by piece, with a progress bar.
 
     Raises:
-      InputError: if the text cannot be read, and `skip_bad` is false or no file is readable.
+      InputError: if there is no text file at `path`, if a file cannot be read, or if input is
+        unusable and `skip_bad` is false.
     """
     paths, bad = find_files(path, FILE_TYPES), BadInputHandler(skip_bad)
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:

@@ -68,11 +68,11 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
     Args:
       dp: the number of replicas; None if --dp is not given.
       mp: the number of devices per replica; None if --mp is not given.
-      default: the result if neither --dp nor --mp is given, limited to `devices`.
-      devices: the number of devices of the mesh.
+      default: the result if neither --dp nor --mp is given, or `devices` if that is smaller.
+      devices: the number of devices in the mesh.
 
     Raises:
-      InputError: if dp x mp cannot be the number of devices.
+      InputError: if no mesh with the given dp and mp has exactly `devices` devices.
     """
     if mp is None:
         mp = min(default, devices) if dp is None else devices // max(dp, 1)

@@ -7,9 +7,10 @@ interrupted at any point, the same command resumes it.  The result is then byte-
 an uninterrupted run.
 
 The records have the format of the original mesh-transformer-jax.  For one epoch, they hold the same
-sequences as the original's records, in the same order if the seed and the order of files are equal.
-One difference is at the end of a shuffled epoch: the original dropped the remaining tokens, and
-also a last sequence if it was exactly full.  Here, the next epoch begins with the remaining tokens.
+sequences as the records that the original would write.  The order is also the same if the seed and
+the order of the files are the same.  The end of a shuffled epoch differs: the original dropped the
+tokens after the last full sequence, and also that sequence if no tokens were left.  Here, the next
+epoch begins with the remaining tokens.
 """
 
 import argparse
@@ -151,7 +152,7 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
       A line that describes the result.
 
     Raises:
-      InputError: for bad input, or if there is not enough text for a sequence.
+      InputError: if the input is unusable, or if there is not enough text for a single sequence.
     """
     settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
     tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
@@ -244,10 +245,10 @@ def manifest_entry(source: Source) -> dict[str, Any]:
 
 
 def by_file(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of one record set per input file, named after the file.
+    """Return one set of options per input file, to make a record set named after that file.
 
     Raises:
-      InputError: if two files have the same name without its ending.
+      InputError: if the names of two files differ only in their ending.
     """
     files: dict[str, str] = {}
     for path in find_files(options.input_path, FILE_TYPES):

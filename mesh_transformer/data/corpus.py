@@ -1,7 +1,8 @@
 """Tokenised documents on disk, written by a run that can be interrupted and resumed at any point.
 
-Used by create_finetune_tfrecords.py.  Only a few batches of text are in memory at once, whatever
-the size of the corpus.  Once everything is tokenised, memory holds 16 bytes per document.
+Used by the command `mesh-transformer records`.  Only a few batches of text are in memory at once,
+whatever the size of the corpus.  The finished corpus takes 16 bytes of memory per document, because
+its tokens stay on disk.
 """
 
 import dataclasses

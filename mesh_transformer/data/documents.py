@@ -305,13 +305,13 @@ def read_pieces(
 def _checked(
     pieces: Iterator[tuple[str, bool]], where: str, bad: BadInputHandler
 ) -> Iterator[Piece]:
-    """Yield the pieces of those documents of a text that are valid UTF-8.
+    """Yield the pieces of a text's documents, except those that are not valid UTF-8.
 
-    `bad` is called for each document that is not.  If `bad` skips a document after some of its
-    pieces were yielded, a piece with `is_bad` is yielded next.
+    `bad` is called for each document that is not valid UTF-8.  If some pieces of the document were
+    already yielded by then, a piece with `is_bad` is yielded next.
 
     Args:
-      pieces: (piece, whether it is the document's last) for all documents of the text.
+      pieces: the pieces of all documents, as yielded by `split_documents`.
       where: the location of the text, for error messages.
     """
     number, is_first, is_dropped = 1, True, False
@@ -329,7 +329,7 @@ def _checked(
 
 
 def invalid_bytes(text: str) -> bytes:
-    """Return the first invalid bytes in the UTF-8 that a text was decoded from, or b"" if none.
+    """Return the first bytes that were not valid UTF-8 when `text` was decoded, or b"" if none.
 
     The text must have been decoded with the error handler `surrogateescape`.
     """
@@ -350,8 +350,8 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
     A long document is cut only where a visible character is followed by a newline or, if there is
     no such newline, by a space.  The cut is before the newline or space.  The regular expression by
     which GPT-2's tokenizer splits text never matches across such a cut, so tokenising the pieces
-    gives exactly the tokens of the document.  If MAX_UNCUT_CHARACTERS characters have no such
-    place, the document is cut anyway.
+    gives exactly the tokens of the document.  If there is no such place in MAX_UNCUT_CHARACTERS
+    characters, the document is cut anyway, and its tokens may then differ.
     """
     rest, started, searched = "", False, 0
     while block := text.read(PIECE_CHARACTERS):
@@ -388,10 +388,10 @@ def _last_safe_cut(text: str, start: int) -> int:
 
 
 def _texts(raw: IO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, TextIO]]:
-    """Yield (location, text) for each text in a file.
+    """Yield (location, stream of the text) for each text in a file.
 
     A JSON Lines file has one text per line, an archive has one per member, and any other file is a
-    single text.
+    single text.  The location names the file and the line or member, for use in error messages.
     """
     if path.endswith((".jsonl", ".jsonl.zst")):
         yield from _json_texts(raw, path, bad)

@@ -1,4 +1,4 @@
-"""Reading files and folders by the same calls, whether local or in a bucket."""
+"""Functions to read, copy and move files, for local paths and paths in a bucket alike."""
 
 import contextlib
 import errno
@@ -24,8 +24,8 @@ from mesh_transformer.data.storage import (
 )
 from mesh_transformer.util import InputError
 
-# A file in a bucket is read ahead by the first number of bytes, which doubles up to the second
-# while the file is read in order.
+# The initial and the maximum number of bytes to read ahead from a file in a bucket.  The number
+# doubles with each request as long as the file is read sequentially.
 READ_AHEAD = (1 << 16, 1 << 23)
 PART = 1 << 24  # longer reads are split into parts of this size, requested at the same time
 
@@ -39,7 +39,7 @@ def is_file(path: str) -> bool:
 
 
 def names(folder: str) -> list[str]:
-    """Return the names of a folder's files and folders; an empty list if it does not exist."""
+    """Return the names of a folder's entries; an empty list if the folder does not exist."""
     return [
         path.name for path in entries(_remote(folder) if is_uri(folder) else epath.Path(folder))
     ]
@@ -89,11 +89,12 @@ _LAST = ("meta.json", "config.json", ".index")
 def upload(folder: str, target: str, *, replace: bool = False) -> None:
     """Copy the files of a local folder, and of its subfolders, into a folder of a bucket.
 
-    If a process is killed during the upload, the files in `_LAST` are missing.
+    The files with endings in `_LAST` are copied last.  If the process is killed, the incomplete
+    target lacks them, so it is not mistaken for a complete model or record set.
 
     Args:
       replace: whether files that exist in the bucket are replaced.  If not, and a file cannot be
-        copied, all files that were copied are deleted.
+        copied, the files copied before it are deleted.
 
     Raises:
       InputError: if a file cannot be read or written.
@@ -117,7 +118,10 @@ def upload(folder: str, target: str, *, replace: bool = False) -> None:
 
 
 def replace(path: str, target: str) -> None:
-    """Move a file, replacing the file at `target`; within a bucket, it is copied and deleted."""
+    """Move a file to `target`, replacing any file there.
+
+    In a bucket, the file is copied and then deleted, so the move is not atomic.
+    """
     if not is_uri(path):
         os.replace(path, target)
         return
@@ -172,7 +176,7 @@ class _RemoteFile(io.RawIOBase):
 
     Args:
       size: the file's size in bytes.
-      version: a value that changes with the file's contents.
+      version: a value that changes when the file changes, such as its modification time.
     """
 
     def __init__(self, path: str, size: int, version: Any):
@@ -218,7 +222,7 @@ class _RemoteFile(io.RawIOBase):
         return done
 
     def _held(self) -> memoryview:
-        """Return the bytes from the current position on that were read ahead."""
+        """Return the bytes at the current position that were read ahead; may be empty."""
         offset = self._position - self._start
         return memoryview(self._buffer)[offset:] if offset >= 0 else memoryview(b"")
 
@@ -241,10 +245,10 @@ class _RemoteFile(io.RawIOBase):
 
 @functools.lru_cache(maxsize=1024)
 def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
-    """Return the bytes from `start` to the file's end.
+    """Return the bytes from `start` to the file's end, which are cached.
 
     Args:
-      version: a value that changes with the file's contents.
+      version: a value that changes when the file changes; the file is then read again.
     """
     content = bytearray(end - start)
     _read_range(path, start, memoryview(content))

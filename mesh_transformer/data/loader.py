@@ -15,16 +15,17 @@ from mesh_transformer.data.storage import AnyPath
 from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4
-CHOICES_PER_BLOCK = 4096  # each random generator chooses the sets of this many records
+# In a mixture, each random generator chooses the record sets for this many consecutive records.
+CHOICES_PER_BLOCK = 4096
 
 
 class TFRecordNewInputs:
     """Iterator over batches of token records, endless or (`repeat=False`) over one epoch.
 
-    A batch is a dict of arrays, each of shape [*batch_size, T].  It always has `obs` and `target`
-    (uint32).  It also has `loss_mask` (uint8, 1 where a token bears loss) if the records of any set
-    have a loss mask, and `segment_ids` (int32, which of the record's texts each token belongs to)
-    if the records of any set hold several texts each.
+    A batch is a dict of arrays, each of shape [*batch_size, T].  The keys `obs` and `target`
+    (uint32) are always present.  Two keys are present only if the records of at least one index
+    have them: `loss_mask` (uint8, 1 where a token bears loss) and `segment_ids` (int32, which of
+    the texts packed into the record each token belongs to).
 
     Records are read in the index's order, or shuffled (see `RecordSet`).  A batch can span the end
     of a file or of an epoch, so the sequence of records is the same for any batch size.  A
@@ -32,8 +33,9 @@ class TFRecordNewInputs:
 
     Args:
       index_path: the path of an index, or a mixture: a mapping from index paths to weights.  In a
-        mixture, each record comes from a randomly chosen set, with probability proportional to the
-        set's weight.  An exhausted set restarts independently of the others.
+        mixture, each record is read from a randomly chosen index, with probability proportional to
+        its weight.  With `repeat`, each index restarts after its last record, independently of the
+        others.
       batch_size: the leading dimensions of a batch.
       sample_size: T, the number of tokens per sequence.
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
@@ -47,8 +49,8 @@ class TFRecordNewInputs:
       restore_state: the position to resume from, as returned by `state`.
 
     Raises:
-      InputError: if a file is missing, damaged or unsuitable.  Some problems are found at
-        construction, others only when the record is read.
+      InputError: if a file is missing or damaged, or if its records do not fit `sample_size` or
+        `n_vocab`.  Some problems are found at construction, others only when the record is read.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class TFRecordNewInputs:
         return batch
 
     def _batches(self) -> Iterator[tuple[Row, "MixturePosition"]]:
-        """Yield (batch, position of the record after the batch)."""
+        """Yield (batch, position from which to read the next batch)."""
         records = self._mixture.records(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
         while chunk := list(islice(records, count)):
@@ -132,8 +134,8 @@ class TFRecordNewInputs:
         """Continue from a position that was returned by the method `state`.
 
         Raises:
-          InputError: if the state was saved with other indexes, another number of sets, or other
-            shuffle settings.
+          InputError: if the position is damaged, or was saved with other indexes or other shuffle
+            settings.
         """
         self.close()
         self._place = self._mixture.checked_place(state)
@@ -148,7 +150,7 @@ class TFRecordNewInputs:
 def open_train_set(
     config: Config, batch_size: int, columns: Sequence[int] | None = None
 ) -> TFRecordNewInputs:
-    """Open a config's training set, in batches of [A, batch_size, T].
+    """Return a loader of a config's training set, whose arrays have shape [A, batch_size, T].
 
     A is the config's `gradient_accumulation_steps`, and T is its `seq`.  For `columns`, see
     `TFRecordNewInputs`.
@@ -190,11 +192,11 @@ def _describe(state: dict[str, Any]) -> str:
 
 
 class MixturePosition(NamedTuple):
-    """A position in a mixture.
+    """A position in a `Mixture`, from which reading can resume.
 
     Attributes:
-      drawn: the number of records read so far, from all sets together.
-      positions: the position in each set.
+      drawn: the number of records read so far, from all record sets together.
+      positions: the position in each record set.
     """
 
     drawn: int
@@ -202,9 +204,10 @@ class MixturePosition(NamedTuple):
 
 
 class Mixture:
-    """Records drawn at random from several sets; a single set is read in its own order.
+    """The records of one or several record sets, interleaved at random.
 
-    The probability of drawing from a set is proportional to its weight.
+    The probability that the next record comes from a record set is proportional to the set's
+    weight.  Within a record set, the records are in the order of `RecordSet.records`.
 
     Raises:
       InputError: at construction, if a weight is negative or all weights are 0.
@@ -226,9 +229,9 @@ class Mixture:
     def records(
         self, place: MixturePosition, *, repeat: bool
     ) -> Iterator[tuple[Callable[[], Row], MixturePosition]]:
-        """Yield (function, next place) for each record, starting with the record at `place`.
+        """Yield (function, next position) for each record, starting at the position `place`.
 
-        The function takes no arguments; it parses the record and returns its row.
+        The function takes no arguments; it parses the record and returns it as a `Row`.
         """
         drawn, positions = place.drawn, list(place.positions)
         sources = [
@@ -245,9 +248,10 @@ class Mixture:
             yield row, MixturePosition(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
-        """Yield the index of the set that each record comes from, endlessly.
+        """Yield endlessly, for each record of the mixture, the index of its record set in `sets`.
 
-        The first `drawn` records of the mixture are left out.
+        Args:
+          drawn: the number of records to leave out at the beginning of the mixture.
         """
         while True:
             block, past = divmod(drawn, CHOICES_PER_BLOCK)
@@ -256,7 +260,10 @@ class Mixture:
             drawn += CHOICES_PER_BLOCK - past
 
     def state(self, place: MixturePosition) -> dict[str, Any]:
-        """Return a place as a JSON-serialisable dict; for a single set, the state of that set."""
+        """Return the position `place` as a JSON-serialisable dict, which `checked_place` reads.
+
+        For a single record set, this is the dict that `RecordSet.state` returns.
+        """
         states = [
             record_set.state(position)
             for record_set, position in zip(self.sets, place.positions, strict=True)
@@ -264,10 +271,10 @@ class Mixture:
         return states[0] if len(states) == 1 else {"drawn": place.drawn, "sets": states}
 
     def checked_place(self, state: dict[str, Any]) -> MixturePosition:
-        """Return the place stored in a saved state.
+        """Return the position stored in a dict that `state` returned.
 
         Raises:
-          InputError: if the state is damaged, or was saved with other sets or another record order.
+          InputError: if the dict is damaged, or was saved with other indexes or shuffle settings.
         """
         states = state.get("sets", [state])
         drawn = state.get("drawn", 0)

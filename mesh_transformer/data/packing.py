@@ -1,8 +1,8 @@
 """Packing of tokenised documents into sequences of equal length, reshuffled for each epoch.
 
-Only the numbers of documents and sequences are shuffled, not their tokens.  This takes 40 bytes of
-memory per document (65 at the start of each later epoch) and 8 per sequence.  The index of a record
-set is written last, when all other files of the set are complete.
+Documents and sequences are shuffled by shuffling their indices, without moving tokens.  This takes
+40 bytes of memory per document (65 at the start of each later epoch) and 8 per sequence.  The index
+file of a record set is written last, when all other files of the set are complete.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class Packing:
     `i` from the corpus.
 
     Args:
-      order: the numbers of the documents, in the order in which they are concatenated.
+      order: the indices of the documents, in the order in which they are concatenated.
       carry: the tokens left over from the previous epoch.
       length: tokens per sequence.
     """
@@ -85,10 +85,10 @@ class Packing:
 def sequences(
     corpus: Corpus, order: PackingOptions, tokenizer, generator: random.Random
 ) -> Iterator[tuple[Packing, int]]:
-    """Yield (packing, number) for each sequence of all epochs, in the order to write them.
+    """Yield (packing, i) for each sequence of all epochs, in the order in which to write them.
 
-    The tokens of the sequence are `packing[number]`.  They are not read here, so that a resumed run
-    can skip, at no cost, the sequences that are already written.
+    The tokens of the sequence are `packing[i]`.  They are not read here, so that a resumed run can
+    skip the sequences that are already written without reading them again.
     """
     documents = array("q", range(len(corpus.sizes)))
     carry = corpus.tokens[:0]
@@ -105,7 +105,7 @@ def sequences(
 
 
 def select(packing: Packing, order: PackingOptions, tokenizer) -> Iterator[int]:
-    """Yield the numbers of the sequences with at least `min_unique_tokens` distinct tokens."""
+    """Yield the indices of the sequences with at least `min_unique_tokens` distinct tokens."""
     for number in range(len(packing)):
         if order.min_unique_tokens > 0:
             distinct = len(np.unique(packing[number]))
@@ -122,9 +122,10 @@ def write_parts(
 ) -> list[tuple[Path, int]]:
     """Write sequences to numbered record files in a folder.
 
-    A file that already exists is complete and is not written again.
+    A file that already exists was completed by an interrupted run, and is not written again.
 
     Args:
+      sequences: (packing, i) for each sequence, as yielded by the function `sequences`.
       most: the maximum number of sequences per file; None for a single file.
 
     Returns:

@@ -27,20 +27,24 @@ DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
 # The purposes for which random numbers are drawn; each has its own random stream.
 STREAMS = ("files", "records", "sets")
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
-# loss; segment_ids, int32 [T], which of the record's texts each token belongs to.
+# loss; segment_ids, int32 [T], the number of the record's text that each token belongs to.
 Row = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The position of the next record to read; when shuffling, of the current block's start.
+    """A position in a `RecordSet`, from which reading can resume.
+
+    Without shuffling, `file`, `record` and `offset` locate the next record to read.  With
+    shuffling, they locate the first record of the current block, of which `taken` records have
+    already been returned.
 
     Attributes:
       epoch: the number of completed epochs.
       file: the file's index in the epoch's order of files.
       record: the record's number in its file, from 0.
       offset: the record's byte offset in its file; a resumed run seeks directly to it.
-      taken: when shuffling, the number of records of the block that were already returned.
+      taken: the number of records of the current block already returned; 0 without shuffling.
     """
 
     epoch: int = 0
@@ -58,7 +62,9 @@ class SetSize(NamedTuple):
 
 
 def set_size(index_path: str) -> SetSize:
-    """Count the records of an index, and return the `seq` that a config needs to read them.
+    """Return the number of records of an index, and the tokens per sequence of the first record.
+
+    A config must have the latter as its `seq` to read the records.
 
     Raises:
       InputError: if the index or a record file cannot be read, or the first record has no tokens.
@@ -80,9 +86,10 @@ def set_size(index_path: str) -> SetSize:
 
 
 def tokenizer_of(index_path: str) -> str | None:
-    """Return the tokenizer in the manifest beside an index; None if there is no manifest.
+    """Return the name of the tokenizer that the records of an index were created with.
 
-    It is None as well for the manifest of an earlier version, which does not name the tokenizer.
+    The name is read from the manifest next to the index.  Returns None if there is no manifest, or
+    if the manifest was written by an earlier version, which did not store the name.
 
     Raises:
       InputError: if the manifest is damaged.
@@ -112,8 +119,8 @@ class RecordSet:
 
     * One feature `text`, [T + 1]: the tokens, all with loss.
     * Features `input_ids`, `labels` (the next tokens) and `input_mask` (1 where a label bears
-      loss), [T] each.  A record that holds several texts also has `segment_ids`, [T], which of
-      these texts each token belongs to.
+      loss), [T] each.  A record that holds several texts also has `segment_ids`, [T], the number
+      of the text that each token belongs to.
 
     Args:
       seq: T, the number of tokens per sequence.
@@ -300,8 +307,8 @@ class RecordSet:
         """Return the feature `name` as token ids, uint32 [count].
 
         Raises:
-          InputError: if the record lacks the feature, or it has another length or a token id
-            outside the vocabulary.
+          InputError: if the record lacks the feature, its length is not `count`, or it has a token
+            id outside the vocabulary.
         """
         tokens = self._numbers(name, arrays, where, count)
         limit = 2**32 if self.n_vocab is None else self.n_vocab
@@ -319,7 +326,7 @@ class RecordSet:
         """Return the feature `name`, int64 [count].
 
         Raises:
-          InputError: if the record lacks the feature, or it has another length.
+          InputError: if the record lacks the feature, or its length is not `count`.
         """
         numbers = arrays.get(name)
         if numbers is None:
@@ -336,9 +343,13 @@ class RecordSet:
 
 
 def random(seed: int, stream: str, *place: int) -> np.random.Generator:
-    """Return the random generator for one place in a random stream.
+    """Return a random generator that is determined by the arguments.
 
-    It depends only on the arguments, so a resumed run draws the same numbers.
+    A resumed run can therefore draw the same numbers again.
+
+    Args:
+      stream: the purpose of the numbers, one of STREAMS.
+      place: integers that tell apart the generators of a stream, such as the epoch.
     """
     return np.random.default_rng((seed % 2**64, STREAMS.index(stream), *place))
 

@@ -1,7 +1,8 @@
 """Splits text into a training part and a validation part, at random by document.
 
-The text is read twice, first to measure the documents and then to copy them.  It is read piece by
-piece, so a corpus or a document may be larger than memory, which holds only numbers per document.
+The text is read twice, first to measure the documents and then to copy them.  Each time it is read
+piece by piece, so the corpus, and even a single document, may be larger than memory.  Memory use
+grows only by a few numbers per document.
 """
 
 import contextlib
@@ -31,15 +32,20 @@ from mesh_transformer.util import InputError
 
 NAMES = ("train", "val")
 ENDING = ".jsonl.zst"
-LINE_CHARACTERS = 1 << 22  # longer documents continue in further lines, so they fit in memory
-WINDOW_CHARACTERS = 1 << 16  # how far to search for a place to cut a document
+LINE_CHARACTERS = 1 << 22  # longer documents are written as several lines, to limit memory use
+WINDOW_CHARACTERS = 1 << 16  # characters to read after a cut; a better place is sought among them
 BAD = -1  # the size of an unusable document
 # Places to cut a document, best first.  The validation part starts after the match.
 BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
 
 
 class Part(NamedTuple):
-    """A written part: its path, its number of documents and their size in UTF-8, in bytes."""
+    """One of the two parts, as written to a file.
+
+    Attributes:
+      documents: the number of documents in the part.
+      bytes: the size of the part's text in UTF-8, before it is compressed.
+    """
 
     path: str
     documents: int
@@ -47,12 +53,13 @@ class Part(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which text is for validation.
+    """The choice of the text for the validation part.
 
     Attributes:
-      documents: the numbers of the documents that are for validation as a whole.
-      cut: the number of the document whose end is for validation; None if there is none.
-      cut_bytes: the approximate size of that end.
+      documents: the indices of the documents that go to the validation part as a whole.
+      cut: the index of the document that is cut in two, so that only its end goes to the validation
+        part; None if no document is cut.
+      cut_bytes: the approximate size in bytes of the end of the document `cut`.
     """
 
     documents: frozenset[int]
@@ -70,14 +77,15 @@ def split(
 
     Args:
       text: a file, or a folder of files, of the types in `FILE_TYPES`.
-      validation: the share of the text's bytes that is for validation; see `choose`.
+      validation: the share of the text, in bytes, for the validation part; see `choose`.
       skip_bad: whether to skip unusable documents instead of raising InputError.
 
     Returns:
       The training part and the validation part.
 
     Raises:
-      InputError: if the text cannot be read or is too little, or the files cannot be written.
+      InputError: if the text cannot be read, if there is too little text, or if the files cannot be
+        written.
     """
     if os.path.isdir(text) and os.path.exists(folder) and os.path.samefile(text, folder):
         raise InputError(f"{folder}: is the folder of the text; choose another output folder")
@@ -103,7 +111,7 @@ def split(
 
 
 def measure(files: list[str], skip_bad: bool) -> tuple[array, dict[str, int]]:
-    """Return the size of each document in bytes of UTF-8, and the skipped items by reason.
+    """Return the size of each document in bytes of UTF-8, and counts of skipped items by reason.
 
     Documents are numbered from 0 in reading order.  The size of an unusable document is `BAD`.
     """
@@ -119,13 +127,14 @@ def measure(files: list[str], skip_bad: bool) -> tuple[array, dict[str, int]]:
 def choose(sizes: array, validation: float, seed: int) -> Choice:
     """Choose the documents for validation at random.
 
-    In random order, documents are taken until the next one would exceed the target, `validation`
-    times the size of the text.  If less than half of the target is reached then, the missing bytes
-    are the end of that document.  So of a single document, the last part is for validation, and of
-    a few large ones no more than the target.
+    The target size of the validation part is `validation` times the size of the text.  Whole
+    documents are added in random order until the next one would exceed the target.  If they make up
+    less than half of the target, the end of that next document is added to reach the target.  For
+    example, if there is only one document, its end becomes the validation part.
 
     Args:
-      sizes: the size of each document; those of unusable documents are at most 0.
+      sizes: the size of each document in bytes; 0 or less for documents to leave out.
+      validation: the share of the text for the validation part, between 0 and 1.
     """
     order = [number for number, size in enumerate(sizes) if size > 0]
     random.Random(seed).shuffle(order)
@@ -140,7 +149,10 @@ def choose(sizes: array, validation: float, seed: int) -> Choice:
 
 
 def _documents(files: list[str], bad: BadInputHandler, title: str) -> Iterator[Iterator[Piece]]:
-    """Yield an iterator over the pieces of each document; it must be used up before the next."""
+    """Yield, for each document, an iterator over its pieces.
+
+    Each of these iterators must be exhausted before the next one is requested.
+    """
     with tqdm(unit="B", unit_scale=True, desc=title) as bar:
         bar.total = sum(map(size, files))
         for file in files:
@@ -156,7 +168,7 @@ def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 
 def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list[Part]:
-    """Copy each document to its part."""
+    """Write each document to the training or the validation part, and return both parts."""
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(folder / f"{name}{ENDING}")) for name in NAMES]
         train, validation = writers
@@ -182,10 +194,14 @@ def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list
 def _write_cut(
     document: Iterator[Piece], position: int, train: "_Writer", validation: "_Writer"
 ) -> int:
-    """Write the text before `position`, in bytes, to `train` and the rest to `validation`.
+    """Write the beginning of a document to `train` and its end to `validation`.
 
-    The cut is moved forward to the end of a paragraph, or else of a line or a word, if one ends in
-    the next `WINDOW_CHARACTERS` and in the first half of the rest.  Returns the bytes written.
+    The document is cut at the byte `position` or somewhat later, where a paragraph ends, or else a
+    line or a word.  The search for this place covers about half of `WINDOW_CHARACTERS`, or half of
+    the text after `position` if there is less.  If the search fails, the cut is at `position`.
+
+    Returns:
+      The number of bytes written to both parts together.
     """
     texts = (piece.text for piece in document)
     ahead: list[str] = []  # the text after `position` that is already read
@@ -213,7 +229,11 @@ def _write_cut(
 
 
 def _boundary(text: str) -> int:
-    """Return the position after the first end of a paragraph, line or word; 0 if there is none."""
+    """Return the position after the first paragraph break.
+
+    If there is none, return the position after the first line break, else after the first space,
+    else 0.
+    """
     for boundary in BOUNDARIES:
         if match := boundary.search(text):
             return match.end()
@@ -221,9 +241,10 @@ def _boundary(text: str) -> int:
 
 
 class _Writer:
-    """A .jsonl.zst file of documents, which `publish` moves to its path.
+    """Writes documents to a temporary .jsonl.zst file, which `publish` moves to `path`.
 
-    A context manager; a file that is not published is removed at its end.
+    Use it as a context manager.  If `publish` was not called, the temporary file is deleted when
+    the `with` block ends.
     """
 
     def __init__(self, path: Path):
@@ -240,7 +261,7 @@ class _Writer:
         self._draft.unlink(missing_ok=True)
 
     def document(self, texts: Iterator[str]) -> int:
-        """Write the concatenation of `texts` as a document; return its bytes in UTF-8."""
+        """Write the concatenation of `texts` as one document; return its size in bytes of UTF-8."""
         pending: list[str] = []
         characters, written = 0, 0
         for text in texts:

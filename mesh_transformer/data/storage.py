@@ -86,12 +86,12 @@ def tensorflow() -> Any:
 def check_bucket(path: AnyPath) -> None:
     """Check that the bucket of a `gs://` path exists; do nothing for other paths.
 
-    epath, which reads and writes such paths, uses TensorFlow, so this also imports TensorFlow, but
-    without its log messages.
+    Call this before a path is first accessed through epath, tensorstore or TensorFlow.  If there is
+    no network, these libraries retry for minutes, which is useful during a run, but not at its
+    start.  Each bucket is checked once per process.
 
-    The clients of Google Cloud Storage retry for minutes if there is no network, which is useful
-    during a run, but not at its start.  Therefore, call this before they are first used.  Buckets
-    that exist are checked once per process.
+    This also imports TensorFlow, with its log messages silenced, because epath uses it for `gs://`
+    paths.
 
     Raises:
       InputError: after about a minute at most, if the storage cannot be reached, or if it answers
@@ -126,12 +126,14 @@ def check_bucket(path: AnyPath) -> None:
 
 @functools.cache
 def _bucket_exists(name: str) -> bool:
-    """Return False if the storage answers that a bucket does not exist.
+    """Return False if Google Cloud Storage answers that a bucket does not exist, otherwise True.
 
-    The request has no credentials.  Only for missing buckets, the answer to it is 404.
+    The request is sent without credentials.  The status of the answer is 404 only if the bucket
+    does not exist.
     """
     url = f"https://storage.googleapis.com/storage/v1/b/{urllib.parse.quote(name)}?fields=name"
-    # TensorFlow and tensorstore trust this file too, such as that of a company's proxy.
+    # TensorFlow and tensorstore also trust the certificates in this file, such as those of a
+    # company's proxy.
     trusted = ssl.create_default_context(cafile=os.environ.get("CURL_CA_BUNDLE"))
     try:
         urllib.request.urlopen(url, timeout=BUCKET_SECONDS, context=trusted).close()
@@ -221,7 +223,8 @@ def is_storage_error(error: BaseException) -> bool:
 def is_failure(error: Exception) -> bool:
     """Return whether an error is of a class that is raised when a save or restore fails.
 
-    These are the storage errors, and the classes that Orbax, tensorstore and JAX raise.
+    These are the storage errors (see `is_storage_error`), and ValueError, KeyError and
+    RuntimeError, which Orbax, tensorstore and JAX raise.
     """
     return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
 
@@ -306,10 +309,12 @@ def free_space(folder: str) -> str:
 def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> None:
     """Suppress the messages that Orbax and asyncio print when a save or restore fails.
 
-    The failure is also raised as an InputError of one line, so these messages are not needed.
-    Orbax's threads log each error with a traceback.  asyncio logs all errors after the first.
-    Errors of operations that end later are passed to `sys.unraisablehook`.  Some messages appear
-    only when the failed save is garbage-collected, so the filters are never removed.
+    The failure is also raised as an InputError of one line, so these messages are not needed:
+    Orbax's threads log each error with a traceback, asyncio logs all errors after the first, and
+    errors of operations that end only after the failure are passed to `sys.unraisablehook`.
+
+    The filters are never removed, because some messages appear only when the failed save is
+    garbage-collected.
 
     Args:
       is_new: a filter for the log records of absl and asyncio.  It returns False for each record

@@ -1,9 +1,9 @@
 """Reads and writes TFRecord files, local or on gs://, and the indexes that list them.
 
-No other module imports TensorFlow, and this one imports it only when it is first needed.
-TensorFlow provides the access to files, including those on gs://, and the protobuf class `Example`.
-The record framing (length and checksums) is parsed here instead.  This allows a reader to start at
-any record, and to report the byte at which a file is damaged.
+TensorFlow provides access to the files, including those on gs://, and the protobuf class `Example`.
+It is imported only when it is first needed.  The record framing (length and checksums) is parsed
+here, not by TensorFlow.  This allows a reader to start at any record, and to report the byte at
+which a file is damaged.
 """
 
 import io
@@ -63,7 +63,7 @@ def read_index(index_path: str) -> list[str]:
 
 
 def find_index(path: str) -> str:
-    """Return `path`, or `data/` joined with it if only that file exists.
+    """Return the path of an index: data/`path` if only that file exists, otherwise `path`.
 
     Config files of the original mesh-transformer-jax name index files relative to `data/`.
     """
@@ -141,7 +141,7 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
 
 
 def is_compressed(path: str) -> bool:
-    """Return whether a TFRecord file is compressed; its content decides, not its name."""
+    """Return whether a TFRecord file is compressed, judging by its content, not by its name."""
     with tensorflow().io.gfile.GFile(path, "rb") as file:
         return _is_compressed(file.read(HEADER_BYTES))
 
@@ -151,7 +151,8 @@ def _is_compressed(header: bytes) -> bool:
     is_zlib = len(header) > 1 and header[0] == 0x78 and int.from_bytes(header[:2], "big") % 31 == 0
     if not is_zlib and header[:2] != b"\x1f\x8b":
         return False
-    # The length of a first record could look the same, but then its checksum follows.
+    # An uncompressed file begins with the length of its first record.  The length could have the
+    # same bytes by chance, but then it is followed by its checksum.
     checksum = int.from_bytes(header[8:], "little")
     return len(header) < HEADER_BYTES or checksum != _masked_checksum(header[:8])
 
@@ -194,7 +195,11 @@ def _decompressor() -> Any:
 
 
 def _skip(file: IO[bytes], count: int, path: str) -> None:
-    """Read and discard `count` bytes."""
+    """Read and discard `count` bytes.
+
+    Raises:
+      InputError: if the file ends before.
+    """
     while count:
         skipped = len(file.read(min(count, CHUNK_BYTES)))
         if not skipped:

@@ -39,7 +39,9 @@ HUGGING_FACE_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}
 
 
 def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer, which encodes each `<|endoftext|>` in a text as one token.
+    """Load a tokenizer.
+
+    GPT-2's tokenizer encodes each `<|endoftext|>` in a text as one token.
 
     Args:
       source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder,
@@ -70,8 +72,8 @@ def train_tokenizer(texts: Iterable[str], size: int) -> "PreTrainedTokenizerBase
 
     Args:
       texts: pieces of text; memory holds only the counts of their distinct words.
-      size: the number of tokens, at least `LEAST_TOKENS`.  One of them is END_OF_TEXT.  There are
-        fewer if every word of the text is a token already.
+      size: the maximum number of tokens, including END_OF_TEXT; at least `LEAST_TOKENS`.  The
+        result has fewer only if every word of the text has become a single token.
 
     Raises:
       InputError: if `size` is too small.
@@ -181,8 +183,9 @@ def _from_openai_files(folder: Path) -> "PreTrainedTokenizerBase":
 def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
     """Load a GPT-2 tokenizer from the files vocab.json and merges.txt in a folder.
 
-    This must use `from_pretrained`: given `vocab_file=` and `merges_file=`, transformers 5 ignores
-    them and returns an empty tokenizer.  The size of the vocabulary is checked for the same reason.
+    This must use `from_pretrained`.  The constructor of transformers 5 ignores `vocab_file=` and
+    `merges_file=`, and returns an empty tokenizer.  To detect such a failure, the size of the
+    vocabulary is checked.
 
     Args:
       source: the folder to name in error messages.
@@ -263,8 +266,9 @@ class Tokenizer(NamedTuple):
         Args:
           chosen: the tokenizer that the user has chosen (see `load_tokenizer`); None for the
             config's.
-          must_fit: whether a tokenizer with more tokens than the model's vocabulary is an error.
-            If the user has chosen the tokenizer, this is always an error.
+          must_fit: whether to raise InputError if the config's tokenizer has more tokens than the
+            model's vocabulary.  For a tokenizer that the user has chosen, InputError is always
+            raised in this case.
 
         Raises:
           InputError: if the tokenizer cannot be loaded, or has too many tokens.
@@ -308,9 +312,9 @@ class Tokenizer(NamedTuple):
 
 
 def byte_decoder() -> dict[str, int]:
-    """Return a mapping from characters to bytes, as used in the names of GPT-2's tokens.
+    """Return GPT-2's mapping from the characters in the names of tokens to bytes.
 
-    A token's name has one printable character for each byte of the token.
+    GPT-2's vocabulary writes each byte of a token as one printable character.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     # The unprintable bytes are represented by the characters from U+100 on.

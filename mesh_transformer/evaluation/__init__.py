@@ -1,1 +1,1 @@
-"""Losses on record sets, and scores on lm-eval tasks."""
+"""Evaluation: losses on validation sets, and scores on lm-eval tasks."""

@@ -1,4 +1,7 @@
-"""lm-eval tasks of a config or script, loaded and checked before anything slow starts."""
+"""Loading, checking and evaluation of lm-eval tasks, for training and for scripts.
+
+Tasks are loaded and checked before the model's weights are loaded, so that errors appear early.
+"""
 
 import functools
 import json
@@ -19,16 +22,19 @@ DEFAULT_TASKS = ("lambada", "piqa", "hellaswag", "winogrande", "mathqa", "pubmed
 
 
 class Harness:
-    """Loaded lm-eval tasks, whose questions have been checked to fit the config's model.
+    """lm-eval tasks, loaded and checked against a config.
+
+    The check makes sure that a model with this config can answer every question of the tasks.
 
     Args:
-      names: names of lm-eval's tasks or of tasks in the folder `include_path`, or paths of YAML
-        files.
+      names: names of tasks, patterns of such names, or paths of YAML files.
+      include_path: folder with additional task definitions, or None.
       num_fewshot: number of examples before each question; None: each task's default.
       limit: number of questions per task; a value below 1 is a fraction of them; None: all.
 
     Raises:
-      InputError: if lm-eval is not installed, or a task cannot be loaded or does not fit the model.
+      InputError: if lm-eval is not installed, if a task cannot be loaded or has a question that the
+        model cannot answer, or if `limit` is not above 0.
     """
 
     def __init__(
@@ -80,9 +86,11 @@ def load_harness(config: Config) -> Harness | None:
 
 
 def metric_values(results: dict[str, Any]) -> dict[str, float]:
-    """Return a dict of the values of all metrics.
+    """Return all metrics and standard errors in `results`, which `tasks.evaluate` returned.
 
-    The keys are `<task>/<metric>`, or `<task>/<metric>,<filter>` for tasks with filters.
+    The keys of the dict are `<task>/<metric>`.  If a metric is computed after one of lm-eval's
+    filters, such as "strict-match", the key is `<task>/<metric>,<filter>`.  Values that are NaN or
+    infinite are left out.
     """
     values: dict[str, float] = {}
     for task, metrics in results["results"].items():

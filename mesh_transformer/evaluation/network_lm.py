@@ -86,7 +86,7 @@ class NetworkLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's logprob in nats, and whether it is the greedy continuation."""
+        """Return each continuation's logprob in nats, and whether greedy decoding produces it."""
         texts = [
             _joined(context, continuation, self.max_length) for _, context, continuation in requests
         ]
@@ -202,7 +202,10 @@ class NetworkLM(TemplateLM):
 
 
 class DryRunLM(NetworkLM):
-    """Checks that a model with this config can answer requests; returns placeholder answers."""
+    """Stand-in for `NetworkLM` that checks requests without running a network.
+
+    It checks that a model with the given config can answer them, and returns placeholder answers.
+    """
 
     def __init__(self, config: Config, tokenizer: Any):
         network: Any = SimpleNamespace(config=config)
@@ -222,7 +225,10 @@ class DryRunLM(NetworkLM):
 
 
 class _Generation:
-    """Generation settings from a task's `generation_kwargs`; greedy unless the task samples."""
+    """Generation settings from a task's `generation_kwargs`.
+
+    Decoding is greedy unless the task sets `do_sample` or a `temperature` above 0.
+    """
 
     def __init__(self, options: dict[str, Any]):
         known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
@@ -288,10 +294,10 @@ def _groups(
 
     Args:
       lengths: number of tokens in each text.
-      rows: number of rows in a batch.
+      rows: number of rows in a batch; if `row_width` is given, the minimum number.
       longest: maximum padded width.
-      row_width: if given, batches of texts narrower than this have more rows, so that every batch
-        has about as many tokens as `rows` rows of this width.
+      row_width: if given, batches of shorter texts get more rows, so that each batch has about
+        `rows * row_width` tokens.
 
     Yields:
       For each batch: its padded width, its number of rows, and the indices of its texts.

@@ -35,8 +35,8 @@ def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
     """Load tasks by name or pattern.
 
     Args:
-      names: names of lm-eval's tasks or of tasks in the folder `include_path`, or paths of YAML
-        files.
+      names: names of tasks, patterns of such names, or paths of YAML files.
+      include_path: folder with additional task definitions, or None.
 
     Raises:
       InputError: if a task does not exist, or its questions cannot be loaded.
@@ -107,10 +107,13 @@ def dry_run(
     num_fewshot: int | None = None,
     limit: float | None = None,
 ) -> None:
-    """Check all questions that `evaluate` will ask, without running a model.
+    """Check all questions that `evaluate` would ask, without running a model.
+
+    `num_fewshot` and `limit` are as for `evaluate`.
 
     Raises:
-      InputError: if a task has a question that the model cannot answer; the message names the task.
+      InputError: if a task has a question that the model cannot answer, for example because the
+        answer would not fit in `seq` tokens; the message names the task.
     """
     model = DryRunLM(config, tokenizer)
     for name, task in tasks.by_name.items():
@@ -138,7 +141,7 @@ def evaluate(
       stopped: called between batches; if it returns True, the evaluation ends and returns None.
 
     Raises:
-      InputError: if a task has a question that the model cannot answer.
+      InputError: if a task has a question that the model cannot answer; see `dry_run`.
     """
     model = NetworkLM(network, tokenizer, stopped)
     try:

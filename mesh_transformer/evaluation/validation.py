@@ -1,4 +1,4 @@
-"""Validation: scores of a network on record sets, during training or in a separate run."""
+"""Validation: scores of a network on validation sets, during training or in a separate run."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ class Scores:
     Attributes:
       nats: sum of the losses, in nats.
       tokens: number of tokens.
-      correct: number of tokens that the network predicted as the most likely token.
+      correct: number of tokens that the network ranked as the most likely.
       bytes: number of bytes in the tokens' text; 0 if not counted.
     """
 
@@ -140,13 +140,13 @@ def score(
 
 
 def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
-    """Load the weights at `path`, and print the network's scores.
+    """Load the weights at `path` into the network, and evaluate it.
 
-    These are the scores on the validation sets in the config's `val_set` and on the lm-eval tasks
-    in its `eval_harness_tasks`.
+    Prints the scores on the validation sets in the config's `val_set` and on the lm-eval tasks in
+    its `eval_harness_tasks`.
 
     Returns:
-      The scores of the validation sets, by name.
+      A dict from the name of each validation set to its scores.
     """
     config = network.config
     sets = config.val_set if config.val_batches else {}

@@ -1,1 +1,1 @@
-"""Text generation: sampling, cached decoding and running batches."""
+"""Text generation: sampling, decoding with a KV cache, and batches of independent rows."""

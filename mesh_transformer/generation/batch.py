@@ -44,7 +44,7 @@ def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.DecodeState]:
-    """Return a function (rows, slots) -> a batch of idle rows."""
+    """Return a function (rows, slots) -> batch of idle rows with `slots` cache slots per row."""
     return jax.jit(
         functools.partial(decode.empty, config),
         static_argnums=(0, 1),
@@ -142,7 +142,7 @@ class Generator:
             return self._made[1]
         arrays = jax.tree.leaves(params)
         if self._made is None or not _identical(self._made[0], arrays):
-            self._made = None  # free the old weights first, so that both are never in memory
+            self._made = None  # free the old weights first, so that only one copy is in memory
             self._made = (arrays, self._weights(params))
         return self._made[1]
 
@@ -248,11 +248,11 @@ class Batch:
         )
 
     def reserve(self, positions: int) -> None:
-        """Grow the cache to hold `positions` positions per row, or the window if that is smaller.
+        """Grow the cache so that each row can hold `positions` tokens, up to `config.window`.
 
-        `insert` and `decode` call this with what the rows of this process need.  With several
-        processes, the cache must have the same size in all of them.  The caller must therefore call
-        this first, with the maximum over the rows of all processes.
+        `insert` and `decode` call this with the number that the rows of this process need.  But all
+        processes must have the same cache size.  With several processes, the caller must therefore
+        call `reserve` before them, with the largest number that any row of any process needs.
         """
         slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
         if slots > self._state.slots:
@@ -287,17 +287,17 @@ class Batch:
             largest number in this process is used, which must be the same in all processes.
 
         Returns:
-          The first token of each answer, as numpy arrays.
+          A `Chosen` with the first token of each answer, as numpy arrays in the order of `prompts`.
 
         Raises:
-          InputError: for an empty prompt, for tokens outside the vocabulary, or if `pe` is fixed
-            and a prompt and its answer together have more than `seq` + 1 tokens.
+          InputError: for an empty prompt, a length below 1 or a token outside the vocabulary, or if
+            `pe` is "fixed" and a prompt and its answer together have more than `seq` + 1 tokens.
         """
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
         width = bucket(min(longest or length.max(), window), SMALLEST_PROMPT, window)
         self.reserve(width)
-        # The last row is a dummy prompt, which fills the unused places of a prefill call.
+        # The last row is a dummy prompt.  The index -1 in a group (see `_groups`) selects it.
         tokens = np.zeros((len(texts) + 1, width), np.uint32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
@@ -322,9 +322,14 @@ class Batch:
     def _groups(self, rows: Sequence[int], width: int, most: int | None) -> list[np.ndarray]:
         """Divide the prompts among prefill calls.
 
+        Args:
+          rows: the row of each prompt, which determines its replica.
+          width: number of tokens that prompts are padded to.
+          most: as for `insert`.
+
         Returns:
-          One array per call, with the indices of its prompts.  Each array has the same number of
-          places for every replica, in the order of the replicas.  -1 marks an unused place.
+          One array of prompt indices per call.  It has an equal number of entries for each replica,
+          in the order of the replicas.  Entries that a replica does not need are -1.
         """
         replica = np.asarray(rows) // (self.rows // self._replicas)
         queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
@@ -350,8 +355,8 @@ class Batch:
           alternatives: as for `insert`.
 
         Returns:
-          The new tokens, as numpy arrays [rows, steps, ...].  Values after a row's last token are
-          meaningless.
+          A `Chosen` with the new tokens, as numpy arrays [rows, steps, ...].  Values after a row's
+          last token are meaningless.
         """
         if not 1 <= steps <= MOST_STEPS:
             raise InputError(f"generate: decode of {steps} tokens, expected 1 to {MOST_STEPS}")

@@ -48,7 +48,8 @@ class Prompts(NamedTuple):
 class Chosen(NamedTuple):
     """Chosen tokens and, if requested, their logprobs and the most likely tokens.
 
-    Logprobs are the model's own: they do not depend on the sampling settings.
+    Logprobs are computed from the model's unmodified logits, so they do not depend on the sampling
+    settings.
     """
 
     token: Any  # [B], or [B, M]
@@ -77,7 +78,7 @@ def weights_of(params: gptj.Params, config: Config) -> Weights:
     """Convert parameters to the weights that generation uses.
 
     These are the parameters in `config.dtype`, with the layers unstacked and any adapters merged.
-    If the config sets `int8_weights`, the matrices in the parts `MATRICES` are quantized.
+    If the config sets `int8_weights`, the matrices of the model parts in `MATRICES` are quantized.
     """
     declared = weight_declarations(config)
 
@@ -135,8 +136,8 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 def grow(state: DecodeState, slots: int) -> DecodeState:
     """Return the same batch with `slots` cache slots per row.
 
-    No row may already have more tokens than the old number of slots.  Its positions would have
-    wrapped around, and would be in the wrong slots of the larger ring buffer.
+    Every row must have at most as many tokens as it has slots now.  In a row with more tokens, the
+    positions have wrapped around, and would be in the wrong slots of the larger ring buffer.
     """
     padding = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
     return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches))
@@ -174,7 +175,7 @@ def _context(
     config: Config,
     par: Parallel,
 ) -> Context:
-    """Return the layers' context, with the bias for the mask and any relative positions."""
+    """Return the `Context` for all layers; its bias is the mask plus any relative position bias."""
     bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
     if config.pe == "t5":
         relative = gptj.transforms(config, par)["relative"]

@@ -11,10 +11,10 @@ from mesh_transformer.util import InputError, brief
 
 
 def longest_text(config: Config) -> int | None:
-    """Return how many tokens a prompt and its answer may have together; None for no limit.
+    """Return the maximum total length of a prompt and its answer in tokens; None for no limit.
 
-    Only `pe: "fixed"` sets a limit: the last token of an answer follows the last of `config.seq`
-    positions, and needs no position of its own.
+    Only models with `pe: "fixed"` have a limit, because they have `config.seq` position embeddings.
+    It is `config.seq` + 1, because the last token of an answer is never an input of the model.
     """
     return config.seq + 1 if config.pe == "fixed" else None
 

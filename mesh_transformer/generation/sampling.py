@@ -83,8 +83,8 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
       rows: number of rows; () returns scalars.
 
     Raises:
-      InputError: if `options` is not a dict, or for an unknown option, or a value that is not a
-        number, is out of range, or has another number of rows.
+      InputError: if `options` is not a dict or has an unknown key, or if a value is not a number,
+        is out of range, or does not have one number or `rows` numbers.
     """
     if not isinstance(options, Mapping):
         raise InputError(
@@ -204,10 +204,11 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
 
 
 def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
-    """Return each row's limits for the nucleus and for top k, as two arrays [B, 1].
+    """Return the thresholds of each row for top-p and top-k, as two arrays [B, 1].
 
-    The first is the largest total probability that may rank above a kept token.  The second is the
-    largest number of kept tokens.
+    A token passes top-p if the tokens ranked above it have a total probability of at most the first
+    threshold (infinity if `top_p` is 1 or more).  The second threshold is the maximum number of
+    tokens to keep (the size of the vocabulary if `top_k` is 0 or less).
     """
     top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
     # Because of rounding, a sum of 50,000 probabilities may exceed 1 before its last term.

@@ -9,13 +9,14 @@ MOST_PENDING = 8  # an upper bound on the tokens of one character, which has at 
 class TextStream:
     """Converts a growing list of tokens to text, piece by piece.
 
-    The pieces, joined, are the text of all tokens up to the stop sequence; if there are several,
-    the one that ends first counts.  The joined text does not depend on how the tokens are divided
-    among calls of `push`.  The time per token does not grow with the length of the text.
+    The concatenated pieces are the text of all tokens, up to a stop sequence if one occurs.  If
+    several occur, the text is cut at the one that ends first.  The concatenated text does not
+    depend on how the tokens are divided among calls of `push`.  The time per token does not grow
+    with the length of the text.
 
     Args:
       decode: function from a list of token ids to their text, such as a tokenizer's `decode`.
-      stop: sequences that end the text, and are not part of it.
+      stop: stop sequences: strings that end the text and are not included in it.
 
     Attributes:
       stopped: the stop sequence that ended the text, or None.

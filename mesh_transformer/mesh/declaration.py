@@ -18,8 +18,9 @@ class Declaration:
       shape: the global shape.
       spec: the layout over mp.
       decay: whether weight decay applies to the parameter.
-      summed: whether this is a bias that the original mesh-transformer-jax stores once per shard.
-        It adds these copies up (in a psum over mp), so each copy is 1 / mp of the bias stored here.
+      summed: whether this is a bias that the original mesh-transformer-jax stores once per shard,
+        and sums over the shards (in a psum over mp).  There, each copy is 1 / mp of the bias that
+        is stored here.
       adapter: whether this is a LoRA factor.
       frozen: whether training leaves the parameter unchanged.  In a LoRA run, all parameters
         except the adapters are frozen.
@@ -49,8 +50,8 @@ class Declaration:
         """Return the axis that ZeRO splits over dp, or None if ZeRO does not split this parameter.
 
         The axis is the longest one whose size is a multiple of dp, excluding the layer axis and
-        the axis split over mp.  ZeRO does not split a parameter without such an axis, nor one that
-        is not split over mp.  Most of the parameters left whole are small.
+        the axis split over mp.  ZeRO does not split parameters that have no such axis or that are
+        not split over mp; most of these are small.
         """
         axes = tuple(self.spec)
         if "mp" not in axes:
@@ -63,7 +64,7 @@ class Declaration:
         return max(free, key=lambda axis: self.shape[axis], default=None)
 
     def at_rest(self, dp: int) -> P:
-        """Return the layout of this parameter and its Adam moments between steps, with ZeRO."""
+        """Return the ZeRO layout of this parameter and its Adam moments between steps."""
         split = self.zero_axis(dp)
         return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
 

@@ -96,17 +96,18 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        """Return the shape that an array with the global shape `shape` has inside the program.
+        """Return an array's local shape: its shape inside the `shard_map`.
 
         Args:
+          shape: the global shape.
           axes: for each array axis, the mesh axis that splits it, or None.
         """
 
     @abc.abstractmethod
     def fan_out(self, x: Array) -> Array:
-        """Megatron's f: all-gather x, [B, T, D], if `split_stream` splits it by position.
+        """Megatron's f: return x, [B, T, D]; with `split_stream`, all-gather its positions first.
 
-        The gradient is summed over mp.
+        The backward pass sums the gradient over mp.
         """
 
     @abc.abstractmethod
@@ -118,9 +119,9 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def own_positions(self, x: Array) -> Array:
-        """Slice x, [B, T, D], to the positions in this device's part of the residual stream.
+        """Return the positions of x, [B, T, D], that this device's residual stream contains.
 
-        x must contain all positions.
+        x must contain all positions.  Without `split_stream`, all of them are returned.
         """
 
     @abc.abstractmethod
@@ -133,7 +134,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def rank(self) -> Array | int:
-        """Return the index along mp of the shard that this program holds."""
+        """Return this device's index along mp; 0 if the compiler partitions over mp."""
 
     @abc.abstractmethod
     def gather(self, x: Array, axis: int = -1) -> Array:
@@ -141,7 +142,11 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def shard(self, x: Array, *axes: str | None) -> Array:
-        """Return x; if the compiler partitions over mp, constrain x to be split along `axes`."""
+        """Return x; if the compiler partitions over mp, constrain how x is split over mp.
+
+        Args:
+          axes: for each array axis, the mesh axis that splits it, or None.
+        """
 
     @abc.abstractmethod
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
@@ -197,10 +202,11 @@ class Parallel(abc.ABC):
         return lax.pcast(x, varying, to="varying") if varying else x
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Array:
-        """Return zeros that are split and varying along `axes`.
+        """Return zeros that are split over the mesh axes in `axes` and typed as varying along them.
 
         Args:
-          shape: the shape inside the program, as returned by `local`.
+          shape: the local shape (see `local`).
+          axes: for each array axis, the mesh axis that splits it, or None.
         """
         return self.shard(self._as_varying(jnp.zeros(shape, dtype), *axes), *axes)
 
@@ -238,11 +244,12 @@ class Parallel(abc.ABC):
         return map_declared(copy, declared, params)
 
     def mark_varying(self, params: Any, declared: Any) -> Any:
-        """Mark replicated parameters that mp-varying code uses as varying over mp.
+        """Type replicated parameters as varying over mp if their gradients vary over mp.
 
-        These parameters are the adapters that mp does not split and, with `split_stream`, all
-        other parameters that mp does not split.  Marking them once per microbatch makes JAX
-        all-reduce their gradients over mp together, in f32, and not once per layer.
+        These are the adapters that mp does not split and, with `split_stream`, all other parameters
+        that mp does not split.  JAX sums their gradients over mp where their type changes.  Because
+        it changes here, once per microbatch, JAX all-reduces these gradients together, in f32, and
+        not once per layer.
         """
 
         def one(d: Declaration, x: Array) -> Array:
@@ -460,7 +467,9 @@ def param(
     summed: bool = False,
     adapter: bool = False,
 ) -> Array:
-    """Declare a parameter of the current Haiku module and return this program's shard of it.
+    """Declare a parameter of the current Haiku module, and return it with its local shape.
+
+    The local shape is its shape inside the `shard_map` (see `Parallel.local`).
 
     Args:
       shape: the global shape.

@@ -34,7 +34,7 @@ class Rows:
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
 
     def pad(self, rows: np.ndarray) -> np.ndarray:
-        """Append copies of the first row until the rows divide equally among the replicas here."""
+        """Append copies of the first row until the rows divide equally among `replicas`."""
         missing = -len(rows) % len(self.replicas)
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
@@ -76,9 +76,12 @@ class Rows:
 
 
 def replica_rows(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
-    """Return the rows of x along `axis` that belong to `replicas`.
+    """Return the rows of the global batch x that belong to `replicas`.
 
-    The number of rows in x must be a multiple of dp.
+    Args:
+      x: the global batch, whose number of rows is a multiple of dp.
+      replicas: the dp indices of the replicas.
+      axis: the row axis of x.
     """
     parts = np.split(x, dp, axis)
     return np.concatenate([parts[replica] for replica in replicas], axis)

@@ -67,11 +67,11 @@ def _write_in_every_process() -> None:
 def compile_together() -> None:
     """Make every process wait, after it has compiled a program, until all have compiled it.
 
-    This is for programs over several processes of CPUs.  There, a process whose first collective
-    waits more than 30 s for another process fails, and JAX has no setting for this time.  On a busy
-    machine, compilation times can differ by more than that.  JAX has no hook for it either, so this
-    function wraps a private JAX function.  In a JAX version that lacks the private function,
-    nothing changes.
+    This is for programs that run on the CPUs of several processes.  There, a process fails if
+    its first collective waits more than 30 s for another process, and JAX has no setting for this
+    timeout.  On a busy machine, the processes' compilation times can differ by more than 30 s.  JAX
+    has no public hook that runs after a compilation, so this function wraps a private JAX function.
+    In a JAX version that lacks the private function, nothing changes.
     """
     try:
         from jax._src import compiler, distributed
@@ -122,7 +122,7 @@ def parallel_of(
 ) -> Parallel:
     """Return the `Parallel` that `config.partitioning` selects.
 
-    On a mesh of one device, it has no collectives.
+    On a mesh of one device, return a `Parallel` without collectives.
     """
     if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)
@@ -143,8 +143,8 @@ def partitioned(
     """Return a function of global arrays that runs `function`, partitioned over the mesh.
 
     Args:
-      function: called with the arguments and the keyword arguments `config` and `par`, where `par`
-        is the program's `Parallel`.
+      function: called with the arguments of the returned function and with the keyword arguments
+        `config` and `par`, where `par` is the `Parallel` of `parallel_of`.
       in_specs: the PartitionSpecs of the arguments.
       out_specs: the PartitionSpecs of the results.
       attention: the backend for attention over whole sequences (see `attention_backend`).

@@ -264,8 +264,8 @@ def attend_function(
 
     Args:
       length: the number of tokens in a sequence.
-      text_BT: for packed texts, the number of the text at each position, else None.  A position
-        attends only to positions with the same number.
+      text_BT: if several texts are packed into a sequence, the index of the text that each position
+        belongs to, else None.  A position attends only to positions of the same text.
 
     Raises:
       InputError: if texts are packed and `config.attention` is "cudnn", which cannot separate them.
