@@ -2,10 +2,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
 
-.PHONY: quickstart test test-all venv libtpu lint docs lock
+.PHONY: help quickstart test test-all venv libtpu lint docs lock
+
+help:
+	@echo "make venv         install into .venv what training, sampling and serving need"
+	@echo "make quickstart   train a small GPT-J on Shakespeare"
+	@echo "make test         lint and test"
+	@echo "make test-all     the same with the slow tests"
+	@echo "make libtpu       install the compiler for plans for TPUs"
+	@echo "make docs         build the documentation site"
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
-quickstart: venv
+quickstart: .venv/run
 	$(BIN)/python scripts/quickstart.py
 
 # Installs what the tests need and runs all but the slow ones: three workers for two cores, as some
@@ -22,6 +30,7 @@ test-all: .venv/test libtpu lint
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
 # Python compiles modules when they are first imported; most of the packages' files never are.
 venv: .venv/run
+	@echo "now run: . .venv/bin/activate"
 
 # The compiler for TPUs, with which scripts/plan.py needs none.  Not everybody can have it, and it
 # has a folder of its own: where JAX finds it on a machine without TPUs, every process is warned.

@@ -108,7 +108,8 @@ def main() -> int:
     before, after = (
         sum(row["train/loss"] for row in part) / len(part) for part in (rows[:10], rows[-10:])
     )
-    print(f"\nThe loss fell from {before:.2f} to {after:.2f} over {len(rows)} steps; see {curve}.")
+    means = f"from {before:.2f} to {after:.2f} (means of 10 steps)"
+    print(f"\nThe loss fell {means} in {len(rows)} steps; see {curve}.")
     if after > before - 2:
         print("The loss should have fallen by at least 2 nats.", file=sys.stderr)
         return 1

@@ -82,6 +82,16 @@ def base_config(path: str, config: str) -> Config:
     return Config.load(config) if source.kind == "original" else source.config
 
 
+def check_same_tokenizer(train: str, val: str) -> None:
+    """Raise InputError if the manifests of two record sets name different tokenizers."""
+    names = [tokenizer_of(index) for index in (train, val)]
+    if None not in names and names[0] != names[1]:
+        raise InputError(
+            f"{val} was created with the tokenizer {names[1]}, but {train} with {names[0]}; create "
+            "both with the same --tokenizer"
+        )
+
+
 def tokenizer_keys(name: str | None) -> dict[str, Any]:
     """Return the config keys that select a tokenizer, with their values.
 
@@ -102,6 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
     check_absent(args.output)
     base = base_config(args.base, args.base_config) if args.base else None
     tokenizer = args.tokenizer or (None if base else tokenizer_of(args.train))
+    if args.val:
+        check_same_tokenizer(args.train, args.val)
     changes = tokenizer_keys(tokenizer) | settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
     device = recipe.device_of(slice_named(args.topology) if args.topology else this_machine())

@@ -2,27 +2,31 @@
 
 import argparse
 import json
+import os
 from typing import Any
 
 from mesh_transformer.cli.arguments import Parser
 from mesh_transformer.data import files
 from mesh_transformer.performance import pictures
+from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("metrics", help="metrics.jsonl of a model folder, which may be in a bucket")
+    parser.add_argument("metrics", help="model folder, or its metrics.jsonl; may be in a bucket")
     parser.add_argument("picture", help="PNG or SVG file to write")
     return parser.parse_args()
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl file, which has one row of metrics per line.
+    """Read a metrics.jsonl file, or that of a model folder; it has one row of metrics per line.
 
     Raises:
       InputError: if the file cannot be read, is not in the JSON Lines format, or has no rows.
     """
+    if files.is_folder(path):
+        path = os.path.join(path, NAME)
     try:
         with files.open_file(path) as file:
             rows = [json.loads(line) for line in file]
@@ -37,10 +41,13 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], picture: str) -> None:
     figure, axes = pictures.pyplot().subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], label="train")
-    for key in sorted({key for row in rows for key in row if key.startswith("val/loss_")}):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"validation: {key[9:]}")
+    validation = sorted({key for row in rows for key in row if key.startswith("val/loss_")})
+    for key in ("train/loss", *validation):
+        points = [(row["step"], row[key]) for row in rows if key in row]  # not of skipped updates
+        steps, losses = zip(*points, strict=True) if points else ((), ())
+        is_train = key == "train/loss"
+        label = "train" if is_train else f"validation: {key[9:]}"
+        axes.plot(steps, losses, marker=None if is_train else "o", label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

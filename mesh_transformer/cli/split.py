@@ -3,6 +3,7 @@
 import argparse
 
 from mesh_transformer.cli.arguments import Parser
+from mesh_transformer.data.documents import FILE_TYPES, left_out
 from mesh_transformer.data.split import NAMES, split
 
 
@@ -36,4 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     total = sum(part.bytes for part in parts)
     for name, part in zip(NAMES, parts, strict=True):
         share = f"{part.bytes:,} bytes ({part.bytes / total:.1%})"
-        print(f"{name:6} {share} in {part.documents:,} documents: {part.path}")
+        noun = "document" if part.documents == 1 else "documents"
+        print(f"{name:6} {share} in {part.documents:,} {noun}: {part.path}")
+    if names := left_out(args.text, FILE_TYPES):
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        print(f"left out: {len(names)} of other types ({shown})")

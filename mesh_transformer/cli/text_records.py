@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import random
 import shutil
@@ -29,7 +30,7 @@ from typing import Any
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, positive
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
 from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, format_counts
-from mesh_transformer.data.files import upload
+from mesh_transformer.data.files import is_file, open_file, upload
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
 from mesh_transformer.data.storage import check_bucket, is_uri
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
@@ -65,7 +66,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--new",
         action="store_true",
-        help="start over instead of resuming an interrupted run of the same name",
+        help="start over instead of resuming an interrupted run of the same name; replace a record "
+        "set of that name that was created with other options",
     )
     parser.add_argument(
         "--sequences-per-file",
@@ -156,6 +158,8 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
     """
     settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
     tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
+    if not options.new:
+        check_same_settings(options, {"tokenizer": tokenizer_entry, "options": settings})
     generator = random.Random(options.seed)
     files = find_files(options.input_path, FILE_TYPES)
     if not options.preserve_data_order:
@@ -200,6 +204,34 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
     return f"{paths[0]}{others}: {contents}; listed in {paths[1]}{skipped_text}"
 
 
+def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -> None:
+    """Raise InputError if the record set exists, but was created with other settings.
+
+    Args:
+      manifest: the entries "tokenizer" and "options" of the new set's manifest.
+    """
+    path = f"{os.path.join(options.output_dir, options.name)}.manifest.json"
+    if not is_file(path):
+        return
+    try:
+        with open_file(path) as file:
+            old = json.loads(file.read())
+        differences = [
+            f"--{key.replace('_', '-')} {old['options'].get(key)!r}"
+            for key, value in manifest["options"].items()
+            if old["options"].get(key) != value
+        ]
+        if old["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
+            differences.append(f"--tokenizer {old['tokenizer']['name']}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return  # damaged, or of an earlier version, which the new set replaces
+    if differences:
+        raise InputError(
+            f"{path}: this record set exists, and was created with {', '.join(differences)}; give "
+            "another name or the same options, or replace it with --new"
+        )
+
+
 def packing_options(options: argparse.Namespace) -> PackingOptions:
     return PackingOptions(
         options.seq + 1,
@@ -219,10 +251,14 @@ def no_sequence_error(
         return InputError(
             f"{options.input_path}: all its files are empty{skipped_text}; expected text"
         )
+    found = f"{options.input_path}: found {len(corpus.tokens)} tokens{skipped_text}"
+    if len(corpus.tokens) <= options.seq:
+        return InputError(
+            f"{found}, fewer than the {options.seq + 1} of one sequence; add text, or lower --seq"
+        )
     return InputError(
-        f"{options.input_path}: found {len(corpus.tokens)} tokens{skipped_text}, but no sequence "
-        f"of {options.seq + 1} with at least {max(options.min_unique_tokens, 1)} distinct tokens; "
-        "add text, or lower --seq or --min-unique-tokens"
+        f"{found}, but no sequence of {options.seq + 1} with at least {options.min_unique_tokens} "
+        "distinct tokens; add text, or lower --seq or --min-unique-tokens"
     )
 
 

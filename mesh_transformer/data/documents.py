@@ -148,6 +148,14 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
     return paths
 
 
+def left_out(path: str, types: tuple[str, ...]) -> list[str]:
+    """Return the names in the folder `path` that `find_files` leaves out, but for hidden ones."""
+    if not files.is_folder(path):
+        return []
+    used = {os.path.basename(file) for file in find_files(path, types)}
+    return [name for name in sorted(files.names(path)) if name not in used and name[0] != "."]
+
+
 @contextlib.contextmanager
 def open_input(path: str, bad: BadInputHandler) -> Iterator[IO[bytes]]:
     """Return a context manager that opens a file for reading bytes.

@@ -48,7 +48,8 @@ def read_index(index_path: str) -> list[str]:
         raise InputError(f"index {index_path}: {_first_line(error)}") from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"index {index_path}: not text; list .tfrecords files, one per line"
+            f"index {index_path}: not text; an index lists .tfrecords files, one per line, such as "
+            "NAME.index of `mesh-transformer records`"
         ) from error
     entries = [line.strip() for line in lines if line.strip()]
     longest = max(map(len, entries), default=0)

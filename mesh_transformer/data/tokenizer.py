@@ -60,8 +60,13 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     folder = Path(source)
     if folder.is_dir():
         return _from_folder(folder)
-    if folder.exists() or source.startswith((".", "/", "~")):
-        raise InputError(f"tokenizer {source}: not a folder; give a folder, a hub name or gpt2")
+    # A name such as owner/tokenizer is one of the hub, unless there is a folder of its first part.
+    is_path = source.startswith((".", "/", "~")) or (
+        len(folder.parts) > 1 and folder.parent.is_dir()
+    )
+    if folder.exists() or is_path:
+        problem = "not a folder" if folder.exists() else "no such folder"
+        raise InputError(f"tokenizer {source}: {problem}; give a folder, a hub name or gpt2")
     return _from_hub(source)
 
 

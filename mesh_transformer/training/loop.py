@@ -270,6 +270,8 @@ class _Run:
             name, step = signal.Signals(received[0]).name, self.network.step
             where = f"and saved at step {step}" if step else "before the first step"
             print(f"{name}: stopped {where}; start again to resume")
+        else:
+            print(f"{self.folder}: trained to step {self.network.step}")
 
     def _step(self, received: list[int]) -> None:
         """Run one update; then validate and save, each only if it is due at this step."""

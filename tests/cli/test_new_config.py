@@ -156,6 +156,16 @@ def test_the_command_writes_a_config_that_reads_the_records(tmp_path, capsys):
         call(*flags)
 
 
+def test_validation_records_of_another_tokenizer_are_refused(tmp_path):
+    indexes = {name: write_set(tmp_path, name) for name in ("train", "val")}
+    for name, index in indexes.items():
+        manifest = {"tokenizer": {"name": f"{name}_tokenizer"}}
+        Path(index.replace(".index", ".manifest.json")).write_text(json.dumps(manifest))
+    line = "val.index was created with the tokenizer val_tokenizer, but .* with train_tokenizer; "
+    with pytest.raises(InputError, match=line):
+        call("--train", indexes["train"], "--val", indexes["val"], "--output", tmp_path / "my.json")
+
+
 def test_the_base_may_have_any_format(tmp_path, capsys):
     train = write_set(tmp_path, "train")
     original = tmp_path / "step_3"

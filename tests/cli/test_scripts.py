@@ -543,10 +543,14 @@ def test_invalid_sampling_options_are_refused(untrained, tmp_path, monkeypatch, 
 def test_plot_loss_draws_the_losses(tmp_path):
     rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 6)]
     rows[-1]["val/loss_held_out"] = 0.3
+    del rows[2]["train/loss"]  # its update was skipped
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ("scripts/plot_loss.py", tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert finish(start("", *command)) == (0, "", [])
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert finish(start("", command[0], tmp_path, tmp_path / "loss.png")) == (0, "", [])
+    assert (tmp_path / "loss.png").read_bytes() == picture
     status, out, messages = finish(
         start("", command[0], tmp_path / "no.jsonl", tmp_path / "no.png")
     )

@@ -142,6 +142,16 @@ def test_the_command_prints_bytes(tmp_path, capsys):
     ]
 
 
+def test_the_command_names_the_files_that_it_leaves_out(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.txt", "b.pdf", "c.py", ".hidden"):
+        (folder / name).write_text("word " * 100)
+    lines = call(capsys, folder, tmp_path / "out", "--validation", 0.2)
+    assert [line.partition(" in ")[2].partition(":")[0] for line in lines[:2]] == ["1 document"] * 2
+    assert lines[2:] == ["left out: 2 of other types (b.pdf, c.py)"]
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "options", "message"),
     [

@@ -19,7 +19,7 @@ import zstandard
 from mesh_transformer.cli import text_records as script
 from mesh_transformer.data import documents as text_documents
 from mesh_transformer.data.record_set import Position, RecordSet
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer, train_tokenizer
 from mesh_transformer.util import InputError
 from tests.support.fake_gcs import gcs_server
 
@@ -350,6 +350,31 @@ def test_text_with_too_few_distinct_tokens_is_refused(tmp_path, documents):
     write_files(tmp_path / "in", documents)
     with pytest.raises(InputError, match="with at least 18 distinct tokens"):
         create(tmp_path, "--min-unique-tokens", 18)
+
+
+def test_text_shorter_than_a_sequence_is_refused(tmp_path, documents):
+    write_files(tmp_path / "in", documents[:1])
+    with pytest.raises(InputError, match=r"tokens, fewer than the 10001 of one sequence; add text"):
+        create(tmp_path, seq=10000)
+
+
+def test_a_finished_set_is_replaced_only_by_one_with_the_same_options(tmp_path, documents):
+    write_files(tmp_path / "in", documents)
+    first = create(tmp_path)
+    np.testing.assert_array_equal(create(tmp_path), first)
+    (tmp_path / "in" / "more.txt").write_text(" ".join(documents))  # more text is no mistake
+    assert len(create(tmp_path)) > len(first)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    other = tmp_path / "tokenizer"
+    train_tokenizer(documents, 300).save_pretrained(other)
+    for options, line in (
+        (["--seed", 3], "was created with --seed 10; give another name or the same options"),
+        (["--tokenizer", other], "was created with --tokenizer gpt2; give another name"),
+    ):
+        with pytest.raises(InputError, match=line):
+            create(tmp_path, *options)
+        assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    create(tmp_path, "--seed", 3, "--new")
 
 
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path, documents):

@@ -101,6 +101,13 @@ def test_path_that_is_not_a_folder_is_refused(tmp_path):
         load_tokenizer(str(tmp_path / "missing"))
 
 
+def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="tokenizer mine/tokeniser: no such folder; give a folder"):
+        load_tokenizer("mine/tokeniser")
+
+
 def test_hub_name_without_network_is_a_one_line_error(monkeypatch):
     import huggingface_hub.constants
 
