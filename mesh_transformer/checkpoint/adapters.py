@@ -1,4 +1,4 @@
-"""Base models of LoRA adapters: their records in checkpoints, and merging adapters into them."""
+"""Records of the base models of LoRA adapters, and merging of adapters into a base model."""
 
 from typing import Any, NamedTuple
 
@@ -22,25 +22,26 @@ class Base(NamedTuple):
 
     Attributes:
       path: the base model's path when the adapters were trained.
-      checksums: {dtype: {leaf name: checksum of the leaf's values after a cast to dtype}}.
+      checksums: {dtype: {leaf name: checksum of the leaf's values after a cast to dtype}}.  A leaf
+        name is "part/module/name".
     """
 
     path: str
     checksums: dict[str, dict[str, int]]
 
     def checksum_of(self, leaf: str) -> tuple[str, int | None]:
-        """Return the dtype that a leaf is cast to for its checksum, and the checksum.
+        """Return a dtype, and the recorded checksum of a leaf that was cast to this dtype.
 
-        The dtype is float32 if there are checksums for it, otherwise bfloat16.  The checksum is
-        None if the base model has no such leaf.
+        The dtype is float32 if the record has checksums for it, otherwise bfloat16.  The checksum
+        is None if the base model has no such leaf.
         """
         dtype = "float32" if "float32" in self.checksums else "bfloat16"
         return dtype, self.checksums[dtype].get(leaf)
 
     def difference(self, other: "Base") -> str | None:
-        """Return the name of the first leaf that differs between two models; None if none differs.
+        """Return the name of the first leaf whose checksum differs in `other`; None if all match.
 
-        The checksums for float32 are compared, or those for bfloat16 if a model has only these.
+        Compares the float32 checksums if both records have them, otherwise those for bfloat16.
         """
         common = self.checksums.keys() & other.checksums.keys()
         one, two = (base.checksums[max(common)] for base in (self, other))
@@ -48,11 +49,12 @@ class Base(NamedTuple):
 
 
 def saved_base(aux: Any, where: str) -> Base | None:
-    """Return the base model recorded in a checkpoint's `aux`.
+    """Return the record of the base model in a checkpoint's `aux`; None if there is no record.
 
-    Returns None if there is no record, because the checkpoint holds a whole model, not adapters.
+    Only checkpoints of adapters have a record; checkpoints of whole models do not.
 
     Args:
+      aux: the JSON dict that a native checkpoint stores with its arrays.
       where: the checkpoint, for error messages.
 
     Raises:
@@ -127,7 +129,7 @@ def _merged(
     Args:
       source: the leaf's values in the base model.
       factors: the adapter's two matrices; an empty list if the leaf has no adapter.
-      path: the part, module and name of the leaf.
+      path: the leaf's keys (part, module, name) in the nested dicts of parameters.
     """
     layers, name = path[0] == "layers", "/".join(path)
     sums: dict[int | None, int] = {}  # the checksum of each layer read so far
@@ -153,8 +155,8 @@ def _merged(
 
 
 def aux_entries(base: Base | None) -> dict[str, Any]:
-    """Return the entries of a checkpoint's `aux` that record a base model; {} for None.
+    """Return the entries of a checkpoint's `aux` that record `base`; {} if `base` is None.
 
-    `saved_base` reads them.
+    `saved_base` turns these entries back into a `Base`.
     """
     return {} if base is None else {"lora": {"base": base.path, "checksums": base.checksums}}

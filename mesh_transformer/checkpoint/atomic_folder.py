@@ -81,7 +81,7 @@ def _delete_abandoned(parent: str, name: str) -> None:
 
 
 def _is_running(process: int) -> bool:
-    """Return whether a process other than this one is running with the id `process`."""
+    """Return whether `process` is the id of a running process other than this one."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -38,7 +38,8 @@ class ConversionResult(NamedTuple):
     Attributes:
       path: the folder that was written: a step_N or a Hugging Face folder.
       config: the model's config.
-      dtype: the dtype of the embedding, and of all other weights unless the source mixes dtypes.
+      dtype: the dtype of the embedding matrix.  All other weights have the same dtype, unless the
+        source mixes dtypes and no dtype to cast to was passed.
       optimizer: whether the optimizer state was written.
     """
 
@@ -155,12 +156,12 @@ def convert(
         and the target format can store them.
       step: the step to convert, if `source` is a model folder (default: its newest).
       trim_vocab: whether to cut the padding off the vocabulary, if `target_kind` is "hf".
-      tokenizer: a tokenizer to use in place of the config's.
+      tokenizer: the model's tokenizer, as `load_tokenizer` accepts it (default: the config's).
       base: the path of the adapters' base model, if it has moved.
 
     Raises:
-      InputError: if the source cannot be read or the target cannot be written.  In that case
-        nothing is left at `target`.
+      InputError: if the source cannot be read or the target cannot be written.  A failed conversion
+        leaves nothing new at `target`.
     """
     target = local_path(target)
     check_format(target_kind)
@@ -195,10 +196,10 @@ def convert(
 
 
 def _check_rows(target: str, config: Config, shards: int | None) -> None:
-    """Raise InputError if the vocabulary cannot be split evenly into the target's shards.
+    """Raise InputError if the size of the vocabulary is not divisible by the number of shards.
 
-    This happens if the padding of a Hugging Face folder's vocabulary was cut off.  The error names
-    an `n_vocab` that works.
+    A typical case is a Hugging Face folder whose vocabulary was stored without padding.  The error
+    message suggests an `n_vocab` that is divisible.
     """
     rows, count = config.n_vocab, shards or config.cores_per_replica
     if rows % count:
@@ -211,7 +212,10 @@ def _check_rows(target: str, config: Config, shards: int | None) -> None:
 
 
 def _check_target(target: str, kind: Format) -> None:
-    """Raise InputError if `target` exists, is misnamed, or is in a model folder of another format.
+    """Raise InputError if a checkpoint cannot be written to `target`.
+
+    This is the case if `target` exists, if it is a step_N whose N has leading zeros, or if it is a
+    step_N in a model folder that holds a checkpoint in another format.
 
     Args:
       kind: the format to write.
@@ -275,7 +279,7 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
     step_N, the state's step is set to N.
 
     Raises:
-      InputError: if `target` is a step_N, but the state's step, which its source stores, is not N.
+      InputError: if `target` is a step_N, and the source stores a step other than N.
     """
     named = step_number(target)
     if named is None:
@@ -292,7 +296,7 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
 
 
 _PROMPT_LENGTH = 64
-# The largest difference allowed between the logits that `compare` compares, by the target's dtype.
+# The difference that `compare` allows, relative to the spread of the logits, by the target's dtype.
 # In f32, only biases are rounded: those that are folded into the embedding or divided among shards.
 # f16 and bf16 round every weight (by 2^-11 and 2^-8), and the errors add up over the layers.
 LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -308,9 +312,9 @@ def compare(
 ) -> tuple[float, float]:
     """Return the largest difference between two checkpoints' logits, and the difference allowed.
 
-    The logits are computed on a fixed prompt.  Both results are relative to the spread of the
-    source's logits, which is their maximum minus their median.  The allowed difference depends on
-    the target's dtype.  The checkpoints are read one after the other.
+    The logits are computed on a fixed prompt.  Both results are divided by the spread of the
+    source's logits (their maximum minus their median).  The allowed difference depends on the
+    target's dtype.  The checkpoints are read one after the other, so only one is in memory.
 
     Args:
       source_kind: the format of `source`.

@@ -205,11 +205,11 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attn.embed_positions")  # const
 
 
 class _Place(NamedTuple):
-    """The place of a Hugging Face tensor in our parameters.
+    """Where our parameters hold the values of a Hugging Face tensor.
 
     Attributes:
-      part, module, leaf: the path of our leaf.
-      layer: the index into our leaf's layers; None if the leaf is not stacked.
+      part, module, leaf: the keys of our leaf, which is `params[part][module][leaf]`.
+      layer: the tensor's index on the leaf's layer axis; None if the leaf has no layer axis.
       transposed: whether our leaf is the transpose of the tensor.
     """
 
@@ -220,16 +220,16 @@ class _Place(NamedTuple):
     transposed: bool
 
     def find(self, params: gptj.Params) -> Any:
-        """Return our leaf that holds the tensor; a stacked leaf is returned with all its layers."""
+        """Return the leaf of `params` that holds the tensor; if it is stacked, with all layers."""
         return params[self.part][self.module][self.leaf]
 
     def shape(self, params: gptj.Params) -> tuple[int, ...]:
-        """Return the tensor's shape in Hugging Face's orientation."""
+        """Return the tensor's shape, with its axes in Hugging Face's order."""
         shape = self.find(params).shape[self.layer is not None :]
         return shape[::-1] if self.transposed else shape
 
     def values(self, params: gptj.Params) -> np.ndarray:
-        """Return the tensor's values in Hugging Face's orientation."""
+        """Return the tensor's values, with its axes in Hugging Face's order."""
         leaf = self.find(params)
         values = np.asarray(leaf if self.layer is None else leaf[self.layer])
         return values.T if self.transposed else values
@@ -242,8 +242,9 @@ def read(
     dtype: DTypeLike | None = None,
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a folder's config, and its weights as a host state (see `conversion.read`) at step 0.
+    """Return a folder's config, and its weights as a host state at step 0.
 
+    The module `conversion` describes host states.
     The embedding's bias, which Hugging Face's GPT-J does not have, is zero.
 
     Args:
@@ -332,7 +333,7 @@ def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def _places(config: Config) -> dict[str, _Place]:
-    """Return {Hugging Face's tensor name: its place in our parameters}, in Hugging Face's order."""
+    """Return {tensor name: `_Place`} for all of the model's tensors, in Hugging Face's order."""
     places = {_EMBEDDING: _Place("embed", "embedding", "w", None, False)}
     for layer in range(config.layers):
         for name, (module, leaf) in _LAYER.items():
@@ -367,7 +368,7 @@ def _check_same(folder: str, stored: Config, config: Config) -> None:
 def _select_weights(
     folder: str, stored: dict[str, StoredTensor], places: dict[str, _Place]
 ) -> dict[str, StoredTensor]:
-    """Return the stored tensors that are weights, without constant buffers.
+    """Return the stored tensors without the constant buffers, such as attention masks.
 
     Raises:
       InputError: if a tensor of `places` is missing, or if a stored tensor is neither in `places`
@@ -411,9 +412,9 @@ def _check_stored(
 def _leaf_dtypes(
     stored: dict[str, StoredTensor], places: dict[str, _Place], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
-    """Return {path of our leaf: the dtype to read it in}.
+    """Return {(part, module, leaf): dtype to read the leaf in} for all of our leaves.
 
-    The dtype is `dtype`, or if that is None, the dtype of the leaf's tensors.
+    If `dtype` is None, each leaf is read in the dtype of its stored tensors, otherwise in `dtype`.
 
     Raises:
       InputError: if `dtype` is None and the layers of a leaf differ in dtype.
@@ -437,9 +438,14 @@ def _lazy(
     stored: dict[str, StoredTensor],
     places: dict[str, _Place],
 ) -> Any:
-    """Return one of our leaves, read from Hugging Face's tensors layer by layer.
+    """Return one of our leaves as a `LazyLeaf`, which reads one tensor per layer.
 
-    The embedding's bias, which has no tensor, is zeros.
+    The embedding's bias, for which Hugging Face has no tensor, is returned as zeros.
+
+    Args:
+      key: the leaf's part, module and name.
+      declaration: the leaf's declaration.
+      dtypes: the dtypes of all leaves, from `_leaf_dtypes`.
     """
     dtype = dtypes[key]
     names = [name for name, place in places.items() if place[:3] == key]
@@ -462,7 +468,12 @@ def _lazy(
 def _tensors(
     params: gptj.Params, config: Config, rows: int, dtype: np.dtype | None
 ) -> Iterator[Tensor]:
-    """Yield the tensors to write.  Each tensor's values are computed only when it is written."""
+    """Yield the tensors to write.  Each tensor's values are computed only when it is written.
+
+    Args:
+      rows: the size of the vocabulary to write.
+      dtype: the dtype to cast the parameters to; None for each leaf's own.
+    """
     bias = np.asarray(params["embed"]["embedding"]["b"])
     for name, place in _places(config).items():
         shape = place.shape(params)

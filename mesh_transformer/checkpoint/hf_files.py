@@ -38,11 +38,11 @@ class StoredTensor(NamedTuple):
 
     Attributes:
       path: the file.
-      dtype: safetensors' code of the dtype, such as "BF16".  In .bin files, dtypes other than F32,
-        F16 and BF16 have torch's name instead, such as "torch.int64".
+      dtype: the dtype's name in safetensors, such as "BF16".  In .bin files, dtypes other than
+        F32, F16 and BF16 have their name in torch instead, such as "torch.int64".
       shape: the tensor's shape.
-      read: returns the values.  They may be a view of a memory-mapped file, so the caller must copy
-        them and drop the view.
+      read: a function that returns the tensor's values.  They may be a view of a memory-mapped
+        file, so the caller must copy them and drop the view.
     """
 
     path: str
@@ -114,7 +114,12 @@ def read_json(path: str) -> dict[str, Any]:
 def _sharded(
     folder: str, index: str, opener: Callable[[str], dict[str, StoredTensor]]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of all shards that an index lists; `opener` reads one file."""
+    """Return the tensors of all shards that an index lists.
+
+    Args:
+      index: the path of the .index.json file.
+      opener: a function that returns the tensors of one shard, given its path.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no mapping weight_map; {_COPY_ADVICE}")
@@ -164,7 +169,7 @@ def _span(
     """Return one tensor of a safetensors file.
 
     Args:
-      code: the format's code of the dtype.
+      code: the dtype's name in safetensors.
       start: the position in the file at which the data of all tensors start.
       begin, end: the range of the tensor's bytes, relative to `start`.
 

@@ -23,7 +23,7 @@ def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     Infinities are kept.
 
     Args:
-      where: the array's place, for the error message, such as "checkpoint <path>: leaf <name>".
+      where: which array this is, for the error message: "checkpoint <path>: leaf <name>", say.
 
     Raises:
       InputError: if a finite number is too large for `dtype`.
@@ -31,7 +31,7 @@ def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     if value.dtype == dtype:
         return value
     result = np.empty(value.shape, dtype)
-    # One layer at a time: the check of a whole stacked leaf would take as much memory again.
+    # One layer at a time: checking a whole stacked leaf would need as much memory as the leaf.
     for target, source in zip(result, value, strict=True) if value.ndim > 2 else [(result, value)]:
         with np.errstate(over="ignore"):
             target[...] = source
@@ -70,9 +70,9 @@ class LazyLeaf:
 
         Args:
           shape, dtype: the shape and dtype of the whole array.
-          read: a function that reads from disk and returns values of this dtype.  With `layers`, it
-            is called with the index of one layer and returns that layer.  Without, it is called
-            with None and returns the whole array.
+          read: a function that reads from disk and returns values of this dtype.  If `layers` is
+            True, it is called with the index of a layer and returns this layer.  Otherwise it is
+            called with None and returns the whole array.
           layers: whether the array is stacked over layers along its first axis.
         """
         self.shape, self.dtype = shape, dtype
@@ -90,7 +90,7 @@ class LazyLeaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def astype(self, dtype: np.dtype, where: str) -> "LazyLeaf":
-        """Return this leaf in another dtype, cast when it is read; see `cast` for `where`."""
+        """Return a leaf whose values are cast to `dtype` when read; see `cast` for `where`."""
         if dtype == self.dtype:
             return self
         return LazyLeaf(

@@ -38,10 +38,11 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # bytes per entry -> i
 
 
 def checksum(values: Array, *, layers: bool = False) -> Array:
-    """Return the checksum of an array, uint32 []; with `layers`, that of each layer, uint32 [L].
+    """Return the checksum of an array, or with `layers`, one checksum per layer.
 
-    Layers are stacked along the array's first axis.  Entries are indexed from the start of the
-    whole array, so the checksums of all layers add up to the array's checksum, modulo 2^32.
+    The result is uint32, of shape [] or [L]; the L layers are stacked along the array's first axis.
+    Entries are indexed from the start of the whole array, so the checksums of all layers add up to
+    the array's checksum, modulo 2^32.
     """
     if values.dtype == jnp.bool:
         values = values.astype(jnp.uint8)
@@ -242,7 +243,11 @@ def check_sums(
 
 
 def damage_error(step: epath.Path, what: str) -> InputError:
-    """Return the error to raise if `what`, a file or leaf of a step, is not what was saved."""
+    """Return the error to raise if a file or leaf of a step is not what was saved.
+
+    Args:
+      what: the file or leaf, for the error message, such as "its file aux/metadata".
+    """
     return InputError(
         f"checkpoint {step}: {what} is damaged: it is not what was saved; restore another step or "
         "copy this one again"

@@ -21,7 +21,7 @@ _numbers = itertools.count()  # numbers of the saves, equal in all processes
 
 
 class JointSave:
-    """Barriers for saves that all processes make one after the other.
+    """Barriers for a sequence of saves, each of which is made by all processes together.
 
     Every process calls `begin` once per save.  After that it waits at the same barriers as the
     other processes, or calls `fail`.

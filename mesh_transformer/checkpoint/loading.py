@@ -24,7 +24,7 @@ from mesh_transformer.util import InputError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
-    """Return a jitted function that takes a PRNG key and returns new adapters on `mesh`."""
+    """Return a jitted function from a PRNG key to newly initialised adapters on `mesh`."""
 
     def fresh(key: Array) -> Any:
         return steps.init_state(config, key)["params"]
@@ -50,7 +50,8 @@ class Loaded(NamedTuple):
     """The result of `load`.
 
     Attributes:
-      state: a state with the keys "params" and "frozen", and "opt_state" if it was read.
+      state: a training state (see `training.step.init_state`) without "step", and without
+        "opt_state" if it was not read.
       base: the record of the adapters' base model; None if `state` has no adapters.
     """
 
@@ -70,9 +71,10 @@ def saved_part(state: steps.State) -> steps.State:
 def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
     """Load a checkpoint's weights, and Adam's moments if it has any and `optimizer` is True.
 
-    If the config does not set `lora_rank`, adapters in the checkpoint are merged into their base
-    model.  If it does, adapters in the checkpoint are loaded together with their base model; for a
-    checkpoint without adapters, new ones are created, and the checkpoint becomes their base model.
+    If the config does not set `lora_rank`, the result is a whole model: adapters in the checkpoint
+    are merged into their base model.  If the config sets `lora_rank`, the result is adapters and
+    their base model.  Both are loaded if the checkpoint holds adapters.  If it holds a whole model,
+    new adapters are created, with this model as their base model.
 
     Raises:
       InputError: if the source cannot be read or does not fit the config.
@@ -106,8 +108,8 @@ def load_base(
     Args:
       where: the checkpoint of the adapters, for error messages.
       places: the checkpoints to try, in this order.
-      recorded: the base model that the adapters were trained on.  A checkpoint whose checksums
-        differ from it is skipped.  None accepts any base model.
+      recorded: the record of the base model that the adapters were trained on.  Checkpoints whose
+        checksums differ from those in the record are skipped.  If None, any model is accepted.
 
     Returns:
       The base model's parameters, which are frozen, and a record of its path and checksums.
@@ -153,9 +155,10 @@ def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, i
 
 
 def _read(source: Source, config: Config, template: steps.State) -> steps.State:
-    """Read the leaves of the template that the source has, in the template's shardings.
+    """Read a checkpoint in the shardings and dtypes of the template.
 
-    If the source holds adapters, they are merged into their base model.
+    Top-level keys of the template that the checkpoint lacks, such as "opt_state", are left out.
+    Adapters in the checkpoint are merged into their base model.
     """
     if source.step is not None and source.adapters is None:
         return _read_native(source.step, config, template)

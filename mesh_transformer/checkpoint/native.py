@@ -136,7 +136,7 @@ class Checkpoints:
     def claim(self) -> None:
         """Lock the folder against other writers until `close`.
 
-        Creates the folder if necessary, and deletes what interrupted saves have left in it.
+        Creates the folder if necessary, and deletes the unfinished steps of interrupted saves.
 
         Raises:
           InputError: if another process has locked the folder, or the folder cannot be written.
@@ -285,8 +285,8 @@ class Checkpoints:
     def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
         """Return an Orbax checkpointer that saves steps as the module's docstring describes."""
         handlers, joint = ocp.type_handlers, self._joint
-        # Orbax sees each process as the only one.  The processes synchronise at `joint`'s barriers
-        # instead of Orbax's.
+        # Each process is configured as Orbax's only active process.  The processes synchronise at
+        # the barriers of `joint` instead of Orbax's.
         processes = ocp.options.MultiprocessingOptions(
             active_processes=None if joint.alone else {jax.process_index()}
         )
@@ -363,9 +363,9 @@ class Checkpoints:
     def _clear_after_failure(self) -> None:
         """Delete the files of a failed save, repeatedly until its remaining writes have ended.
 
-        These writes cannot be waited for, and each creates its folder again.  After a few seconds
-        this gives up and leaves the remaining files for the next save to delete.  Without a commit
-        file they are never taken for a complete step.
+        These writes cannot be waited for, and each of them may create the deleted folder again.
+        After a few seconds, this method gives up and leaves the remaining files for the next save
+        to delete.  As they include no commit file, they are never taken for a complete step.
         """
         quiet = 0
         for _ in range(50):
@@ -416,7 +416,7 @@ def find(path: str) -> SavedStep:
 
 
 def own_steps(folder: str) -> list[epath.Path]:
-    """Return all step folders that this program wrote to a model folder, finished or not."""
+    """Return the folders of all native steps in a model folder, committed or unfinished."""
     with convert_storage_errors(f"model folder {folder}"):
         paths = entries(_absolute(folder))
         return [path for path in paths if _is_committed(path) or _is_unfinished(path)]
@@ -482,7 +482,7 @@ def delete_step(path: epath.Path) -> None:
 def _should_log(record: logging.LogRecord) -> bool:
     """Return whether to show a log record.
 
-    Returns False for records of failures that are also raised as exceptions.
+    Returns False for failures that are also raised as exceptions, and for one expected warning.
     """
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
         return False  # a read or write that failed after another one had

@@ -73,8 +73,8 @@ def read(
 def write(folder: str, state: dict[str, Any], config: Config) -> None:
     """Write a state, as `read` returns it, to `folder`/step_N, where N is the state's step.
 
-    The step appears complete or not at all.  If `folder` is new and local, the same is true of
-    `folder`.
+    The step appears complete or not at all.  If `folder` is local and does not exist yet, it only
+    appears together with the complete step.
 
     Raises:
       InputError: if the step already exists or storage fails.

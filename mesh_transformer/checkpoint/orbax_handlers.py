@@ -1,4 +1,4 @@
-"""Orbax handlers that save host arrays layer by layer, and states from several processes."""
+"""Orbax handlers: one saves host arrays layer by layer, one coordinates several processes."""
 
 import contextlib
 import dataclasses
@@ -93,15 +93,15 @@ def _parts(
 
 
 def _layers(value: np.ndarray | LazyLeaf) -> Sequence[int | None]:
-    """Return the indices of a leaf's layers, if it is written layer by layer.
+    """Return the indices of the layers to write one by one, or (None,) to write the leaf whole.
 
-    Returns (None,) for a leaf that is written whole.
+    Leaves with more than two axes are written layer by layer.
     """
     return range(value.shape[0]) if value.ndim > 2 else (None,)
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Checkpoint handler that starts to write once process 0 has created the folders."""
+    """Checkpoint handler that waits until process 0 has created the folders before it writes."""
 
     def __init__(self, joint: JointSave, **options: Any):
         super().__init__(**options)

@@ -58,17 +58,18 @@ class Rule(enum.Enum):
 
 
 class Entry(NamedTuple):
-    """One parameter of a mesh-transformer-jax checkpoint: its place in our tree and in the shards.
+    """One parameter in a mesh-transformer-jax checkpoint, and the leaf that holds it in our tree.
 
-    A parameter that every layer has is one entry per layer, but a single stacked leaf in our tree.
+    mesh-transformer-jax stores the parameters of each layer separately, so there is one entry per
+    layer.  Our tree stacks these parameters in a single leaf.
 
     Attributes:
       name: mesh-transformer-jax's names of the module and the leaf, separated by a space.
-      part, module, leaf: the path of our leaf.
-      layer: the index into our leaf's layers; None if the leaf is not stacked.
-      shape: the shape of the unsharded parameter, without our axis of layers.
+      part, module, leaf: the keys of our leaf, which is `params[part][module][leaf]`.
+      layer: the entry's index on our leaf's layer axis; None if the leaf has no layer axis.
+      shape: the shape of the unsharded parameter, without the layer axis.
       rule: how the parameter is divided among the shards.
-      axis: the axis that is split among the shards, for SPLIT.
+      axis: if the rule is SPLIT, the axis that is split among the shards.
     """
 
     name: str
@@ -113,7 +114,7 @@ def entries(config: Config, declared: Any) -> list[Entry]:
     The entries are sorted by mesh-transformer-jax's module names, then by its leaf names.
 
     Args:
-      declared: the declarations of the config's parameters.
+      declared: the declarations of the config's parameters, from `gptj.declarations`.
 
     Raises:
       InputError: if checkpoints of mesh-transformer-jax (version 1) cannot represent the model.
@@ -247,7 +248,8 @@ class _Source(NamedTuple):
       layers: the number of layers of the model.
       shards: the checkpoint's shards, in order.
       entries: the model's parameters, as the function `entries` returns them.
-      first: {group of leaves, such as "params": position of the group's first leaf in each shard}.
+      first: {group: index of the group's first leaf in each shard}.  The groups are "params" and
+        "step", and in a full checkpoint also "adam", "mu", "nu" and "schedule".
     """
 
     layers: int
@@ -276,9 +278,9 @@ def read(
 
     Returns:
       Nested dicts of numpy arrays with the keys "params", "step" and, if there are moments to read,
-      "opt_state": {"count", "mu", "nu"}.  For a full checkpoint, "step" is the count of the
-      learning-rate schedule instead of the stored step.  The two can differ: fine-tuning in
-      mesh-transformer-jax restarts the schedule's count, but not the stored step or Adam's count.
+      "opt_state": {"count", "mu", "nu"}.  For a full checkpoint, "step" is the step count of the
+      learning-rate schedule, not the stored step.  The two differ after fine-tuning in
+      mesh-transformer-jax, which resets this count, but neither the stored step nor Adam's count.
 
     Raises:
       InputError: if files are missing, are damaged or do not fit `config`.
@@ -381,9 +383,13 @@ def _open(path: str, config: Config) -> _Source:
 
 
 def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
-    """Describe the checkpoint whose shards have `held` leaves, for an error message.
+    """Return what a checkpoint seems to hold, judged by its number of leaves, for an error message.
 
-    Returns " (N layers, full)" or " (N layers, slim)", or "" if neither fits this number of leaves.
+    The result is " (N layers, full)" or " (N layers, slim)", or "" if no N fits.
+
+    Args:
+      held: the number of leaves in each shard.
+      parameters: the parameters of the config's model, from `entries`.
     """
     others = sum(entry.layer is None for entry in parameters)
     per_layer = (len(parameters) - others) // config.layers
@@ -426,12 +432,14 @@ def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
 
 
 def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
-    """Return one of our leaves as a `LazyLeaf`; each layer is read from one entry.
+    """Return one of our leaves as a `LazyLeaf`, which reads one entry per layer.
 
-    The arrays of all these entries, in all shards, must have the same dtype.
+    The stored arrays of these entries must have the same dtype in all shards.
 
     Args:
-      numbers: the indices of the entries, in the order of the layers.
+      group: "params", "mu" or "nu".
+      numbers: the indices of the entries in `source.entries`, in the order of the layers.
+      dtype: the dtype to cast the leaf to; None for the stored dtype.
     """
     entry, first = source.entries[numbers[0]], source.shards[0]
     index, name = source.first[group] + numbers[0], f"{group}: {entry.name}"
@@ -455,12 +463,16 @@ def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | Non
 def _blocks(
     source: _Source, group: str, number: int, dtype: np.dtype, first_place: str
 ) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Yield an entry's values in blocks: (name for error messages, index in the parameter, values).
+    """Read an entry from all shards, and yield its values in one or more blocks.
+
+    Each item is (description of the block for error messages, index expression that selects the
+    block in the unsharded parameter, values of the block).
 
     Args:
-      number: the index of the entry.
+      group: "params", "mu" or "nu".
+      number: the index of the entry in `source.entries`.
       dtype: the dtype that each shard's array must have.
-      first_place: where an array with this dtype is, for error messages.
+      first_place: which array defines `dtype`, from `Shard.where`, for error messages.
     """
     entry, shards = source.entries[number], source.shards
     index, name = source.first[group] + number, f"{group}: {entry.name}"
@@ -486,10 +498,10 @@ def _blocks(
 
 
 def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
-    """Return the sum of the shards' parts, in f32, if `summed`; else their mean.
+    """Return the sum of the shards' arrays in f32 if `summed`, otherwise their mean.
 
-    mesh-transformer-jax writes equal parts.  Their sum is computed as one part times the number of
-    parts, and their mean is one part.  Adding them up would round more often.
+    mesh-transformer-jax writes equal arrays to all shards.  To avoid rounding errors from adding
+    equal arrays, their sum is computed as a product, and their mean is the first array, unchanged.
     """
     if all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
         return parts[0].astype(np.float32) * np.float32(len(parts)) if summed else parts[0]
@@ -500,9 +512,9 @@ def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
 def _leaves(
     state: dict[str, Any], parameters: list[Entry], dtype: np.dtype | None, shards: int
 ) -> list[Callable[[], Iterable[np.ndarray]]]:
-    """Return one function per leaf, in the order of the file format, for `original_files.write`.
+    """Return the `leaves` argument of `original_files.write`, in the order of the file format.
 
-    Each function returns the arrays of its leaf, one per shard.
+    It has one function per leaf of the checkpoint, which returns the leaf's arrays, one per shard.
     """
 
     def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:
@@ -525,11 +537,12 @@ def _leaves(
 def _parts(
     tree: Tree, entry: Entry, dtype: np.dtype | None, moment: bool, shards: int
 ) -> Iterator[np.ndarray]:
-    """Yield the array that each shard holds for one entry.
+    """Yield the arrays to write for one entry, one per shard.
 
     Args:
       tree: the parameters or one of Adam's moments.
-      moment: whether `tree` is a moment.
+      dtype: the dtype to cast to; None for the leaf's own.
+      moment: whether `tree` is one of Adam's moments.
       shards: the number of shards.
     """
     leaves = tree[entry.part][entry.module]

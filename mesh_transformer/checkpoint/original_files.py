@@ -112,9 +112,9 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
 
 
 def split(leaves: int) -> list[tuple[int, int]]:
-    """Return, for each piece of a shard, the range of leaves in it as a pair (first, end).
+    """Divide a shard's leaves among its 16 pieces; return each piece's range as (first, end).
 
-    `end` is the index after the piece's last leaf.
+    `first` is the index of the piece's first leaf, and `end` the index after its last leaf.
 
     Args:
       leaves: the number of leaves in a shard.
@@ -147,7 +147,12 @@ class Shard:
         return len(self._places)
 
     def where(self, index: int, name: str) -> str:
-        """Describe a leaf for error messages: its file, its name in the file, and `name`."""
+        """Return a description of a leaf for error messages: "<file>: <array> (<name>)".
+
+        Args:
+          index: the position of the leaf in the shard.
+          name: the parameter or count that the leaf holds, such as "step".
+        """
         path, member = self._places[index]
         return f"{path}: {member.removesuffix('.npy')} ({name})"
 
@@ -163,7 +168,7 @@ class Shard:
 
         Args:
           index: the position of the leaf in the shard.
-          name: what the leaf is, for error messages.
+          name: the parameter or count that the leaf holds, for error messages.
           shape: the shape that the leaf must have.
 
         Raises:
@@ -217,7 +222,11 @@ class Shard:
 
 
 def _members(path: str) -> list[str]:
-    """Return the names of a piece's arrays, in the order of their numbers."""
+    """Return the names of the arrays in one .npz file: arr_0.npy, arr_1.npy, and so on.
+
+    Raises:
+      InputError: if the file is missing or damaged, or its arrays have other names.
+    """
     try:
         with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
             names = archive.namelist()
@@ -281,7 +290,12 @@ def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndar
 
 
 def _write_piece(paths: Sequence[str], arrays: Iterator[list[np.ndarray]], count: int) -> None:
-    """Write the next `count` leaves, to one archive per shard."""
+    """Write the next `count` leaves to one .npz file per shard.
+
+    Args:
+      paths: the files to write, one per shard.
+      arrays: an iterator that yields, for each leaf, a list of arrays, one per shard.
+    """
     with contextlib.ExitStack() as stack:
         archives = [stack.enter_context(zipfile.ZipFile(path, "w")) for path in paths]
         for number, parts in zip(range(count), arrays, strict=False):

@@ -196,9 +196,10 @@ class SavedStep:
         return self._unreadable(error, self.record)
 
     def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:
-        """Return the error to raise for a failed read; InputErrors are returned unchanged.
+        """Return the InputError to raise for a failed read; InputErrors are returned unchanged.
 
         Args:
+          error: the exception that the read has raised.
           record: the integrity record; None if there is none or it could not be read.
         """
         if isinstance(error, InputError):

@@ -97,7 +97,7 @@ class Source:
 
     @functools.cached_property
     def adapters(self) -> Base | None:
-        """The path and checksums of the base model of LoRA adapters; None for a whole model."""
+        """The record of the base model if the checkpoint holds LoRA adapters, otherwise None."""
         return None if self.step is None else saved_base(self.step.aux, self.path)
 
 
@@ -126,7 +126,11 @@ def check_vacant(folder: AnyPath) -> None:
 
 
 def other_format(folder: AnyPath, own: Format) -> Format | None:
-    """Return the format of the checkpoint in `folder`; None if that is `own` or there is none."""
+    """Return the format of the checkpoint in `folder` if it is another than `own`, else None.
+
+    Returns None also if there is no checkpoint.  A config.json without weight files does not
+    count as a checkpoint.
+    """
     try:
         kind = Source(folder).kind
     except InputError:

@@ -1,4 +1,4 @@
-"""States as trees: their leaves by path, and checks that they match a config or a template."""
+"""Operations on nested dicts of state, and checks that states match a config or a template."""
 
 import math
 from collections.abc import Callable
@@ -95,11 +95,16 @@ def nested(flat: dict[Path, Any]) -> dict[str, Any]:
 def cast_groups(
     saved: dict[Path, Any], expected: dict[Path, Any], max_bytes: int
 ) -> list[list[Path]]:
-    """Group the leaves of a checkpoint, to be restored and cast one group at a time.
+    """Divide a checkpoint's leaves into groups, to be restored and cast one group at a time.
 
     While a group is cast, its leaves are in memory in both dtypes, so small groups save memory.
-    The first group has all leaves that keep their dtype.  Each further group has at most
-    `max_bytes` bytes in the saved dtypes, or a single leaf.  The largest leaves come first.
+    The first group has all leaves that keep their dtype.  The other leaves follow, largest first,
+    in groups of at most `max_bytes` bytes (in the saved dtypes); a leaf that is larger than this is
+    a group of its own.
+
+    Args:
+      saved: {path: leaf or its metadata}, with the saved shapes and dtypes.
+      expected: {path: leaf or template}, with the dtypes to cast to.
     """
     sizes = {
         path: math.prod(saved[path].shape) * saved[path].dtype.itemsize
@@ -118,9 +123,9 @@ def cast_groups(
 
 
 def put_on_devices(host: Any, template: Any) -> Any:
-    """Put arrays in host memory on the devices, in the template's shardings and dtypes.
+    """Copy a host state to the devices; return it in the template's shardings and dtypes.
 
-    Each leaf is removed from `host`, so that only one `LazyLeaf` is in memory at a time.
+    Leaves are read and copied one by one, and removed from `host`, to save host memory.
     """
     if isinstance(template, dict):
         return {key: put_on_devices(host.pop(key), leaf) for key, leaf in template.items()}
@@ -129,9 +134,14 @@ def put_on_devices(host: Any, template: Any) -> Any:
 
 
 def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
-    """Return {path: array of zeros} for all leaves of a state with these declared parameters.
+    """Return the leaves that a state with the declared parameters has, as {path: array of zeros}.
 
-    Only their shapes and integer dtypes are meaningful: all floating leaves are f32.
+    Shapes and integer dtypes are those of the state.  All floating leaves are f32, whatever their
+    dtype in the state.
+
+    Args:
+      declared: the declarations of the parameters.
+      optimizer: whether the state has Adam's count and moments.
     """
     params = map_declared(lambda d: np.broadcast_to(np.float32(0), d.shape), declared)
     count = np.zeros((), np.int32)
@@ -167,9 +177,9 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
 
 
 def check_state(state: dict[str, Any], declared: Any) -> None:
-    """Raise InputError if a leaf of a state is not as declared.
+    """Raise InputError if a state lacks a declared leaf, or has an undeclared or different one.
 
-    The state need not have Adam's moments.
+    The state may lack Adam's moments.
 
     Args:
       declared: the declarations of the parameters.
@@ -180,7 +190,11 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError, which names the leaf, at the first leaf that differs from the expected."""
+    """Raise InputError if the leaves differ; the message names the first one that does.
+
+    Args:
+      where: the checkpoint or state, for the error message.
+    """
     for key in sorted(expected.keys() | actual.keys()):
         if difference := _difference(actual.get(key), expected.get(key)):
             raise InputError(
@@ -190,9 +204,13 @@ def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]
 
 
 def _difference(actual: Any, expected: Any) -> str | None:
-    """Return how a leaf differs from the expected one; None if it can be used.
+    """Return how a leaf differs from the expected one, for an error message; None if it matches.
 
-    A leaf of any floating dtype can be used for one of any other, because it is cast.
+    Two floating dtypes always match, because floating leaves are cast.
+
+    Args:
+      actual: the leaf; None if it is missing.
+      expected: the expected leaf; None if none is expected.
     """
     if actual is None:
         return f"is missing; the config expects shape {_shape(expected)}"
