@@ -216,6 +216,8 @@ class Config:
     ckpt_every: int = 500  # updates between checkpoints
     keep_n: int = 3  # newest checkpoints to keep
     keep_every: int = 10000  # also keep checkpoints at multiples of this step
+    # After a failed save, training continues and saves again later, or it stops.
+    on_save_failure: Literal["continue", "stop"] = "continue"
     tokenizer: str = "gpt2"  # see `load_tokenizer`
     eval_harness_tasks: list[str] = field(default_factory=list, hash=False)  # lm-eval tasks
     eval_harness_limit: int | None = None  # questions per task; None: all

@@ -13,6 +13,7 @@ import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors'
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _REMAP_BYTES = 1 << 28  # bytes to read from a .bin file before it is mapped again
+_CHECKSUMS = "crc32"  # the key of the checksums in the metadata of files that we write
 _COPY_ADVICE = "copy the folder again"
 
 
@@ -146,10 +148,10 @@ def _safetensors(path: str) -> dict[str, StoredTensor]:
             raise InputError(f"{path}: is truncated or not a safetensors file; {_COPY_ADVICE}")
         try:
             header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
+            sums = json.loads(header.pop("__metadata__", {}).get(_CHECKSUMS, "{}"))
             spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
             stored = {
-                name: _span(path, entry["dtype"], tuple(entry["shape"]), 8 + length, *spans[name])
+                name: _span(path, name, entry, 8 + length, sums.get(name))
                 for name, entry in sorted(header.items(), key=lambda item: spans[item[0]])
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -164,18 +166,19 @@ def _safetensors(path: str) -> dict[str, StoredTensor]:
 
 
 def _span(
-    path: str, code: str, shape: tuple[int, ...], start: int, begin: int, end: int
+    path: str, name: str, entry: dict[str, Any], start: int, checksum: str | None
 ) -> StoredTensor:
     """Return one tensor of a safetensors file.
 
     Args:
-      code: the dtype's name in safetensors.
+      entry: the tensor's entry in the file's header.
       start: the position in the file at which the data of all tensors start.
-      begin, end: the range of the tensor's bytes, relative to `start`.
+      checksum: the checksum of the tensor's bytes, from `_checksum`; None if the file has none.
 
     Raises:
       ValueError: if the number of bytes does not match the shape and dtype.
     """
+    code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     dtype, count = DTYPES.get(code), math.prod(shape)
     if dtype is not None and (begin < 0 or end - begin != count * dtype.itemsize):
         raise ValueError(f"{end - begin} bytes for {shape} {code}")
@@ -187,9 +190,19 @@ def _span(
             read_bytes = file.readinto(values.view(np.uint8).data)
         if read_bytes != values.nbytes:
             raise InputError(f"{path}: was truncated while it was read; {_COPY_ADVICE}")
+        if checksum is not None and (actual := _checksum(values)) != checksum:
+            raise InputError(
+                f"{path}: tensor {name} is damaged: its checksum is {actual}, expected {checksum}; "
+                f"{_COPY_ADVICE}"
+            )
         return values.reshape(shape)
 
     return StoredTensor(path, code, shape, read)
+
+
+def _checksum(values: np.ndarray) -> str:
+    """Return the CRC-32 of an array's bytes as 8 hexadecimal digits."""
+    return f"{zlib.crc32(values.reshape(-1).view(np.uint8).data):08x}"
 
 
 def _pickled(path: str) -> dict[str, StoredTensor]:
@@ -311,8 +324,31 @@ def write_json(path: str, values: dict[str, Any]) -> None:
 
 
 def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
-    """Write one .safetensors file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    """Write one .safetensors file, with a checksum of each tensor in its metadata."""
+    sums = {tensor.name: "0" * 8 for tensor in tensors}  # not known yet
+    start = _header(tensors, sums)
+    # While one tensor is written, the next one is computed.
+    arrays = Prefetch((tensor.values() for tensor in tensors), 1)
+    with contextlib.closing(arrays), open(path, "wb") as file:
+        file.write(start)
+        for tensor, values in zip(tensors, arrays, strict=True):
+            assert values.shape == tensor.shape, tensor.name
+            assert values.dtype == tensor.dtype, tensor.name
+            data = np.ascontiguousarray(values).reshape(-1)
+            file.write(data.view(np.uint8).data)
+            sums[tensor.name] = _checksum(data)
+            bar.update(tensor.n_bytes)
+        file.seek(0)
+        file.write(_header(tensors, sums))
+
+
+def _header(tensors: Sequence[Tensor], sums: dict[str, str]) -> bytes:
+    """Return what precedes the data in a .safetensors file, including the header's length.
+
+    Args:
+      sums: the checksum of each tensor, by name.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", _CHECKSUMS: json.dumps(sums)}}
     end = 0
     for tensor in tensors:
         begin, end = end, end + tensor.n_bytes
@@ -320,12 +356,4 @@ def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
         header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data start at a multiple of 8
-    # While one tensor is written, the next one is computed.
-    arrays = Prefetch((tensor.values() for tensor in tensors), 1)
-    with contextlib.closing(arrays), open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor, values in zip(tensors, arrays, strict=True):
-            assert values.shape == tensor.shape, tensor.name
-            assert values.dtype == tensor.dtype, tensor.name
-            file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-            bar.update(tensor.n_bytes)
+    return struct.pack("<Q", len(text)) + text

@@ -426,6 +426,7 @@ class _Run:
         # Wait for the previous save first: its failure must not prevent this one.
         error = self._failure_of_save()
         if error is not None:
+            self._stop_if_configured(error)
             self._report(str(error))
         self.save_again_at = None
         if self.network.step != self.saved:
@@ -466,8 +467,14 @@ class _Run:
             return error
         return None
 
+    def _stop_if_configured(self, error: InputError) -> None:
+        """Raise the error of a failed save if it shall stop the run."""
+        if self.config.on_save_failure == "stop":
+            raise error
+
     def _save_later(self, error: InputError) -> None:
         """Schedule a save after a failed one: at the next step, then after increasing pauses."""
+        self._stop_if_configured(error)
         self.save_pause = min(2 * self.save_pause or 1, MOST_STEPS_BETWEEN_SAVES)
         self.save_again_at = self.network.step + self.save_pause
         self._report(

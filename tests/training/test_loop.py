@@ -435,6 +435,25 @@ def test_a_failed_save_is_retried_at_the_next_step(counter, tmp_path, capsys, ho
 
 
 @pytest.mark.parametrize("how", ["at once", "later"])
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_failed_save_can_stop_the_run(counter, tmp_path, capsys, how, recovers):
+    network, failures = counter(ckpt_every=7, on_save_failure="stop"), []
+
+    def fails(step: int) -> str | None:
+        failures.append(step)
+        return None if step < 14 or (recovers and len(failures) > 2) else how
+
+    storage = Storage(network, fails)
+    with pytest.raises(InputError, match="saving step 14 failed: disk full"):
+        loop.train(network, str(tmp_path))
+    # The newest step is saved before the run ends, if the storage works again by then.
+    end = 14 if how == "at once" else 15  # a background failure is noticed at step 15
+    assert sorted(network.saved) == ([7, end] if recovers else [7])
+    assert storage.tried[:3] == [7, 14, end]
+    assert network.step == end
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
 @pytest.mark.parametrize("ends", [41, 42, 45, 53, 70, 79])
 def test_saves_succeed_within_10_steps_after_storage_recovers(counter, tmp_path, how, ends):
     network = counter(ckpt_every=40, total_steps=90, val_set=None)
