@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
         check_same_tokenizer(args.train, args.val)
     changes = tokenizer_keys(tokenizer) | settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
+    if not args.topology:
+        print("measuring this machine ...", file=sys.stderr)
     device = recipe.device_of(slice_named(args.topology) if args.topology else this_machine())
     result = recipe.recipe(
         corpus,

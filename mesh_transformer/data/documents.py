@@ -144,7 +144,10 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
     else:
         raise InputError(f"{path}: no such file or folder")
     if not paths or not paths[0].endswith(types):
-        raise InputError(f"{path}: no text found, expected files ending in {', '.join(types)}")
+        raise InputError(
+            f"{path}: no text found, expected files ending in {', '.join(types)}; rename "
+            "plain text to .txt"
+        )
     return paths
 
 

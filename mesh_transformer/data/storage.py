@@ -261,10 +261,23 @@ def unwritable_error(folder: AnyPath, error: Exception) -> InputError:
 def no_checkpoint_error(folder: epath.Path) -> InputError:
     """Return the error to raise if a folder has no finished checkpoint or does not exist."""
     problem = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
+    models = [] if is_uri(os.fspath(folder)) else _model_folders(os.fspath(folder))
+    found = f" such as {models[0]}" if models else ""
     return InputError(
-        f"checkpoint folder {folder} {problem}; expected a model folder, a step_<N> inside one, or "
-        "a Hugging Face folder"
+        f"checkpoint folder {folder} {problem}; expected a model folder{found}, a step_<N> inside "
+        "one, or a Hugging Face folder"
     )
+
+
+def _model_folders(folder: str) -> list[str]:
+    """Return those folders inside `folder`, or else beside it, that hold a step."""
+    for place in (folder, os.path.dirname(folder)):
+        inside = sorted(os.scandir(place), key=lambda e: e.name) if os.path.isdir(place) else []
+        paths = [entry.path for entry in inside if entry.is_dir()]
+        models = [path for path in paths if any(map(_STEP_NAME.fullmatch, os.listdir(path)))]
+        if models:
+            return models
+    return []
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:

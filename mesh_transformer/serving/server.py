@@ -63,7 +63,10 @@ def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     host, port = listening.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
-    print(f"serving at http://{name}:{port} (Ctrl-C stops)", flush=True)
+    others = ""
+    if host in ("0.0.0.0", "::"):  # all addresses of this machine
+        name, others = "127.0.0.1", f", from other machines at http://{socket.gethostname()}:{port}"
+    print(f"serving at http://{name}:{port}{others} (Ctrl-C stops)", flush=True)
     make_server(app, drain_seconds).run(sockets=[listening])
 
 

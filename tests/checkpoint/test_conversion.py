@@ -346,7 +346,7 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_left(formats, config, tmp_
 
     (tmp_path / "empty").mkdir()
     for values, messages in (
-        ({"d_model": 96}, ("expected", "its model has head_size 6", "d_model is 48")),
+        ({"d_model": 96}, ("expected", "its model has d_model 48", "d_model is 48")),
         ({"layers": 3}, (r"\(2 layers, full\)", "mu/layers/layer/b has shape", "layers is 2")),
         ({"n_heads": 4}, (None, "its model has n_heads 8", "its model has n_heads 8")),
     ):
@@ -482,7 +482,7 @@ def test_tokenizer_flag_replaces_the_models_tokenizer(formats, config, tmp_path,
     assert Source(native).config.tokenizer == str(own)
     shutil.move(own, tmp_path / "moved")
     message = (
-        f"tokenizer {own}: not a folder; .* if the model's own tokenizer is gone, "
+        f"tokenizer {own}: no such folder; .* if the model's own tokenizer is gone, "
         "name another with --tok"
     )
     assert_refused(message, "native", native, "hf", tmp_path / "end")

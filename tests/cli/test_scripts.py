@@ -374,7 +374,7 @@ BAD_VALUES = [
     ({"val_set": {"x": "{}/no.index"}}, r"index {}/no.index: no such file; "),
     (
         {"d_model": 64, "pe_rotary_dims": 8},
-        r"{}/model/step_0: its model has head_size 4, the config 8; ",
+        r"{}/model/step_0: its model has d_model 32, the config 64; ",
     ),
     ({"layers": 3}, r"checkpoint {}/model/step_0: leaf \S+ has shape \(2, .*expects \(3, "),
     ({"n_vocab": 128}, r"checkpoint {}/model/step_0: leaf \S+ has shape \(.*64.*expects \(.*128"),

@@ -126,7 +126,8 @@ def test_repacking_in_order_continues_with_the_remainder(tmp_path, documents, to
 
 def test_same_seed_gives_the_same_file_and_another_seed_a_different_one(tmp_path, documents):
     write_files(tmp_path / "in", documents)
-    first, again, other = (create(tmp_path, "--seed", seed) for seed in (1, 1, 2))
+    first, again = (create(tmp_path, "--seed", 1) for _ in range(2))
+    other = create(tmp_path, "--seed", 2, "--new")
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
     assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == [
@@ -321,7 +322,7 @@ BAD_FILES = {
     "cut.xz": (lambda: lzma.compress(b"abc " * 9999)[:-30], "damaged or cut short"),
     "latin.txt": (lambda: "caf\u00e9 a".encode("latin-1"), r"document 1 holds the bytes .*UTF-8"),
     "empty.txt": (lambda: b"", "all its files are empty"),
-    "short.txt": (lambda: b"so few words", "found 4 tokens, but no sequence of 17"),
+    "short.txt": (lambda: b"so few words", "found 4 tokens, fewer than the 17 of one sequence"),
 }
 
 

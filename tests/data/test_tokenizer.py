@@ -97,8 +97,11 @@ def test_an_empty_vocabulary_is_refused(tmp_path):
 
 
 def test_path_that_is_not_a_folder_is_refused(tmp_path):
-    with pytest.raises(InputError, match="not a folder"):
+    with pytest.raises(InputError, match="no such folder"):
         load_tokenizer(str(tmp_path / "missing"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="not a folder"):
+        load_tokenizer(str(tmp_path / "file"))
 
 
 def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
