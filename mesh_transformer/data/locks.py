@@ -182,11 +182,12 @@ class BucketLock:
         first, waited = found.stamp.generation, False
         deadline = time.monotonic() + LEASE_SECONDS
         while True:
-            if found.state == "missing" or _has_ended(found.value) or time.monotonic() >= deadline:
+            is_free = found.state == "missing" or _has_ended(found.value)
+            if not is_free and found.stamp.generation != first:
+                raise _in_use_error(self._folder, found.value)  # it was renewed or taken over
+            if is_free or time.monotonic() >= deadline:
                 if written := self._write(found.stamp.generation):
                     return written
-            elif found.stamp.generation != first:  # it was renewed, or another process was faster
-                raise _in_use_error(self._folder, found.value)
             else:
                 if not waited:
                     problem = str(_in_use_error(self._folder, found.value)).partition(";")[0]

@@ -82,6 +82,24 @@ def test_a_lock_that_is_not_renewed_is_taken_over_and_its_owner_notices(clock, f
     heir.release()
 
 
+def test_a_lock_that_is_renewed_at_the_last_moment_is_not_taken_over(clock, folder, monkeypatch):
+    owner = lock_folder(folder)
+    assert isinstance(owner, BucketLock)
+    write, renewals = BucketLock._write, iter([owner.check])
+
+    def late(self, expected):
+        if self is not owner and (renew := next(renewals, None)):
+            renew()  # between the heir's reading and its writing
+        return write(self, expected)
+
+    monkeypatch.setattr(BucketLock, "_write", late)
+    with pytest.raises(InputError, match=IN_USE):
+        lock_folder(folder)
+    assert clock.now >= locks.LEASE_SECONDS
+    owner.check()
+    owner.release()
+
+
 PROGRAM = """
     import os, sys
     from mesh_transformer.data.locks import lock_folder
