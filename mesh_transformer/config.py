@@ -124,8 +124,8 @@ class Config:
     It has every key of the config files of the original mesh-transformer-jax, and optional keys
     for values that are hard-coded there.
 
-    Only the first four keys are required to build a model; training also requires the keys in
-    `REQUIRED_TO_TRAIN`.  Sizes are in tokens, sequences or parameters; steps are optimizer updates.
+    Only the first four keys are required to build a model; training also requires `train_set`
+    and `total_steps`.  Sizes are in tokens, sequences or parameters; steps are optimizer updates.
 
     Raises:
       InputError: at construction, if a value is invalid.  The message names the key, the value and
@@ -197,7 +197,8 @@ class Config:
     # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
     lora_rank: int = 0  # 0: train the whole model
     lora_alpha: float | None = None  # None: lora_rank; adapters are scaled by alpha / rank
-    lora_targets: list[str] | None = field(default=None, hash=False)  # None: see LORA_DEFAULTS
+    # Names from LORA_TARGETS.  None: q and v in block gptj, fused_in in block geglu.
+    lora_targets: list[str] | None = field(default=None, hash=False)
 
     # Run.
     total_steps: int | None = None  # updates at which training ends; required to train

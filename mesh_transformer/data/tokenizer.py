@@ -77,7 +77,7 @@ def train_tokenizer(texts: Iterable[str], size: int) -> "PreTrainedTokenizerBase
 
     Args:
       texts: pieces of text; memory holds only the counts of their distinct words.
-      size: the maximum number of tokens, including END_OF_TEXT; at least `LEAST_TOKENS`.  The
+      size: the maximum number of tokens, including <|endoftext|>; at least 257.  The
         result has fewer only if every word of the text has become a single token.
 
     Raises:

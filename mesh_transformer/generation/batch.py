@@ -351,7 +351,7 @@ class Batch:
         """Generate `steps` more tokens in every row, or as many as `left` allows if that is fewer.
 
         Args:
-          steps: number of tokens per row, from 1 to `MOST_STEPS`.
+          steps: number of tokens per row, from 1 to `MOST_STEPS` (32).
           alternatives: as for `insert`.
 
         Returns:
