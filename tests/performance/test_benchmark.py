@@ -266,7 +266,7 @@ def test_one_device_has_no_variants_that_change_all_reduces():
         ("--hardware v9 --model tiny", "hardware is 'v9'"),
         ("--config nowhere.json", "config nowhere.json: cannot be read"),
         ("--set layers", "--set layers: expected KEY=VALUE"),
-        ("--set layer=2", "--set layer=2: did you mean layers?"),
+        ("--set layer=2", "--set layer=2: unknown key 'layer'; did you mean 'layers'?"),
         ("--set layers=many", "--set layers=many: expected int"),
         ("--dp 3 --mp 8", "--dp 3 x --mp 8 are 24 devices, but there are 8"),
         ("--warmup -1", "--warmup is -1"),
