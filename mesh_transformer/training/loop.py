@@ -109,6 +109,8 @@ def _train(
         if aux is None:
             start_weights(network, tune_model_path, fresh_opt)
             aux = {}
+        elif tune_model_path is not None and not config.lora_rank:
+            print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
         unscored = _unscored(folder, network, bool(val_sets or eval_tasks)) if aux else None
         if network.step >= total and unscored is None:
             print(f"{folder} is at step {network.step} of {total}: nothing left to train")

@@ -418,6 +418,17 @@ class Storage:
             raise self.error(self.tried[-1])
 
 
+def test_a_resumed_run_says_that_it_does_not_load_the_given_model(counter, tmp_path, capsys):
+    saved = {}
+    loop.train(counter(saved), str(tmp_path), max_steps=3)
+    capsys.readouterr()
+    network = counter(saved)
+    loop.train(network, str(tmp_path), max_steps=6, tune_model_path="pretrained")
+    line = f"resuming {tmp_path} from step 3: pretrained is not loaded\n"
+    assert capsys.readouterr().out.startswith(line)
+    assert not any(call.startswith("load") for call in network.calls)
+
+
 @pytest.mark.parametrize("how", ["at once", "later"])
 def test_a_failed_save_is_retried_at_the_next_step(counter, tmp_path, capsys, how):
     network = counter(ckpt_every=7)
