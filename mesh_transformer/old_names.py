@@ -305,9 +305,9 @@ def error_line(name: str) -> str | None:
 
 
 def keys_line(params: dict[str, Any]) -> str | None:
-    """Return one error message for all old keys in `params`, or None if there are none.
+    """Return one error message for all keys in `params` that no longer exist, or None.
 
-    The message says what replaces each of these keys.
+    These are config keys of mesh-transformer-jax.  The message says what replaces each of them.
     """
     lines = [error_line(f'params["{key}"]') for key in params]
     return "; ".join(filter(None, lines)) or None

@@ -19,9 +19,9 @@ from mesh_transformer.model.attention import block_length
 def matmul_params(config: Config) -> int:
     """Return the number of parameters in weight matrices: layers, embedding and output head.
 
-    The embedding is counted for comparability with the original mesh-transformer-jax, which
-    computes it as a one-hot matmul.  This library uses a lookup instead, so 6N overstates the FLOPs
-    it executes, for GPT-J-6B by 3 percent.
+    The embedding counts for comparability with the original mesh-transformer-jax, which computes it
+    as a one-hot matmul.  This library uses a lookup instead, so `flops_per_token` overstates the
+    FLOPs that this library executes, by 3 percent for GPT-J-6B.
     """
     embedding_and_head = 2 * config.n_vocab * config.d_model
     return config.layers * _layer_matrices(config) + embedding_and_head
@@ -37,10 +37,11 @@ def n_params(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> int:
-    """Return 6N: forward and backward FLOPs per token without attention, N = `matmul_params`.
+    """Return 6N, the FLOPs per token of the forward and backward matmuls with weights.
 
-    With `lora_rank` the result is 4N, because no gradients of frozen weights are computed.  The
-    FLOPs of the adapters themselves are not counted.
+    N is `matmul_params`.  The matmuls between queries, keys and values are not counted.  If the
+    config sets `lora_rank`, the result is 4N, because no gradients of frozen weights are computed.
+    The FLOPs of the adapters themselves are not counted either.
     """
     return (4 if config.lora_rank else 6) * matmul_params(config)
 
@@ -85,8 +86,9 @@ def _attention_flops_per_token(config: Config, attention: str) -> int:
     """Return the FLOPs per token of the attention matmuls.
 
     There are 2 matmuls in the forward pass and 4 in the backward pass.  Unless `remat` is none, the
-    2 forward matmuls are recomputed.  Kernels do not save the scores, so their backward pass always
-    recomputes the scores once more.  So does the backend `blocks`, unless `remat` is none.
+    2 forward matmuls are recomputed.  If the backend does not save the scores, its backward pass
+    executes one more matmul to recompute them.  Kernels (splash and cudnn) never save the scores;
+    `blocks` saves them only if `remat` is none.
     """
     scores_saved = attention == "xla" or (attention == "blocks" and config.remat == "none")
     products = 6 + 2 * (config.remat != "none") + (not scores_saved)
@@ -97,8 +99,9 @@ def _attention_flops_per_token(config: Config, attention: str) -> int:
 def attended_pairs(config: Config, attention: str) -> int:
     """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
-    `xla` computes all pairs.  For each block, `blocks` computes the pairs of all queries in the
-    block and all keys that the block reads.  For kernels only the unmasked pairs are counted,
+    The number depends on the attention backend.  `xla` computes all pairs.  `blocks` splits the
+    queries into blocks, and computes all pairs of a block's queries with the keys that any of these
+    queries attends to.  For kernels (splash and cudnn), only the unmasked pairs are counted,
     although kernels also compute the masked pairs of tiles that are only partly masked.
     """
     length, window = config.seq, min(config.window, config.seq)

@@ -3,9 +3,10 @@
 In each function, `par` is the `Parallel` that partitions the computation over the mesh.
 
 Parameters are nested dicts, {part: {module: {name: array}}}.  The arrays of the part "layers" are
-stacked over all layers on a first axis L.  In the following table of all parameters, X/mp is an
-axis of size X that is split over mp, and normal(s) is a normal distribution with standard deviation
-s, truncated at two s.
+stacked over all layers on a first axis L.  The first table lists all parameters.  X/mp is an axis
+of size X that is split over mp, and normal(s) is a normal distribution with standard deviation s,
+truncated at two s.  A parameter with an entry in the last column exists only with this config key.
+The second table lists the scale and offset of each kind of norm, as "shape: initial value".
 
     parameter                        shape           initial value       if
     embed/embedding/w                V/mp, D         normal(V**-0.5)
@@ -35,11 +36,11 @@ s, truncated at two s.
     scalenorm                        (): D**0.5
     scalenorm-bias                   (): D**0.5      (): 0
 
-The letters are V n_vocab, D d_model, T seq, L layers, H n_heads, K head_size and F = 4 D; and in
-the block geglu, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight w [inputs,
-outputs] adds two parameters: w_lora_a [inputs, R], initially normal(inputs**-0.5), and w_lora_b
-[R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.  Frozen
-parameters are in the compute dtype.
+The sizes are V n_vocab, D d_model, T seq, L layers, H n_heads, K head_size, F = 4 D and
+R lora_rank.  In the geglu block, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight
+w [inputs, outputs] adds two parameters: w_lora_a [inputs, R], initially normal(inputs**-0.5), and
+w_lora_b [R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.
+Frozen parameters are in the compute dtype.
 
 In the code, array names end in their shape: B batch, T query, S key, D model, H heads, V
 vocabulary.
@@ -88,7 +89,10 @@ def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
 
 
 def init(config: Config, key: Array) -> Params:
-    """Initialise global f32 parameters; call it under `jit` with the desired output layout."""
+    """Return newly initialised f32 parameters, as global arrays.
+
+    To create the arrays already sharded, call this under `jit` with `out_shardings`.
+    """
     parts = transforms(config, Auto())
     keys = dict(zip(sorted(parts), jax.random.split(key, len(parts)), strict=True))
     tokens = jnp.zeros((1, 1), jnp.int32)

@@ -1,13 +1,16 @@
 """GPT-J's Haiku modules: embedding, norms, transformer layer and output projection.
 
-The same code runs on every mesh; `Parallel` supplies the collectives.
+The same code runs on every mesh; `Parallel` supplies the collectives.  "This program" is the code
+inside `shard_map`.  It sees either one mp shard of each array, or all of them (see `Parallel`).
 
 Array names end in their shape: B batch, T query, S cache or key, D model, H heads this program
-sees, K head size, R rank of an adapter, F feed-forward, C columns of one head group, N columns
-of a projection, V vocabulary this program sees, L layers, G norm groups.
+sees, K head size, R rank of an adapter, F feed-forward, C columns (or rows) of one head in the
+fused weights of the geglu block, N columns of a projection, V vocabulary this program sees,
+L layers, G norm groups.
 
-The norm groups are the copies of a norm's output.  With layernorm-desync, which normalises
-differently on each shard, there is one per shard that this program holds; otherwise there is one.
+A norm returns an array with a first axis G.  With layernorm-desync, whose scale and offset differ
+between mp shards, the array contains one normed copy of the input for each mp shard that this
+program sees.  Each of these copies is a norm group.  With all other norms, G is 1.
 """
 
 from typing import NamedTuple
@@ -50,10 +53,9 @@ def _output_init(config: Config) -> hk.initializers.Initializer:
 
 
 class Norm(hk.Module):
-    """The norm that the config selects, computed in f32, followed by `fan_out` (Megatron's f).
+    """The norm that the config selects, computed in f32, and `fan_out` (Megatron's f).
 
-    Calling the module returns x_GBTD.  With layernorm-desync, this array contains one normed copy
-    of x per shard, otherwise one copy for all heads.
+    Calling the module returns x_GBTD: the normed x of each norm group.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -119,9 +121,8 @@ def _standardize(x_BTD: Array) -> Array:
 class Linear(hk.Module):
     """A linear layer whose columns are split over mp.
 
-    The columns are divided equally among the norm groups.  The input of a column is the slice of
-    x_GBTD that belongs to the column's group.  The matmul's result is rounded once, to `dtype`
-    (default: the inputs' dtype).
+    The columns are divided into G equal blocks, one per norm group.  The input of block g is
+    x_GBTD[g].  The matmul's result is rounded once, to `dtype` (default: the inputs' dtype).
     """
 
     def __init__(
@@ -294,8 +295,9 @@ class TransformerLayer(hk.Module):
     ) -> tuple[Array, LayerCache]:
         """Compute the geglu block, with one fused input matmul and one fused output matmul.
 
-        The weights of both matmuls are stored by head group, so that the order of their entries
-        does not depend on the mesh.
+        Both weights have an axis H.  For each head, the input weight has the columns of its q, k
+        and v and of 1/H of the feed-forward gate and value, and the output weight has the matching
+        rows.  The order of the weights' entries therefore does not depend on the mesh.
         """
         c, par = self.config, self.par
         hidden = c.d_ff // c.n_heads
@@ -323,10 +325,10 @@ class TransformerLayer(hk.Module):
 
     @hk.transparent
     def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
-        """Project x, [B, T, *inputs], to [B, T, D].
+        """Project x, [B, T, *inputs], to [B, T, D], without the sum over mp.
 
-        The first axis of `inputs` is split over mp.  The result is therefore only this program's
-        term of the projection; the caller must sum the terms over mp.
+        The sizes in `inputs` are global, and the first of these axes is split over mp.  The result
+        is therefore a partial sum, and the caller must sum it over mp.
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)

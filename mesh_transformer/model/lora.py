@@ -21,11 +21,11 @@ def factors(
 ) -> tuple[Array, Array] | None:
     """Return the LoRA factors (Hu 2021) of a weight, or None if the config does not adapt it.
 
-    The factors are a, [in, R], and b, [R, out], in the current Haiku module.  The caller adds
-    `config.lora_scale` * x @ a @ b to the product of x and the weight.  The factor b is initialised
-    to zero.  Both factors are split over mp like the weight.  If mp splits the weight's first axis,
-    the weight's last axis is its output and all other axes are inputs.  Otherwise its first axis is
-    its input and all other axes are outputs.
+    The factors are a, [in, R], and b, [R, out], which become parameters of the current Haiku
+    module.  The caller adds `config.lora_scale` * x @ a @ b to the product of x and the weight.
+    The factor b is initialised to zero.  If mp splits the weight's first axis, the weight's last
+    axis is its output and all other axes are inputs.  Otherwise its first axis is its input and all
+    other axes are outputs.  These axes are split in the factors as they are in the weight.
 
     Args:
       target: the weight's name in `config.lora_targets`.
@@ -48,10 +48,10 @@ def factors(
 
 
 def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
-    """Return what an adapter adds to a linear layer's output [B, T, columns], split over mp.
+    """Return what an adapter adds to a linear layer's output, [B, T, columns].
 
-    The columns are divided equally among the norm groups.  The input of a column is the slice of
-    x_GBTD that belongs to the column's group.
+    The columns are split over mp.  They are also divided into G equal blocks, one per norm group.
+    The input of block g is x_GBTD[g].
     """
     a_DR, b = adapter
     b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
@@ -63,8 +63,12 @@ def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -
 def merged(modules: dict[str, Any], scale: float) -> dict[str, Any]:
     """Merge one layer's adapters, [in, R] and [R, out], into the layer's weights.
 
-    Returns the weights without the adapters.  Weights that had adapters are in f32; all other
-    weights are unchanged.
+    Args:
+      modules: the layer's parameters, {module: {name: array}}.
+
+    Returns:
+      The parameters without the adapters.  Weights that had adapters are in f32; all other
+      parameters are unchanged.
     """
 
     def merge(leaves: dict[str, Array]) -> dict[str, Array]:

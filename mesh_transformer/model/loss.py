@@ -134,9 +134,13 @@ def losses(
 
 
 class LossWeights(NamedTuple):
-    """One weight per position: `every_BT` for the loss, `last_BT` for the metric `last_loss`.
+    """Weights of the positions in the mean losses of a batch.
 
-    Both have mean 1 over a batch.
+    Each array has mean 1 over the batch of all replicas, or is 0 if no position counts.
+
+    Attributes:
+      every_BT: weights for the loss.
+      last_BT: weights for the metric `last_loss`, nonzero only at the last position of each text.
     """
 
     every_BT: Array

@@ -43,8 +43,8 @@ class Variant:
 
     Attributes:
       keys: config keys to change, and their values.
-      separate_all_reduces: whether `fan_out` is switched off.  Each use of the normalised
-        activations then needs an all-reduce for its own gradient.
+      separate_all_reduces: whether `fan_out` is switched off.  The gradients of the uses of the
+        normalised activations are then all-reduced one by one, not summed first.
       unrolled: whether the scan over layers is unrolled.
       no_donation: whether the old state is kept, that is, not donated to the step.
       no_remat: whether remat is switched off.  The backward pass then recomputes nothing and reads

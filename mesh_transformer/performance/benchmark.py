@@ -43,7 +43,8 @@ class Limits:
     """Peak FLOP/s and memory bandwidth of all devices of a mesh together.
 
     Attributes:
-      flops: FLOP/s.
+      hardware: name of the hardware.
+      flops: peak FLOP/s.
       bandwidth: memory bandwidth in bytes/s.
       source: where these figures come from.
     """
@@ -61,9 +62,9 @@ def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
     are one machine, whose limits are measured.
 
     Args:
-      name: name of the hardware to assume instead of the mesh's own devices, for a mesh of the same
-        size; None for the mesh's own devices.
-      dtype: dtype of the matmuls that measure a CPU.
+      name: name of the hardware to assume for every device of the mesh; None for the hardware that
+        the mesh's devices really are.
+      dtype: dtype of the matmuls with which a CPU's FLOP/s are measured.
     """
     if name is None:
         device = mesh.devices.flat[0]
@@ -208,8 +209,9 @@ def measure_training(
     """Time the library's own train step on random tokens; the step donates its state.
 
     Args:
-      limit: limits of the devices, if known.  The speed of a CPU depends on what else the machine
-        runs, so a CPU's peak is measured again before and after each timed step.
+      limit: peak FLOP/s and memory bandwidth of the mesh (see `limits`); None if unknown.  A CPU's
+        peak is measured again before and after each timed step, because it depends on what else
+        the machine runs.
       count: number of timed steps.
       warmup: number of untimed steps that follow the first step.
       profile: folder for a profiler trace of a few additional steps; None for no trace.

@@ -1,4 +1,4 @@
-"""Timings of saving and restoring a training state, compared with a plain file of its size."""
+"""Timings of saving and restoring a training state, compared with a plain file of equal size."""
 
 import dataclasses
 import os
@@ -21,9 +21,10 @@ CHUNK_BYTES = 64 << 20  # bytes per read or write call on the plain file
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
-    """Timings of saving and restoring a state, and of writing and reading a plain file of its size.
+    """Timings of saving and restoring a state, and of writing and reading a plain file.
 
-    All times and ratios are medians over the rounds.
+    The plain file is as large as the state.  All times and ratios are medians over the rounds of
+    `measure`.
 
     Attributes:
       state_bytes: size of the state on all devices together.
@@ -53,9 +54,9 @@ class Checkpointing:
 def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
     """Time saving and restoring a state, alternating with writing and reading a plain file.
 
-    Everything written is flushed to disk and dropped from the page cache before it is read back.
-    Adam's moments are set to the values of the parameters, which are random, because moments of
-    zero would take almost no space on disk.
+    The plain file is as large as the state.  Everything written is flushed to disk and dropped from
+    the page cache before it is read back.  Adam's moments are set to the values of the parameters,
+    which are random, because moments of zero would take almost no space on disk.
 
     Args:
       folder: folder for the checkpoint and the plain file; both are deleted after each round.

@@ -70,11 +70,12 @@ Event = tuple[str, float, float]  # name, start, end; times in nanoseconds
 
 
 def _lines(trace: Any) -> Iterator[list[Event]]:
-    """Yield the events that are operations, as one list per line of the trace.
+    """Yield the events that are operations, as one list per line (timeline) of the trace.
 
-    A TPU's operations are on the line "XLA Ops"; its other lines cover the same time again.  A GPU
-    has one line per stream.  A CPU's operations are on the host's plane, which has one line per
-    thread; its events are operations only if they have the stat `hlo_op`.
+    A TPU's operations are on the line "XLA Ops"; its other lines show the same work in another form
+    and must not be counted too.  A GPU has one line per stream.  A CPU's operations are on the
+    host's plane, which has one line per thread; an event there is an operation only if it has the
+    stat `hlo_op`.
     """
     for plane in trace.planes:
         kind = next((prefix for prefix in _LINES if plane.name.startswith(prefix)), None)

@@ -1,8 +1,8 @@
 """Timings of the data loader: its throughput compared with tf.data's, and its time to resume.
 
 A set of small records is written, then read alternately by the loader and by a plain tf.data
-pipeline.  Then the loader is resumed alternately from a position near the start of the first epoch
-and from the same position in the second epoch, after all records have been read once.
+pipeline.  Then loaders are created that resume from one of two positions, alternately: one near the
+start of the first epoch, and the same one in the second epoch, after all records have been read.
 """
 
 import functools
@@ -33,8 +33,9 @@ SHUFFLE_BUFFER = 1000  # resuming is timed without shuffling, and with this shuf
 def write_index(folder: Path, records: int, seq: int) -> str:
     """Write `records` records to `FILES` files, and an index of the files.
 
-    TFRecord files can be concatenated byte by byte.  Each file therefore is a small file of
-    distinct records, repeated.
+    Only `records` / `FILES` distinct records are generated, and at most `MAX_DISTINCT_RECORDS`.
+    Each file repeats them as often as necessary, which is possible because TFRecord files can be
+    concatenated byte by byte.
 
     Returns:
       The path of the index.
@@ -119,9 +120,9 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
       rounds: number of times that each timing is repeated.
 
     Returns:
-      Rates at which the loader and tf.data read, and their ratio.  Also the seconds from creating a
-      resumed loader to its first batch, with and without shuffling.  All are medians over the
-      rounds.
+      A dict of medians over the rounds: the rates at which the loader and tf.data read, and their
+      ratio; and the seconds that a resumed loader takes from its creation to its first batch, from
+      each of the two positions and their ratio, with and without shuffling.
     """
     index = write_index(folder, records, seq)
     paths = [str(folder / f"{part}.tfrecords") for part in range(FILES)]
@@ -147,7 +148,7 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
         positions = (
             records + EARLY_RECORDS,
             EARLY_RECORDS,
-        )  # the same position in an epoch and in a shuffle block
+        )  # one epoch apart, at the same position in the epoch and in its shuffle block
         late, early = (
             functools.partial(resume, index, seq, state_after(index, n, seq, **options), **options)
             for n in positions

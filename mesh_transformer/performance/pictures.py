@@ -34,7 +34,7 @@ def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str
 def pyplot() -> Any:
     """Return matplotlib's pyplot, set up to write files without a display.
 
-    SVG files are reproducible, and text in them remains text.
+    In SVG files, text is stored as text, not as paths, and the ids are the same in every run.
     """
     import matplotlib
 

@@ -1,7 +1,7 @@
-"""Plans: whether training or generation fits a slice of devices, and what limits its speed.
+"""Plans, which predict memory, collectives and speed of training or generation on a slice.
 
 A plan compiles the real training or decode step, but does not run it, so the devices need not be
-present.  All figures come from the compiler, except those called an estimate.
+present.  The peak memory and the collectives come from the compiler; the speed is an estimate.
 """
 
 import dataclasses
@@ -297,8 +297,8 @@ class DecodePlan:
       rows: batch rows of all replicas together.
       cache_length: number of positions in the cache of each row.
       state_bytes: weights and cache.
-      read_bytes: the weights and cache that every step reads: all but the embedding.  Reading them
-        at full memory bandwidth is the least time that a step can take.
+      read_bytes: weights, without the embedding, and cache, all of which every step reads.  A step
+        takes at least the time to read them at full memory bandwidth.
       bytes_per_token: bytes that one compiled step reads and writes, computed by `hlo.Program`;
         None if the compiler rejected the program because it needs too much memory.
       tokens_per_second: two estimates for all rows together, as if memory bandwidth were the only

@@ -6,10 +6,11 @@ Nothing is compiled.  The rules are:
   count for up to 4 epochs (Muennighoff et al. 2023, Scaling data-constrained language models).
   Parameters of the embedding and the output head are not counted: with GPT-2's vocabulary they
   outnumber all others in small models, but most of them are never used by a small corpus.
-* Learning rate: that of a model of this size in GPT-3 (Brown et al. 2020, table 2.1), and higher
-  for models smaller than those.  Fine-tuning uses 0.4 times this rate.  For GPT-J-6B, trained with
-  1.2e-4, this is about the 5e-5 that its authors recommend for fine-tuning.
-* Batch: the size that gives 1000 steps in all (200 for fine-tuning), within limits.
+* Learning rate: that of the GPT-3 model of this size (Brown et al. 2020, table 2.1), and a higher
+  one for models smaller than all GPT-3 models.  Fine-tuning uses 0.4 times this rate.  For
+  GPT-J-6B, trained with 1.2e-4, this gives about the 5e-5 that its authors recommend.
+* Batch: the size that gives 1000 steps in all (200 for fine-tuning), but at least 2**10 tokens per
+  step and at most 2**19 (2**15 for fine-tuning).
 * Mesh: the smallest number of devices per replica whose memory suffices.
 """
 
@@ -61,7 +62,7 @@ class Size:
         }
 
     def body(self) -> int:
-        """Return the number of parameters outside the embedding and output head, about 12LD^2."""
+        """Return 12LD^2, about the number of parameters outside the embedding and output head."""
         return 12 * self.layers * self.d_model**2
 
 
@@ -102,12 +103,12 @@ class Device:
 
     @property
     def budget(self) -> int:
-        """The bytes per device that the analytic estimate of a step may take."""
+        """Maximum estimated memory of a step, in bytes per device (see `MEMORY_SHARE`)."""
         return int(self.memory * MEMORY_SHARE[self.platform])
 
 
 def device_of(devices: Slice) -> Device:
-    """Describe a TPU slice or this machine's devices for `recipe`.
+    """Return the `Device` that describes a TPU slice or this machine's devices.
 
     CPUs, and GPUs without bf16 (compute capability below 8), compute in float32.
     """
@@ -135,7 +136,7 @@ class Recipe:
     Attributes:
       values: the config's keys and their values.
       steps_per_epoch: training steps per pass over the record set; may be a fraction.
-      reasons: lines of text for the user.
+      reasons: lines of text that explain the choice to the user.
     """
 
     values: dict[str, Any]
@@ -145,10 +146,10 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What to choose a config for: the arguments of `recipe`, with the number of epochs filled in.
+    """The arguments of `recipe`, with defaults filled in.
 
     Attributes:
-      fixed: the config keys that are known before the model is chosen, and their values.
+      fixed: the config keys and values that do not depend on the model size.
     """
 
     corpus: SetSize
@@ -182,19 +183,20 @@ def recipe(
     minutes: float | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Recipe:
-    """Choose a config for training on a record set.  Only its paths are missing.
+    """Choose a config for training on a record set.  It is complete except for its paths.
 
     Args:
       corpus: the size of the training set.
       held_out: the size of the validation set; None if there is none.
       base: the config of the model to fine-tune; None to train from scratch.
       size: the name of one of `SIZES`; None to choose it.
-      epochs: passes over the training set; None for the default, 4, or 1 for fine-tuning.
-      minutes: maximum training time; ignored if the devices' speed is unknown.
-      changes: config keys that the user sets, and their values.
+      epochs: passes over the training set; None for 4, or for 1 if a base model is fine-tuned.
+      minutes: maximum training time; ignored unless the devices are CPUs.
+      changes: config keys and values set by the user, which override those that would be chosen.
 
     Raises:
-      InputError: if nothing suitable fits the devices, or the records don't suit the base model.
+      InputError: if no model fits the devices, the training set is too small for one step, or the
+        records don't suit the base model or the validation records.
     """
     if held_out is not None and held_out.seq != corpus.seq:
         raise InputError(
@@ -219,7 +221,7 @@ def recipe(
 
 
 def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
-    """Return the config keys of the base model to fine-tune, with the request's changes."""
+    """Return the config keys for fine-tuning: the base's architecture, and the request's keys."""
     kept = base.as_dict()
     keys = {key: kept[key] for key in ARCHITECTURE if kept[key] is not None} | request.fixed
     keys["n_vocab"] = request.changes.get("n_vocab", base.n_vocab)
@@ -255,9 +257,10 @@ def _choose_size(request: _Request) -> tuple[Size, str]:
 
 
 def _most_tokens(config: Config, request: _Request) -> float:
-    """Estimate how many tokens can be trained on in the request's minutes; infinity if unknown.
+    """Estimate how many tokens can be trained on in the request's minutes.
 
-    It is known only for CPUs.  A microbatch is assumed to have about `LEAST_TOKENS` tokens.
+    Only the speed of CPUs is estimated, for microbatches of about `LEAST_TOKENS` tokens.  For other
+    devices, and without a time limit, the result is infinity.
     """
     device = request.device
     if request.minutes is None or device.hardware is None or device.platform != "cpu":
@@ -322,7 +325,11 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
 
 
 def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int:
-    """Return the sequences per step, a power of two, for a run of `tokens` tokens in all."""
+    """Return the sequences per step, a power of two, for a run of `tokens` tokens in all.
+
+    Args:
+      is_base: whether a base model is fine-tuned.
+    """
     steps = FINE_TUNING_STEPS if is_base else STEPS
     most = MOST_FINE_TUNING_TOKENS if is_base else MOST_TOKENS
     per_step = min(max(tokens / steps, LEAST_TOKENS), most)
@@ -380,9 +387,14 @@ def _memory(config: Config, device: Device) -> int:
 def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:
     """Return the number of batches per validation; 0 without a validation set.
 
-    A validation reads the whole set, but at most 100 batches, and at most 1/30 of the number of
-    training steps.  A validation batch takes a third of the time of a training step, and there are
-    about 10 validations per run.
+    A validation reads the whole validation set, but at most 100 batches, and at most one batch per
+    30 training steps of the run (at least one).  There are about 10 validations per run, and a
+    validation batch takes a third of the time of a training step.  Validation therefore adds at
+    most about a tenth to the training time.
+
+    Args:
+      steps: training steps of the run.
+      rows: sequences per validation batch.
     """
     if held_out is None:
         return 0

@@ -1,4 +1,8 @@
-"""Text and Markdown tables for the results of scripts/benchmark.py; see docs/benchmarks.md."""
+"""Text and Markdown tables for the results of scripts/benchmark.py; see docs/benchmarks.md.
+
+A result is a JSON object with the measurements of one run of the script.  Its key `mode` says what
+was measured, which determines the columns of the table.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +16,9 @@ Cell = tuple[str, Callable[[dict[str, Any]], str]]
 def lines(result: dict[str, Any]) -> str:
     """Format a result as lines of readable text.
 
-    There is one line per column of the table for the result's mode, and then the profiled
-    operations, if any.  For an ablation, lines describing the run come before a table of variants.
+    The text has one line per column of the table for the result's mode, followed by the profiled
+    operations, if any.  For an ablation, lines that describe the run are followed by a table with
+    one row per variant.
     """
     if result["mode"] == "ablate":
         where = [f"{title}: {text(result)}" for title, text in _COMMON_COLUMNS]

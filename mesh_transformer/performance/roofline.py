@@ -88,10 +88,9 @@ def bytes_sent(kind: str, size: int, devices: int) -> int:
 
 
 def link_seconds(sent_bytes: float, hardware: Hardware) -> tuple[float, float]:
-    """Return two times in seconds for sending `sent_bytes` from one device.
+    """Return the shortest and the longest time to send `sent_bytes` from one device, in seconds.
 
-    The first is with all links of the device busy.  The second is with only the two links that a
-    ring uses.
+    The shortest time uses all links of the device.  The longest uses only two, as a ring does.
     """
     best = sent_bytes / hardware.interconnect
     return best, best * hardware.links / min(2, hardware.links)
@@ -141,7 +140,7 @@ def estimate(
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Sum of all collectives of a step that have the same kind, mesh axis, dtype and place.
+    """Totals of a step's collectives that agree in kind, mesh axis, dtype and place.
 
     Attributes:
       kind: kind of collective, one of `hlo.KINDS`.
@@ -171,7 +170,7 @@ class Traffic:
       layer_forward: number of all-reduces of activations per layer in the forward pass.
       layer_backward: number of all-reduces of activations per layer in the backward pass.
       bytes_by_kind: bytes per step of the results on one device, by kind of collective.
-      exchanges: sums over all collectives with the same kind, axis, dtype and place.
+      exchanges: one `Exchange` for each combination of kind, axis, dtype and place.
     """
 
     layer_forward: int
