@@ -117,8 +117,8 @@ def test_every_path_may_be_in_a_bucket(tmp_path):
     }
     assert comparable(stored) == comparable(on_disk)
     assert len(comparable(stored)["run/metrics.jsonl"]) >= STEPS
-    # Nothing but the config and the picture is in the working folder.
-    assert sorted(os.listdir(elsewhere)) == ["config.json", "loss.png"]
+    # Only the config, the picture and a copy of the metrics are in the working folder.
+    assert sorted(os.listdir(elsewhere)) == ["config.json", "loss.png", "runs"]
 
 
 @pytest.mark.slow
