@@ -1,8 +1,8 @@
 """Tokenised documents on disk, written by a run that can be interrupted and resumed at any point.
 
-Used by the command `mesh-transformer records`.  Only a few batches of text are in memory at once,
-whatever the size of the corpus.  The finished corpus takes 16 bytes of memory per document, because
-its tokens stay on disk.
+Used by the command `mesh-transformer records`.  While text is tokenised, only a few batches of it
+are in memory at once.  The finished corpus takes 16 bytes of memory per document, because its
+tokens stay on disk.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Corpus:
 
 @dataclasses.dataclass
 class Source:
-    """A text file, with counts of its documents and tokens in the corpus.
+    """A text file, with counts of the documents and tokens that it adds to the corpus.
 
     Attributes:
       name: the file's name without its folder.
@@ -57,7 +57,7 @@ class Source:
       sha256: the hash of the file's content; empty until the whole file has been read.
       documents: the number of the file's documents in the corpus.
       tokens: the number of the file's tokens in the corpus.
-      skipped: the number of skipped items in the file, by reason.
+      skipped: the number of unusable items that were skipped in the file, by reason.
     """
 
     name: str
@@ -85,7 +85,8 @@ class Progress:
       names: the names of all text files, in reading order.
       sources: the text files that are completely tokenised.
       current: the file that is partly tokenised, or None.
-      pieces: the number of tokenised pieces of the file `current`.
+      pieces: the number of pieces of the file `current` that are tokenised.  A piece is a document
+        or part of a long one.
       tokens: the number of valid tokens on disk; a resumed run discards any tokens after them.
       documents: the number of complete documents in the corpus.
       last_end: the number of tokens in all complete documents together.
@@ -117,7 +118,7 @@ class Progress:
             return cls(**values, sources=sources, current=Source(**current) if current else None)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"{path}: not written by this script; start over with --new"
+                f"{path}: not a progress file of `mesh-transformer records`; start over with --new"
             ) from error
 
     def checked(self, new: "Progress", files: list[str], folder: Path) -> "Progress":
@@ -232,12 +233,15 @@ class Tokenizing:
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
-            raise InputError(f"{path}: shorter than {PROGRESS} says; start over with --new")
+            raise InputError(
+                f"{path}: found {path.stat().st_size} bytes, fewer than the {size} that {PROGRESS} "
+                "records; start over with --new"
+            )
         os.truncate(path, size)
         return open(path, "ab")
 
     def _encoded(self, bar: tqdm) -> Iterator[tuple[Batch, list[list[int]]]]:
-        """Yield (batch, tokens of each of its pieces).
+        """Tokenise all batches, and yield (batch, token ids of each of its pieces).
 
         While a batch is tokenised, up to BATCHES_AHEAD further batches are read.
         """
@@ -270,9 +274,9 @@ class Tokenizing:
             yield Batch(items, None)
 
     def _items(self, file: str, source: Source, pieces: int, bar: tqdm) -> Iterator[Piece | Source]:
-        """Yield the cleaned pieces of a file, except the first `pieces` of them, then `source`.
+        """Yield the cleaned pieces of a file without the first `pieces` ones, and then `source`.
 
-        Before `source` is yielded, its hash and its counts of skipped items are filled in.
+        Before `source` is yielded, its fields `sha256` and `skipped` are filled in.
         """
         bad = BadInputHandler(self.skip_bad)
         all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
@@ -313,7 +317,10 @@ class Tokenizing:
         progress.current = batch.current if progress.pieces else None
 
     def _save(self, *written: IO[bytes]) -> None:
-        """Flush the corpus files to disk, and then save the progress, which refers to them."""
+        """Flush the corpus files to disk, and then save the progress.
+
+        In this order, the saved progress never counts data that are not on disk.
+        """
         for file in written:
             file.flush()
             os.fsync(file.fileno())

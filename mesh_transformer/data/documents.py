@@ -96,7 +96,7 @@ class BadInputHandler:
     """Handler to be called with a BadInputError for each unusable item of the input.
 
     If `skip` is false, the call raises InputError.  If `skip` is true, the call counts the item
-    under the error's reason, and prints the error unless MAX_PRINTED were already printed.
+    under the error's reason.  It also prints the error, but only for the first MAX_PRINTED items.
 
     Attributes:
       counts: the number of skipped items by reason.
@@ -119,7 +119,7 @@ class BadInputHandler:
 
 
 def format_counts(counts: dict[str, int]) -> str:
-    """Format counts by reason, with the largest count first: "3 not JSON, 1 no text"."""
+    """Format counts by reason as text, largest count first, such as "3 not JSON, 1 no text"."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {reason}" for reason, count in ordered)
 
@@ -127,8 +127,8 @@ def format_counts(counts: dict[str, int]) -> str:
 def find_files(path: str, types: tuple[str, ...]) -> list[str]:
     """Return the paths of the input files at `path`.
 
-    If `path` is a file, it is the only one.  If `path` is a folder, the paths are those of the
-    folder's files, sorted by name, without files in subfolders.
+    If `path` is a file, the result is this path alone.  If `path` is a folder, the result lists the
+    folder's files, sorted by name.  Files in subfolders are left out.
 
     Args:
       types: the accepted endings of file names; a folder's other files are left out.
@@ -142,7 +142,7 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
         inside = (os.path.join(path, name) for name in sorted(files.names(path)))
         paths = [entry for entry in inside if entry.endswith(types) and files.is_file(entry)]
     else:
-        raise InputError(f"{path}: no such file or folder")
+        raise InputError(f"{path}: no such file or folder; check the path")
     if not paths or not paths[0].endswith(types):
         raise InputError(
             f"{path}: no text found, expected files ending in {', '.join(types)}; rename "
@@ -152,7 +152,10 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
 
 
 def left_out(path: str, types: tuple[str, ...]) -> list[str]:
-    """Return the names in the folder `path` that `find_files` leaves out, but for hidden ones."""
+    """Return the names of entries of the folder `path` that `find_files` leaves out.
+
+    Hidden entries are not returned.  The result is empty if `path` is not a folder.
+    """
     if not files.is_folder(path):
         return []
     used = {os.path.basename(file) for file in find_files(path, types)}
@@ -175,7 +178,9 @@ def open_input(path: str, bad: BadInputHandler) -> Iterator[IO[bytes]]:
     except DAMAGE_ERRORS as error:
         bad(BadInputError("damaged", f"{path}: damaged or cut short: {error}"))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
 
 
 class ZstandardReader(io.RawIOBase):
@@ -229,7 +234,7 @@ def json_lines(raw: IO, path: str, bad: BadInputHandler) -> Iterator[tuple[str, 
         if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
             while line and not line.endswith(b"\n"):
                 line = stream.readline(LONGEST_LINE)
-            bad(BadInputError("over-long", f"{where} has {LONGEST_LINE} bytes or more"))
+            bad(BadInputError("over-long", f"{where} is too long ({LONGEST_LINE} bytes or more)"))
         elif line.strip():
             try:
                 yield where, json_value(line, where)
@@ -316,10 +321,10 @@ def read_pieces(
 def _checked(
     pieces: Iterator[tuple[str, bool]], where: str, bad: BadInputHandler
 ) -> Iterator[Piece]:
-    """Yield the pieces of a text's documents, except those that are not valid UTF-8.
+    """Yield the pieces of a text's documents, without documents that are not valid UTF-8.
 
-    `bad` is called for each document that is not valid UTF-8.  If some pieces of the document were
-    already yielded by then, a piece with `is_bad` is yielded next.
+    `bad` is called for each document that is not valid UTF-8.  If some pieces of the document have
+    already been yielded, the next piece has `is_bad` set, so that the caller drops the document.
 
     Args:
       pieces: the pieces of all documents, as yielded by `split_documents`.
@@ -386,8 +391,8 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
 def _last_safe_cut(text: str, start: int) -> int:
     """Return the position of the last newline that directly follows a visible character.
 
-    If there is no such newline, a space is searched for instead.  Only positions from `start` on
-    are searched.  Returns 0 if neither is found.
+    If there is no such newline, return the position of the last such space.  If there is no such
+    space either, return 0.  Only positions from `start` on are searched.
     """
     for mark in "\n ":
         cut = text.rfind(mark, start)
@@ -421,9 +426,10 @@ def _decoded(stream: IO[bytes], where: str, newline: str | None) -> Iterator[tup
 
 
 def _xz_texts(raw: IO[bytes], where: str) -> Iterator[tuple[str, TextIO]]:
-    """Yield the texts of an .xz file: the members of a tar archive, or a single text.
+    """Yield (location, stream of the text) for each text in an .xz file.
 
-    OpenWebText is distributed as tar archives in .xz files.
+    The file holds a tar archive, with one text per member, or a single text.  OpenWebText is
+    distributed as tar archives in .xz files.
     """
     with lzma.open(raw) as decompressed:
         stream = io.BufferedReader(decompressed, tarfile.BLOCKSIZE)  # type: ignore[arg-type]
@@ -434,7 +440,7 @@ def _xz_texts(raw: IO[bytes], where: str) -> Iterator[tuple[str, TextIO]]:
 
 
 def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, TextIO]]:
-    """Yield the texts of all files in a tar archive; .xz members are decompressed."""
+    """Yield (location, stream of the text) for each file in a tar archive; decompress .xz files."""
     with tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in archive:
             contents = archive.extractfile(member) if member.isreg() else None

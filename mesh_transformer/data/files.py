@@ -31,11 +31,18 @@ PART = 1 << 24  # longer reads are split into parts of this size, requested at t
 
 
 def is_folder(path: str) -> bool:
-    return _remote(path).is_dir() if is_uri(path) else os.path.isdir(path)
+    if not is_uri(path):
+        return os.path.isdir(path)
+    with convert_storage_errors(path):
+        # First `exists`: if the bucket may not be read, it raises, but `is_dir` returns False.
+        return _remote(path).exists() and _remote(path).is_dir()
 
 
 def is_file(path: str) -> bool:
-    return _remote(path).is_file() if is_uri(path) else os.path.isfile(path)
+    if not is_uri(path):
+        return os.path.isfile(path)
+    with convert_storage_errors(path):
+        return _remote(path).is_file()
 
 
 def names(folder: str) -> list[str]:
@@ -81,29 +88,37 @@ def status(path: str) -> tuple[int, int]:
     return remote.length, int(remote.mtime * 10**9)
 
 
-# Files with these endings are uploaded last: the format of a checkpoint is recognised by them, and
-# a record set is read through its index.
-_LAST = ("meta.json", "config.json", ".index")
+def _is_last(path: str) -> bool:
+    """Return whether a file is uploaded last, and deleted first.
+
+    The format of a checkpoint is recognised by such a file, and a record set is read through it.
+    """
+    return os.path.basename(path) in ("meta.json", "config.json") or path.endswith(".index")
 
 
 def upload(folder: str, target: str, *, replace: bool = False) -> None:
     """Copy the files of a local folder, and of its subfolders, into a folder of a bucket.
 
-    The files with endings in `_LAST` are copied last.  If the process is killed, the incomplete
-    target lacks them, so it is not mistaken for a complete model or record set.
+    The files that identify a model or a record set, such as config.json, are copied last.  If the
+    process is killed, the target lacks these files, so it is not mistaken for a complete one.
 
     Args:
-      replace: whether files that exist in the bucket are replaced.  If not, and a file cannot be
-        copied, the files copied before it are deleted.
+      replace: whether to replace files that exist in the bucket.  Those that identify a model or a
+        record set are then deleted first, so that an older set is never mixed with the new one.  If
+        false, a failed upload deletes the files that it has copied so far.
 
     Raises:
       InputError: if a file cannot be read or written.
     """
     paths = [os.path.join(root, name) for root, _, found in os.walk(folder) for name in found]
-    paths.sort(key=lambda path: (path.endswith(_LAST), path))
+    paths.sort(key=lambda path: (_is_last(path), path))
     total, copied = sum(map(os.path.getsize, paths)), []
     with tqdm(total=total, unit="B", unit_scale=True, desc="uploading", disable=None) as bar:
         try:
+            for path in filter(_is_last, paths if replace else ()):
+                remote = epath.Path(target) / os.path.relpath(path, folder)
+                with convert_storage_errors(f"{remote} cannot be replaced"):
+                    remote.unlink(missing_ok=True)
             for path in paths:
                 remote = epath.Path(target) / os.path.relpath(path, folder)
                 with convert_storage_errors(f"{remote} cannot be written"):
@@ -132,10 +147,11 @@ def replace(path: str, target: str) -> None:
 
 @contextlib.contextmanager
 def output_folder(folder: str) -> Iterator[Path]:
-    """Yield a local folder for the files to write to `folder`, where they replace others.
+    """Return a context manager that yields a local folder in which to write the files of `folder`.
 
-    If `folder` is local, it is created and yielded.  If it is in a bucket, a temporary folder is
-    yielded, and its files are uploaded when the block ends without an error.
+    If `folder` is local, it is created and yielded.  If `folder` is in a bucket, a temporary folder
+    is yielded.  When the `with` block ends without an error, the files in the temporary folder are
+    uploaded to `folder`, and replace files of the same names.
     """
     if not is_uri(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -148,7 +164,9 @@ def output_folder(folder: str) -> Iterator[Path]:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a text file in UTF-8; it replaces a file at `path` only when it is complete.
+    """Write a UTF-8 text file, which appears at `path` only when it is complete.
+
+    An existing file at `path` is replaced.
 
     Raises:
       OSError: if a local file cannot be written.
@@ -172,7 +190,7 @@ def _remote(path: str) -> epath.Path:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file in a bucket, read by requests for ranges of its bytes.
+    """A file in a bucket, opened for reading; each request reads a range of its bytes.
 
     Args:
       size: the file's size in bytes.
@@ -202,7 +220,7 @@ class _RemoteFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes into `buffer` until it is full or the file ends; return their number."""
+        """Read bytes until `buffer` is full or the file ends; return the number of bytes read."""
         target = memoryview(buffer).cast("B")
         target = target[: max(0, self._size - self._position)]
         done = 0
@@ -222,7 +240,7 @@ class _RemoteFile(io.RawIOBase):
         return done
 
     def _held(self) -> memoryview:
-        """Return the bytes at the current position that were read ahead; may be empty."""
+        """Return the buffered bytes from the current position on; empty if there are none."""
         offset = self._position - self._start
         return memoryview(self._buffer)[offset:] if offset >= 0 else memoryview(b"")
 
@@ -245,10 +263,12 @@ class _RemoteFile(io.RawIOBase):
 
 @functools.lru_cache(maxsize=1024)
 def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
-    """Return the bytes from `start` to the file's end, which are cached.
+    """Return a file's last bytes, and cache them.
 
     Args:
-      version: a value that changes when the file changes; the file is then read again.
+      start: the position of the first byte to return.
+      end: the file's size in bytes.
+      version: a value that changes when the file changes, so that a changed file is read again.
     """
     content = bytearray(end - start)
     _read_range(path, start, memoryview(content))

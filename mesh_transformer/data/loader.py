@@ -24,8 +24,8 @@ class TFRecordNewInputs:
 
     A batch is a dict of arrays, each of shape [*batch_size, T].  The keys `obs` and `target`
     (uint32) are always present.  Two keys are present only if the records of at least one index
-    have them: `loss_mask` (uint8, 1 where a token bears loss) and `segment_ids` (int32, which of
-    the texts packed into the record each token belongs to).
+    have them: `loss_mask` (uint8, 1 where a token bears loss) and `segment_ids` (int32).  For a
+    record that holds several texts, `segment_ids` has for each token the number of its text.
 
     Records are read in the index's order, or shuffled (see `RecordSet`).  A batch can span the end
     of a file or of an epoch, so the sequence of records is the same for any batch size.  A
@@ -40,8 +40,8 @@ class TFRecordNewInputs:
       sample_size: T, the number of tokens per sequence.
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
       repeat: whether to start another epoch after each one.
-      partial: whether to return the last records as a smaller batch if they do not fill a whole
-        one.  For use with `repeat` False; requires an integer `batch_size`.
+      partial: whether to return a smaller batch at the end if too few records remain for a full
+        batch.  For use with `repeat` False; requires an integer `batch_size`.
       columns: which batch rows to return, as indices into the last dimension of `batch_size`; None
         for all rows.  The records of other rows are read from disk but not parsed.
       shuffle_buffer: the number of records that are shuffled together; 0 for the index's order.
@@ -170,7 +170,7 @@ def open_train_set(
 def describe_batch(
     train_set: str | Mapping[str, float], before: dict[str, Any], after: dict[str, Any]
 ) -> str:
-    """Return which records a batch has, for error messages.
+    """Describe which records a batch consists of, for error messages.
 
     Args:
       train_set: the config's `train_set`.
@@ -186,8 +186,9 @@ def describe_batch(
 
 
 def _describe(state: dict[str, Any]) -> str:
-    """Describe a position in a single set, from its saved state."""
-    taken = f" (shuffled: {state['taken']} past it)" if state["taken"] else ""
+    """Describe a position in a record set, saved by `RecordSet.state`, for error messages."""
+    block = f" (after {state['taken']} records of the shuffled block that starts there)"
+    taken = block if state["taken"] else ""
     return f"epoch {state['epoch']}, file {state['file']}, record {state['record']}{taken}"
 
 
@@ -248,10 +249,10 @@ class Mixture:
             yield row, MixturePosition(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
-        """Yield endlessly, for each record of the mixture, the index of its record set in `sets`.
+        """Yield, without end, the index in `sets` of the record set to read the next record from.
 
         Args:
-          drawn: the number of records to leave out at the beginning of the mixture.
+          drawn: the number of records of the mixture that were read before.
         """
         while True:
             block, past = divmod(drawn, CHOICES_PER_BLOCK)
@@ -271,7 +272,7 @@ class Mixture:
         return states[0] if len(states) == 1 else {"drawn": place.drawn, "sets": states}
 
     def checked_place(self, state: dict[str, Any]) -> MixturePosition:
-        """Return the position stored in a dict that `state` returned.
+        """Return the position that is stored in a dict returned by the method `state`.
 
         Raises:
           InputError: if the dict is damaged, or was saved with other indexes or shuffle settings.

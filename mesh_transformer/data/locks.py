@@ -18,13 +18,12 @@ from mesh_transformer.data.storage import (
     AnyPath,
     check_bucket,
     convert_failures,
-    convert_storage_errors,
     is_uri,
     local_path,
     reason,
     unwritable_error,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, StoppedError
 
 LOCK = ".lock"  # name of the lock file in a model folder
 # A lock in a bucket is renewed after the first number of seconds, and may be taken over if it was
@@ -34,11 +33,14 @@ LEASE_SECONDS = 60.0
 POLL_SECONDS = 2.0
 RELEASE_SECONDS = 10.0  # longest wait for the storage at the end
 
+_released: set[str] = set()  # identifiers of locks that this process holds no more
 _log = logging.getLogger(__name__)
 
 
 def lock_folder(folder: AnyPath) -> "LocalLock | BucketLock":
-    """Lock a folder against other processes that lock it; the folder is created if necessary.
+    """Lock a folder, so that no other process can lock it.
+
+    A local folder is created if it does not exist.
 
     Raises:
       InputError: if another process holds the lock (the message describes it), or if the folder
@@ -99,10 +101,8 @@ class LocalLock:
             raise
         return file
 
-    lost = False  # the operating system does not take the lock away
-
     def check(self) -> None:
-        """Do nothing; see `BucketLock.check`."""
+        """Do nothing, because no other process can take over this lock (see `BucketLock.check`)."""
 
     def release(self) -> None:
         """Release the lock; does nothing if it is already released."""
@@ -122,11 +122,12 @@ class LocalLock:
 class BucketLock:
     """A lock on a folder in a bucket, which this process renews until it is released.
 
-    The lock is the object `.lock` in the folder.  It is only written on the condition that it has
-    not changed since it was read, so of several processes one succeeds.  If a process ends without
-    releasing its lock, another may take it over once the object has not changed for
-    `LEASE_SECONDS`, or at once if it can see that the process has ended.  The clocks of machines
-    are not compared.
+    The lock is the object `.lock` in the folder.  A process reads the object, and then writes it
+    only if it has not changed since.  If several processes try this at once, only one succeeds.
+    If a process ends without releasing its lock, another process can take over the lock after the
+    object has not changed for `LEASE_SECONDS`.  A process that can see that the owner has ended,
+    because both are on the same machine, can take over the lock at once.  The clocks of different
+    machines are never compared.
 
     Raises:
       InputError: at construction, if another process holds the lock, or if the bucket cannot be
@@ -136,36 +137,46 @@ class BucketLock:
     def __init__(self, folder: AnyPath):
         self._folder = local_path(folder)
         check_bucket(self._folder)
-        self._owner, self._writes = _owner() | {"lock": secrets.token_hex(8)}, 0
-        self._taken: InputError | None = None  # why the lock was lost
+        self._owner = _owner() | {"lock": secrets.token_hex(8)}
+        self._taken: StoppedError | None = None  # why the lock was lost
         self._writing = threading.Lock()
-        with convert_storage_errors(f"{self._folder} cannot be locked"):
+        with convert_failures(lambda error: unwritable_error(self._folder, error)):
             self._store = tensorstore.KvStore.open(f"{self._folder}/").result()
             self._generation = self._acquire()
         self._released = threading.Event()
         self._renewing = threading.Thread(target=self._keep, name="renew lock", daemon=True)
         self._renewing.start()
 
-    @property
-    def lost(self) -> bool:
-        """Whether another process has taken over the lock, as `check` has found."""
-        return self._taken is not None
-
     def check(self) -> None:
-        """Raise InputError if another process has taken over the lock, else renew it."""
-        with self._writing, convert_storage_errors(f"{self._folder} cannot be locked"):
+        """Renew the lock.
+
+        Raises:
+          StoppedError: if another process has taken over the lock.
+          InputError: if the storage fails.
+        """
+        with self._writing, convert_failures(self._unlocked_error):
             if self._taken is None:
                 if written := self._write(self._generation):
                     self._generation = written
                 else:
                     owner = self._store.read(LOCK).result().value
-                    self._taken = _in_use_error(self._folder, owner)
+                    self._taken = StoppedError(
+                        f"this run has lost its lock, because the storage did not answer for "
+                        f"{LEASE_SECONDS:.0f} s: {_in_use_error(self._folder, owner)}"
+                    )
         if self._taken is not None:
             raise self._taken
+
+    def _unlocked_error(self, error: Exception) -> InputError:
+        return InputError(
+            f"the lock of {self._folder} cannot be renewed: {reason(error)}; check your "
+            "credentials and the network"
+        )
 
     def release(self) -> None:
         """Release the lock; does nothing if it is already released or was taken over."""
         self._released.set()
+        _released.add(self._owner["lock"])
         self._renewing.join(RELEASE_SECONDS)
         with contextlib.suppress(Exception):  # it can be taken over later
             self._store.write(LOCK, None, if_equal=self._generation).result(RELEASE_SECONDS)
@@ -177,7 +188,13 @@ class BucketLock:
         self.release()
 
     def _acquire(self) -> bytes:
-        """Write the lock object and return its generation."""
+        """Write the lock object, and return its generation (the storage's version of an object).
+
+        If another process may hold the lock, this waits for up to LEASE_SECONDS.
+
+        Raises:
+          InputError: if another process holds the lock.
+        """
         found = self._store.read(LOCK).result()
         first, waited = found.stamp.generation, False
         deadline = time.monotonic() + LEASE_SECONDS
@@ -197,17 +214,18 @@ class BucketLock:
             found = self._store.read(LOCK).result()
 
     def _write(self, expected: bytes) -> bytes | None:
-        """Write the lock if its generation is `expected`.
+        """Write the lock object if its generation is `expected`.
+
+        The generation is the storage's version of an object; it changes with each write.
 
         Returns:
-          The new generation, or None if the lock had another generation.
+          The new generation, or None if the lock object has another generation than `expected`.
         """
-        self._writes += 1
-        content = json.dumps(self._owner | {"writes": self._writes}).encode()
+        content = json.dumps(self._owner).encode()
         written = self._store.write(LOCK, content, if_equal=expected).result()
         if written.generation:
             return written.generation
-        # The client may have repeated a request that succeeded, but whose answer was lost.
+        # An earlier write of this lock may have succeeded, although its answer was lost.
         found = self._store.read(LOCK).result()
         return found.stamp.generation if found.value == content else None
 
@@ -216,7 +234,7 @@ class BucketLock:
             try:
                 self.check()
             except Exception as error:  # if the storage fails, the next renewal may succeed
-                if self.lost:
+                if self._taken is not None:
                     _log.warning("%s", error)
                     return
 
@@ -242,7 +260,7 @@ def _in_use_error(folder: str, content: bytes) -> InputError:
 
 
 def _owner() -> dict[str, Any]:
-    """Describe this process, for the content of a lock."""
+    """Return a description of this process, to be stored in a lock file or lock object."""
     return {
         "process": os.getpid(),
         "host": socket.gethostname(),
@@ -253,7 +271,11 @@ def _owner() -> dict[str, Any]:
 
 
 def _process_space() -> str | None:
-    """Identify the boot and the container in which process ids are unique; None if unknown."""
+    """Return an identifier of the machine's current boot and of this process's PID namespace.
+
+    Process ids are unique among the processes for which this returns the same.  Returns None if
+    it is unknown.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -262,10 +284,19 @@ def _process_space() -> str | None:
 
 
 def _has_ended(content: bytes) -> bool:
-    """Return whether the process that a lock describes is known to have ended."""
+    """Return whether a lock in a bucket is known to be unused.
+
+    This is the case if the process that owns the lock has ended, or if this process has released
+    the lock, but failed to delete its object.
+
+    Args:
+      content: the content of the lock object, which describes the owner.
+    """
     try:
         owner = json.loads(content)
         process, space = int(owner["process"]), owner["processes_of"]
+        if owner.get("lock") in _released:
+            return True
     except (ValueError, KeyError, TypeError):
         return False
     if space is None or space != _process_space():

@@ -1,8 +1,8 @@
 """Packing of tokenised documents into sequences of equal length, reshuffled for each epoch.
 
-Documents and sequences are shuffled by shuffling their indices, without moving tokens.  This takes
-40 bytes of memory per document (65 at the start of each later epoch) and 8 per sequence.  The index
-file of a record set is written last, when all other files of the set are complete.
+Shuffling reorders the indices of documents and sequences, not their tokens.  It takes 40 bytes of
+memory per document (65 at the start of each later epoch) and 8 bytes per sequence.  The index file
+of a record set is written last, when all other files of the set are complete.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from mesh_transformer.data import files
 from mesh_transformer.data.corpus import Corpus
+from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.data.tfrecords import write_records
 
 
@@ -87,8 +88,8 @@ def sequences(
 ) -> Iterator[tuple[Packing, int]]:
     """Yield (packing, i) for each sequence of all epochs, in the order in which to write them.
 
-    The tokens of the sequence are `packing[i]`.  They are not read here, so that a resumed run can
-    skip the sequences that are already written without reading them again.
+    The tokens of the sequence are `packing[i]`.  Because only the index `i` is yielded, a resumed
+    run need not read the tokens of sequences that are already written.
     """
     documents = array("q", range(len(corpus.sizes)))
     carry = corpus.tokens[:0]
@@ -105,7 +106,7 @@ def sequences(
 
 
 def select(packing: Packing, order: PackingOptions, tokenizer) -> Iterator[int]:
-    """Yield the indices of the sequences with at least `min_unique_tokens` distinct tokens."""
+    """Yield the indices of sequences with at least `order.min_unique_tokens` distinct tokens."""
     for number in range(len(packing)):
         if order.min_unique_tokens > 0:
             distinct = len(np.unique(packing[number]))
@@ -132,6 +133,7 @@ def write_parts(
       (path, number of sequences) for each file.
     """
     parts = []
+    tensorflow()  # takes seconds, in which the bar would stand still
     with tqdm(desc="writing", unit=" sequences") as bar:
         for number in count():
             first = next(sequences, None)
@@ -158,7 +160,7 @@ def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any])
     """Move the record files to their final names, then write the manifest and the index.
 
     Args:
-      base: the folder and name of the record set; each file's path is this plus an ending.
+      base: the folder and name of the record set; an ending is appended for the path of each file.
       parts: (path, number of sequences) for each record file.
       manifest: entries for the manifest; the total number of sequences and a list of the files are
         added to them.

@@ -1,4 +1,4 @@
-"""Reads records from the files of an index, in the index's order or shuffled, from any position."""
+"""Reads records from the files that an index lists, in order or shuffled, from any record on."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ class Position:
     """A position in a `RecordSet`, from which reading can resume.
 
     Without shuffling, `file`, `record` and `offset` locate the next record to read.  With
-    shuffling, they locate the first record of the current block, of which `taken` records have
-    already been returned.
+    shuffling, records are read and shuffled in blocks.  The fields `file`, `record` and `offset`
+    then locate the first record of the current block.
 
     Attributes:
       epoch: the number of completed epochs.
@@ -64,7 +64,7 @@ class SetSize(NamedTuple):
 def set_size(index_path: str) -> SetSize:
     """Return the number of records of an index, and the tokens per sequence of the first record.
 
-    A config must have the latter as its `seq` to read the records.
+    To read the records, the `seq` of a config must equal this number of tokens per sequence.
 
     Raises:
       InputError: if the index or a record file cannot be read, or the first record has no tokens.
@@ -79,8 +79,8 @@ def set_size(index_path: str) -> SetSize:
     tokens = len(text) - 1 if text is not None else len(inputs) if inputs is not None else 0
     if tokens < 1:
         raise InputError(
-            f"{_where(paths[0], 0)} has no tokens, found features {sorted(arrays)}; recreate the "
-            "records"
+            f"{_where(paths[0], 0)} has no tokens in feature text or input_ids, found features "
+            f"{sorted(arrays)}; recreate the records"
         )
     return SetSize(sum(1 for path in paths for _ in frames(path, 0)), tokens)
 
@@ -88,8 +88,8 @@ def set_size(index_path: str) -> SetSize:
 def tokenizer_of(index_path: str) -> str | None:
     """Return the name of the tokenizer that the records of an index were created with.
 
-    The name is read from the manifest next to the index.  Returns None if there is no manifest, or
-    if the manifest was written by an earlier version, which did not store the name.
+    The name is read from NAME.manifest.json next to the index NAME.index.  Returns None if there is
+    no such file, or if an earlier version of the library wrote it, without the tokenizer's name.
 
     Raises:
       InputError: if the manifest is damaged.
@@ -102,7 +102,9 @@ def tokenizer_of(index_path: str) -> str | None:
         with gfile.GFile(path, "rb") as file:
             return json.loads(file.read()).get("tokenizer", {}).get("name")
     except (ValueError, AttributeError) as error:
-        raise InputError(f"{path}: not a manifest; create the records again") from error
+        raise InputError(
+            f"{path}: not the manifest of a record set; create the records again"
+        ) from error
 
 
 class Record(NamedTuple):
@@ -179,31 +181,31 @@ class RecordSet:
         """
         if state.get("index") != self.fingerprint:
             raise InputError(
-                f"index {self.index_path} lists other files than when the position was saved; "
+                f"index {self.index_path} lists other files than when the checkpoint was saved; "
                 "restore its lines or start over in another model folder"
             )
         saved = {key: state[key] for key in ("shuffle_buffer", "seed") if key in state}
         if saved != self._order():
             raise InputError(
-                f"index {self.index_path}: the position was saved with {_format_order(saved)}, but "
-                f"the data is now read with {_format_order(self._order())}; restore the settings "
-                "or start over in another model folder"
+                f"index {self.index_path}: the checkpoint was saved with {_format_order(saved)}, "
+                f"but the data is now read with {_format_order(self._order())}; restore the "
+                "settings or start over in another model folder"
             )
         names = [field.name for field in dataclasses.fields(Position)]
         counts: dict[str, Any] = {"taken": 0} | {n: state[n] for n in names if n in state}
         valid = all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in names)
         if not valid or counts["file"] >= len(self.paths):
             raise InputError(
-                f"the checkpoint's data position {state} is damaged, expected counts {names}; "
-                "start over in another model folder"
+                f"the checkpoint's data position {state} is damaged, expected a count for each "
+                f"of {', '.join(names)}; start over in another model folder"
             )
         position = Position(**counts)
         file = self._files(position.epoch)[position.file]
         # In a compressed file, the offset counts decompressed bytes; `frames` checks it.
         if position.offset > self.sizes[file] and not is_compressed(self.paths[file]):
             raise InputError(
-                f"{self.paths[file]}: found {self.sizes[file]} bytes, but the saved position is "
-                f"byte {position.offset}; restore the file's earlier content"
+                f"{self.paths[file]}: found {self.sizes[file]} bytes, but the checkpoint's data "
+                f"position is byte {position.offset}; restore the file's earlier content"
             )
         return position
 
@@ -211,7 +213,7 @@ class RecordSet:
         """Yield (record, next position) for each record, starting with the one at `position`.
 
         Args:
-          repeat: whether to start another epoch after each one, endlessly.
+          repeat: whether to begin a new epoch whenever one ends, endlessly.
         """
         return (
             self._shuffled(position, repeat)
@@ -257,7 +259,7 @@ class RecordSet:
             position = Position(position.epoch + 1)
 
     def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
-        """Yield (record, next position), shuffling the records of `_in_index_order` in blocks.
+        """Yield (record, next position) for each record of `_in_index_order`, shuffled in blocks.
 
         A block does not extend into the next epoch, so the last block of an epoch may be shorter.
         """
@@ -295,7 +297,7 @@ class RecordSet:
             if "segment_ids" not in self.extras:
                 raise InputError(
                     f"{where} has the feature segment_ids, but the first record of "
-                    f"{self.index_path} does not; give packed records an index of their own"
+                    f"{self.index_path} does not; list packed records in an index of their own"
                 )
             segments = self._numbers("segment_ids", arrays, where, self.seq)
             row["segment_ids"] = segments.astype(DTYPES["segment_ids"])
@@ -315,8 +317,8 @@ class RecordSet:
         outside = tokens[(tokens < 0) | (tokens >= limit)]
         if len(outside):
             raise InputError(
-                f"{where} holds token id {outside[0]}, outside the vocabulary of config key "
-                f"n_vocab {limit}; recreate the records with the tokenizer of the model"
+                f"{where} holds token id {outside[0]}, outside the vocabulary (config key n_vocab "
+                f"is {limit}); recreate the records with the tokenizer of the model"
             )
         return tokens.astype(np.uint32)
 
@@ -349,7 +351,7 @@ def random(seed: int, stream: str, *place: int) -> np.random.Generator:
 
     Args:
       stream: the purpose of the numbers, one of STREAMS.
-      place: integers that tell apart the generators of a stream, such as the epoch.
+      place: integers that distinguish the generators of one stream, such as the epoch.
     """
     return np.random.default_rng((seed % 2**64, STREAMS.index(stream), *place))
 

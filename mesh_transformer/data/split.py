@@ -40,7 +40,7 @@ BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
 
 
 class Part(NamedTuple):
-    """One of the two parts, as written to a file.
+    """The training part or the validation part of a text, as written to a file.
 
     Attributes:
       documents: the number of documents in the part.
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The choice of the text for the validation part.
+    """The text that is chosen for the validation part.
 
     Attributes:
       documents: the indices of the documents that go to the validation part as a whole.
@@ -88,9 +88,9 @@ def split(
         written.
     """
     if os.path.isdir(text) and os.path.exists(folder) and os.path.samefile(text, folder):
-        raise InputError(f"{folder}: is the folder of the text; choose another output folder")
+        raise InputError(f"{folder} is also the folder of the text; choose another output folder")
     if not 0 < validation < 1:
-        raise InputError(f"validation is {validation}, expected a share above 0 and below 1")
+        raise InputError(f"validation is {validation}, expected a fraction above 0 and below 1")
     files = find_files(text, FILE_TYPES)
     sizes, skipped = measure(files, skip_bad)
     choice = choose(sizes, validation, seed)
@@ -105,7 +105,9 @@ def split(
         with output_folder(folder) as local:
             parts = _write(files, sizes, choice, local)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from error
+        raise InputError(
+            f"{folder} cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
     names = (os.path.join(folder, os.path.basename(part.path)) for part in parts)
     return [part._replace(path=path) for part, path in zip(parts, names, strict=True)]
 
@@ -185,7 +187,8 @@ def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list
                 writer = validation if number in choice.documents else train
                 copied += writer.document(piece.text for piece in document)
         if copied != sum(sizes):
-            raise InputError(f"{files[0]}: changed while it was read; run the command again")
+            others = " or another of the files" if len(files) > 1 else ""
+            raise InputError(f"{files[0]}{others} changed while it was read; run the command again")
         for writer in writers:
             writer.publish()
         return [Part(str(writer.path), writer.documents, writer.bytes) for writer in writers]
@@ -196,9 +199,10 @@ def _write_cut(
 ) -> int:
     """Write the beginning of a document to `train` and its end to `validation`.
 
-    The document is cut at the byte `position` or somewhat later, where a paragraph ends, or else a
-    line or a word.  The search for this place covers about half of `WINDOW_CHARACTERS`, or half of
-    the text after `position` if there is less.  If the search fails, the cut is at `position`.
+    The document is cut after the first paragraph break that follows the byte `position`.  If no
+    paragraph break is found, the cut is after the first line break, or else after the first space.
+    The search covers about half of `WINDOW_CHARACTERS`, or half of the text after `position` if
+    less text is left.  If it finds none of these, the cut is at `position`.
 
     Returns:
       The number of bytes written to both parts together.
@@ -229,10 +233,10 @@ def _write_cut(
 
 
 def _boundary(text: str) -> int:
-    """Return the position after the first paragraph break.
+    """Return the position after the first paragraph break in a text.
 
-    If there is none, return the position after the first line break, else after the first space,
-    else 0.
+    If there is no paragraph break, return the position after the first line break, or else after
+    the first space.  Return 0 if there is no space either.
     """
     for boundary in BOUNDARIES:
         if match := boundary.search(text):

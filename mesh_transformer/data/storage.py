@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import http.client
+import itertools
 import logging
 import os
 import re
@@ -27,6 +28,8 @@ BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
 BUCKET_PAUSES = (1.0, 2.0)  # seconds before another attempt
 KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow reads
 AnyPath = str | os.PathLike[str]  # a local path, or a URI such as gs://bucket/model
+COMMIT_FILE = "commit_success.txt"  # Orbax writes it last; it makes a step folder a complete step
+MARK_FILE = "_CHECKPOINT_METADATA"  # Orbax writes it first, `delete_step` deletes it last
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 
 # Names of exception classes, because their packages are imported only where they are used.
@@ -40,9 +43,24 @@ _STORAGE_ERRORS = {
 # tensorstore writes "...: No space left on device [os_error_code='28']".
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 
+# The beginnings of tensorstore's messages about requests that failed.
+_UNANSWERED = re.compile(
+    "ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED"
+    "|UNAUTHENTICATED|UNAVAILABLE|UNKNOWN"
+)
+
 # The beginnings of the messages of tensorstore and Orbax about operations that end after their save
 # or restore has failed.
 _LATE = ("Event loop is closed", "Encountered error while reading array index")
+
+# By default, tensorstore waits for an answer for as long as the operating system keeps the
+# connection, about half an hour.  With these variables, which it reads at its first request, a
+# request that transfers less than a byte per second for 30 seconds fails, and is then repeated.
+_TENSORSTORE_LIMITS = {
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "20",
+}
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +105,11 @@ def check_bucket(path: AnyPath) -> None:
     """Check that the bucket of a `gs://` path exists; do nothing for other paths.
 
     Call this before a path is first accessed through epath, tensorstore or TensorFlow.  If there is
-    no network, these libraries retry for minutes, which is useful during a run, but not at its
-    start.  Each bucket is checked once per process.
+    no network, these libraries retry for minutes, whereas this function fails sooner.  Each bucket
+    is checked once per process.
 
-    This also imports TensorFlow, with its log messages silenced, because epath uses it for `gs://`
-    paths.
+    For a `gs://` path, this function also limits how long tensorstore waits for an answer.  It also
+    imports TensorFlow, which epath uses for such paths, and silences TensorFlow's log messages.
 
     Raises:
       InputError: after about a minute at most, if the storage cannot be reached, or if it answers
@@ -102,11 +120,13 @@ def check_bucket(path: AnyPath) -> None:
         return
     name = path.removeprefix(GCS).partition("/")[0]
     if not name:
-        raise InputError(f"{path}: names no bucket; expected {GCS}<bucket>/<folder>")
+        raise InputError(f"{path} names no bucket; expected {GCS}<bucket>/<folder>")
     for pause in (*BUCKET_PAUSES, None):
         try:
             if _bucket_exists(name):
                 tensorflow()
+                for variable, value in _TENSORSTORE_LIMITS.items():
+                    os.environ.setdefault(variable, value)
                 return
             break
         except (OSError, http.client.HTTPException) as error:
@@ -114,7 +134,7 @@ def check_bucket(path: AnyPath) -> None:
                 cause = getattr(error, "reason", None)
                 cause = cause if isinstance(cause, Exception) else error
                 raise InputError(
-                    f"{path}: cannot reach Google Cloud Storage ({reason(cause)}); "
+                    f"{path}: Google Cloud Storage cannot be reached ({reason(cause)}); "
                     "check the network and https_proxy, or use a local folder"
                 ) from error
             time.sleep(pause)
@@ -164,7 +184,58 @@ def check_absent(path: str) -> None:
     else:
         exists = os.path.lexists(path)
     if exists:
-        raise InputError(f"{path}: already exists; choose another name or move it away")
+        raise InputError(f"{path} already exists; choose another name or move it away")
+
+
+def delete_step(path: epath.Path) -> None:
+    """Delete a step's folder; if `path` is a symbolic link, delete only the link.
+
+    The commit file is deleted first, so that a partly deleted step is never taken for a complete
+    one.  Orbax's metadata file is deleted last, so that an interrupted deletion can be recognised
+    and completed.
+    """
+    if os.path.islink(path):
+        delete_tree(path)
+        return
+    (path / COMMIT_FILE).unlink(missing_ok=True)
+    for item in path.iterdir():
+        if item.is_dir():
+            delete_tree(item)
+    delete_tree(path)
+
+
+def files_below(folder: epath.Path) -> Iterator[epath.Path]:
+    """Yield the files of a folder and of its subfolders."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from files_below(path)
+        else:
+            yield path
+
+
+def set_aside(step: str) -> str:
+    """Rename a damaged checkpoint folder, so that it is no longer read; return its new name."""
+    folder, name = os.path.split(step)
+    taken = {path.name for path in entries(epath.Path(folder))}
+    numbered = (f"{name}.damaged{number}" for number in itertools.count(2))
+    new = next(new for new in itertools.chain([f"{name}.damaged"], numbered) if new not in taken)
+    source, target = epath.Path(step), epath.Path(folder) / new
+    with convert_storage_errors(f"{step} cannot be renamed"):
+        if is_uri(step):
+            # Object by object.  An interrupted move leaves a damaged step, which can be set aside
+            # again, or a partly deleted one.
+            marks = {source / COMMIT_FILE, source / MARK_FILE}
+            for path in sorted(files_below(source)):
+                moved = target / path.relative_to(source)
+                moved.parent.mkdir(parents=True, exist_ok=True)
+                if path in marks:
+                    path.copy(moved)
+                else:
+                    path.rename(moved)
+            delete_step(source)
+        else:
+            source.rename(target)
+    return new
 
 
 def delete_tree(path: epath.Path) -> None:
@@ -177,17 +248,22 @@ def delete_tree(path: epath.Path) -> None:
         shutil.rmtree(path)  # does not follow links inside the folder
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then its cause, the cause of that, and so on to the root cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
 def reason(error: BaseException) -> str:
     """Return the root cause of a storage error as one line of at most 200 characters."""
-    cause: BaseException | None = error
     root = error
-    while cause is not None:
-        root = cause
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        if match := _OS_ERROR.search(str(cause)):
+    for root in causes(error):
+        if isinstance(root, OSError) and root.strerror:
+            return root.strerror
+        if match := _OS_ERROR.search(str(root)):
             return os.strerror(int(match[1]))
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     text = " ".join(str(root).split()) or type(root).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 
@@ -220,29 +296,55 @@ def is_storage_error(error: BaseException) -> bool:
     return isinstance(error, OSError) or bool(names & _STORAGE_ERRORS)
 
 
-def is_failure(error: Exception) -> bool:
+def storage_failed(error: BaseException) -> bool:
+    """Return whether a file could not be read because access failed, such as a lost connection.
+
+    Returns False if the file is missing, or if it was read but its content is wrong.
+    """
+    *_, error = causes(error)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if is_missing(error) or "DataLossError" in names:
+        return False
+    if _OS_ERROR.search(str(error)) or _UNANSWERED.match(str(error)):
+        return True
+    return is_storage_error(error)
+
+
+def is_failure(error: BaseException) -> bool:
     """Return whether an error is of a class that is raised when a save or restore fails.
 
-    These are the storage errors (see `is_storage_error`), and ValueError, KeyError and
-    RuntimeError, which Orbax, tensorstore and JAX raise.
+    These classes are the storage errors (see `is_storage_error`), and the classes ValueError,
+    KeyError and RuntimeError, which Orbax, tensorstore and JAX raise.
     """
     return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
 
 
 @contextlib.contextmanager
-def convert_failures(line: Callable[[Exception], InputError]) -> Iterator[None]:
-    """Return a context manager that replaces errors for which `is_failure` is true.
+def replace_errors(replacement: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Return a context manager that replaces errors by other ones.
 
     Args:
-      line: a function from such an error to the InputError to raise in its place.  If the error is
-        already an InputError, the function may return it unchanged.
+      replacement: a function from an error to the error to raise in its place; it may return the
+        error unchanged.
     """
     try:
         yield
     except Exception as error:
-        if not is_failure(error) or (replacement := line(error)) is error:
+        if (new := replacement(error)) is error:
             raise
-        raise replacement from error
+        raise new from error
+
+
+def convert_failures(
+    line: Callable[[Exception], Exception],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that replaces errors for which `is_failure` is true.
+
+    Args:
+      line: a function from such an error to the error to raise in its place, usually an InputError;
+        the function may return the error unchanged.
+    """
+    return replace_errors(lambda error: line(error) if is_failure(error) else error)
 
 
 def unwritable_error(folder: AnyPath, error: Exception) -> InputError:
@@ -270,7 +372,10 @@ def no_checkpoint_error(folder: epath.Path) -> InputError:
 
 
 def _model_folders(folder: str) -> list[str]:
-    """Return those folders inside `folder`, or else beside it, that hold a step."""
+    """Return the model folders in `folder`, or those next to `folder` if there are none in it.
+
+    A model folder contains at least one checkpoint folder named `step_<N>`.
+    """
     for place in (folder, os.path.dirname(folder)):
         inside = sorted(os.scandir(place), key=lambda e: e.name) if os.path.isdir(place) else []
         paths = [entry.path for entry in inside if entry.is_dir()]
@@ -292,9 +397,11 @@ def entries(folder: epath.Path) -> list[epath.Path]:
         except NotADirectoryError:
             return []
         except Exception as error:
-            if is_missing(error):
-                return []
-            raise
+            if not is_missing(error):
+                raise
+            # TensorFlow also says that a folder is missing if it may not be read; `exists` then
+            # raises the right error.
+            return list(folder.iterdir()) if folder.exists() else []
 
 
 def is_missing(error: BaseException) -> bool:
@@ -322,16 +429,16 @@ def free_space(folder: str) -> str:
 def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> None:
     """Suppress the messages that Orbax and asyncio print when a save or restore fails.
 
-    The failure is also raised as an InputError of one line, so these messages are not needed:
-    Orbax's threads log each error with a traceback, asyncio logs all errors after the first, and
-    errors of operations that end only after the failure are passed to `sys.unraisablehook`.
+    The messages are not needed, because the failure is also raised as an InputError of one line.
+    Without this function, Orbax's threads log each error with a traceback, and asyncio logs all
+    errors after the first.  `sys.unraisablehook` prints errors of operations that end later.
 
-    The filters are never removed, because some messages appear only when the failed save is
-    garbage-collected.
+    The messages are suppressed until the process ends, because some of them appear only when the
+    failed save is garbage-collected.
 
     Args:
-      is_new: a filter for the log records of absl and asyncio.  It returns False for each record
-        to drop.
+      is_new: a filter for the log records of absl and asyncio.  Records for which it returns False
+        are dropped.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_new)

@@ -55,11 +55,11 @@ def read_index(index_path: str) -> list[str]:
     longest = max(map(len, entries), default=0)
     if longest > LONGEST_PATH:
         raise InputError(
-            f"index {index_path}: has a line of {longest} characters; list .tfrecords files, one "
+            f"index {index_path} has a line of {longest} characters; list .tfrecords files, one "
             "per line"
         )
     if not entries:
-        raise InputError(f"index {index_path}: empty; list .tfrecords files, one per line")
+        raise InputError(f"index {index_path} is empty; list .tfrecords files, one per line")
     return entries
 
 
@@ -103,7 +103,10 @@ def size(index_path: str, path: str) -> int:
         raise InputError(f"{path}: {problem}; index {index_path} lists it") from error
     if status.is_directory or status.length == 0:
         problem = "a folder" if status.is_directory else "empty"
-        raise InputError(f"{path}: {problem}, expected records; index {index_path} lists it")
+        raise InputError(
+            f"{path} is {problem}, expected records; recreate it, or remove its line from index "
+            f"{index_path}"
+        )
     return status.length
 
 
@@ -196,17 +199,17 @@ def _decompressor() -> Any:
 
 
 def _skip(file: IO[bytes], count: int, path: str) -> None:
-    """Read and discard `count` bytes.
+    """Read and discard the next `count` bytes of a file.
 
     Raises:
-      InputError: if the file ends before.
+      InputError: if fewer than `count` bytes are left.
     """
     while count:
         skipped = len(file.read(min(count, CHUNK_BYTES)))
         if not skipped:
             raise InputError(
-                f"{path}: ends {count} bytes before the saved position; restore the file's earlier "
-                "content"
+                f"{path} ends {count} bytes before the checkpoint's data position; restore the "
+                "file's earlier content"
             )
         count -= skipped
 
@@ -288,7 +291,9 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
                 writer.write(example.SerializeToString(deterministic=True))
         tf.io.gfile.rename(partial, path, overwrite=True)
     except tf.errors.OpError as error:
-        raise InputError(f"{path}: cannot be written: {_first_line(error)}") from error
+        raise InputError(
+            f"{path} cannot be written ({_first_line(error)}); check the disk and its permissions"
+        ) from error
     finally:
         if tf.io.gfile.exists(partial):
             tf.io.gfile.remove(partial)
@@ -319,7 +324,10 @@ def write_set(
             os.replace(draft, local / written)
             files.write_text(str(local / index), f"{os.path.basename(written)}\n")
     except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error}") from error
+        raise InputError(
+            f"{folder} cannot be written ({error.strerror or error}); check the disk "
+            "and its permissions"
+        ) from error
     return os.path.join(folder, written), os.path.join(folder, index), count
 
 

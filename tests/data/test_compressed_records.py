@@ -88,5 +88,5 @@ def test_position_beyond_the_end_is_refused(plain):
     state = loader.state()
     write_records(str(plain), TOKENS[:3])
     compress(plain, "ZLIB")
-    with pytest.raises(InputError, match=r"ends .* bytes before the saved position"):
+    with pytest.raises(InputError, match=r"ends .* bytes before the checkpoint's data position"):
         load(written, restore_state=state).get_samples()

@@ -6,6 +6,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from etils import epath
 
 from mesh_transformer.data import files
 from mesh_transformer.util import InputError
@@ -90,3 +91,36 @@ def test_failures_name_the_file_and_the_bytes(tmp_path, content, requests):
         file.read(10)
     with pytest.raises(ValueError, match="negative position"):
         remote(tmp_path).seek(-1)
+
+
+OF_A_MODEL = ("model.safetensors", "tokenizer_config.json", "vocab.json", "config.json")
+OF_A_SET = ("train_10.tfrecords", "val_2.tfrecords", "train.index", "val.index")
+
+
+@pytest.mark.parametrize(("names", "last"), [(OF_A_MODEL, 1), (OF_A_SET, 2)])
+@pytest.mark.parametrize("replace", [False, True])
+def test_files_that_identify_a_folder_are_uploaded_last(
+    tmp_path, monkeypatch, names, last, replace
+):
+    """At each moment, a folder that is being replaced is incomplete, or consists of new files."""
+    target = tmp_path / "target"
+    folders = [tmp_path / "new", *([target] if replace else [])]
+    for folder in folders:
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(f"{name} of {folder.name}")
+    target.mkdir(exist_ok=True)
+    copy, copied = type(epath.Path()).copy, []
+
+    def watched(self, to, **options):
+        copied.append(self.name)
+        for name in names[-last:]:
+            assert (target / name).exists() == (name in copied[:-1])
+        return copy(self, to, **options)
+
+    monkeypatch.setattr(type(epath.Path()), "copy", watched)
+    files.upload(str(tmp_path / "new"), str(target), replace=replace)
+    assert sorted(copied[-last:]) == sorted(names[-last:])
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        name: f"{name} of new" for name in names
+    }

@@ -10,12 +10,14 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from mesh_transformer.data import locks
 from mesh_transformer.data.locks import BucketLock, lock_folder
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, StoppedError
+from tests.support.fake_gcs import gcs_server
 
 NEVER = 1e9  # seconds
 IN_USE = r"^model folder file://\S+ is in use by process \d+ on \S+ since .* \(.*\); wait for it"
@@ -60,6 +62,48 @@ def test_a_lock_is_refused_while_it_is_renewed(clock, folder):
         owner.check()
 
 
+def test_a_lock_whose_release_failed_is_free_for_its_own_process(clock, folder, monkeypatch):
+    owner = lock_folder(folder)
+    monkeypatch.setattr(owner, "_store", None)  # as if the bucket did not answer
+    owner.release()
+    lock_folder(folder).check()
+    assert clock.now == 0
+
+
+def test_a_lock_whose_renewal_was_written_but_not_answered_is_kept(clock, folder, monkeypatch):
+    owner = lock_folder(folder)
+    assert isinstance(owner, BucketLock)
+    store = owner._store
+
+    class Unanswering:
+        read = store.read
+
+        def write(self, *arguments: Any, **options: Any) -> Any:
+            store.write(*arguments, **options).result()
+            raise ValueError("UNAVAILABLE: no answer")
+
+    monkeypatch.setattr(owner, "_store", Unanswering())
+    with pytest.raises(InputError, match="cannot be renewed: UNAVAILABLE: no answer"):
+        owner.check()
+    monkeypatch.setattr(owner, "_store", store)
+    owner.check()
+    clock.meanwhile = owner.check
+    with pytest.raises(InputError, match=IN_USE):
+        lock_folder(folder)
+    owner.release()
+
+
+def test_a_bucket_that_cannot_be_written_is_named_in_one_line(tmp_path, monkeypatch):
+    with gcs_server(tmp_path) as (gcs, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        gcs.fault = lambda: 403
+        with pytest.raises(
+            InputError, match=r"^model folder gs://bucket/model cannot be written: "
+        ):
+            lock_folder("gs://bucket/model")
+
+
 def test_a_released_lock_is_free(clock, folder):
     for _ in range(3):
         lock_folder(folder).release()
@@ -73,12 +117,12 @@ def test_a_lock_that_is_not_renewed_is_taken_over_and_its_owner_notices(clock, f
     heir = lock_folder(folder)
     assert locks.LEASE_SECONDS <= clock.now <= locks.LEASE_SECONDS + locks.POLL_SECONDS
     for _ in range(2):
-        with pytest.raises(InputError, match=IN_USE):
+        with pytest.raises(
+            StoppedError, match=r"this run has lost its lock.* is in use by process"
+        ):
             owner.check()
-    assert owner.lost
     owner.release()  # leaves the heir's lock alone
     heir.check()
-    assert not heir.lost
     heir.release()
 
 

@@ -270,6 +270,6 @@ def test_position_in_another_mixture_is_refused(tmp_path):
     state = load({a: 1, b: 1}).state()
     with pytest.raises(InputError, match="a mixture of 2 sets, but train_set now has 1"):
         load(a, restore_state=state)
-    with pytest.raises(InputError, match="lists other files than when the position was saved"):
+    with pytest.raises(InputError, match="lists other files than when the checkpoint was saved"):
         load({b: 1, a: 1}, restore_state=state)
     load({a: 1, b: 5}, restore_state=state).close()  # changed weights can resume

@@ -17,7 +17,7 @@ from tests.support.small_run import run_values, write_config
 
 ROOT = Path(__file__).parents[2]
 UNREACHABLE = (
-    r"gs://no-such-bucket/run\S*: cannot reach Google Cloud Storage \(Connection refused\); "
+    r"gs://no-such-bucket/run\S*: Google Cloud Storage cannot be reached \(Connection refused\); "
     r"check the network and https_proxy, or use a local folder"
 )
 
@@ -121,6 +121,6 @@ def test_commands_report_an_unreachable_bucket_in_one_line(where, closed_port, t
     [line] = process.stderr.splitlines()
     expected = UNREACHABLE
     if where == "config":
-        expected = r"config gs://no-such-bucket/run.json: is a URI, but .* copy it here first"
+        expected = r"config gs://no-such-bucket/run.json is a URI, but .* copy it here first"
     assert re.fullmatch(f"error: {expected}", line)
     assert (process.returncode, process.stdout) == (2, "")

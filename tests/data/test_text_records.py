@@ -322,7 +322,7 @@ BAD_FILES = {
     "cut.xz": (lambda: lzma.compress(b"abc " * 9999)[:-30], "damaged or cut short"),
     "latin.txt": (lambda: "caf\u00e9 a".encode("latin-1"), r"document 1 holds the bytes .*UTF-8"),
     "empty.txt": (lambda: b"", "all its files are empty"),
-    "short.txt": (lambda: b"so few words", "found 4 tokens, fewer than the 17 of one sequence"),
+    "short.txt": (lambda: b"so few words", "found 4 tokens, but one sequence needs 17"),
 }
 
 
@@ -349,13 +349,13 @@ def test_a_folder_without_text_is_refused(tmp_path):
 
 def test_text_with_too_few_distinct_tokens_is_refused(tmp_path, documents):
     write_files(tmp_path / "in", documents)
-    with pytest.raises(InputError, match="with at least 18 distinct tokens"):
+    with pytest.raises(InputError, match="has at least 18 distinct ones"):
         create(tmp_path, "--min-unique-tokens", 18)
 
 
 def test_text_shorter_than_a_sequence_is_refused(tmp_path, documents):
     write_files(tmp_path / "in", documents[:1])
-    with pytest.raises(InputError, match=r"tokens, fewer than the 10001 of one sequence; add text"):
+    with pytest.raises(InputError, match=r"tokens, but one sequence needs 10001; add text"):
         create(tmp_path, seq=10000)
 
 
@@ -389,4 +389,4 @@ def test_script_exits_with_status_2_and_one_line(tmp_path):
     command = [sys.executable, str(SCRIPTS / "create_finetune_tfrecords.py"), "absent", "set"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 2
-    assert result.stderr == "error: absent: no such file or folder\n"
+    assert result.stderr == "error: absent: no such file or folder; check the path\n"

@@ -215,7 +215,7 @@ def test_damaged_progress_file_is_refused(tmp_path, monkeypatch, source, damage)
     with pytest.raises(Stopped):
         create(source, tmp_path / "out")
     (tmp_path / "out" / "set.partial" / "progress.json").write_text(damage)
-    with pytest.raises(InputError, match=r"progress\.json: not written by this script.*--new"):
+    with pytest.raises(InputError, match=r"progress\.json: not a progress file of.*--new"):
         create(source, tmp_path / "out")
 
 

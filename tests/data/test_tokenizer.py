@@ -196,7 +196,7 @@ def test_training_a_tokenizer_is_reproducible(trained):
 
 
 def test_a_tokenizer_has_all_bytes_and_no_more_tokens_than_the_text_yields():
-    with pytest.raises(InputError, match="256 tokens are too few, expected at least 257"):
+    with pytest.raises(InputError, match="256 tokens is too small, expected at least 257"):
         train_tokenizer(["abc"], 256)
     small = train_tokenizer(["ab ab ab"], 300)
     assert len(small) == LEAST_TOKENS + 2  # "ab" and " ab"
@@ -210,7 +210,7 @@ def test_tokenizer_command(tmp_path, capsys):
     assert capsys.readouterr().out == f"{folder}: a tokenizer with 300 tokens\n"
     expected = train_tokenizer([random_text(0), random_text(1)], 300)
     assert fingerprint(load_tokenizer(str(folder))) == fingerprint(expected)
-    with pytest.raises(InputError, match="tokenizer: already exists"):
+    with pytest.raises(InputError, match="tokenizer already exists"):
         new_tokenizer.main([str(text), str(folder)])
     with pytest.raises(InputError, match="no such file"):
         new_tokenizer.main([str(tmp_path / "none.txt"), str(tmp_path / "other")])

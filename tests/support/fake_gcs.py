@@ -21,6 +21,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 HOSTS = ("storage.googleapis.com", "www.googleapis.com")
 
+# Ways in which a connection fails: it is closed before the answer or in the middle of it, the
+# answer stops in its middle, or its first byte is late.
+FAULTS = ("lost", "cut", "stalled", "slow")
+SLOW_SECONDS = 1.0
+MOST_SECONDS = 120.0  # longest time for which a stalled connection stays open
+
 Key = tuple[str, str]  # a bucket and the name of an object
 
 
@@ -55,8 +61,37 @@ class Answer(Exception):  # noqa: N818  # most are not errors
         if status >= 400:
             body = {"error": {"code": status, "message": str(body)}}
         self.status = status
+        self.fault: str | None = None  # a fault of the connection that carries the answer
         self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.headers = {name.replace("_", "-"): str(value) for name, value in headers.items()}
+
+
+@dataclasses.dataclass
+class Upload:
+    """A resumable upload.
+
+    Attributes:
+      content: the bytes received so far.
+      done: the description of the object, once all bytes have been received.
+    """
+
+    key: Key
+    content: bytearray = dataclasses.field(default_factory=bytearray)
+    done: dict[str, str] | None = None
+
+    def receive(self, content_range: str, content: bytes) -> None:
+        """Add bytes, or none if the request only asks how many were received ("bytes */10").
+
+        Raises:
+          Answer: if bytes are still missing.
+        """
+        span = re.fullmatch(r"bytes (?:(\d+)-\d*|\*)/(\d+|\*)", content_range)
+        assert span is not None, content_range
+        if span[1] is not None:
+            self.content[int(span[1]) :] = content
+        if span[2] == "*" or len(self.content) < int(span[2]):
+            received = {"Range": f"bytes=0-{len(self.content) - 1}"} if self.content else {}
+            raise Answer(308, **received)
 
 
 class FakeGcs:
@@ -65,30 +100,37 @@ class FakeGcs:
     Attributes:
       objects: all objects, by bucket and name.
       missing: names of buckets that do not exist.
-      fault: called before each request; if it returns a status, that status is the answer.
+      fault: called before each request.  If it returns a status, that status is the answer, and
+        the request has no effect.  If it returns one of `FAULTS`, the request takes effect, and the
+        connection fails when it is answered.
     """
 
     def __init__(self) -> None:
         self.objects: dict[Key, Stored] = {}
         self.missing: set[str] = set()
-        self.fault: Callable[[], int | None] = lambda: None
+        self.fault: Callable[[], int | str | None] = lambda: None
         self.lock = threading.RLock()
         self.requests = 0
         self._generation = 0
-        self._uploads: dict[str, tuple[Key, bytearray]] = {}
+        self._uploads: dict[str, Upload] = {}
 
     def answer(self, method: str, url: str, headers: Any, content: bytes) -> Answer:
         with self.lock:
             self.requests += 1
-            if (status := self.fault()) is not None:
-                return Answer(status, "made to fail")
-            parts = urlsplit(url)
-            query = {k: v[0] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
-            try:
-                self._route(method, parts.path, query, headers, content)
-            except Answer as answer:
-                return answer
-            return Answer(404, f"{method} {parts.path} is unknown here")
+            if isinstance(fault := self.fault(), int):
+                return Answer(fault, "made to fail")
+            answer = self._routed(method, url, headers, content)
+            answer.fault = fault
+            return answer
+
+    def _routed(self, method: str, url: str, headers: Any, content: bytes) -> Answer:
+        parts = urlsplit(url)
+        query = {k: v[0] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
+        try:
+            self._route(method, parts.path, query, headers, content)
+        except Answer as answer:
+            return answer
+        return Answer(404, f"{method} {parts.path} is unknown here")
 
     def _route(self, method: str, path: str, query: dict, headers: Any, content: bytes) -> None:
         """Raise the answer, if there is one."""
@@ -133,20 +175,16 @@ class FakeGcs:
 
     def _upload(self, method: str, bucket: str, query: dict, headers: Any, content: bytes) -> None:
         if "upload_id" in query:
-            key, so_far = self._uploads[query["upload_id"]]
-            span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range", ""))
-            if span:
-                so_far[int(span[1]) :] = content
-            elif not headers.get("Content-Range", "").startswith("bytes */"):
-                so_far[:] = content
-            if span and (span[3] == "*" or len(so_far) < int(span[3])):
-                raise Answer(308, Range=f"bytes=0-{len(so_far) - 1}")
-            raise Answer(200, self._put(key, so_far))
+            upload = self._uploads[query["upload_id"]]
+            if upload.done is None:
+                upload.receive(headers.get("Content-Range", f"bytes 0-/{len(content)}"), content)
+                upload.done = self._put(upload.key, upload.content)
+            raise Answer(200, upload.done)
         name = query.get("name") or json.loads(content)["name"]
         key = (bucket, unquote(name))
         if query.get("uploadType") == "resumable":
             number = str(len(self._uploads))
-            self._uploads[number] = (key, bytearray())
+            self._uploads[number] = Upload(key)
             host = headers["Host"]
             scheme = "https" if host.partition(":")[0] in HOSTS else "http"
             path = f"/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={number}"
@@ -226,13 +264,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _any(self) -> None:
         answer = self.gcs.answer(self.command, self.path, self.headers, self._content())
+        if answer.fault == "lost":
+            self.close_connection = True
+            return
+        if answer.fault == "slow":
+            time.sleep(SLOW_SECONDS)
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(answer.body)
+        body = b"" if self.command == "HEAD" else answer.body
+        if answer.fault in ("cut", "stalled"):
+            self.wfile.write(body[: len(body) // 2])
+            if answer.fault == "stalled":
+                self._wait_for_the_client()
+            self.close_connection = True
+        else:
+            self.wfile.write(body)
+
+    def _wait_for_the_client(self) -> None:
+        """Wait until the client closes the connection, or sends something else."""
+        with contextlib.suppress(OSError):
+            self.connection.settimeout(MOST_SECONDS)
+            self.connection.recv(1)
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _any
 

@@ -69,10 +69,12 @@ def started(
     calls: list[tuple[str, Any]],
     *,
     pipes: bool = False,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[list[subprocess.Popen]]:
     """Start processes that make these calls; those that still run at the end are killed.
 
     With `pipes`, each has text pipes as standard input and output; else its output is in its log.
+    `environment` has variables that they get besides this process's.
     """
     folder.mkdir()
     np.savez(folder / "batches.npz", **batches)
@@ -100,12 +102,12 @@ def started(
             with (folder / f"{rank}.log").open("w") as log:
                 to, out = (subprocess.PIPE,) * 2 if pipes else (None, log)
                 # This proxy does not answer, because hosts must reach each other without it.
-                environment = os.environ | dict.fromkeys(PROXIES, "http://127.0.0.1:9")
+                variables = os.environ | dict.fromkeys(PROXIES, "http://127.0.0.1:9")
                 processes.append(
                     subprocess.Popen(
                         command,
                         cwd=ROOT,
-                        env=environment,
+                        env=variables | (environment or {}),
                         stdin=to,
                         stdout=out,
                         stderr=log,

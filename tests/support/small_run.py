@@ -13,7 +13,8 @@ SEQ = 16
 VOCAB = 64
 # Two files whose sizes share no factor with the 8 records per step; 30 steps read them 4 times.
 ROWS = {"one": 37, "two": 24}
-TIMES = ("train/tokens_per_sec", "train/mfu")  # metrics in which two equal runs may differ
+# The beginnings of the names of metrics in which two equal runs may differ.
+TIMES = ("train/tokens_per_sec", "train/mfu", "host_seconds/", "seconds/")
 
 VALUES = {
     "layers": 2,
@@ -71,9 +72,22 @@ def write_config(path: Path, values: dict[str, Any]) -> str:
 
 
 def rows_of(folder: Path | str) -> list[dict[str, Any]]:
-    """Return a run's metrics rows without the values that depend on the clock."""
-    rows = [json.loads(line) for line in (Path(folder) / NAME).read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+    """Return a run's complete metrics rows without the values that depend on the clock."""
+    path = Path(folder) / NAME
+    return parse_rows(path.read_text() if path.exists() else "")
+
+
+def parse_rows(text: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
+
+
+def damage_step(step: Path) -> None:
+    """Flip a bit in the middle of each file of a native step that may hold arrays."""
+    for path in step.glob("state/**/d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
 
 
 def assert_same_rows(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
