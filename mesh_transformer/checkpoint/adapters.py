@@ -1,4 +1,4 @@
-"""Records of the base models of LoRA adapters, and merging of adapters into a base model."""
+"""Record the base model that LoRA adapters were trained on, and merge adapters into it."""
 
 from typing import Any, NamedTuple
 
@@ -23,17 +23,20 @@ class Base(NamedTuple):
     Attributes:
       path: the base model's path when the adapters were trained.
       checksums: {dtype: {leaf name: checksum of the leaf's values after a cast to dtype}}.  A leaf
-        name is "part/module/name".
+        name is "part/module/name", such as "layers/layer/q/w".
     """
 
     path: str
     checksums: dict[str, dict[str, int]]
 
     def checksum_of(self, leaf: str) -> tuple[str, int | None]:
-        """Return a dtype, and the recorded checksum of a leaf that was cast to this dtype.
+        """Return (dtype, checksum): a leaf's recorded checksum, and the dtype it was computed in.
 
-        The dtype is float32 if the record has checksums for it, otherwise bfloat16.  The checksum
-        is None if the base model has no such leaf.
+        The dtype is float32 if the record has float32 checksums, otherwise bfloat16.  The checksum
+        is None if the base model has no leaf of this name.
+
+        Args:
+          leaf: the name of the leaf.
         """
         dtype = "float32" if "float32" in self.checksums else "bfloat16"
         return dtype, self.checksums[dtype].get(leaf)
@@ -41,7 +44,7 @@ class Base(NamedTuple):
     def difference(self, other: "Base") -> str | None:
         """Return the name of the first leaf whose checksum differs in `other`; None if all match.
 
-        Compares the float32 checksums if both records have them, otherwise those for bfloat16.
+        Compares the float32 checksums if both records have them, otherwise the bfloat16 ones.
         """
         common = self.checksums.keys() & other.checksums.keys()
         one, two = (base.checksums[max(common)] for base in (self, other))
@@ -49,9 +52,7 @@ class Base(NamedTuple):
 
 
 def saved_base(aux: Any, where: str) -> Base | None:
-    """Return the record of the base model in a checkpoint's `aux`; None if there is no record.
-
-    Only checkpoints of adapters have a record; checkpoints of whole models do not.
+    """Return the base model that a checkpoint of adapters records; None for a whole model.
 
     Args:
       aux: the JSON dict that a native checkpoint stores with its arrays.
@@ -70,8 +71,8 @@ def saved_base(aux: Any, where: str) -> Base | None:
         base = None
     if base is None or "bfloat16" not in base.checksums:
         raise InputError(
-            f"{where}: its aux/metadata does not name the base model of its adapters; restore "
-            "another step or copy this one again"
+            f"{where}: its file aux/metadata does not name the base model that the adapters were "
+            "trained on; copy the step again, or give another step"
         )
     return base
 
@@ -85,11 +86,12 @@ def merged_leaves(
     *,
     dtype: DTypeLike | None = None,
 ) -> dict[str, Any]:
-    """Return the base model's parameters with `adapters` merged in, as `LazyLeaf`s.
+    """Return the base model's parameters with `adapters` merged in.
 
-    The merged values are computed in f32 and rounded once.  The checksum of each leaf's unmerged
-    values is compared with that in `base` once all layers of the leaf have been read.  If they
-    differ, the read of the last layer raises InputError.
+    Each leaf is a `LazyLeaf`, whose values are read and merged on use.  The merged values are
+    computed in f32 and rounded once.  Once all layers of a leaf have been read, the checksum of its
+    unmerged values is compared with the checksum in `base`.  If the two differ, the read of the
+    last layer raises InputError.
 
     Args:
       params: the parameters of the base model.
@@ -126,6 +128,8 @@ def _merged(
 ) -> LazyLeaf:
     """Return one leaf of the base model, with its adapter merged in if it has one.
 
+    The arguments that are not listed here are those of `merged_leaves`.
+
     Args:
       source: the leaf's values in the base model.
       factors: the adapter's two matrices; an empty list if the leaf has no adapter.
@@ -144,7 +148,7 @@ def _merged(
         ):
             raise InputError(
                 f"{where}: its adapters were not trained on the base model that was read (leaf "
-                f"{name} differs); give the right one, which was at {base.path}, as --base"
+                f"{name} differs); give their own base model, saved at {base.path}, as --base"
             )
         if factors:
             a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
@@ -155,7 +159,7 @@ def _merged(
 
 
 def aux_entries(base: Base | None) -> dict[str, Any]:
-    """Return the entries of a checkpoint's `aux` that record `base`; {} if `base` is None.
+    """Return the entries of a checkpoint's `aux` dict that record a base model; {} for None.
 
     `saved_base` turns these entries back into a `Base`.
     """

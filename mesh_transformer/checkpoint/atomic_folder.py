@@ -30,7 +30,7 @@ def atomic_folder(path: str) -> Iterator[str]:
 
     The temporary folder is beside `path`.  Its files are flushed to disk before it is renamed.  On
     any failure, Ctrl-C included, it is deleted.  Temporary folders for the same `path`, left
-    behind by killed processes of this host, are deleted first.
+    behind by killed processes on this host, are deleted first.
 
     If `path` is in a bucket, the temporary folder is in the system's folder for temporary files,
     and is uploaded when the block ends (see `files.upload`).
@@ -60,17 +60,17 @@ def atomic_folder(path: str) -> Iterator[str]:
         if is_full(error):
             free, remedy = free_space(parent), "make room or choose another path"
         raise InputError(
-            f"{path}: cannot be written: {reason(error)}{free}; nothing is left there; {remedy}"
+            f"{path} cannot be written: {reason(error)}{free}; no partial folder is left; {remedy}"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _delete_abandoned(parent: str, name: str) -> None:
-    """Delete the temporary folders for `parent`/`name` that ended processes have left behind.
+    """Delete temporary folders that `atomic_folder` left for `parent`/`name` in killed processes.
 
-    Only the folders of this host's processes are deleted.  Other hosts may share the disk, and
-    whether their processes are still running cannot be checked from here.
+    Only the folders of this host's processes are deleted.  Other hosts may share the disk, and this
+    host cannot check whether their processes are still running.
     """
     host = re.escape(socket.gethostname())
     pattern = re.compile(rf"\.{re.escape(name)}\.{host}\.(\d+)\.tmp")
@@ -93,10 +93,10 @@ def _is_running(process: int) -> bool:
 
 @contextlib.contextmanager
 def _flush_in_background(folder: str) -> Iterator[None]:
-    """Flush files while the folder is being filled, so that little is left to flush at the end.
+    """Flush a folder's files to disk in a background thread while the `with` block fills it.
 
-    If a flush fails, its error is raised when the block ends.  It must not be lost, because the
-    operating system reports a failed write only once.
+    Little is then left to flush at the end.  If a flush fails, its error is raised when the block
+    ends, because the operating system reports a failed write only once.
     """
     done, flushed = threading.Event(), dict[str, int]()  # flushed: each file's modification time
 

@@ -39,7 +39,7 @@ class ConversionResult(NamedTuple):
       path: the folder that was written: a step_N or a Hugging Face folder.
       config: the model's config.
       dtype: the dtype of the embedding matrix.  All other weights have the same dtype, unless the
-        source mixes dtypes and no dtype to cast to was passed.
+        source mixes dtypes and `convert` was called without a dtype.
       optimizer: whether the optimizer state was written.
     """
 
@@ -58,7 +58,10 @@ def read(
     lazy: bool = False,
     base: AnyPath | None = None,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a checkpoint's config and host state, with adapters merged into their base model.
+    """Return a checkpoint's config, and its state as nested dicts of numpy arrays.
+
+    The dicts have the keys "params", "step" and optionally "opt_state".  If the checkpoint holds
+    LoRA adapters, they are merged into their base model.
 
     Args:
       source: the checkpoint, of any format.
@@ -67,7 +70,8 @@ def read(
       optimizer: whether to read Adam's moments if there are any.  The moments of adapters are never
         read.
       lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
-      base: the path of the adapters' base model, if it has moved.
+      base: if the checkpoint holds adapters, the path of their base model (default: the path that
+        the checkpoint records).
 
     Raises:
       InputError: if the checkpoint cannot be read or does not fit the config, or if it stores no
@@ -97,12 +101,16 @@ def _merged(
     moved: AnyPath | None,
     dtype: DTypeLike | None,
 ) -> tuple[Config, dict[str, Any]]:
-    """Merge adapters into their base model; return the result's config and lazy host state.
+    """Return the config and state of a base model with adapters merged into it.
+
+    The parameters in the state are `LazyLeaf`s, which are read from disk on use.
 
     Args:
       source: the adapters' checkpoint.
-      recorded: the base model, as recorded in that checkpoint.
-      moved: the base model's current path, if it is no longer at the recorded path.
+      recorded: the record of the base model in that checkpoint.
+      config: a config of the model (default: the one stored with the adapters).
+      moved: the base model's current path (default: the recorded path).
+      dtype: the dtype to cast the parameters to (default: their own).
     """
     assert source.step is not None
     own, adapters = native_state.read(source.step, optimizer=False)
@@ -113,8 +121,8 @@ def _merged(
         base = Source(base_path)
     except InputError:
         raise InputError(
-            f"{source.path}: the base model of its adapters is not at {base_path} (no checkpoint "
-            f"there); {BASE_MOVED_ADVICE}"
+            f"{source.path}: the base model that its adapters were trained on is not at "
+            f"{base_path} (no checkpoint there); {BASE_MOVED_ADVICE}"
         ) from None
     _, state = read(base, config, optimizer=False, lazy=True)
     params = merged_leaves(
@@ -157,7 +165,8 @@ def convert(
       step: the step to convert, if `source` is a model folder (default: its newest).
       trim_vocab: whether to cut the padding off the vocabulary, if `target_kind` is "hf".
       tokenizer: the model's tokenizer, as `load_tokenizer` accepts it (default: the config's).
-      base: the path of the adapters' base model, if it has moved.
+      base: if `source` holds adapters, the path of their base model (default: the path that
+        `source` records).
 
     Raises:
       InputError: if the source cannot be read or the target cannot be written.  A failed conversion
@@ -198,8 +207,12 @@ def convert(
 def _check_rows(target: str, config: Config, shards: int | None) -> None:
     """Raise InputError if the size of the vocabulary is not divisible by the number of shards.
 
-    A typical case is a Hugging Face folder whose vocabulary was stored without padding.  The error
-    message suggests an `n_vocab` that is divisible.
+    This typically happens when a Hugging Face folder stores the vocabulary without padding.  The
+    error message suggests an `n_vocab` that is divisible.
+
+    Args:
+      target: the path to write to, for the error message.
+      shards: the number of shards (default: the config's cores_per_replica).
     """
     rows, count = config.n_vocab, shards or config.cores_per_replica
     if rows % count:
@@ -230,19 +243,21 @@ def _check_target(target: str, kind: Format) -> None:
         return
     if other := other_format(folder, kind):
         raise InputError(
-            f"{target}: {folder} holds a checkpoint in {other} format; choose another model folder"
+            f"{target} cannot be written: {folder} holds a checkpoint in {other} format; choose "
+            "another model folder"
         )
 
 
 def _check_kind(path: AnyPath, kind: Format) -> None:
-    """Raise InputError if the checkpoint at `path` is in another format than `kind`."""
+    """Raise InputError if `path` holds a checkpoint that is not in the format `kind`."""
     try:
         actual = Source(path).kind
     except InputError:
         return
     if actual != kind:
         raise InputError(
-            f"{local_path(path)}: is in {actual} format, not {kind}; use --from {actual}"
+            f"{local_path(path)} is in {actual} format, not {kind}; use --from {actual} "
+            f"(in Python, kind {actual!r})"
         ) from None
 
 
@@ -263,12 +278,15 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
     if (own := step_number(path)) is not None:
         if own != step:
             raise InputError(
-                f"--step {step}: {path} is another step; give its model folder, or remove --step"
+                f"--step is {step}, but {path} is another step; give the model folder, or remove "
+                "--step"
             )
         return path
     folder = os.path.join(path, f"step_{step}")
     if not files.is_folder(folder):
-        raise InputError(f"--step {step}: {path} has no step_{step}; remove --step for the newest")
+        raise InputError(
+            f"--step {step}: {path} has no step_{step}; remove --step to use the newest"
+        )
     return folder
 
 
@@ -312,15 +330,17 @@ def compare(
 ) -> tuple[float, float]:
     """Return the largest difference between two checkpoints' logits, and the difference allowed.
 
-    The logits are computed on a fixed prompt.  Both results are divided by the spread of the
-    source's logits (their maximum minus their median).  The allowed difference depends on the
-    target's dtype.  The checkpoints are read one after the other, so only one is in memory.
+    The logits are computed on a fixed prompt.  The spread of the source's logits is their maximum
+    minus their median.  Both returned differences are fractions of this spread.  The allowed
+    difference depends on the target's dtype.  The checkpoints are read one after the other, so only
+    one is in memory at a time.
 
     Args:
       source_kind: the format of `source`.
       target_kind: the format of `target`.
       config: the config of the model.
-      base: if the source holds adapters, the path of their base model, if it has moved.
+      base: if the source holds adapters, the path of their base model (default: the path that the
+        source records).
     """
     one, other = Source(source, source_kind), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
@@ -339,6 +359,9 @@ def _logits(
 
     The prompt and the returned logits cover only the first `tokens` tokens of the vocabulary.  The
     logits are computed in f32, whatever the weights' dtype, on one device.
+
+    Args:
+      base: if the source holds adapters, the path of their base model (default: the recorded one).
     """
     own = None if source.kind == "hf" else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base)
@@ -354,7 +377,7 @@ def _logits(
 
 
 def _on_device(tree: Any) -> Any:
-    """Return a host tree's arrays as JAX arrays; the host tree is emptied to free its memory."""
+    """Return nested dicts of host arrays as JAX arrays, and empty `tree` to free its memory."""
     if isinstance(tree, dict):
         return {key: _on_device(tree.pop(key)) for key in list(tree)}
     return jnp.asarray(np.asarray(tree))

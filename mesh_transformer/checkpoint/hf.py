@@ -64,19 +64,30 @@ def read_config(folder: str) -> Config:
     path = os.path.join(folder, "config.json")
     values = read_json(path)
     if values.get("model_type") != "gptj":
-        raise InputError(f"{path}: model_type is {values.get('model_type')!r}, expected 'gptj'")
+        raise InputError(
+            f"{path}: model_type is {values.get('model_type')!r}, expected 'gptj'; "
+            "give a GPT-J folder"
+        )
     for key, expected in _FIXED.items():
         if values.get(key, expected) != expected:
-            raise InputError(f"{path}: {key} is {values[key]!r}; only {expected!r} is supported")
+            raise InputError(
+                f"{path}: {key} is {values[key]!r}; only {expected!r} is supported; give "
+                "a GPT-J folder"
+            )
     ours = {}
     for key, name in _SIZES.items():
         size = values.get(key, _DEFAULTS.get(key))
         if type(size) is not int or size < 1:
-            raise InputError(f"{path}: {key} is {size!r}, expected a whole number above 0")
+            raise InputError(
+                f"{path}: {key} is {size!r}, expected a whole number above 0; copy the file again"
+            )
         ours[name] = size
     inner = values.get("n_inner")
     if inner not in (None, 4 * ours["d_model"]):
-        raise InputError(f"{path}: n_inner is {inner!r}; only 4 * n_embd and null are supported")
+        raise InputError(
+            f"{path}: n_inner is {inner!r}; only 4 * n_embd and null are supported; "
+            "give a GPT-J folder"
+        )
     ours["tokenizer"] = _tokenizer_in(folder)
     return Config.from_dict(ours, path)
 
@@ -143,7 +154,7 @@ def check_expressible(config: Config) -> None:
 def write_configs(
     folder: str, config: Config, rows: int, dtype: np.dtype, end_of_text: int | None
 ) -> None:
-    """Write config.json and generation_config.json, with the keys that transformers writes.
+    """Write config.json and generation_config.json, with all keys that Hugging Face writes.
 
     Args:
       rows: the size of the vocabulary in the folder's tensors.
@@ -220,7 +231,10 @@ class _Place(NamedTuple):
     transposed: bool
 
     def find(self, params: gptj.Params) -> Any:
-        """Return the leaf of `params` that holds the tensor; if it is stacked, with all layers."""
+        """Return the leaf of `params` that holds this Hugging Face tensor.
+
+        If that leaf stacks all layers, the whole leaf is returned.
+        """
         return params[self.part][self.module][self.leaf]
 
     def shape(self, params: gptj.Params) -> tuple[int, ...]:
@@ -242,13 +256,13 @@ def read(
     dtype: DTypeLike | None = None,
     lazy: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a folder's config, and its weights as a host state at step 0.
+    """Return the config and the state of the model in a Hugging Face folder.
 
-    The module `conversion` describes host states.
-    The embedding's bias, which Hugging Face's GPT-J does not have, is zero.
+    The state is {"params": nested dicts of numpy arrays, "step": 0}, in the structure of native
+    checkpoints.  The embedding's bias, which Hugging Face's GPT-J does not have, is zero.
 
     Args:
-      config: the config to return in place of the folder's.  It must describe the same model,
+      config: the config to return instead of the folder's own.  It must describe the same model,
         except that its `n_vocab` may be larger.  In that case the vocabulary is padded: embedding
         rows and head columns with zeros, the head's bias with `PADDING_BIAS`.  The added tokens
         then have probability 0 and do not change the loss.
@@ -292,12 +306,14 @@ def write(
     tokenizer: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a host state's weights to a new folder that transformers can load.
+    """Write a model's weights to a new folder that Hugging Face's transformers can load.
 
     The embedding's bias, which Hugging Face's GPT-J does not have, is added to each row of the
     embedding.
 
     Args:
+      folder: the folder to create.
+      state: a state in host memory, as `read` returns it.
       dtype: the dtype to cast the parameters to (default: each leaf's own).
       trim_vocab: whether to cut the vocabulary to the tokenizer's size.
       tokenizer: the tokenizer to save with the weights: a folder, or another name that
@@ -333,7 +349,7 @@ def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def _places(config: Config) -> dict[str, _Place]:
-    """Return {tensor name: `_Place`} for all of the model's tensors, in Hugging Face's order."""
+    """Return {Hugging Face tensor name: its place in our parameters}, in Hugging Face's order."""
     places = {_EMBEDDING: _Place("embed", "embedding", "w", None, False)}
     for layer in range(config.layers):
         for name, (module, leaf) in _LAYER.items():
@@ -354,25 +370,30 @@ def _check_same(folder: str, stored: Config, config: Config) -> None:
     for key in ("layers", "d_model"):
         if getattr(stored, key) != getattr(config, key):
             raise InputError(
-                f"{where}: {key} is {getattr(stored, key)}, the config has {getattr(config, key)}; "
-                "use the model's own config"
+                f"{where}: {key} is {getattr(stored, key)}, but the config has "
+                f"{getattr(config, key)}; use the model's own config"
             )
     check_same_model(config, stored.as_dict(), where)
     if stored.n_vocab > config.n_vocab:
         raise InputError(
-            f"{where}: vocab_size is {stored.n_vocab}, the config's n_vocab {config.n_vocab}; "
-            "set the config's n_vocab to at least vocab_size"
+            f"{where}: vocab_size is {stored.n_vocab}, but the config's n_vocab is "
+            f"{config.n_vocab}; set n_vocab to at least {stored.n_vocab}"
         )
 
 
 def _select_weights(
     folder: str, stored: dict[str, StoredTensor], places: dict[str, _Place]
 ) -> dict[str, StoredTensor]:
-    """Return the stored tensors without the constant buffers, such as attention masks.
+    """Return those stored tensors that are weights; drop constants such as attention masks.
+
+    Args:
+      folder: the folder of the tensors, for error messages.
+      stored: all tensors in the folder, by name.
+      places: the weights of the model, by name.
 
     Raises:
-      InputError: if a tensor of `places` is missing, or if a stored tensor is neither in `places`
-        nor a buffer.
+      InputError: if a weight is missing, or if a stored tensor is neither a weight nor a known
+        constant.
     """
     for name in places:
         if name not in stored:
@@ -382,7 +403,8 @@ def _select_weights(
     for name, tensor in stored.items():
         if name not in places and not name.endswith(_BUFFERS):
             raise InputError(
-                f"{tensor.path}: tensor {name} is not part of the model; check config.json"
+                f"{tensor.path}: tensor {name} is not part of the GPT-J that config.json "
+                "describes; use the config.json of these weights"
             )
     return {name: tensor for name, tensor in stored.items() if name in places}
 
@@ -393,6 +415,8 @@ def _check_stored(
     """Raise InputError if a tensor has an unexpected shape, or a dtype that is not in `DTYPES`.
 
     Args:
+      stored: the stored tensors, by name.
+      places: where our parameters hold each tensor, by name.
       expected: a tree like our parameters, with the expected shapes; its values are not used.
     """
     for name, tensor in stored.items():
@@ -412,9 +436,9 @@ def _check_stored(
 def _leaf_dtypes(
     stored: dict[str, StoredTensor], places: dict[str, _Place], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
-    """Return {(part, module, leaf): dtype to read the leaf in} for all of our leaves.
+    """Return the dtype in which to read each parameter, as {(part, module, leaf): dtype}.
 
-    If `dtype` is None, each leaf is read in the dtype of its stored tensors, otherwise in `dtype`.
+    This is `dtype` or, if `dtype` is None, the dtype of the parameter's stored tensors.
 
     Raises:
       InputError: if `dtype` is None and the layers of a leaf differ in dtype.
@@ -425,7 +449,7 @@ def _leaf_dtypes(
         first = leaf_dtypes.setdefault(places[name][:3], dtype or own)
         if dtype is None and first != own:
             raise InputError(
-                f"{tensor.path}: tensor {name} is {own}, other layers' are {first}; "
+                f"{tensor.path}: tensor {name} has dtype {own}, but other layers have {first}; "
                 "convert the folder with --dtype, so that all layers have one dtype"
             )
     return leaf_dtypes
@@ -438,14 +462,16 @@ def _lazy(
     stored: dict[str, StoredTensor],
     places: dict[str, _Place],
 ) -> Any:
-    """Return one of our leaves as a `LazyLeaf`, which reads one tensor per layer.
+    """Return one leaf of our parameters as a `LazyLeaf`, which reads one tensor per layer.
 
     The embedding's bias, for which Hugging Face has no tensor, is returned as zeros.
 
     Args:
       key: the leaf's part, module and name.
-      declaration: the leaf's declaration.
+      declaration: the leaf's `Declaration`, which defines its shape.
       dtypes: the dtypes of all leaves, from `_leaf_dtypes`.
+      stored: the stored tensors, by name.
+      places: where our parameters hold each tensor, by name.
     """
     dtype = dtypes[key]
     names = [name for name, place in places.items() if place[:3] == key]
@@ -468,7 +494,9 @@ def _lazy(
 def _tensors(
     params: gptj.Params, config: Config, rows: int, dtype: np.dtype | None
 ) -> Iterator[Tensor]:
-    """Yield the tensors to write.  Each tensor's values are computed only when it is written.
+    """Yield the tensors to write to a Hugging Face folder.
+
+    The values of a tensor are computed only when it is written.
 
     Args:
       rows: the size of the vocabulary to write.
@@ -503,7 +531,9 @@ def _copy(
 ) -> None:
     """Copy `source` to `target` block by block, and cast it to the dtype of `target`.
 
-    If `bias` is passed, it is added to each row in f32 before the cast.
+    Args:
+      name: the name of the tensor, for error messages.
+      bias: values to add to each row in f32 before the cast (default: none).
     """
     if source.ndim == 2 and not source.flags.c_contiguous:
         target, source = target.T, source.T

@@ -31,7 +31,8 @@ DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors'
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _REMAP_BYTES = 1 << 28  # bytes to read from a .bin file before it is mapped again
-_CHECKSUMS = "crc32"  # the key of the checksums in the metadata of files that we write
+# The key of the checksums in the metadata of files that we write.
+_CHECKSUMS = "mesh_transformer.crc32"
 _COPY_ADVICE = "copy the folder again"
 
 
@@ -73,8 +74,8 @@ class Tensor(NamedTuple):
 def find(folder: str) -> dict[str, StoredTensor]:
     """Return all tensors of a folder by name, in the order in which its files hold them.
 
-    They are read from model.safetensors, or from the shards that its index lists.  If the folder
-    has neither, they are read from pytorch_model.bin or its shards, which requires torch.
+    The tensors are read from model.safetensors, or from the shards that its index lists.  If the
+    folder has neither, they are read from pytorch_model.bin or its shards, which requires torch.
 
     Raises:
       InputError: if a file or tensor is missing or damaged.
@@ -103,7 +104,7 @@ def read_json(path: str) -> dict[str, Any]:
     except InputError:
         raise
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({reason(error)}); {_COPY_ADVICE}") from None
+        raise InputError(f"{path} cannot be read ({reason(error)}); {_COPY_ADVICE}") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); {_COPY_ADVICE}") from None
     if not isinstance(values, dict):
@@ -124,12 +125,12 @@ def _sharded(
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: has no mapping weight_map; {_COPY_ADVICE}")
+        raise InputError(f"{index} has no mapping `weight_map`; {_COPY_ADVICE}")
     stored: dict[str, StoredTensor] = {}
     for name in sorted({str(name) for name in weight_map.values()}):
         path = os.path.join(folder, name)
         if os.path.basename(name) != name or not files.is_file(path):
-            raise InputError(f"{path}: is missing, though {index} names it; {_COPY_ADVICE}")
+            raise InputError(f"{path} is missing, though {index} names it; {_COPY_ADVICE}")
         stored |= opener(path)
     for name, file in weight_map.items():
         if name not in stored:
@@ -145,10 +146,10 @@ def _safetensors(path: str) -> dict[str, StoredTensor]:
     with files.open_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, _LARGEST_HEADER):
-            raise InputError(f"{path}: is truncated or not a safetensors file; {_COPY_ADVICE}")
+            raise InputError(f"{path} is truncated or not a safetensors file; {_COPY_ADVICE}")
         try:
             header = json.loads(file.read(length))
-            sums = json.loads(header.pop("__metadata__", {}).get(_CHECKSUMS, "{}"))
+            sums = json.loads((header.pop("__metadata__", None) or {}).get(_CHECKSUMS, "{}"))
             spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
             stored = {
                 name: _span(path, name, entry, 8 + length, sums.get(name))
@@ -159,7 +160,7 @@ def _safetensors(path: str) -> dict[str, StoredTensor]:
     expected = 8 + length + max((end for _, end in spans.values()), default=0)
     if size != expected:
         raise InputError(
-            f"{path}: is truncated or damaged: found {size:,} bytes, expected {expected:,}; "
+            f"{path} is truncated or damaged: found {size:,} bytes, expected {expected:,}; "
             f"{_COPY_ADVICE}"
         )
     return stored
@@ -189,7 +190,7 @@ def _span(
             file.seek(start + begin)
             read_bytes = file.readinto(values.view(np.uint8).data)
         if read_bytes != values.nbytes:
-            raise InputError(f"{path}: was truncated while it was read; {_COPY_ADVICE}")
+            raise InputError(f"{path} was truncated while it was read; {_COPY_ADVICE}")
         if checksum is not None and (actual := _checksum(values)) != checksum:
             raise InputError(
                 f"{path}: tensor {name} is damaged: its checksum is {actual}, expected {checksum}; "
@@ -206,16 +207,16 @@ def _checksum(values: np.ndarray) -> str:
 
 
 def _pickled(path: str) -> dict[str, StoredTensor]:
-    """Return the tensors of one .bin file.
+    """Return the tensors of one PyTorch .bin file, by name.
 
     Raises:
       InputError: if the file is damaged, or if its pickle contains anything but tensors.
     """
     if is_uri(path):
-        raise InputError(f"{path}: .bin files are read from local folders only; copy the folder")
+        raise InputError(f"{path}: .bin files are read from local folders only; copy them to one")
     if not zipfile.is_zipfile(path):
         raise InputError(
-            f"{path}: is truncated or not an archive of torch.save (a plain pickle is refused as "
+            f"{path} is truncated or not a zip archive of torch.save (a plain pickle is refused as "
             "unsafe); copy it again or use the safetensors files"
         )
     file = _TorchFile(path)
@@ -226,10 +227,10 @@ def _pickled(path: str) -> dict[str, StoredTensor]:
 
 
 class _TorchFile:
-    """A memory-mapped .bin file, which is mapped again after every `_REMAP_BYTES` bytes read.
+    """A memory-mapped PyTorch .bin file, which is mapped again after every `_REMAP_BYTES` bytes.
 
     The pages of a mapping count as the process's memory once they have been read.  Mapping the file
-    again frees them, and so bounds the process's memory.
+    again frees these pages, so the process's memory stays bounded.
     """
 
     def __init__(self, path: str) -> None:
@@ -270,7 +271,7 @@ class _TorchFile:
             ) from None
         except (RuntimeError, OSError, EOFError) as error:
             reason = str(error).partition("\n")[0]
-            raise InputError(f"{self.path}: cannot be read ({reason}); {_COPY_ADVICE}") from None
+            raise InputError(f"{self.path} cannot be read ({reason}); {_COPY_ADVICE}") from None
         if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
             raise InputError(f"{self.path}: found no mapping of names to tensors; {_COPY_ADVICE}")
         return tensors
@@ -318,7 +319,7 @@ def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -
 
 
 def write_json(path: str, values: dict[str, Any]) -> None:
-    """Write a mapping to a JSON file, formatted as transformers formats it."""
+    """Write a mapping to a JSON file, formatted as Hugging Face's transformers does."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
@@ -343,10 +344,10 @@ def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
 
 
 def _header(tensors: Sequence[Tensor], sums: dict[str, str]) -> bytes:
-    """Return what precedes the data in a .safetensors file, including the header's length.
+    """Return the bytes that precede the data in a .safetensors file: header length and header.
 
     Args:
-      sums: the checksum of each tensor, by name.
+      sums: {tensor name: checksum}, to store in the header's metadata.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _CHECKSUMS: json.dumps(sums)}}
     end = 0

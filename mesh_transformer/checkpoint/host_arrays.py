@@ -20,10 +20,11 @@ FLOATS: dict[str, np.dtype] = {
 def cast(value: np.ndarray, dtype: np.dtype, where: str) -> np.ndarray:
     """Cast an array to `dtype`; an array that already has this dtype is returned without a copy.
 
-    Infinities are kept.
+    Infinite values remain infinite.
 
     Args:
-      where: which array this is, for the error message: "checkpoint <path>: leaf <name>", say.
+      where: a description of the array for the error message, such as "checkpoint <path>: leaf
+        <name>".
 
     Raises:
       InputError: if a finite number is too large for `dtype`.
@@ -53,9 +54,9 @@ def _max(dtype: np.dtype) -> float:
 class LazyLeaf:
     """An array that stays on disk until it is used.
 
-    `leaf[layer]` reads one layer, and `np.asarray(leaf)` reads the whole array.  A host state may
-    hold `LazyLeaf`s in place of numpy arrays.  Functions that take a state read each of its
-    `LazyLeaf`s only once.
+    `leaf[layer]` reads one layer, and `np.asarray(leaf)` reads the whole array.  A model
+    state in host memory may hold `LazyLeaf`s in place of numpy arrays.  Functions that take such a
+    state read each of its `LazyLeaf`s only once.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class LazyLeaf:
 
 
 def in_memory(tree: Any) -> Any:
-    """Return nested dicts with each `LazyLeaf` replaced by a numpy array of its values.
+    """Return the nested dicts `tree` with each `LazyLeaf` replaced by a numpy array.
 
     Shows a progress bar while reading.
     """

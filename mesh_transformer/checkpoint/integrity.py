@@ -4,8 +4,8 @@
                                "files": {"aux/metadata": SHA-256},
                                "digest": SHA-256 of the other two}
 
-The file is written before the step is committed.  Steps saved by earlier versions do not have this
-file.
+checksums.json is written before the step is committed.  Steps saved by earlier versions of this
+library do not have this file.
 
 A checksum is the same on every mesh, and in numpy: the bits of each array entry are hashed together
 with the entry's index, and the hashes are added modulo 2^32.  The order of the additions does not
@@ -29,7 +29,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import DTypeLike
 
-from mesh_transformer.util import InputError
+from mesh_transformer.checkpoint import step_folders
+from mesh_transformer.util import DamagedError
 
 _INDEX = 0x9E3779B1
 _ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # (shift, factor) of MurmurHash3's last steps
@@ -131,7 +132,7 @@ _log = logging.getLogger(__name__)
 
 
 class Integrity(NamedTuple):
-    """The integrity record of a step.
+    """The integrity record of a checkpoint step: checksums and digests from when it was saved.
 
     Attributes:
       leaves: {leaf name: its checksums, one per layer, or a single one if it has no layers}.  A
@@ -144,7 +145,7 @@ class Integrity(NamedTuple):
 
 
 def write(step: epath.Path, sums: Mapping[str, Sequence[int]]) -> None:
-    """Write the integrity record of a step whose other files are complete.
+    """Write the integrity record of a checkpoint step whose other files are complete.
 
     Args:
       sums: {leaf name: its checksums}, as in `Integrity.leaves`.
@@ -160,10 +161,10 @@ def write(step: epath.Path, sums: Mapping[str, Sequence[int]]) -> None:
 
 
 def read(step: epath.Path) -> Integrity | None:
-    """Return the integrity record of a step; None, with a warning, if it does not have one.
+    """Return the integrity record of a checkpoint step; log a warning and return None if missing.
 
     Raises:
-      InputError: if the record itself is damaged.
+      DamagedError: if the record itself is damaged.
     """
     path = step / NAME
     if not path.exists():
@@ -192,9 +193,13 @@ def _warn(step: str) -> None:
 
 
 def check_file(step: epath.Path, record: Integrity | None, name: str, content: bytes) -> None:
-    """Raise InputError if `content`, read from the step's file `name`, is not what was saved.
+    """Raise DamagedError if the content of a step's file is not what was saved.
 
-    Without a record, nothing is checked.
+    Nothing is checked if `record` is None or does not list the file.
+
+    Args:
+      name: the path of the file in the step's folder.
+      content: the bytes that were read from the file.
     """
     if record is not None and record.files.get(name, _sha256(content)) != _sha256(content):
         raise damage_error(step, f"its file {name}")
@@ -213,10 +218,10 @@ def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
 
 
 def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, Any]) -> None:
-    """Raise InputError if the values of any of the restored leaves are not what was saved.
+    """Raise DamagedError if the values of any of the restored leaves are not what was saved.
 
     If the leaves are on a mesh of several processes, every process must call this function.
-    Without a record, nothing is checked.
+    If `record` is None, nothing is checked.
     """
     if record is None:
         return
@@ -227,7 +232,7 @@ def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, 
 def check_sums(
     step: epath.Path, record: Integrity, path: Path, first: int, sums: Sequence[int]
 ) -> None:
-    """Raise InputError if the checksums of a leaf's layers differ from those in the record.
+    """Raise DamagedError if the checksums of a leaf's layers differ from those in the record.
 
     Args:
       first: the index of the layer that `sums` starts with.
@@ -242,16 +247,13 @@ def check_sums(
             raise damage_error(step, f"its leaf {'/'.join(path)}{part}")
 
 
-def damage_error(step: epath.Path, what: str) -> InputError:
+def damage_error(step: epath.Path, what: str) -> DamagedError:
     """Return the error to raise if a file or leaf of a step is not what was saved.
 
     Args:
       what: the file or leaf, for the error message, such as "its file aux/metadata".
     """
-    return InputError(
-        f"checkpoint {step}: {what} is damaged: it is not what was saved; restore another step or "
-        "copy this one again"
-    )
+    return step_folders.damage_error(step, f": {what} is damaged: it is not what was saved")
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ _numbers = itertools.count()  # numbers of the saves, equal in all processes
 
 
 class JointSave:
-    """Barriers for a sequence of saves, each of which is made by all processes together.
+    """Barriers that synchronise all processes while they save checkpoints together.
 
     Every process calls `begin` once per save.  After that it waits at the same barriers as the
     other processes, or calls `fail`.
@@ -41,7 +41,7 @@ class JointSave:
         return distributed.global_state.client
 
     def begin(self) -> None:
-        """Start a new save.  Failures of earlier saves do not affect its barriers."""
+        """Start a new save.  Failures of earlier saves do not affect the new one."""
         if self.alone:
             return
         if self._prefix:

@@ -69,18 +69,24 @@ def saved_part(state: steps.State) -> steps.State:
 
 
 def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
-    """Load a checkpoint's weights, and Adam's moments if it has any and `optimizer` is True.
+    """Load a checkpoint's weights onto `mesh`, and Adam's moments if the checkpoint has any.
 
-    If the config does not set `lora_rank`, the result is a whole model: adapters in the checkpoint
-    are merged into their base model.  If the config sets `lora_rank`, the result is adapters and
-    their base model.  Both are loaded if the checkpoint holds adapters.  If it holds a whole model,
-    new adapters are created, with this model as their base model.
+    If the config does not set `lora_rank`, the result is a whole model.  Adapters in the checkpoint
+    are merged into their base model.
+
+    If the config sets `lora_rank`, the result is LoRA adapters and their base model.  If the
+    checkpoint holds adapters, these and their base model are loaded.  If the checkpoint holds a
+    whole model, it becomes the base model of newly initialised adapters.
+
+    Args:
+      optimizer: whether to load Adam's moments.
 
     Raises:
       InputError: if the source cannot be read or does not fit the config.
     """
     template = saved_part(steps.abstract_state(config, mesh))
-    del template["step"]
+    for key in {"step", "norms"} & template.keys():  # those of another run
+        del template[key]
     if not optimizer:
         del template["opt_state"]
     recorded = source.adapters
@@ -137,8 +143,8 @@ def load_base(
         rejected.append(f"{name} (another model: leaf {changed} differs)")
         del frozen  # frees its memory before the next one is read
     raise InputError(
-        f"{where}: the base model of its adapters is not at {', '.join(rejected)}; "
-        f"{BASE_MOVED_ADVICE}"
+        f"{where}: the base model that its adapters were trained on is not at "
+        f"{', '.join(rejected)}; {BASE_MOVED_ADVICE}"
     )
 
 
@@ -155,7 +161,7 @@ def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, i
 
 
 def _read(source: Source, config: Config, template: steps.State) -> steps.State:
-    """Read a checkpoint in the shardings and dtypes of the template.
+    """Read a checkpoint into arrays with the template's shardings and dtypes.
 
     Top-level keys of the template that the checkpoint lacks, such as "opt_state", are left out.
     Adapters in the checkpoint are merged into their base model.

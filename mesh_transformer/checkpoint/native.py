@@ -1,14 +1,11 @@
 """Native checkpoints, `<folder>/step_<N>/`: asynchronous, atomic, restorable on any mesh.
 
-Orbax writes them.  A step holds two items, which are committed together: `state`, the tree of
-arrays, and `aux`, JSON such as the config and the data loader's position.  Checksums of both are
-saved with them and verified when they are read; see `integrity`.
+Orbax writes the checkpoints.  Each step_<N> holds two items, which are committed together: `state`,
+the tree of arrays, and `aux`, JSON such as the config and the data loader's position.  Checksums of
+both items are saved with them, and verified when the items are read; see `integrity`.
 
-A model folder has no index file: its steps are found by listing it.  A step is complete if it has a
-commit file, which Orbax writes last.  A step folder that has Orbax's metadata file but no commit
-file is left over from an interrupted save or deletion, and the next writer deletes it.  Anything
-else named `step_*` is left alone.  A model folder has one writer at a time, which may consist of
-many processes; a lock keeps other writers out.
+`step_folders` describes how complete steps are recognised.  A model folder has one writer at a
+time, which may consist of many processes; a lock keeps other writers out.
 """
 
 import contextlib
@@ -45,11 +42,18 @@ from mesh_transformer.checkpoint.state_tree import (
     check_names,
     leaves,
 )
+from mesh_transformer.checkpoint.step_folders import (
+    TEMPORARY,
+    committed_steps,
+    is_committed,
+    is_unfinished,
+)
 from mesh_transformer.data.locks import BucketLock, LocalLock, lock_folder
 from mesh_transformer.data.storage import (
     check_bucket,
     convert_failures,
     convert_storage_errors,
+    delete_step,
     delete_tree,
     entries,
     free_space,
@@ -58,14 +62,10 @@ from mesh_transformer.data.storage import (
     no_checkpoint_error,
     reason,
     silence_failure_messages,
-    step_number,
     unwritable_error,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, StoppedError
 
-_COMMIT_FILE = "commit_success.txt"
-_MARK = "_CHECKPOINT_METADATA"  # file that Orbax writes first and `delete_step` deletes last
-_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK = 8 << 20  # bytes per read or write of a leaf; up to 128 reads or writes run at once
 _SIGNAL_SECONDS = 0.5  # longest time until a signal is handled while `wait` waits
 _PRUNE_SECONDS = 30  # longest time that `wait` waits for old steps to be deleted
@@ -103,7 +103,7 @@ class Checkpoints:
         """
         for name, value in (("keep_n", keep_n), ("keep_every", keep_every)):
             if value is not None and value < 1:
-                raise InputError(f"{name} is {value}: it must be at least 1")
+                raise InputError(f"{name} is {value}, expected at least 1")
         self.folder = _absolute(folder)
         self._keep_n, self._keep_every, self._read_only = keep_n, keep_every, read_only
         self._host = host
@@ -127,7 +127,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; an empty list if the folder does not exist."""
-        return _committed_steps(self.folder)
+        return committed_steps(self.folder)
 
     def newest(self) -> int | None:
         """Return the highest committed step, or None if there is none."""
@@ -198,13 +198,18 @@ class Checkpoints:
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
 
     def _check_lock(self) -> None:
-        """Raise InputError if another process has taken over the lock of the folder."""
+        """Check that no other process has taken over the lock of the folder.
+
+        Raises:
+          StoppedError: if another process has.
+          InputError: if the storage does not answer.
+        """
         if self._lock is not None:
             self._lock.check()
 
     def _check_vacant(self, step: int) -> None:
         """Raise InputError if the step exists, unless it is left over from an interrupted save."""
-        if self._path(step).exists() and not _is_unfinished(self._path(step)):
+        if self._path(step).exists() and not is_unfinished(self._path(step)):
             raise InputError(
                 f"checkpoint folder {self.folder}: step_{step} already exists and was not saved "
                 "by this run; choose another folder or move that step away"
@@ -272,18 +277,20 @@ class Checkpoints:
             raise no_checkpoint_error(self.folder)
         if step is not None and step not in steps:
             known = ", ".join(map(str, steps))
-            raise InputError(f"checkpoint folder {self.folder} has no step {step}; it has {known}")
+            raise InputError(
+                f"checkpoint folder {self.folder} has no step {step}; choose one of {known}"
+            )
         return self._saved(steps[-1] if step is None else step)
 
     def restore(self, step: int | None, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """Restore the state of step `step`; None for the newest.  See `SavedStep.restore`."""
+        """Restore the state of step number `step` (None: the newest); see `SavedStep.restore`."""
         saved = self.saved(step)
         restored = saved.restore(template, only=only)
         self._known = saved.number
         return restored
 
     def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
-        """Return an Orbax checkpointer that saves steps as the module's docstring describes."""
+        """Return an asynchronous Orbax checkpointer that saves the items `state` and `aux`."""
         handlers, joint = ocp.type_handlers, self._joint
         # Each process is configured as Orbax's only active process.  The processes synchronise at
         # the barriers of `joint` instead of Orbax's.
@@ -322,7 +329,7 @@ class Checkpoints:
         (step,) = (
             path
             for path in self.folder.iterdir()
-            if path.name.partition(_TEMPORARY)[0] == f"step_{self._saving}"
+            if path.name.partition(TEMPORARY)[0] == f"step_{self._saving}"
         )
         integrity.write(step, self._sums)
         self._check_lock()
@@ -331,7 +338,7 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def _commit(self, saved: int) -> None:
-        """Wait for Orbax to commit, then start deleting the steps that are no longer kept."""
+        """Wait until Orbax has committed step `saved`, then delete old steps in another thread."""
         self._checkpointer.wait_until_finished()
         if jax.process_index() != 0 or (self._pruning and self._pruning.is_alive()):
             return
@@ -340,8 +347,15 @@ class Checkpoints:
         self._pruning.start()
 
     def _prune(self, saved: int) -> None:
-        """Delete the steps that are no longer kept; if that fails, the next save tries again."""
+        """Delete the steps that `keep_n` and `keep_every` do not keep; log a warning if that fails.
+
+        The next save tries again.
+
+        Args:
+          saved: the step that was saved last, which is always kept.
+        """
         try:
+            self._check_lock()
             for step in self.steps()[: -self._keep_n]:
                 if step != saved and (self._keep_every is None or step % self._keep_every):
                     delete_step(self._path(step))
@@ -354,7 +368,7 @@ class Checkpoints:
         """Delete the folders left by interrupted saves and deletions; return their number."""
         if jax.process_index() != 0:
             return 0
-        unfinished = [path for path in entries(self.folder) if _is_unfinished(path)]
+        unfinished = [path for path in entries(self.folder) if is_unfinished(path)]
         for path in unfinished:
             with contextlib.suppress(FileNotFoundError):  # `_prune` may be deleting it too
                 delete_tree(path)
@@ -370,7 +384,10 @@ class Checkpoints:
         quiet = 0
         for _ in range(50):
             try:
+                self._check_lock()  # without the lock, the files may be those of another writer
                 quiet = 0 if self._clear_uncommitted() else quiet + 1
+            except StoppedError:
+                return
             except Exception as error:
                 if not is_failure(error):
                     raise
@@ -379,18 +396,32 @@ class Checkpoints:
                 return
             time.sleep(0.1)
 
-    def _failure(self, step: int, n_bytes: int, error: Exception) -> InputError:
-        """Delete what a failed save has written, and return the error to raise for it."""
+    def _failure(self, step: int, n_bytes: int, error: Exception) -> Exception:
+        """Delete the files that a failed save has written, and return the error to raise.
+
+        That is `error` itself if another process has taken over the folder's lock (StoppedError),
+        else an InputError.
+
+        Args:
+          step: the step that was being saved.
+          n_bytes: the total size of the step's arrays, for the error message.
+          error: the exception that the save has raised.
+        """
         free = free_space(os.fspath(self.folder))
         self._joint.fail(error, SAVE_SECONDS)
         self._checkpointer = self._new_checkpointer()
-        if self._lock is not None and not self._lock.lost:  # else another writer owns the files
+        if self._lock is not None:  # without it, the files may be those of another writer
             self._clear_after_failure()
-        if isinstance(error, InputError):  # for example, a `LazyLeaf` could not be read
+        # An InputError is, for example, about a `LazyLeaf` that could not be read.
+        if isinstance(error, InputError | StoppedError):
             return error
         try:
             newest = self.newest()
-            intact = "no earlier checkpoint" if newest is None else f"step {newest} is intact"
+            if newest == step:  # only the answer to the last request was lost
+                self._known = step
+            intact = (
+                "there is no earlier checkpoint" if newest is None else f"step {newest} is intact"
+            )
         except InputError:  # the storage does not answer
             intact = "earlier checkpoints are intact"
         return InputError(
@@ -407,19 +438,12 @@ def find(path: str) -> SavedStep:
     """
     folder = _absolute(path)
     with convert_storage_errors(f"checkpoint folder {folder}"):
-        if _is_committed(folder):
+        if is_committed(folder):
             return SavedStep(folder)
-    steps = _committed_steps(folder)
+    steps = committed_steps(folder)
     if not steps:
         raise no_checkpoint_error(folder)
     return SavedStep(folder / f"step_{steps[-1]}")
-
-
-def own_steps(folder: str) -> list[epath.Path]:
-    """Return the folders of all native steps in a model folder, committed or unfinished."""
-    with convert_storage_errors(f"model folder {folder}"):
-        paths = entries(_absolute(folder))
-        return [path for path in paths if _is_committed(path) or _is_unfinished(path)]
 
 
 def _absolute(path: str) -> epath.Path:
@@ -441,51 +465,14 @@ def _save_args(leaf: Any) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if leaf.ndim > 2 else ())
 
 
-def _is_committed(path: epath.Path) -> bool:
-    return step_number(path.name) is not None and (path / _COMMIT_FILE).exists()
-
-
-def _is_unfinished(path: epath.Path) -> bool:
-    """Return whether a folder is left over from an unfinished save or deletion of a step.
-
-    Returns False for folders named step_<N> that other programs created.
-    """
-    name, temporary, _ = path.name.partition(_TEMPORARY)
-    if step_number(name) is None or not path.is_dir() or _is_committed(path):
-        return False
-    return bool(temporary) or (path / _MARK).exists()
-
-
-def _committed_steps(folder: epath.Path) -> list[int]:
-    with convert_storage_errors(f"model folder {folder}"):
-        names = [path.name for path in entries(folder) if _is_committed(path)]
-    return sorted(int(name.removeprefix("step_")) for name in names)
-
-
-def delete_step(path: epath.Path) -> None:
-    """Delete a step's folder; if `path` is a symbolic link, delete only the link.
-
-    The commit file is deleted first, so that a partly deleted step is never taken for a complete
-    one.  Orbax's metadata file is deleted last, so that an interrupted deletion can be recognised
-    and completed.
-    """
-    if os.path.islink(path):
-        delete_tree(path)
-        return
-    (path / _COMMIT_FILE).unlink(missing_ok=True)
-    for item in path.iterdir():
-        if item.is_dir():
-            delete_tree(item)
-    delete_tree(path)
-
-
 def _should_log(record: logging.LogRecord) -> bool:
     """Return whether to show a log record.
 
-    Returns False for failures that are also raised as exceptions, and for one expected warning.
+    Returns False for failures that are also raised as exceptions, and for a warning about
+    host arrays that does not apply here.
     """
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
         return False  # a read or write that failed after another one had
     if record.levelno < logging.ERROR:
         return "Skipping merge of OCDBT" not in record.getMessage()  # expected for host arrays
-    return "/orbax/checkpoint/" not in record.pathname and _TEMPORARY not in record.getMessage()
+    return "/orbax/checkpoint/" not in record.pathname and TEMPORARY not in record.getMessage()

@@ -51,7 +51,15 @@ async def _save(
     args: Sequence[ocp.SaveArgs],
     sums: dict[str, list[int]],
 ) -> None:
-    """Write leaves to their tensorstore arrays, part by part."""
+    """Write leaves to their tensorstore arrays, one part at a time.
+
+    A part is one layer or a whole leaf, as `_layers` specifies.
+
+    Args:
+      values: the leaves.
+      infos, args: Orbax's description of each leaf, and its save options.
+      sums: a dict to which {leaf name: checksums} is added.
+    """
     # While one part is written, the next one is read.
     with contextlib.closing(Prefetch(_parts(values, infos, sums), 1)) as parts:
         for value, info, arg in zip(values, infos, args, strict=True):
@@ -101,7 +109,7 @@ def _layers(value: np.ndarray | LazyLeaf) -> Sequence[int | None]:
 
 
 class StateHandler(ocp.PyTreeCheckpointHandler):
-    """Checkpoint handler that waits until process 0 has created the folders before it writes."""
+    """Orbax handler that writes a step only after process 0 has created the step's folders."""
 
     def __init__(self, joint: JointSave, **options: Any):
         super().__init__(**options)

@@ -157,14 +157,14 @@ def check_shards(
       remedy: the end of the error message, which says what to do.
     """
     if shards < 1:
-        raise InputError(f"{where}: {shards} shards, expected at least 1")
+        raise InputError(f"{where}: the number of shards is {shards}, expected at least 1")
     sizes = {"n_heads": config.n_heads}
     for entry in parameters:
         if entry.rule is Rule.SPLIT:
             sizes[f"axis {entry.axis} of {entry.name}"] = entry.shape[entry.axis]
         if entry.rule is Rule.STACKED and entry.shape[0] != shards:
             raise InputError(
-                f"{where}: {shards} shards, but the config's cores_per_replica is "
+                f"{where}: the number of shards is {shards}, but the config's cores_per_replica is "
                 f"{entry.shape[0]}; they must be equal, because norm layernorm-desync has one "
                 f"{entry.name} per shard; {remedy}"
             )
@@ -180,12 +180,13 @@ def _check_expressible(config: Config) -> None:
     if config.block != "gptj":
         raise InputError(
             f"config: block is {config.block}, but mesh-transformer-jax checkpoints support only "
-            "gptj"
+            "gptj; keep this model in native format"
         )
     if config.d_head * config.n_heads != config.d_model:
         raise InputError(
             f"config: head_size is {config.d_head}, but mesh-transformer-jax checkpoints support "
-            f"only d_model / n_heads ({config.d_model} / {config.n_heads})"
+            f"only d_model / n_heads ({config.d_model} / {config.n_heads}); keep this model "
+            "in native format"
         )
 
 
@@ -242,7 +243,7 @@ Tree = dict[str, dict[str, dict[str, Any]]]  # leaves are arrays or `LazyLeaf`s
 
 
 class _Source(NamedTuple):
-    """An opened checkpoint.
+    """An opened checkpoint of mesh-transformer-jax.
 
     Attributes:
       layers: the number of layers of the model.
@@ -266,7 +267,7 @@ def read(
     optimizer: bool = True,
     lazy: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint of mesh-transformer-jax, and merge its shards into a host state.
+    """Read a checkpoint of mesh-transformer-jax into host memory, and merge its shards.
 
     The number of shards may differ from `config.cores_per_replica`.
 
@@ -279,8 +280,9 @@ def read(
     Returns:
       Nested dicts of numpy arrays with the keys "params", "step" and, if there are moments to read,
       "opt_state": {"count", "mu", "nu"}.  For a full checkpoint, "step" is the step count of the
-      learning-rate schedule, not the stored step.  The two differ after fine-tuning in
-      mesh-transformer-jax, which resets this count, but neither the stored step nor Adam's count.
+      learning-rate schedule, not the stored step.  The two differ if the model was fine-tuned in
+      mesh-transformer-jax: fine-tuning there resets the schedule's count, but not the stored step
+      or Adam's count.
 
     Raises:
       InputError: if files are missing, are damaged or do not fit `config`.
@@ -367,25 +369,28 @@ def _open(path: str, config: Config) -> _Source:
     for shard in shards:
         if len(shard) != len(shards[0]):
             raise InputError(
-                f"{shard.folder}: found {len(shard)} leaves, expected the {len(shards[0])} of "
-                f"{shards[0].folder}; copy both folders again"
+                f"{shard.folder}: found {len(shard)} leaves, but {shards[0].folder} has "
+                f"{len(shards[0])}; copy both folders again"
             )
     size, held = len(parameters), len(shards[0])
     full = {"adam": 0, "mu": 1, "nu": 1 + size, "schedule": 1 + 2 * size, "params": 2 + 2 * size}
     if held not in (3 * size + 3, size + 1):
         raise InputError(
             f"{shards[0].folder}: found {held} leaves{_describe_layers(held, parameters, config)}, "
-            f"expected {3 * size + 3} (full) or {size + 1} (slim) for the {config.layers} layers, "
-            f"norm and pe of the config; {_REMEDY}"
+            f"expected {3 * size + 3} (full) or {size + 1} (slim: without optimizer state) for the "
+            f"{config.layers} layers, norm and pe of the config; {_REMEDY}"
         )
     first = full if held > size + 1 else {"params": 0}
     return _Source(config.layers, shards, parameters, first | {"step": held - 1})
 
 
 def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
-    """Return what a checkpoint seems to hold, judged by its number of leaves, for an error message.
+    """Guess from the number of leaves how many layers a checkpoint has, for an error message.
 
-    The result is " (N layers, full)" or " (N layers, slim)", or "" if no N fits.
+    A full checkpoint holds Adam's moments, a slim one does not.
+
+    Returns:
+      " (N layers, full)" or " (N layers, slim)", or "" if no N fits.
 
     Args:
       held: the number of leaves in each shard.
@@ -401,7 +406,9 @@ def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
 
 
 def _read_count(source: _Source, name: str) -> np.ndarray:
-    """Return a count as an int32 scalar, from the first shard; all shards hold the same value.
+    """Return one of a checkpoint's counts as an int32 scalar.
+
+    The count is read from the first shard.  All shards hold the same value.
 
     Args:
       name: "adam", "schedule" or "step".
@@ -414,10 +421,11 @@ def _read_count(source: _Source, name: str) -> np.ndarray:
 
 
 def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
-    """Return the parameters or one of Adam's moments as `LazyLeaf`s in our tree's structure.
+    """Return the parameters or one of Adam's moments as nested dicts of `LazyLeaf`s.
 
     Args:
       group: "params", "mu" or "nu".
+      dtype: the dtype to cast the leaves to; None for the stored dtypes.
     """
     numbers: dict[tuple[str, str, str], list[int]] = {}
     for number, entry in enumerate(source.entries):
@@ -432,7 +440,7 @@ def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
 
 
 def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
-    """Return one of our leaves as a `LazyLeaf`, which reads one entry per layer.
+    """Return a leaf of our parameters or moments as a `LazyLeaf` that reads one entry per layer.
 
     The stored arrays of these entries must have the same dtype in all shards.
 
@@ -472,7 +480,7 @@ def _blocks(
       group: "params", "mu" or "nu".
       number: the index of the entry in `source.entries`.
       dtype: the dtype that each shard's array must have.
-      first_place: which array defines `dtype`, from `Shard.where`, for error messages.
+      first_place: a description of the array that `dtype` was read from, for error messages.
     """
     entry, shards = source.entries[number], source.shards
     index, name = source.first[group] + number, f"{group}: {entry.name}"
@@ -512,9 +520,14 @@ def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
 def _leaves(
     state: dict[str, Any], parameters: list[Entry], dtype: np.dtype | None, shards: int
 ) -> list[Callable[[], Iterable[np.ndarray]]]:
-    """Return the `leaves` argument of `original_files.write`, in the order of the file format.
+    """Return one function per leaf of the checkpoint to write, in the order of the file format.
 
-    It has one function per leaf of the checkpoint, which returns the leaf's arrays, one per shard.
+    Each function returns the leaf's arrays, one per shard.
+
+    Args:
+      parameters: the model's parameters, from `entries`.
+      dtype: the dtype to cast the parameters to (None: their own); moments are cast to f32.
+      shards: the number of shards.
     """
 
     def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:

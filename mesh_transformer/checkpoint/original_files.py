@@ -59,7 +59,7 @@ def step_folder(path: str) -> str:
         step = os.path.join(path, f"step_{newest}")
         if not entry_numbers(step, "shard"):
             raise InputError(
-                f"{path}/meta.json: names step {newest}, but {step} holds no shard_<i>; copy "
+                f"{path}/meta.json names step {newest}, but {step} holds no shard_<i>; copy "
                 "that folder, or give the path of another step"
             )
         return step
@@ -84,7 +84,7 @@ def read_index(folder: str) -> dict[str, Any]:
     except InputError:
         raise
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({reason(error)}); copy it again") from None
+        raise InputError(f"{path} cannot be read ({reason(error)}); copy it again") from None
     steps = index.get("checkpoints") if isinstance(index, dict) else None
     if not isinstance(steps, list) or not steps or not all(type(step) is int for step in steps):
         raise InputError(
@@ -95,9 +95,9 @@ def read_index(folder: str) -> dict[str, Any]:
 
 
 def write_index(path: str, index: dict[str, Any], step: int) -> None:
-    """Write a meta.json that lists `step` last.
+    """Write a meta.json that lists `step` as the last checkpoint.
 
-    mesh-transformer-jax resumes from the step that is listed last.
+    mesh-transformer-jax resumes from the checkpoint that is listed last.
 
     Args:
       path: the file to write.
@@ -234,7 +234,7 @@ def _members(path: str) -> list[str]:
         raise
     except FileNotFoundError:
         raise InputError(
-            f"{path}: is missing; a shard has 16 pieces, 0 to 15; {_COPY_ADVICE}"
+            f"{path} is missing; a shard has 16 files, 0.npz to 15.npz; {_COPY_ADVICE}"
         ) from None
     except _DAMAGED as error:
         size = f", {files.size(path):,} bytes" if files.is_file(path) else ""
@@ -243,10 +243,10 @@ def _members(path: str) -> list[str]:
         ) from None
     expected = [f"arr_{i}.npy" for i in range(len(names))]
     if sorted(names) != sorted(expected):
-        first = min(set(names) ^ set(expected))
+        missing = next(name for name in expected if name not in names)
         raise InputError(
-            f"{path}: expected the arrays arr_0, arr_1, ..., found {len(names)} arrays, with "
-            f"{first.removesuffix('.npy')} missing or unexpected; "
+            f"{path} holds {len(names)} arrays, but none is {missing.removesuffix('.npy')}; "
+            f"expected arr_0 to arr_{len(names) - 1}; "
             "check that this is a mesh-transformer-jax checkpoint"
         )
     return expected

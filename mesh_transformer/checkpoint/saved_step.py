@@ -25,7 +25,16 @@ from mesh_transformer.checkpoint.state_tree import (
     leaves,
     map_leaves,
 )
-from mesh_transformer.data.storage import convert_failures, reason, step_number
+from mesh_transformer.checkpoint.step_folders import damage_error
+from mesh_transformer.data.storage import (
+    causes,
+    convert_failures,
+    is_failure,
+    reason,
+    replace_errors,
+    step_number,
+    storage_failed,
+)
 from mesh_transformer.util import InputError
 
 # Maximum total bytes of the leaves that are restored and cast at once.  A leaf that is larger than
@@ -59,7 +68,7 @@ class SavedStep:
 
     @functools.cached_property
     def aux(self) -> dict[str, Any]:
-        """The `aux` dict saved with the arrays; reading it does not initialise JAX's devices."""
+        """The JSON dict saved with the arrays; reading it does not initialise JAX's devices."""
         with convert_failures(self._damaged):
             content = (self.path / "aux" / "metadata").read_bytes()
             integrity.check_file(self.path, self.record, "aux/metadata", content)
@@ -74,19 +83,18 @@ class SavedStep:
         """
         values = self.aux.get("config") if isinstance(self.aux, dict) else None
         if not isinstance(values, dict):
-            raise InputError(
-                f"{self}: its file aux/metadata holds {str(self.aux)[:80]}, expected a JSON object "
-                "with an object `config`; restore another step or copy this one again"
+            raise damage_error(
+                self.path,
+                f": its file aux/metadata holds {str(self.aux)[:80]}, expected a JSON object with "
+                "an object `config`",
             )
         return values
 
     @functools.cached_property
     def leaves(self) -> dict[Path, Any]:
-        """{leaf path: metadata (shape and dtype)} of all leaves; no array is read."""
-        try:
+        """The shape and dtype of each leaf, as {leaf path: metadata}; no array is read."""
+        with replace_errors(self._damaged):  # Orbax has no exception class for damaged metadata
             return leaves(ocp.PyTreeCheckpointHandler().metadata(self.path / "state").tree)
-        except Exception as error:  # Orbax has no exception class for damaged metadata
-            raise self._damaged(error) from error
 
     def open_leaf(self, path: Path) -> LazyLeaf:
         """Return one leaf as a `LazyLeaf`.
@@ -164,13 +172,10 @@ class SavedStep:
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
             return await handler.deserialize(infos, arguments)
 
-        try:
-            # In a thread, because a notebook's main thread already runs an event loop.
-            with ThreadPoolExecutor(1) as executor:
-                read = executor.submit(lambda: asyncio.run(deserialize()))
-                arrays = read.result()
-        except Exception as error:  # Orbax has no exception class for a damaged array
-            raise self._damaged(error) from error
+        # In a thread, because a notebook's main thread already runs an event loop.  Orbax has no
+        # exception class for a damaged array.
+        with replace_errors(self._damaged), ThreadPoolExecutor(1) as executor:
+            arrays = executor.submit(lambda: asyncio.run(deserialize())).result()
         return dict(zip(expected, arrays, strict=True))
 
     def _info(self, path: Path) -> ocp.type_handlers.ParamInfo:
@@ -188,28 +193,43 @@ class SavedStep:
     @functools.cached_property
     def _context(self) -> tuple[bool, tensorstore.Context]:
         """Whether the arrays are in OCDBT format, and the tensorstore context to read them in."""
-        ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(self.path / "state")
+        with convert_failures(self._damaged):
+            ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(self.path / "state")
         return ocdbt, ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
 
-    def _damaged(self, error: Exception) -> InputError:
+    def _damaged(self, error: Exception) -> Exception:
         """Return the error to raise for a failed read, naming the damaged file if it is known."""
         return self._unreadable(error, self.record)
 
-    def _unreadable(self, error: Exception, record: Integrity | None) -> InputError:
-        """Return the InputError to raise for a failed read; InputErrors are returned unchanged.
+    def _unreadable(self, error: Exception, record: Integrity | None) -> Exception:
+        """Return the error to raise for a failed read of this step.
+
+        An error whose class is not raised for failed reads, such as a TypeError, is returned
+        unchanged, unless a file of the step is damaged.  So are an InputError and an error of JAX's
+        devices.  Any other error becomes a DamagedError or, if the storage could not be accessed,
+        an InputError.
 
         Args:
           error: the exception that the read has raised.
           record: the integrity record; None if there is none or it could not be read.
         """
-        if isinstance(error, InputError):
+        *_, cause = causes(error)
+        if isinstance(error, InputError) or isinstance(cause, jax.errors.JaxRuntimeError):
             return error
-        if (name := integrity.damaged_file(self.path, record)) is not None:
-            return integrity.damage_error(self.path, f"its file {name}")
+        if not storage_failed(error):
+            try:
+                if (name := integrity.damaged_file(self.path, record)) is not None:
+                    return integrity.damage_error(self.path, f"its file {name}")
+            except Exception as later:  # the search for the damaged file
+                if not storage_failed(later):
+                    raise
+                error = cause = later
+        if not is_failure(cause):
+            return error
         # tensorstore's message names the file last, in quotes.
         quoted = re.findall(rf'"{re.escape(str(self))}/([^"\\]*[^"\\/])"', str(error))
         where = f" (its file {quoted[-1]})" if quoted else ""
-        return InputError(
-            f"checkpoint {self} cannot be read{where}: {reason(error)}; "
-            "restore another step or copy this one again"
-        )
+        problem = f" cannot be read{where}: {reason(error)}"
+        if storage_failed(error):
+            return InputError(f"checkpoint {self}{problem}; check the permissions and the network")
+        return damage_error(self.path, problem)

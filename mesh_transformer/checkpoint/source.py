@@ -104,7 +104,8 @@ class Source:
 def _is_original(folder: str) -> bool:
     """Return whether a folder holds a checkpoint of mesh-transformer-jax.
 
-    It does if the folder or a step in it has shards, or if its meta.json lists checkpoints.
+    This is the case if the folder or a step in it has shards, or if its meta.json lists
+    checkpoints.
     """
     steps = [name for name in files.names(folder) if step_number(name) is not None]
     folders = [folder, *(os.path.join(folder, step) for step in steps)]
@@ -120,15 +121,15 @@ def check_vacant(folder: AnyPath) -> None:
     """Raise InputError if `folder` holds a checkpoint in a format other than native."""
     if kind := other_format(folder, "native"):
         raise InputError(
-            f"{folder}: holds a checkpoint in {kind} format, which a run cannot resume from; give "
+            f"{folder} holds a checkpoint in {kind} format, which a run cannot resume from; give "
             "it as --tune-model-path and choose another folder with --model-dir, or convert it"
         )
 
 
 def other_format(folder: AnyPath, own: Format) -> Format | None:
-    """Return the format of the checkpoint in `folder` if it is another than `own`, else None.
+    """Return the format of the checkpoint in `folder` if it differs from `own`, else None.
 
-    Returns None also if there is no checkpoint.  A config.json without weight files does not
+    Also returns None if there is no checkpoint.  A config.json without weight files does not
     count as a checkpoint.
     """
     try:

@@ -33,14 +33,14 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
     for key in keys:
         if getattr(saved_config, key) != getattr(config, key):
             raise InputError(
-                f"{where}: its model has {key} {getattr(saved_config, key)!r}, the config "
+                f"{where}: its model has {key} {getattr(saved_config, key)!r}, but the config has "
                 f"{getattr(config, key)!r}; use the config that the model was trained with"
             )
     # By default the window is all of seq, which may change from run to run.
     chosen = saved_config.window != saved_config.seq or config.window != config.seq
     if chosen and saved_config.window != config.window:
         raise InputError(
-            f"{where}: its model has attention_window {saved_config.window}, the config "
+            f"{where}: its model has attention_window {saved_config.window}, but the config has "
             f"{config.window}; use the config that the model was trained with"
         )
 
@@ -57,8 +57,9 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
     if bool(saved_config.lora_rank) != bool(config.lora_rank):
         kinds = ("a whole model", "adapters")
         raise InputError(
-            f"{where}: was saved by a run that trains {kinds[saved_config.lora_rank > 0]} "
-            f"(lora_rank {saved_config.lora_rank}), the config has lora_rank {config.lora_rank}; "
+            f"{where} was saved by a run that trains {kinds[saved_config.lora_rank > 0]} "
+            f"(lora_rank {saved_config.lora_rank}), but the config has lora_rank "
+            f"{config.lora_rank}; "
             "choose another model folder, and give this checkpoint as --tune-model-path"
         )
 
@@ -134,13 +135,13 @@ def put_on_devices(host: Any, template: Any) -> Any:
 
 
 def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
-    """Return the leaves that a state with the declared parameters has, as {path: array of zeros}.
+    """Return the leaves that a state is expected to have, as {path: array of zeros}.
 
-    Shapes and integer dtypes are those of the state.  All floating leaves are f32, whatever their
-    dtype in the state.
+    Each array has the shape of its leaf.  Integer leaves have the expected dtype.  Floating leaves
+    are f32 here, but a state may hold them in another floating dtype.
 
     Args:
-      declared: the declarations of the parameters.
+      declared: the `Declaration` of each parameter, as nested dicts.
       optimizer: whether the state has Adam's count and moments.
     """
     params = map_declared(lambda d: np.broadcast_to(np.float32(0), d.shape), declared)
@@ -170,19 +171,20 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
     tops = {key[0] for key in expected}
     if missing := tops - {key[0] for key in saved}:
         raise InputError(
-            f"checkpoint {path}: has no {min(missing)}, only weights: a run can start from it "
+            f"checkpoint {path} has no {min(missing)}: a run can start from its weights "
             "(--tune-model-path, with another model folder), but not resume from it"
         )
     _check_leaves(f"checkpoint {path}", {k: v for k, v in saved.items() if k[0] in tops}, expected)
 
 
 def check_state(state: dict[str, Any], declared: Any) -> None:
-    """Raise InputError if a state lacks a declared leaf, or has an undeclared or different one.
+    """Raise InputError if a state's leaves do not match the declared parameters.
 
-    The state may lack Adam's moments.
+    A leaf may be missing, be unexpected, or have another shape or dtype.  The state may lack Adam's
+    moments.
 
     Args:
-      declared: the declarations of the parameters.
+      declared: the `Declaration` of each parameter, as nested dicts.
     """
     expected_leaves = declared_leaves(declared, optimizer=True)
     expected_leaves = {key: leaf for key, leaf in expected_leaves.items() if key[0] in state}
@@ -190,7 +192,7 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError if the leaves differ; the message names the first one that does.
+    """Raise InputError if `actual` differs from `expected`; name the first leaf that differs.
 
     Args:
       where: the checkpoint or state, for the error message.
@@ -217,10 +219,10 @@ def _difference(actual: Any, expected: Any) -> str | None:
     if expected is None:
         return f"of shape {_shape(actual)} is not part of the config's model"
     if _shape(actual) != _shape(expected):
-        return f"has shape {_shape(actual)}, the config expects {_shape(expected)}"
+        return f"has shape {_shape(actual)}, but the config expects {_shape(expected)}"
     floating = all(leaf.dtype in FLOATS.values() for leaf in (actual, expected))
     if not floating and actual.dtype != expected.dtype:
-        return f"has dtype {actual.dtype}, the config expects {expected.dtype}"
+        return f"has dtype {actual.dtype}, but the config expects {expected.dtype}"
     return None
 
 

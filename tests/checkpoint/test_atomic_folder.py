@@ -40,7 +40,7 @@ def test_nothing_is_left_if_filling_the_folder_fails(tmp_path, error):
 
 def test_existing_folder_is_kept(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(InputError, match="model: already exists"):
+    with pytest.raises(InputError, match="model already exists"):
         atomic_folder(str(tmp_path / "model")).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -48,7 +48,7 @@ def test_existing_folder_is_kept(tmp_path):
 def test_error_names_a_path_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     message = (
-        "model: cannot be written: Not a directory; nothing is left there; choose another path$"
+        "model cannot be written: Not a directory; no partial folder is left; choose another path$"
     )
     with pytest.raises(InputError, match=message):
         atomic_folder(str(tmp_path / "file" / "model")).__enter__()
@@ -107,7 +107,7 @@ def test_failed_flush_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     with (
-        pytest.raises(InputError, match=r"No space left on device, [\d,]+ bytes free; nothing"),
+        pytest.raises(InputError, match=r"No space left on device, [\d,]+ bytes free; no partial"),
         atomic_folder(str(tmp_path / "model")) as temporary,
     ):
         fill(temporary)
@@ -144,7 +144,7 @@ def test_failed_background_flush_is_reported_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail_once)
     monkeypatch.setattr(module, "_PAUSE", 0.01)
     with (
-        pytest.raises(InputError, match="model: cannot be written: Input/output error"),
+        pytest.raises(InputError, match="model cannot be written: Input/output error"),
         atomic_folder(str(tmp_path / "model")) as temporary,
     ):
         fill_until(temporary, lambda: failed)
@@ -166,7 +166,7 @@ def wait_until(condition, seconds=10.0):
 def test_full_disk_leaves_nothing(small_disk):
     folder = small_disk("1m")
     with (
-        pytest.raises(InputError, match="model: cannot be written: No space left on device"),
+        pytest.raises(InputError, match="model cannot be written: No space left on device"),
         atomic_folder(str(folder / "model")) as temporary,
     ):
         fill(temporary, 2_000_000)

@@ -14,7 +14,7 @@ from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.original import write
 from mesh_transformer.checkpoint.source import Format, Source
 from mesh_transformer.config import Config
-from mesh_transformer.util import InputError
+from mesh_transformer.util import DamagedError, InputError
 from tests.checkpoint.test_original import random_state
 
 CONFIG = Config(
@@ -65,6 +65,7 @@ def equal(one: Any, other: Any) -> bool:
 def flips(checkpoints, kind: Format, seeds: range, folder: Path) -> None:
     """Flip one bit per seed, and check the error or what is loaded."""
     path, expected = checkpoints[kind]
+    expected_error = DamagedError if kind == "native" else InputError
     reported = 0
     for seed in seeds:
         damaged = folder / f"{seed}" / path.name
@@ -72,7 +73,7 @@ def flips(checkpoints, kind: Format, seeds: range, folder: Path) -> None:
         place = flip(damaged, random.Random(seed))
         try:
             loaded = load(damaged, kind)
-        except InputError as error:
+        except expected_error as error:
             line = str(error)
             assert str(damaged.parent) in line, place
             assert "\n" not in line, place

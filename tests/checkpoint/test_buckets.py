@@ -109,10 +109,10 @@ def test_conversions_in_a_bucket_equal_local_ones(tmp_path):
         for error, part in zip(
             errors,
             (
-                "gs://bucket/models/hf: already exists",
-                "gs://bucket/models/original/step_7: already exists",
-                "gs://bucket/models/none/config.json: cannot be read (No such file",
-                "gs://bucket/models/hf: is in hf format, not original; use --from hf",
+                "gs://bucket/models/hf already exists",
+                "gs://bucket/models/original/step_7 already exists",
+                "gs://bucket/models/none/config.json cannot be read (No such file",
+                "gs://bucket/models/hf is in hf format, not original; use --from hf",
             ),
             strict=True,
         ):

@@ -217,7 +217,7 @@ def test_layers_of_different_dtypes_require_a_dtype_argument(tmp_path):
     tensors["transformer.h.1.mlp.fc_in.bias"] = tensors["transformer.h.1.mlp.fc_in.bias"].half()
     torch_model().save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"fc_in\.bias is float16, other layers' are float32"):
+    with pytest.raises(InputError, match=r"bias has dtype float16, but other layers have float32"):
         hf.read(str(tmp_path))
     _, state = hf.read(str(tmp_path), dtype=np.float32)
     np.testing.assert_array_equal(
@@ -266,7 +266,7 @@ def test_vocabulary_is_trimmed_and_padded(tmp_path):
     assert network.config.eos_token_id == network.generation_config.eos_token_id == 50256
     trimmed, short = hf.read(str(tmp_path / "hf"))
     assert trimmed.n_vocab == 50257
-    with pytest.raises(InputError, match="vocab_size is 50257, the config's n_vocab 50256"):
+    with pytest.raises(InputError, match="vocab_size is 50257, but the config's n_vocab is 50256"):
         hf.read(str(tmp_path / "hf"), config=config.replace(n_vocab=50256))
 
     _, padded = hf.read(str(tmp_path / "hf"), config=config)
@@ -360,10 +360,10 @@ def test_weights_of_another_config_are_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"d_model": 96}, "d_model is 48, the config has 96"),
-        ({"layers": 3}, "layers is 2, the config has 3"),
-        ({"pe_rotary_dims": 4}, "pe_rotary_dims 8, the config 4"),
-        ({"norm": "rmsnorm"}, "norm 'layernorm', the config 'rmsnorm'"),
+        ({"d_model": 96}, "d_model is 48, but the config has 96"),
+        ({"layers": 3}, "layers is 2, but the config has 3"),
+        ({"pe_rotary_dims": 4}, "pe_rotary_dims 8, but the config has 4"),
+        ({"norm": "rmsnorm"}, "norm 'layernorm', but the config has 'rmsnorm'"),
     ],
 )
 def test_config_of_another_model_is_refused(tmp_path, changes, message):
@@ -380,9 +380,21 @@ def test_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_files, "_write_file", write_two)
     config = small_config()
-    with pytest.raises(InputError, match="hf: cannot be written: No space left on device"):
+    with pytest.raises(InputError, match="hf cannot be written: No space left on device"):
         hf.write(str(tmp_path / "hf"), host_state(config), config, shard_bytes=20_000)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("metadata", [None, {"crc32": "of another program"}])
+def test_the_metadata_of_other_programs_is_ignored(tmp_path, metadata):
+    torch_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length]) | {"__metadata__": metadata}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    assert hf.read(str(tmp_path))[0].layers == small_config().layers
 
 
 def edit(name, change):
@@ -401,7 +413,7 @@ def edit(name, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
+        (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
         (edit("lm_head.bias", lambda _: None), "tensor lm_head.bias is missing"),
         (
             edit("transformer.h.1.ln_1.bias", lambda x: x[:-1]),
@@ -417,7 +429,7 @@ def edit(name, change):
                 load_file(f / "model.safetensors") | {"transformer.h.2.ln_1.bias": torch.ones(48)},
                 f / "model.safetensors",
             ),
-            "transformer.h.2.ln_1.bias is not part of the model",
+            "transformer.h.2.ln_1.bias is not part of the GPT-J",
         ),
     ],
 )

@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,13 @@ from mesh_transformer.checkpoint import integrity, native, native_state, saved_s
 from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
+from mesh_transformer.data import storage
 from mesh_transformer.data.locks import LocalLock
 from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import gptj
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, StoppedError
 from tests.support.fake_gcs import gcs_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,6 +256,53 @@ def test_run_does_not_start_in_a_folder_of_another_format(tmp_path, small, file)
         assert network.restore(str(tmp_path)) is None
 
 
+def test_a_refused_save_leaves_the_files_of_the_folder_s_owner_alone(tmp_path):
+    with Checkpoints(str(tmp_path)) as owner, Checkpoints(str(tmp_path)) as other:
+        owner.claim()
+        unfinished = tmp_path / "step_7.orbax-checkpoint-tmp-1"
+        unfinished.mkdir()
+        with pytest.raises(InputError, match="is in use by"):
+            other.save(5, {"x": jnp.int32(1)}, {})
+        assert unfinished.exists()
+
+
+def test_a_failed_save_leaves_the_files_of_the_next_owner_alone(tmp_path):
+    class Lost(LocalLock):
+        def check(self) -> None:
+            raise StoppedError("taken over")
+
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        checkpoints.claim()
+        assert checkpoints._lock is not None
+        checkpoints._lock.release()
+        checkpoints._lock = Lost(tmp_path)
+        others = tmp_path / "step_7.orbax-checkpoint-tmp-1"
+        others.mkdir()
+        with pytest.raises(StoppedError, match="taken over"):
+            checkpoints.save(5, {"x": jnp.int32(1)}, {})
+        assert isinstance(checkpoints._failure(5, 4, OSError("no answer")), InputError)
+        assert others.exists()
+
+
+OTHER_ERRORS = (TypeError("another version"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"))
+
+
+@pytest.mark.parametrize("error", OTHER_ERRORS)
+def test_an_error_that_is_not_about_the_data_is_not_called_damage(saved, monkeypatch, error):
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(saved_step.ocp.PyTreeCheckpointHandler, "metadata", failing)
+    monkeypatch.setattr(saved_step.asyncio, "run", failing)
+    step = find(saved[0])
+    with pytest.raises(type(error)) as caught:
+        _ = step.leaves
+    assert caught.value is error
+    with pytest.raises(type(error)) as caught:
+        step._read({})
+    assert caught.value is error
+
+
 def test_interrupted_deletion_is_completed(tmp_path, monkeypatch):
     with Checkpoints(str(tmp_path), keep_n=1) as checkpoints:
         checkpoints.save(1, {"x": jnp.int32(1)}, {})
@@ -261,8 +310,8 @@ def test_interrupted_deletion_is_completed(tmp_path, monkeypatch):
         step = epath.Path(tmp_path / "step_1")
         # As if killed just before the folder as a whole was deleted.
         with monkeypatch.context() as patch:
-            patch.setattr(native, "delete_tree", lambda path: None)
-            native.delete_step(step)
+            patch.setattr(storage, "delete_tree", lambda path: None)
+            storage.delete_step(step)
         assert checkpoints.steps() == []
         assert step.exists()
         checkpoints.save(2, {"x": jnp.int32(2)}, {})
@@ -312,15 +361,15 @@ def test_error_names_the_leaf_that_does_not_match_the_config(saved):
     cases = [
         (
             changed(mesh, step=scalar_template(mesh, (2,))),
-            r"leaf step has shape \(\), the config expects \(2,\)",
+            r"leaf step has shape \(\), but the config expects \(2,\)",
         ),
         (
             changed(mesh, opt_state={"mu": {"w": scalar_template(mesh, (24, 8), jnp.float32)}}),
-            r"leaf opt_state/mu/w has shape \(24, 16\), the config expects \(24, 8\)",
+            r"leaf opt_state/mu/w has shape \(24, 16\), but the config expects \(24, 8\)",
         ),
         (
             changed(mesh, step=scalar_template(mesh, (), jnp.float32)),
-            r"leaf step has dtype int32, the config expects float32",
+            r"leaf step has dtype int32, but the config expects float32",
         ),
         (
             changed(mesh, opt_state={**opt_state, "nu": scalar_template(mesh)}),
@@ -354,7 +403,7 @@ def test_missing_checkpoints_are_refused(tmp_path, saved):
         checkpoints.saved()
     with (
         Checkpoints(saved[0], read_only=True) as checkpoints,
-        pytest.raises(InputError, match="has no step 3; it has 7"),
+        pytest.raises(InputError, match="has no step 3; choose one of 7"),
     ):
         checkpoints.restore(3, template)
 
@@ -699,7 +748,7 @@ def test_restoring_a_state_from_weights_only_is_refused(tmp_path):
         checkpoints.save(1, {"params": state["params"], "step": state["step"]}, {})
         template = template_of(mesh_of(2, 4))
         del template["rng"]
-        with pytest.raises(InputError, match="has no opt_state, only weights"):
+        with pytest.raises(InputError, match="has no opt_state: a run can start"):
             checkpoints.restore(1, template)
 
 

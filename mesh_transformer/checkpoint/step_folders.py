@@ -1,0 +1,72 @@
+"""The folders `step_<N>` of a native model folder: which are complete, and which are left over.
+
+A model folder has no index file: its steps are found by listing it.  A step is complete if it has a
+commit file, which Orbax writes last.  A step folder that has Orbax's metadata file but no commit
+file is left over from an interrupted save or deletion, and the next writer deletes it.  Anything
+else named `step_*` is left alone.
+"""
+
+import os
+
+from etils import epath
+
+from mesh_transformer.data.storage import (
+    COMMIT_FILE,
+    MARK_FILE,
+    convert_storage_errors,
+    entries,
+    local_path,
+    step_number,
+)
+from mesh_transformer.util import DamagedError, InputError
+
+TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+def is_committed(path: epath.Path) -> bool:
+    return step_number(path.name) is not None and (path / COMMIT_FILE).exists()
+
+
+def is_unfinished(path: epath.Path) -> bool:
+    """Return whether a folder is left over from an unfinished save or deletion of a step.
+
+    Returns False for folders named step_<N> that other programs created.
+    """
+    name, temporary, _ = path.name.partition(TEMPORARY)
+    if step_number(name) is None or not path.is_dir() or is_committed(path):
+        return False
+    return bool(temporary) or (path / MARK_FILE).exists()
+
+
+def committed_steps(folder: epath.Path) -> list[int]:
+    """Return the committed steps of a model folder, ascending."""
+    with convert_storage_errors(f"model folder {folder}"):
+        names = [path.name for path in entries(folder) if is_committed(path)]
+    return sorted(int(name.removeprefix("step_")) for name in names)
+
+
+def own_steps(folder: str) -> list[epath.Path]:
+    """Return the folders of all native steps in a model folder, committed or unfinished."""
+    with convert_storage_errors(f"model folder {folder}"):
+        paths = entries(epath.Path(local_path(folder)))
+        return [path for path in paths if is_committed(path) or is_unfinished(path)]
+
+
+def damage_error(step: epath.Path, problem: str) -> DamagedError:
+    """Return the error to raise if a step's files are not what was saved.
+
+    The message names the newest committed step before this one, if there is one.
+
+    Args:
+      problem: text that follows the path of the step in the message, such as ": its ...".
+    """
+    own = step_number(step.name)
+    try:
+        earlier = [number for number in committed_steps(step.parent) if number < (own or 0)]
+    except InputError:  # the folder cannot be listed
+        earlier = []
+    previous = f"step_{earlier[-1]}" if earlier else None
+    advice = f", or use {previous}, the newest step before it" if previous else ""
+    return DamagedError(
+        f"checkpoint {step}{problem}; copy the step again{advice}", os.fspath(step), previous
+    )
