@@ -40,7 +40,7 @@ def mismatch(value: Any, annotation: Any) -> str | None:
 
 
 def _matches(value: Any, annotation: Any) -> bool:
-    """Return whether a JSON value has the type of a field.
+    """Return whether a JSON value matches a type annotation.
 
     An int is accepted as a float, but a bool is not accepted as an int or a float.
     """
@@ -121,11 +121,12 @@ LORA_DEFAULTS = {"gptj": 2, "geglu": 1}
 class Config:
     """Configuration of a model and of its training.
 
-    It has every key of the config files of the original mesh-transformer-jax, and optional keys
-    for values that are hard-coded there.
+    The fields are called keys, as in config files.  Every key of the config files of the original
+    mesh-transformer-jax is supported.  Additional keys set values that are hard-coded there.
 
-    Only the first four keys are required to build a model; training also requires `train_set`
-    and `total_steps`.  Sizes are in tokens, sequences or parameters; steps are optimizer updates.
+    Only `layers`, `d_model`, `n_heads` and `n_vocab` are required to build a model.  Training also
+    requires `train_set` and `total_steps`.  Sizes are in tokens, sequences or parameters; steps are
+    optimizer updates.
 
     Raises:
       InputError: at construction, if a value is invalid.  The message names the key, the value and
@@ -189,6 +190,9 @@ class Config:
     clip_norm: float = 1.0  # maximum global norm of the gradient
     # Leave the model unchanged by updates whose loss or gradient norm is not finite.
     skip_nonfinite: bool = False
+    # Also skip updates whose gradient norm is above this many times its median over the last 128
+    # steps.
+    skip_spikes: float | None = None
     max_skipped: int = 10  # skipped updates in a row after which training stops
     z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
     original_bias_copies: int = 1  # copies of each bias in the original run; see `Optimizer`
@@ -236,7 +240,7 @@ class Config:
         _check(self)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the derived defaults: the values that replace None, computed from other keys."""
+        """Return the values of the defaults that are computed from the values of other keys."""
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
         return {
@@ -293,15 +297,17 @@ class Config:
     def merged(self) -> "Config":
         """Return a copy of this config without LoRA adapters.
 
-        The copy describes the base model, and also the model after its adapters are merged.
+        The copy describes the base model.  It also describes the model that results when the
+        adapters are merged into the base model's weights.
         """
         return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
 
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with the keys in `changes` replaced.
 
-        A key whose value equals its derived default is derived again.  For example, `head_size`
-        then follows a change of `d_model`.
+        Some keys have a default that is computed from other keys.  If such a key has its default
+        value, the default is computed again for the copy.  For example, a `head_size` equal to
+        `d_model / n_heads` is adapted to a new `d_model`.
         """
         _check_known(changes, "config")
         return Config(**(self.as_dict() | changes))
@@ -309,8 +315,8 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """Return all keys as a dict of JSON values, from which `from_dict` builds an equal config.
 
-        A key whose value equals its derived default is returned as None, so that its default is
-        derived again if other keys of the dict are changed.
+        Some keys have a default that is computed from other keys.  If such a key has its default
+        value, its value in the dict is None, so that `from_dict` computes the default again.
         """
         values = dataclasses.asdict(self)
         for key, default in self._defaults().items():
@@ -349,7 +355,7 @@ class Config:
         """
         if "://" in path:
             raise InputError(
-                f"config {path}: is a URI, but a config must be a local file; copy it here first"
+                f"config {path} is a URI, but a config must be a local file; copy it here first"
             )
         try:
             with open(_named(path) or path, encoding="utf-8") as file:
@@ -357,7 +363,7 @@ class Config:
         except OSError as error:
             names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
             raise InputError(
-                f"config {path}: cannot be read ({error.strerror}); "
+                f"config {path} cannot be read ({error.strerror}); "
                 f"give the path of a JSON or YAML file, or one of {names}"
             ) from None
         except UnicodeDecodeError:
@@ -441,7 +447,7 @@ def _check_known(values: dict[str, Any], where: str) -> None:
 
 
 def _key_hint(key: str, otherwise: str) -> str:
-    """Return the config key that `key` resembles, as a question, or `otherwise`."""
+    """Return "did you mean 'seq'?" for a `key` such as "sek"; `otherwise` if no key is similar."""
     close = difflib.get_close_matches(str(key), typing.get_type_hints(Config), n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
@@ -467,17 +473,18 @@ def _parse(path: str, text: str) -> Any:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
             line = " ".join(str(error).split())
-            raise InputError(f"config {path}: not YAML: {line}") from None
+            raise InputError(f"config {path}: not YAML: {line}; correct the file") from None
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(
-            f"config {path}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+            f"config {path}: not JSON at line {error.lineno}, column {error.colno}: "
+            f"{error.msg}; correct the file"
         ) from None
 
 
 def _as_str(value: Any) -> Any:
-    """Return a path object as a string, also if it is a key or value of a dict."""
+    """Convert a path object to a string, or all path objects among a dict's keys and values."""
     if isinstance(value, dict):
         return {_as_str(k): _as_str(v) for k, v in value.items()}
     return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -517,6 +524,8 @@ def _check(c: Config) -> None:
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
+    if c.skip_spikes is not None and c.skip_spikes <= 1:
+        raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
     if c.attention_window is not None and c.attention_window > c.seq:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
@@ -542,7 +551,7 @@ def _check_lora(c: Config) -> None:
             )
     if len(set(c.lora_targets)) < max(len(c.lora_targets), 1):
         raise InputError(
-            f"lora_targets is {c.lora_targets}, expected at least one, without duplicates"
+            f"lora_targets is {c.lora_targets}, expected at least one name, and no duplicates"
         )
 
 
@@ -559,7 +568,7 @@ def _check_divisions(c: Config) -> None:
             "the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change one of them"
         )
     shards = "cores_per_replica"
-    check_divisible("n_heads", c.n_heads, shards, f"choose a multiple of {shards}, or change it")
+    check_divisible("n_heads", c.n_heads, shards, f"change n_heads or {shards}")
     check_divisible("n_vocab", c.n_vocab, shards, f"round n_vocab up to a multiple of {shards}")
     if c.pe == "fixed":
         check_divisible(

@@ -80,9 +80,12 @@ class TrainableNetwork(Network, Protocol):
 
     Attributes:
       step: number of completed optimizer updates.
+      notice: what announces that a host is about to go away, such as "host 1 received SIGTERM";
+        empty if nothing does.
     """
 
     step: int
+    notice: str
 
     @property
     def noise_batches(self) -> tuple[int, int]: ...

@@ -28,6 +28,7 @@ from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.training import step as steps
+from mesh_transformer.training.spikes import fresh_norms
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
@@ -39,8 +40,8 @@ class CausalTransformer:
 
     If the devices belong to several processes, all processes must make the same calls.  Each
     process then passes in and gets back only the batch rows of its own `replicas`, as numpy arrays;
-    scalars are the same in all processes.  Without an accelerator, `config.tpu_size` virtual CPU
-    devices are created, unless JAX's devices are already initialised.
+    scalar results are the same in all processes.  On a machine without an accelerator,
+    `config.tpu_size` virtual CPU devices are created, unless JAX's devices are already initialised.
 
     Args:
       config: a Config, a dict of config keys and values, or the path of a JSON or YAML file.
@@ -54,6 +55,8 @@ class CausalTransformer:
       state: the state on the devices (see `mesh_transformer.training.step.init_state`); None if
         there is none.
     """
+
+    notice = ""  # signals that reach this process are the caller's
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class CausalTransformer:
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError.
 
-            The message names the replacement if mesh-transformer-jax had an attribute of this name.
+            If the original mesh-transformer-jax had an attribute `name`, the message names its
+            replacement.
             """
             if line := old_names.error_line(f"{__name__}.CausalTransformer.{name}"):
                 raise AttributeError(line)
@@ -92,7 +96,7 @@ class CausalTransformer:
         """Create fresh parameters and optimizer state from `config.seed`; the step becomes 0.
 
         Raises:
-          InputError: if the config sets `lora_rank`: adapters are trained on an existing model.
+          InputError: if the config sets `lora_rank`, because LoRA adapters need an existing model.
         """
         if self.config.lora_rank:
             raise InputError(
@@ -110,7 +114,7 @@ class CausalTransformer:
 
     @property
     def replicas(self) -> list[int]:
-        """Ascending indices of the replicas whose rows this process passes in and gets back."""
+        """Sorted indices of the replicas whose batch rows this process passes in and gets back."""
         return self._rows.replicas
 
     @property
@@ -120,11 +124,11 @@ class CausalTransformer:
 
     @property
     def noise_batches(self) -> tuple[int, int]:
-        """The two batch sizes, in sequences, for estimating the gradient noise scale.
+        """The small and the big batch size, in sequences, for estimating the gradient noise scale.
 
-        They belong to two metrics of `train`.  `grad_square_micro` is the mean squared norm of
-        gradients of batches of the first size.  `grad_norm` is the norm of the gradient of a batch
-        of the second size, that of a whole update.
+        The metric `grad_square_micro` of `train` is the mean squared norm of the gradients of small
+        batches.  The metric `grad_norm` is the norm of the gradient of the big batch, which is the
+        batch of a whole update.
         """
         replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
@@ -132,9 +136,10 @@ class CausalTransformer:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of all of the mesh's devices together, from their data sheet.
+        """Peak dense bf16 FLOP/s of all the mesh's devices together, from their data sheet.
 
-        None for devices that are not in the table of accelerators, such as CPUs.
+        The value is None for devices without an entry in this library's table of accelerators, such
+        as CPUs.
         """
         device = accelerators.hardware_of(self.mesh.devices.flat[0])
         return None if device is None else device.peak * self.mesh.size
@@ -163,14 +168,15 @@ class CausalTransformer:
         Args:
           sample: token ids `obs` and `target` [A, B, T], A microbatches of B sequences.  B must be
             a multiple of the number of `replicas`.  Optionally `loss_mask` [A, B, T], 1 where a
-            target counts in the loss and 0 elsewhere: losses are then means over the counted
-            targets of all processes.  Optionally `segment_ids` [A, B, T]: each run of equal numbers
+            target counts in the loss and 0 elsewhere; losses are then means over the targets that
+            count, in all processes.  Optionally `segment_ids` [A, B, T]: each run of equal numbers
             marks one text, which is processed as if it were in a sequence of its own.
 
         Returns:
-          Device scalars: `loss` (z-loss included), `last_loss` (the same at last positions only),
-          `grad_norm` (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm
-          and mean squared norm of the gradients of single microbatches) and `learning_rate`.
+          Scalars on the devices: `loss` (z-loss included), `last_loss` (the loss at the last
+          position of each sequence), `grad_norm` (before clipping), `grad_norm_micro` and
+          `grad_square_micro` (the mean norm and mean squared norm of the gradients of single
+          microbatches), `learning_rate`, and `skipped` (1 if the update was skipped, else 0).
         """
         batch = self._batch("train", sample, 3)
         if batch["obs"].shape[1] % len(self.replicas):
@@ -187,10 +193,9 @@ class CausalTransformer:
         return metrics
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Compute the losses of predicting `target` from `obs`.
+        """Compute the losses of predicting `target` from `obs`, without z-loss.
 
-        z-loss is not included.  A `loss_mask` is ignored, as is the key `ctx_length` of
-        mesh-transformer-jax.
+        The keys `loss_mask` and `ctx_length` (from the original mesh-transformer-jax) are ignored.
 
         Args:
           sample: token ids `obs` and `target` [B, T] with any B; optionally `segment_ids` [B, T],
@@ -214,15 +219,15 @@ class CausalTransformer:
         return self._rows.fetch(self._logits(self._params(), padded), len(tokens))
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprob of each of `tokens` [B, T] except the first, given those before it.
+        """Return the logprob of each token, except the first of a row, given the tokens before it.
 
         Args:
-          tokens: token ids; T is from 2 to `config.seq` + 1.
+          tokens: token ids [B, T]; T is from 2 to `config.seq` + 1.
           alternatives: number of most likely tokens to return for each position, from 0 to n_vocab.
 
         Returns:
-          A `Chosen` of numpy arrays [B, T - 1, ...].  They are computed with the same
-          copy of the weights as in `generate`: in f32 on CPUs, else in `config.dtype`.
+          A `Chosen` tuple of numpy arrays [B, T - 1, ...].  They are computed with the copy of the
+          weights that `generate` uses, which is in f32 on CPUs and else in `config.dtype`.
         """
         tokens = self._tokens("tokens", tokens, 2, longest=self.config.seq + 1)
         return self._generator.score(self._own_params(), tokens, alternatives)
@@ -257,7 +262,7 @@ class CausalTransformer:
         )
 
     def batch(self, rows: int) -> Batch:
-        """Return a `Batch` of `rows` idle rows, which generates with the current parameters."""
+        """Return a `Batch` for generation with the current parameters; its `rows` rows are idle."""
         return self._generator.batch(self._own_params(), rows)
 
     def only_generate(self) -> None:
@@ -280,11 +285,11 @@ class CausalTransformer:
 
     @property
     def save_failed(self) -> bool:
-        """Whether the last save has failed in the background; `wait` raises its error."""
+        """Whether the last save has failed in the background; `wait` raises the error."""
         return self._checkpoints is not None and self._checkpoints.save_failed
 
     def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
-        """Start saving the state to `folder`/step_N in the background; `wait` waits for the end.
+        """Start saving the state to `folder`/step_N in the background; see `wait`.
 
         If the config sets `lora_rank`, only the adapters, their Adam moments and a record of their
         base model (its path and checksums) are saved.
@@ -311,12 +316,13 @@ class CausalTransformer:
         """Resume from the newest checkpoint of a model folder.
 
         Args:
-          base: the path of the adapters' base model, if the checkpoint holds adapters and their
-            base model has moved.
+          base: the new path of the LoRA adapters' base model, if the checkpoint holds adapters and
+            their base model has moved.
 
         Returns:
-          The checkpoint's `aux`, or None if the folder has no checkpoint.  It holds `config`, the
-          record of a base model if there is one, and the entries that were passed to `save`.
+          The checkpoint's `aux` dict, or None if the folder has no checkpoint.  The dict holds
+          `config`, the path and checksums of the base model if there is one, and the entries that
+          were passed to `save`.
 
         Raises:
           InputError: if the checkpoint does not fit the config, or if the folder holds a checkpoint
@@ -331,7 +337,11 @@ class CausalTransformer:
         aux, where = step.aux, str(step)
         check_same_run(self.config, step.config, where)
         template = loading.saved_part(steps.abstract_state(self.config, self.mesh))
-        restored = checkpoints.restore(newest, template) | {"frozen": {}}
+        saved = {path[0] for path in step.leaves}
+        # There are no saved norms if the key skip_spikes is new.
+        only = [key for key in template if key != "norms" or key in saved]
+        restored = self._fresh_norms() | checkpoints.restore(newest, template, only=only)
+        restored["frozen"] = {}
         if (recorded := adapters.saved_base(aux, where)) is not None:
             places = [recorded.path, *([] if base is None else [local_path(base)])]
             restored["frozen"], self._base = loading.load_base(
@@ -348,9 +358,10 @@ class CausalTransformer:
         Adam's moments are loaded too if the checkpoint has any; otherwise fresh ones are created.
 
         Args:
-          path: a model folder (its newest step), one of its step_N, or a Hugging Face folder.
-            If the config sets `lora_rank` and the checkpoint has no adapters, it becomes the base
-            model of new adapters.
+          path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
+            checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.  If the
+            config sets `lora_rank` and the checkpoint has no adapters, the checkpoint becomes the
+            base model of new adapters.
           fresh_opt: whether to create fresh moments even if the checkpoint has some.
           only_params: if True, moments are neither loaded nor created; the first `train` creates
             them.
@@ -364,7 +375,12 @@ class CausalTransformer:
             loaded.state["opt_state"] = self._fresh_moments(loaded.state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
         self.step, self._base = 0, loaded.base
-        self.state = loaded.state | {"step": zero}
+        self.state = loaded.state | {"step": zero} | self._fresh_norms()
+
+    def _fresh_norms(self) -> dict[str, Any]:
+        if not self.config.skip_spikes:
+            return {}
+        return {"norms": jax.device_put(fresh_norms(), NamedSharding(self.mesh, P()))}
 
     def _fresh_moments(self, state: steps.State) -> Any:
         return steps.compile_opt_state(self.config, self.mesh)(state["params"])
@@ -384,9 +400,9 @@ class CausalTransformer:
         return self.state
 
     def _own_params(self) -> Any | None:
-        """Return the parameters, or None if there is no state.
+        """Return the parameters in the state, or None if there is no state.
 
-        After `only_generate` there is none, but the generator still has its copy of the weights.
+        After `only_generate` there is no state, but the generator keeps its copy of the weights.
         """
         return None if self.state is None else steps.all_params(self.state)
 
@@ -396,7 +412,13 @@ class CausalTransformer:
     def _batch(
         self, method: str, sample: dict[str, np.ndarray], rank: int, ignored: str | None = None
     ) -> dict[str, np.ndarray]:
-        """Check the arrays of a sample, and return them in the dtypes that the model takes."""
+        """Check the arrays of a sample, and return them with the dtypes that the model requires.
+
+        Args:
+          method: the name of the calling method, for error messages.
+          rank: required number of dimensions of each array.
+          ignored: a key that the sample may also have, and that is left out of the result.
+        """
         _check_keys(method, sample, ignored)
         batch = {key: self._tokens(key, sample[key], rank) for key in BATCH_KEYS[:2]}
         if "loss_mask" in sample:
@@ -425,7 +447,13 @@ class CausalTransformer:
     def _tokens(
         self, name: str, tokens: np.ndarray, rank: int, longest: int | None = None
     ) -> np.ndarray:
-        """Return token ids as uint32, after checking dtype, shape and range."""
+        """Check the dtype, shape and range of token ids, and return them as uint32.
+
+        Args:
+          name: the name of the array, for error messages.
+          rank: required number of dimensions.
+          longest: maximum length of the last axis (default: `config.seq`).
+        """
         tokens, longest = np.asarray(tokens), longest or self.config.seq
         if not np.issubdtype(tokens.dtype, np.integer):
             raise InputError(f"{name} has dtype {tokens.dtype}, expected integer token ids")
@@ -444,7 +472,12 @@ class CausalTransformer:
 
 
 def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
-    """Raise InputError if `sample` is not a batch; it may also have the key `ignored`."""
+    """Raise InputError unless `sample` is a dict with the keys of a batch.
+
+    Args:
+      method: the name of the calling method, for error messages.
+      ignored: a further key that is allowed, or None.
+    """
     expected = "expected a dict of obs, target, and optionally loss_mask and segment_ids"
     if not isinstance(sample, dict):
         raise InputError(f"{method}: the batch is of type {type(sample).__name__}, {expected}")
@@ -457,11 +490,11 @@ def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
 
 
 def _config_of(config: Config | dict[str, Any] | AnyPath) -> Config:
-    """Return `Config.of(config)`.
+    """Return `config` as a `Config` object (see `Config.of`).
 
     Raises:
-      InputError: if a dict has keys that only the `params` of mesh-transformer-jax had; the message
-        names their replacements.
+      InputError: if the config is invalid.  For dict keys that only the original
+        mesh-transformer-jax had in its `params`, the message names the replacements.
     """
     if isinstance(config, dict) and (line := old_names.keys_line(config)):
         raise InputError(f"config: {line}")
@@ -477,13 +510,15 @@ def load(
     """Return a model with the parameters at `path`, ready to evaluate, generate or fine-tune.
 
     Args:
-      path: a model folder (its newest checkpoint), one step_N of it, or a Hugging Face folder.
+      path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
+        checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.
       config: a Config, a dict of config keys and values (those that describe the model suffice), or
-        the path of a config file.  Required for checkpoints of mesh-transformer-jax, which do not
-        store a config.  Default: the config stored in the checkpoint, with mp reduced to a divisor
-        of the number of accelerators, or to 1 on CPUs, where one device uses all cores.  For a
-        Hugging Face folder, that config computes in bfloat16, whatever the dtype of its tensors.
-      optimizer: whether to load Adam's moments too; otherwise training creates fresh ones.
+        the path of a config file.  A config is required for checkpoints of the original
+        mesh-transformer-jax, which do not store one.  Default: the config stored in the checkpoint,
+        with mp reduced to a divisor of the number of accelerators, or to 1 on CPUs, where one
+        device uses all cores.  The default config of a Hugging Face folder computes in bfloat16,
+        whatever the dtype of the folder's tensors.
+      optimizer: whether to load Adam's moments too; otherwise training creates fresh moments.
     """
     source = Source.of(path)
     fitted = _fit_to_devices(source.config) if config is None else _config_of(config)
@@ -499,9 +534,10 @@ def load(
 def _fit_to_devices(saved: Config) -> Config:
     """Return a saved config adapted to the present devices.
 
-    mp becomes the largest common divisor of its saved value and the number of devices.  On CPUs it
-    becomes 1: virtual devices would share the same cores, and add communication.  `attention`
-    becomes "auto", because the saved backend was chosen for the devices of the training run.
+    mp becomes the greatest common divisor of its saved value and the number of devices.  On CPUs mp
+    becomes 1, because virtual devices would share the same cores and add communication.
+    `attention` becomes "auto", because the saved value was chosen for the devices of the training
+    run.  A config with `norm` "layernorm-desync" keeps its mp, on which its parameters depend.
     """
     saved = saved.replace(attention="auto")
     assert saved.tpu_size is not None
@@ -518,10 +554,10 @@ def _fit_to_devices(saved: Config) -> Config:
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:
-        """Return what replaces `name`, if this module of mesh-transformer-jax had such a name.
+        """Return the replacement for `name`, which the original mesh-transformer-jax defined here.
 
         Raises:
-          ImportError: if no object replaces the name; the message says what to use.
-          AttributeError: if mesh-transformer-jax had no such name.
+          ImportError: if no object replaces `name`; the message says what to use instead.
+          AttributeError: if the original module did not have this name either.
         """
         return old_names.find(__name__, name)

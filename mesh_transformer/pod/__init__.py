@@ -1,1 +1,1 @@
-"""Training and serving one network on many hosts with Ray, with restarts after host failures."""
+"""Training and serving one model on many hosts with Ray, with restarts after host failures."""

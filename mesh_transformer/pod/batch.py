@@ -1,4 +1,4 @@
-"""`ClusterBatch`: a running batch of prompts whose rows are spread over the hosts of a mesh."""
+"""`ClusterBatch`: a batch of prompts that generate together, with rows on all hosts of a mesh."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from mesh_transformer.util import HostError, InputError
 
 
 class Cluster(Protocol):
-    """The attributes and methods of `TPUCluster` that `ClusterBatch` uses."""
+    """The attributes and methods that `ClusterBatch` requires; `TPUCluster` has them."""
 
     config: Config
     dp: int
@@ -33,7 +33,7 @@ class Cluster(Protocol):
 
 
 class ClusterBatch:
-    """A running batch over all hosts of a `TPUCluster`.
+    """A batch of prompts that generate together on all hosts of a `TPUCluster`.
 
     The methods are the same as those of `generation.batch.Batch`.  Each host holds the rows of its
     replicas.  Calls go to all hosts at once, but each host receives only the prompts for its own
@@ -54,8 +54,8 @@ class ClusterBatch:
     def __init__(self, cluster: Cluster, rows: int):
         if rows < 1 or rows % cluster.dp:
             raise InputError(
-                f"generate: a batch of {rows} rows, expected a multiple of the {cluster.dp} "
-                "replicas"
+                f"generate: the batch has {rows} rows, expected a positive multiple of the "
+                f"{cluster.dp} replicas"
             )
         self.rows = rows
         self.left = np.zeros(rows, np.int32)
@@ -66,7 +66,7 @@ class ClusterBatch:
         cluster.call("batch", *[(len(own),) for own in self._host_rows])
 
     def reserve(self, positions: int) -> None:
-        """See `Batch.reserve`."""
+        """Grow the cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
         self._call("reserve", *[(positions,)] * len(self._host_rows))
 
     def insert(
@@ -78,7 +78,7 @@ class ClusterBatch:
         *,
         alternatives: int | None = None,
     ) -> Chosen:
-        """See `Batch.insert`."""
+        """Put prompts into `rows` and choose the first token of each answer; see `Batch.insert`."""
         texts, length, left = check_texts(self._cluster.config, prompts, lengths)
         row_ids = np.asarray(rows)
         most = int(np.bincount(self._replica[row_ids]).max())  # most prompts in any replica
@@ -101,11 +101,14 @@ class ClusterBatch:
         return chosen
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
-        """See `Batch.release`; the next `decode` releases the rows on the hosts."""
+        """Make `rows` idle, so that they generate no more tokens.
+
+        The hosts release the rows in the next call of `decode`.
+        """
         self.left[np.asarray(rows, np.intp)] = 0
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """See `Batch.decode`."""
+        """Generate up to `steps` more tokens in every row; see `Batch.decode`."""
         ahead = np.minimum(self.left, steps)
         # Each host knows only its own rows, but all hosts must reserve the same size.
         needed = int((self._length + ahead).max())

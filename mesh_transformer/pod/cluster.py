@@ -1,4 +1,4 @@
-"""`TPUCluster`: a network over all hosts of a mesh, with one Ray actor per host.
+"""`TPUCluster`: a model on all hosts of a mesh, with one Ray actor per host.
 
     driver                         host 0 (NetworkRunner)      host 1
     train(step n+1)  -- rows -->   queued                      queued
@@ -70,7 +70,7 @@ class PendingMetric:
         return self._read(self._reading)[self._name]
 
     def is_ready(self) -> bool:
-        """Return whether the step is known to have finished.
+        """Return whether the driver knows that the step has finished.
 
         The driver learns this only when it reads the measurements of this or an earlier step.
         """
@@ -82,11 +82,11 @@ SECONDS_TO_ANSWER = 2.0  # for a host to answer a health check after a failure
 SECONDS_TO_AGREE = 5.0  # for the other hosts to report the same bad input
 MOST_UNREAD = 4  # maximum steps in flight; Ray holds the batch and the results of each
 STORE_FULL = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)
-METRICS = (*MEASURED, "learning_rate")
+METRICS = (*MEASURED, "learning_rate", "skipped")
 
 
 class TPUCluster:
-    """A network on all `hosts`, with the methods of `CausalTransformer`.
+    """A model on all `hosts`, with the methods of `CausalTransformer`.
 
     The methods take and return the batch rows of all replicas.
 
@@ -112,6 +112,7 @@ class TPUCluster:
         self.patience = patience
         self.step = 0
         self.save_failed = False  # whether a host has reported that the last save failed
+        self.notice = ""  # names the host that received SIGTERM, if one did
         self._unread: deque[DispatchedStep] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
@@ -132,14 +133,17 @@ class TPUCluster:
         self.peak_flops: float | None = host_info[0]["peak_flops"]
 
     def _start(self) -> list[dict[str, Any]]:
-        """Connect the processes and create the mesh; return each host's result of `start`.
+        """Connect the host processes and create the mesh.
 
-        The coordinator's port is new for each cluster, because a process of an earlier mesh may
+        JAX's coordinator gets a new port in each cluster, because a process of an earlier mesh may
         still try to connect to the old port.
+
+        Returns:
+          The result of `NetworkRunner.start` on each host.
         """
         pids = self._submit("pid")
         if ray.wait(pids, num_returns=len(pids), timeout=SECONDS_TO_START)[1]:
-            raise self.failed(fallback=f"host processes not started in {SECONDS_TO_START:.0f} s")
+            raise self.failed(fallback=f"host processes not started after {SECONDS_TO_START:.0f} s")
         self._pids = self._results(pids)
         address = self.hosts[0].address
         port = self._results([self._actors[0].free_port.remote(address)])[0]
@@ -161,13 +165,16 @@ class TPUCluster:
         self.step = 0
 
     def open_train_set(self) -> TFRecordNewInputs | ClusterTrainSet:
-        """Open the config's training set, on the hosts if `hosts_read`, else on the driver."""
+        """Open the config's training set.
+
+        The hosts read the records if the config sets `hosts_read`; otherwise the driver does.
+        """
         if self.config.hosts_read:
             return ClusterTrainSet(self)
         return open_train_set(self.config, self.batch_size)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Dispatch one update and return without waiting for it.
+        """Dispatch one training step and return without waiting for it.
 
         If the measurements of `MOST_UNREAD` earlier steps have not been read yet, the call first
         waits for the oldest of these steps.
@@ -198,22 +205,31 @@ class TPUCluster:
         return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
 
     def read(self, reading: DispatchedStep) -> dict[str, float]:
-        """Return the measurements of a step; the unread steps before it are read first."""
+        """Wait for a dispatched step and return its measurements.
+
+        If earlier steps have not been read yet, their measurements are read first.
+        """
         while reading.values is None:
             oldest = self._unread.popleft()
             results = self._results([*oldest.dispatched, *self._submit("metrics")])
             measured = results[len(self.hosts) :]
             oldest.values = self._merge_reports(oldest.step, measured)
             self.save_failed = self.save_failed or any(host.save_failed for host in measured)
+            noticed = [rank for rank, host in enumerate(measured) if host.notice]
+            if noticed:
+                self.notice = f"host {noticed[0]} received SIGTERM"
             for later in itertools.islice(self._unread, min(host.ended for host in measured)):
                 later.ended = True
         return reading.values
 
     def _merge_reports(self, step: int, measured: list[StepReport]) -> dict[str, float]:
-        """Return the measurements common to all hosts, plus each host's `host_seconds/<rank>`.
+        """Merge the hosts' reports about a step into one dict of measurements.
+
+        The dict has the measurements, which must be the same on all hosts, and the duration of the
+        step on each host as `host_seconds/<rank>`.
 
         Raises:
-          HostError: if the hosts' measurements are not bit-identical, or are of another step.
+          HostError: if the measurements are not bit-identical, or belong to another step.
         """
         texts = [repr((host.step, host.numbers)) for host in measured]  # NaN equals NaN
         if len(set(texts)) > 1 or measured[0].step != step:
@@ -226,7 +242,10 @@ class TPUCluster:
         return measured[0].numbers | seconds
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `CausalTransformer.eval`; the results are numpy arrays."""
+        """Compute the losses of predicting `target` from `obs`; see `CausalTransformer.eval`.
+
+        The results are numpy arrays.
+        """
         count = len(sample["obs"])
         padded = {name: self._padded(rows) for name, rows in sample.items()}
         results = self.call("eval", *self._shares(padded))
@@ -235,7 +254,7 @@ class TPUCluster:
         }
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """See `CausalTransformer.score`."""
+        """Return the logprobs of the given tokens; see `CausalTransformer.score`."""
         shares = self._shares(self._padded(tokens))
         results = self.call("score", *[(*share, alternatives) for share in shares])
         return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*results, strict=True)))
@@ -247,14 +266,16 @@ class TPUCluster:
         gen_length: int,
         sampler_options: dict[str, Any] | None = None,
     ) -> np.ndarray:
-        """See `CausalTransformer.generate`."""
+        """Generate answers to prompts; see `CausalTransformer.generate`."""
         prompts = check_prompts(ctx, ctx_length, gen_length)
         settings = sampler_settings(sampler_options or {}, len(prompts))
         batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
         return np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
 
     def batch(self, rows: int) -> ClusterBatch:
-        """See `CausalTransformer.batch`; the new batch replaces the previous one on the hosts.
+        """Return a batch of idle rows for generation; see `CausalTransformer.batch`.
+
+        The new batch replaces the previous one on the hosts.
 
         Args:
           rows: total number of rows; a multiple of the number of replicas.
@@ -263,35 +284,43 @@ class TPUCluster:
         return self.newest_batch
 
     def only_generate(self) -> None:
-        """See `CausalTransformer.only_generate`."""
+        """Keep only the weights for generation; see `CausalTransformer.only_generate`."""
         self.call("only_generate")
 
     def claim(self, folder: str) -> None:
-        """See `CausalTransformer.claim`; raises InputError if the hosts do not share `folder`."""
+        """Lock a model folder against other writers; see `CausalTransformer.claim`.
+
+        Raises:
+          InputError: if the hosts do not share `folder`, or if it cannot be locked.
+        """
         self._check_shared(folder)
         self.call("claim", *[(local_path(folder),)] * len(self.hosts))
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        """See `CausalTransformer.save`.
+        """Start to save the state as a checkpoint in a model folder; see `CausalTransformer.save`.
 
         The checkpoint is committed only if every host has saved its part.
         """
         self._call_together("save", *[(local_path(folder), aux)] * len(self.hosts))
 
     def wait(self) -> None:
-        """See `CausalTransformer.wait`."""
+        """Wait for the last save; see `CausalTransformer.wait`."""
         self._call_together("wait")
 
     def _call_together(self, method: str, *arguments: tuple[Any, ...]) -> None:
         """Call a method that either succeeds on all hosts or fails on all of them.
 
-        The hosts may fail at different times, so they get `patience` seconds to report the failure.
+        After the first host has failed, the other hosts get `patience` seconds to fail as well.
         """
         self.save_failed = False
         self._results(self._submit(method, *arguments), agree=self.patience)
 
     def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
-        """See `CausalTransformer.restore`; raises InputError if the hosts do not share `folder`."""
+        """Resume from the newest checkpoint of a model folder; see `CausalTransformer.restore`.
+
+        Raises:
+          InputError: if the hosts do not share `folder`, or if the checkpoint cannot be used.
+        """
         self._check_shared(folder)
         base_path = None if base is None else local_path(base)
         results = self.call("restore", *[(local_path(folder), base_path)] * len(self.hosts))
@@ -301,7 +330,7 @@ class TPUCluster:
     def _check_shared(self, folder: str) -> None:
         """Raise InputError if `folder` is not on a disk that all machines share.
 
-        On separate disks, a save would wait forever for the files of the other hosts.
+        If each machine had its own disk, a save would wait forever for the other hosts' files.
         """
         if "://" in folder or len({host.address for host in self.hosts}) == 1:
             return
@@ -317,7 +346,10 @@ class TPUCluster:
             )
 
     def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
-        """See `CausalTransformer.load`."""
+        """Load the parameters of a checkpoint; see `CausalTransformer.load`.
+
+        The step becomes 0.
+        """
         self.call("load", *[(local_path(path), fresh_opt, only_params)] * len(self.hosts))
         self.step = 0
 
@@ -339,10 +371,15 @@ class TPUCluster:
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
     def _shares(self, batch: Any, axis: int = 0) -> list[tuple[Any]]:
-        """Split a batch by host; return one 1-tuple per host, as arguments of `call`.
+        """Split a batch into the rows of each host.
 
-        The batch is an array or a dict of arrays.  Each tuple contains the host's rows in the same
-        form.
+        Args:
+          batch: an array or a dict of arrays.
+          axis: the row axis of the arrays.
+
+        Returns:
+          One 1-tuple per host, to pass to `call` as `arguments`.  The tuple contains the host's
+          rows in the same form as `batch`.
         """
 
         def of(replicas: list[int]) -> Any:
@@ -355,12 +392,16 @@ class TPUCluster:
         return [(of(replicas),) for replicas in self.replicas]
 
     def _joined(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray:
-        """Assemble the whole batch from the hosts' rows `parts`; return its first `count` rows."""
+        """Assemble a batch from the rows of each host, and return its first `count` rows."""
         positions = process_rows(self.replicas, len(parts[0]) // len(self.replicas[0]))
         return self.gathered(parts, positions)[:count]
 
     def gathered(self, parts: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> np.ndarray:
-        """See `placement.gathered`; if it raises HostError, all hosts are shut down."""
+        """Assemble a batch from the rows of each host; see `placement.gathered`.
+
+        Raises:
+          HostError: if hosts returned different values for the same row.  All hosts are shut down.
+        """
         try:
             return gathered(parts, positions)
         except HostError as error:
@@ -375,12 +416,12 @@ class TPUCluster:
         return self._results(self._submit(method, *arguments))
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """Send a call to every host and return Ray references to the results.
+        """Send a call to every host without waiting, and return Ray references to the results.
 
-        The arguments are as for `call`; `_results` waits for the results.
+        The arguments are the same as for `call`.  `_results` waits for the results.
         """
         if self.ended:
-            raise HostError(f"the hosts have been ended{self._why}; create a new cluster")
+            raise HostError(f"the hosts have been shut down{self._why}; create a new cluster")
         per_host = arguments or [()] * len(self._actors)
         if method in FORWARDED:
             method, per_host = "forward", [(method, *own) for own in per_host]
@@ -398,8 +439,9 @@ class TPUCluster:
     def _results(self, refs: list[Any], agree: float = SECONDS_TO_AGREE) -> list[Any]:
         """Wait for calls on the hosts and return their results.
 
-        The first failure on any host is raised.  It shuts down all hosts, unless it is bad input
-        (InputError) and the other hosts finish the same call within `agree` seconds.
+        If a call fails on any host, the first failure is raised and all hosts are shut down.  The
+        hosts stay alive only if the failure is an InputError and the other hosts finish the same
+        call within `agree` seconds.
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -419,7 +461,10 @@ class TPUCluster:
     def _translate_error(
         self, error: exceptions.RayTaskError, refs: list[Any], agree: float
     ) -> Exception:
-        """Return the exception that the driver raises for an exception on a host."""
+        """Return the exception that the driver raises for an exception on a host.
+
+        Shuts down the hosts if the failure requires it; see `_results`.
+        """
         cause = error.cause
         if isinstance(cause, STORE_FULL):
             return self._disk_full_error("a host")
@@ -431,7 +476,7 @@ class TPUCluster:
             # waiting for one that has already raised the error.
             if ray.wait(refs, num_returns=len(refs), timeout=agree)[1]:
                 self.kill()
-            return InputError(str(cause))
+            return type(cause)(*cause.args)
         return self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
 
     def _unresponsive_hosts(self, seconds: float) -> list[str]:
@@ -451,7 +496,7 @@ class TPUCluster:
     def failed(self, message: str = "", *, fallback: str = "") -> HostError:
         """Shut down all hosts and return a HostError for the caller to raise.
 
-        The error first lists the hosts that do not respond.
+        The text of the error begins with a list of the hosts that do not respond.
 
         Args:
           message: text that follows the list.
@@ -461,7 +506,10 @@ class TPUCluster:
         return self._lost("; ".join([*gone, message] if message else gone or [fallback]))
 
     def _lost(self, why: str) -> HostError:
-        """Shut down all hosts and return a HostError; the errors of later calls repeat `why`."""
+        """Shut down all hosts and return a HostError with the text `why`.
+
+        All later calls raise a HostError that repeats `why`.
+        """
         if _spill_disk_is_full():  # a host on the same machine can die of it
             why += "; the disk that Ray's object store spills to (RAY_TMPDIR, else /tmp) is full"
         self._why = f" ({why})"
@@ -469,7 +517,13 @@ class TPUCluster:
         return HostError(why)
 
     def _disk_full_error(self, where: str) -> StoppedError:
-        """Shut down all hosts and return the error for a full disk, which a restart cannot fix."""
+        """Shut down all hosts and return a StoppedError that says that a disk is full.
+
+        It is not a HostError, because a restart would not help.
+
+        Args:
+          where: the machine whose disk is full.
+        """
         self.kill()
         return StoppedError(
             f"Ray's object store on {where} is full, and so is the disk that it spills to "
@@ -485,12 +539,15 @@ class TPUCluster:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the last line of a Ray exception, which states the cause after the traceback."""
+    """Return the last line of a Ray exception's text, which states the cause."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]
 
 
 def _spill_disk_is_full() -> bool:
-    """Return whether the spill disk is over 95 % full; Ray then refuses to spill objects to it."""
+    """Return whether the disk to which Ray spills objects is over 95 % full.
+
+    Above this limit, Ray refuses to spill.
+    """
     usage = shutil.disk_usage(os.environ.get("RAY_TMPDIR", "/tmp"))
     return usage.free < 0.05 * usage.total

@@ -38,9 +38,9 @@ class Host:
 
 
 def local_hosts(config: Config, count: int) -> list[Host]:
-    """Return `count` hosts on this machine, which share the config's `tpu_size` devices equally.
+    """Return `count` hosts on this machine, each with an equal share of the `tpu_size` devices.
 
-    `count` must divide `tpu_size`.
+    `count` must divide the config's `tpu_size`.
     """
     assert config.tpu_size is not None
     this_node = ray.get_runtime_context().get_node_id()
@@ -50,8 +50,8 @@ def local_hosts(config: Config, count: int) -> list[Host]:
 def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]:
     """Wait until the machines at `addresses` have joined this Ray cluster; return them as `Host`s.
 
-    The result is in the order of `addresses`.  Ray still lists a machine for some seconds after it
-    has vanished.  If a new machine has joined at the same address, this function waits until Ray
+    The result is in the order of `addresses`.  Ray still lists a vanished machine for some seconds.
+    If a new machine has joined at the same address, this function waits until Ray
     lists only the new one.
 
     Raises:
@@ -89,14 +89,14 @@ def start_process(rank: int, host: Host) -> Any:
     options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"health": 1}}
     options["enable_task_events"] = False  # only Ray's dashboard would use them
     runner = remote(**options, **_on(host), runtime_env={"env_vars": variables})(NetworkRunner)
-    return runner.remote(rank)
+    return runner.remote(rank, own_process=True)
 
 
 def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[Host]) -> None:
-    """End the hosts' processes, with SIGKILL where Ray does not end them.
+    """End the hosts' processes, and send SIGKILL to those that Ray cannot end.
 
-    Ray does not end a suspended process (SIGSTOP).  When this function returns, the processes on
-    all reachable machines have stopped writing files and making calls.
+    Ray cannot end a process that is suspended (SIGSTOP).  When this function returns, the processes
+    on all reachable machines have stopped writing files and making calls.
 
     Args:
       pids: process ids in the order of `hosts`; empty if they are not known yet, in which
@@ -117,9 +117,9 @@ def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[H
 
 
 def _kill_remaining(pids: list[int]) -> None:
-    """Kill those processes of this machine that Ray does not end within `SECONDS_TO_END`.
+    """Give Ray `SECONDS_TO_END` to end processes of this machine, and then kill the remaining ones.
 
-    Ray gets this time because it prints an error for every process that anything else has killed.
+    They are not killed at once, because Ray prints an error for each process that it has not ended.
     """
     deadline = time.monotonic() + SECONDS_TO_END
     while pids and time.monotonic() < deadline:
@@ -139,5 +139,5 @@ def _exists(pid: int) -> bool:
 
 
 def _on(host: Host) -> dict[str, Any]:
-    """Return the Ray options that place a task or an actor on this host and nowhere else."""
+    """Return the Ray options that place a task or an actor on `host` and nowhere else."""
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(host.node, soft=False)}

@@ -36,8 +36,8 @@ def build_model(
     """
     if original or hosts is None or isinstance(hosts, str):
         raise InputError(
-            "build_model(params, tpu_name, region, preemptible) is build_model(config, hosts) now; "
-            "take hosts from mesh_transformer.pod.launch.tpu_machines, or run train.py --tpu NAME"
+            "build_model(params, tpu_name, region, preemptible) is now build_model(config, hosts); "
+            "get hosts from mesh_transformer.pod.launch.tpu_machines, or run train.py --tpu NAME"
         )
     from mesh_transformer.pod.cluster import TPUCluster
 
@@ -47,11 +47,11 @@ def build_model(
 def local_machines(
     config: Config, count: int
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
-    """Return a context manager that starts Ray here and provides `count` hosts on this machine.
+    """Return a context manager that starts Ray and provides `count` hosts on this machine.
 
-    It yields a function that returns the hosts.  Call the function before each attempt to create a
-    `TPUCluster`; it restarts Ray if necessary.  Ray and the hosts' processes end when the `with`
-    block ends, or when this process ends.
+    The context manager yields a function that returns the hosts.  Call the function before each
+    attempt to create a `TPUCluster`; the function restarts Ray if necessary.  Ray and the hosts'
+    processes end when the `with` block ends, or when this process ends.
 
     Raises:
       InputError: immediately, before the `with` block, if `count` does not divide the config's
@@ -85,7 +85,7 @@ def tpu_machines(
 
     The TPU is created when the `with` block begins and deleted when the block ends.  The context
     manager yields a function that returns the hosts.  Call the function before each attempt to
-    create a `TPUCluster`.  If the TPU has been taken away, the function creates it again.
+    create a `TPUCluster`.  If Google Cloud has preempted the TPU, the function creates it again.
 
     Raises:
       InputError: immediately, before the `with` block, if the TPU's number of devices is not the
@@ -94,7 +94,7 @@ def tpu_machines(
     if spec.devices != config.tpu_size:
         raise InputError(
             f"the TPU {spec.accelerator_type} has {spec.devices} devices, expected the config's "
-            f"tpu_size {config.tpu_size}"
+            f"tpu_size {config.tpu_size}; choose another TPU or change tpu_size"
         )
     return _tpu_machines(config, TpuVm(spec, ssh=ssh, adopt=True))
 
@@ -119,7 +119,7 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
                 if tries_left > 0 or _is_gone(tpu):
                     raise HostError(str(error)) from error
                 raise StoppedError(
-                    f"{error}; giving up after {FIRST_TRIES} attempts to start the first hosts"
+                    f"{error}; giving up after {FIRST_TRIES} attempts to start the hosts"
                 ) from None
             tries_left = sys.maxsize
             known[:] = [host.address for host in joined]
@@ -130,7 +130,10 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
 
 @contextlib.contextmanager
 def _stop_after(hours: float | None) -> Iterator[None]:
-    """Send this process SIGTERM after `hours`, so that it saves its work and deletes its TPU."""
+    """Send this process SIGTERM if the `with` block lasts longer than `hours`.
+
+    On SIGTERM, the process saves its work and deletes its TPU.  None means no time limit.
+    """
     if hours is None:
         yield
         return
@@ -160,8 +163,9 @@ def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
     """Return the TPU's hosts once all of them have joined the Ray cluster at `head`.
 
     Args:
-      known: addresses of the hosts if they have joined before.  If all of them are still in the
-        cluster, Ray is not started again on the hosts.
+      head: "HOST:PORT" of the Ray head.
+      known: addresses of the hosts if they have joined before, else empty.  If all of them are
+        still in the cluster, Ray is not started again on the hosts.
     """
     from mesh_transformer.pod.hosts import joined_hosts
 
@@ -173,7 +177,7 @@ def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
 
 
 def _object_store(config: Config) -> int:
-    """Return a size in bytes for Ray's object store that has room for the driver's batches."""
+    """Return a size in bytes for Ray's object store, enough for the driver's batches in flight."""
     assert config.tpu_size is not None
     sequences = config.per_replica_batch * config.tpu_size // config.cores_per_replica
     tokens = sequences * config.gradient_accumulation_steps * config.seq

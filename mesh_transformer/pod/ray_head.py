@@ -1,4 +1,4 @@
-"""A Ray head process that exits when its driver does, and kills all processes that it started.
+"""A Ray head process that exits when its driver exits, and then kills all of Ray's processes.
 
 `python -m mesh_transformer.pod.ray_head BYTES` starts a head with an object store of BYTES bytes
 and prints `address: HOST:PORT`.  The head ends when its standard input is closed, or when one of
@@ -122,7 +122,7 @@ class RayHead:
         self.close()
 
     def revive(self) -> None:
-        """If the head has died, start a new one, which has a new `address`."""
+        """Start a new head, with a new `address`, if the head process has died."""
         if self._process.poll() is None:
             return
         cause = self._last_log_line() or f"exit status {self._process.returncode}"
@@ -131,7 +131,7 @@ class RayHead:
         self._start()
 
     def close(self) -> None:
-        """Shut down Ray and kill all processes that it started; further calls do nothing."""
+        """Shut down Ray and kill all of its processes; further calls do nothing."""
         if self._log.closed:
             return
         import ray
@@ -166,7 +166,7 @@ def _require_token() -> None:
 
 
 def main() -> None:
-    """Run the head until standard input is closed or a server dies, then kill all its processes."""
+    """Run the head until standard input closes or a Ray server dies, then kill Ray's processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when to end
     # Start what `ray.init` starts, except for two servers that are not needed here.  The log
@@ -197,7 +197,7 @@ def _servers() -> dict[int, str]:
 
 
 def _watch(servers: dict[int, str]) -> None:
-    """Wait until standard input is closed or a server dies; print the name of a dead server."""
+    """Wait until standard input is closed or a server dies; print the name of the dead server."""
     watched = {os.pidfd_open(pid): name for pid, name in servers.items()}
     ready, _, _ = select.select([sys.stdin.fileno(), *watched], [], [])
     if ready[0] in watched:
@@ -218,7 +218,7 @@ def _members(session: int) -> dict[int, str]:
 
 
 def _kill_session(session: int) -> None:
-    """Kill every process of a session, this process last.
+    """Kill every process of a session.  If this process belongs to the session, it is killed last.
 
     Ray's own shutdown leaves some processes running for up to a minute, and never ends suspended
     workers (SIGSTOP).

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from etils import epath
 
-from mesh_transformer.checkpoint.native import delete_step, own_steps
+from mesh_transformer.checkpoint.step_folders import own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.data.locks import lock_folder
-from mesh_transformer.data.storage import local_path, reason
+from mesh_transformer.data.storage import delete_step, local_path, reason
 from mesh_transformer.evaluation import validation
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.training import loop
+from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -48,25 +49,33 @@ class RestartingCluster:
         self.dp = self._cluster.dp
 
     def batch(self, rows: int) -> ClusterBatch:
-        """See `TPUCluster.batch`; raises HostError if all `ATTEMPTS` attempts fail."""
+        """Return a batch of idle rows for generation, retrying after a host failure.
+
+        Raises:
+          HostError: if all `ATTEMPTS` attempts fail.
+        """
         return self._call_with_retries(lambda cluster: cluster.batch(rows))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `TPUCluster.eval`; raises HostError if all `ATTEMPTS` attempts fail."""
+        """Compute the losses of predicting `target` from `obs`, retrying after a host failure.
+
+        Raises:
+          HostError: if all `ATTEMPTS` attempts fail.
+        """
         return self._call_with_retries(lambda cluster: cluster.eval(sample))
 
     def _call_with_retries(self, call: "Callable[[TPUCluster], Result]") -> "Result":
-        """Return `call(cluster)`, retried on new hosts after a host failure.
+        """Return `call(cluster)`; after a host failure, retry the call on new hosts.
 
         Raises:
-          HostError: after `ATTEMPTS` failures, or once the cluster is closed.
+          HostError: after `ATTEMPTS` failures, or if `close` has been called.
         """
         failures = 0
         while True:
             try:
                 if self._cluster.ended:
                     if self._closed:
-                        raise HostError("the hosts have been ended")
+                        raise HostError("the hosts have been shut down")
                     print("restarting all hosts", file=sys.stderr, flush=True)
                     self._cluster = self._make()
                     if self._closed:  # another thread called `close` during the start
@@ -81,15 +90,15 @@ class RestartingCluster:
 
     @property
     def batch_size(self) -> int:
-        """See `TPUCluster.batch_size`."""
+        """Number of sequences per microbatch, summed over all replicas."""
         return self._cluster.batch_size
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """See `TPUCluster.score`."""
+        """Return the logprobs of the given tokens; see `TPUCluster.score`."""
         return self._cluster.score(tokens, alternatives)
 
     def close(self) -> None:
-        """Shut down the hosts immediately, even during a call.  No new hosts are started later."""
+        """Shut down the hosts immediately, even during a call, and start no new ones later."""
         self._closed = True
         self._cluster.kill()
 
@@ -105,9 +114,11 @@ def train(
     max_steps: int | None = None,
     tune_model_path: str | None = None,
     fresh_opt: bool = False,
+    fall_back: bool = False,
+    ledger: Ledger | None = None,
     retries: int = RETRIES,
 ) -> None:
-    """Run `training.loop.train`, restarting it on a new network after each host failure.
+    """Run `training.loop.train`, and restart it on a new network after each host failure.
 
     Every attempt resumes from the newest checkpoint.  The wait between attempts doubles from 1 s up
     to `LONGEST_WAIT`.  An attempt makes progress if it reaches a step that no earlier attempt has
@@ -122,6 +133,8 @@ def train(
         `training.loop.train` raises StoppedError for another reason.
     """
 
+    ledger = ledger or Ledger()
+
     def attempt(network: TrainableNetwork) -> None:
         loop.train(
             network,
@@ -129,31 +142,39 @@ def train(
             max_steps=max_steps,
             tune_model_path=tune_model_path,
             fresh_opt=fresh_opt,
+            fall_back=fall_back,
+            ledger=ledger,
         )
 
-    _run_with_retries(make, attempt, retries)
+    _run_with_retries(make, attempt, retries, ledger)
 
 
 def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
-    """Run `validation.validate`, restarting it on a new network after each host failure."""
+    """Run `validation.validate`, and restart it on a new network after each host failure."""
 
     def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)
 
-    _run_with_retries(make, attempt, retries)
+    _run_with_retries(make, attempt, retries, Ledger())
 
 
 def _run_with_retries(
     make: Callable[[], TrainableNetwork],
     attempt: Callable[[TrainableNetwork], None],
     retries: int,
+    ledger: Ledger,
 ) -> None:
-    """Run `attempt` on networks from `make` until it succeeds; see `train`."""
+    """Call `attempt` with a new network from `make`, and repeat this after each host failure.
+
+    `train` describes the waits between attempts and the meaning of `retries`.
+    """
     furthest, failures = -1, 0
     while True:
         reached = furthest
         try:
-            with loop.closing(make()) as network:
+            with ledger.spending("machines"):
+                made = make()
+            with loop.closing(made) as network:
                 try:
                     return attempt(network)
                 finally:
@@ -164,7 +185,7 @@ def _run_with_retries(
             failures += 1
             if failures > retries:
                 raise StoppedError(
-                    f"{error}; giving up after {failures} failures without a step of progress"
+                    f"{error}; giving up after {failures} failures without progress"
                 ) from None
             wait = min(2.0 ** (failures - 1), LONGEST_WAIT)
             print(
@@ -173,7 +194,8 @@ def _run_with_retries(
                 file=sys.stderr,
                 flush=True,
             )
-            time.sleep(wait)
+            with ledger.spending("machines"):
+                time.sleep(wait)
 
 
 def delete_run(folder: str, *, yes: bool) -> None:
@@ -206,8 +228,8 @@ def delete_run(folder: str, *, yes: bool) -> None:
 def check_records(config: Config) -> None:
     """Raise InputError if the driver cannot read the config's training or validation records.
 
-    The driver calls this before it creates a TPU.  With `hosts_read`, `train_set` is not checked,
-    because only the hosts need access to it.
+    The driver calls this before it creates a TPU.  If the config sets `hosts_read`, the training
+    records are not checked, because only the hosts need access to them.
     """
     if not config.hosts_read:
         open_train_set(config, 1).close()
@@ -220,7 +242,7 @@ def _ask(folder: str, names: list[str]) -> None:
     if not sys.stdin.isatty():
         raise InputError(
             f"--new would delete {', '.join(names)} in {folder}, but standard input is "
-            "not a terminal, so nobody can confirm it; add --yes"
+            "not a terminal, so it cannot be confirmed; add --yes"
         )
     try:
         answer = input(f"--new will delete {', '.join(names)} in {folder}. Continue? [y/N] ")

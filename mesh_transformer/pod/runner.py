@@ -1,8 +1,9 @@
-"""`NetworkRunner`: `CausalTransformer` on one of several hosts, called by a driver process."""
+"""`NetworkRunner`: runs a `CausalTransformer` on one of several hosts, for a driver process."""
 
 import contextlib
 import functools
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -52,7 +53,10 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def bypass_proxy(address: str) -> None:
-    """Exempt `address` from the environment's proxy, so that gRPC here connects to it directly."""
+    """Make this process connect to `address` directly, even if the environment sets a proxy.
+
+    This affects gRPC connections.  It adds the address to the variables `no_proxy` and `NO_PROXY`.
+    """
     for name in ("no_proxy", "NO_PROXY"):
         others = [other for other in os.environ.get(name, "").split(",") if other]
         os.environ[name] = ",".join([*others, address])
@@ -72,6 +76,7 @@ class StepReport(NamedTuple):
       numbers: measurements of the step by name.
       ended: number of later steps that have also finished on this host.
       save_failed: whether the last save has failed on this host.
+      notice: whether this host has received SIGTERM, because its machine is about to go away.
     """
 
     step: int
@@ -79,22 +84,32 @@ class StepReport(NamedTuple):
     numbers: dict[str, float]
     ended: int
     save_failed: bool
+    notice: bool = False
 
 
 class NetworkRunner:
-    """One process of a mesh, which runs the network's methods on its own batch rows.
+    """One process of a mesh, which runs the model's methods on its own batch rows.
 
     `start` must be called first.  All processes of a mesh must get the same calls in the same
     order.  `train` only dispatches a step.  The driver fetches the step's measurements later with
     `metrics`, so that the device never waits for the driver.
     """
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, *, own_process: bool = False):
+        """Create a runner for the process with this rank.
+
+        Args:
+          own_process: whether nothing else runs in this process.  SIGTERM then does not end the
+            process, but is reported (`StepReport.notice`).
+        """
+        if own_process:  # Ray calls only the constructor on the main thread
+            signal.signal(signal.SIGTERM, self._receive_notice)
         self.rank = rank
         self.network: CausalTransformer | None = None
         self._batch: Batch | None = None
         self._unread: deque[tuple[int, dict[str, Any]]] = deque()
         self._clock = StepClock()
+        self._notice = False  # whether SIGTERM was received
         self._train_set: TFRecordNewInputs | None = None
         self._read: deque[dict[str, np.ndarray]] = deque()  # batches not trained on yet
 
@@ -104,7 +119,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def free_port(self, address: str) -> int:
-        """Return a free TCP port at this host's `address`, where the coordinator can listen."""
+        """Return a free TCP port at this host's `address`, for JAX's coordinator to listen on."""
         with contextlib.closing(socket.socket()) as listener:
             listener.bind((address, 0))
             return listener.getsockname()[1]
@@ -119,9 +134,10 @@ class NetworkRunner:
         heartbeat: int,
         devices: int | None = None,
     ) -> dict[str, Any]:
-        """Connect to the other processes and create the mesh and a network without weights.
+        """Connect to the other processes, and create the mesh and a model without weights.
 
         Args:
+          config: the config's keys and values.
           coordinator: "host:port" where process 0 listens.
           processes: number of processes in the mesh.
           heartbeat: a process is declared dead after this many silent seconds.  The others then
@@ -129,13 +145,14 @@ class NetworkRunner:
           devices: number of virtual CPU devices to use; None to use the machine's accelerators.
 
         Returns:
-          The network's `replicas`, `dp`, `batch_size`, `noise_batches` and `peak_flops`.
+          The model's `replicas`, `dp`, `batch_size`, `noise_batches` and `peak_flops`.
         """
         use_compilation_cache()
         if devices is not None:
             use_virtual_devices(devices)
             compile_together()
         if processes > 1:
+            jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
             bypass_proxy(coordinator.rpartition(":")[0])
             jax.distributed.initialize(
                 coordinator,
@@ -154,6 +171,10 @@ class NetworkRunner:
             "peak_flops": self.network.peak_flops,
         }
 
+    def _receive_notice(self, number: int, frame: object) -> None:
+        """Record that the machine is about to go away; the process goes on until it is killed."""
+        self._notice = True
+
     @property
     def _started(self) -> CausalTransformer:
         if self.network is None:
@@ -168,18 +189,25 @@ class NetworkRunner:
 
     @_one_line_errors
     def forward(self, method: str, *arguments: Any) -> Any:
-        """Call the network's method of this name, one of `FORWARDED`, and return its result."""
+        """Call the `CausalTransformer`'s method named `method`, and return its result.
+
+        Args:
+          method: one of `FORWARDED`.
+        """
         return getattr(self._started, method)(*arguments)
 
     @_one_line_errors
     def open_train_set(
         self, train_set: str | dict[str, float], state: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Open the training set for this process's rows; return the training set's state.
+        """Open the training set, to read only this process's batch rows.
 
         Args:
           train_set: path of the training set, or a dict {path: weight} for a mixture.
           state: state to resume from (default: begin at the first record).
+
+        Returns:
+          The training set's state, which says where in the records it is.
         """
         network = self._started
         if self._train_set is not None:
@@ -194,9 +222,13 @@ class NetworkRunner:
 
     @_one_line_errors
     def read(self) -> dict[str, Any]:
-        """Read the next batch for a later `train(None)`; return the training set's new state."""
+        """Read the next batch and keep it for a later `train(None)`.
+
+        Returns:
+          The training set's state, which says where in the records it is.
+        """
         if self._train_set is None:
-            raise InputError("the host reads no records yet; call open_train_set first")
+            raise InputError("the host has no open training set; call open_train_set first")
         self._read.append(self._train_set.get_samples())
         return self._train_set.state()
 
@@ -220,28 +252,27 @@ class NetworkRunner:
 
     @_one_line_errors
     def metrics(self) -> StepReport:
-        """Return the measurements of the oldest unread step, once that step has finished."""
+        """Wait for the oldest step whose measurements were not returned yet, and return them."""
         step, values = self._unread.popleft()
         numbers = {name: float(value) for name, value in values.items()}
         ended = self._clock.record_finished((metrics for _, metrics in self._unread), read=1)
-        return StepReport(
-            step, self._clock.pop_seconds(), numbers, ended, self._started.save_failed
-        )
+        seconds, failed = self._clock.pop_seconds(), self._started.save_failed
+        return StepReport(step, seconds, numbers, ended, failed, self._notice)
 
     @_one_line_errors
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `CausalTransformer.eval`; takes and returns this process's rows."""
+        """Compute the losses of this process's batch rows; see `CausalTransformer.eval`."""
         return {name: np.asarray(rows) for name, rows in self._started.eval(sample).items()}
 
     @_one_line_errors
     def batch(self, rows: int) -> None:
-        """Create a running batch with `rows` rows in this process, replacing the previous batch."""
+        """Create a batch of `rows` idle rows in this process; it replaces the previous batch."""
         self._batch = None  # freed first, so that memory never holds two batches
         self._batch = self._started.batch(rows)
 
     @_one_line_errors
     def reserve(self, positions: int) -> None:
-        """See `Batch.reserve`."""
+        """Grow the cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
         self._running.reserve(positions)
 
     @_one_line_errors
@@ -255,9 +286,10 @@ class NetworkRunner:
         longest: int,
         most: int,
     ) -> Chosen:
-        """See `Batch.insert`; takes and returns this process's rows.
+        """Put prompts into this process's rows, and choose the first token of each answer.
 
-        `alternatives`, `longest` and `most` must be the same in all processes.
+        `Batch.insert` describes the arguments and the result.  `alternatives`, `longest` and `most`
+        must be the same in all processes.
         """
         return self._running.insert(
             rows,
@@ -273,15 +305,16 @@ class NetworkRunner:
     def decode(
         self, steps: int, alternatives: int | None, needed: int, idle: np.ndarray
     ) -> tuple[np.ndarray, Chosen]:
-        """Reserve cache positions, release idle rows and decode; see `Batch.decode`.
+        """Generate up to `steps` more tokens in each of this process's rows; see `Batch.decode`.
+
+        Before that, cache positions are reserved and idle rows are released.
 
         Args:
           needed: number of positions to reserve, enough for the longest row in any process.
           idle: rows of this process to release before decoding.
 
         Returns:
-          For this process's rows, the number of tokens that each may still generate, and the
-          tokens from `Batch.decode`.
+          The number of tokens that each row may still generate, and the new tokens.
         """
         self._running.reserve(needed)
         self._running.release(idle)
@@ -290,7 +323,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def create_marker(self, path: str) -> None:
-        """Create an empty file; the hosts that see it (`marker_exists`) share this host's disk."""
+        """Create an empty file; a host that sees the file shares this host's disk."""
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "xb"):
@@ -308,22 +341,26 @@ class NetworkRunner:
 
     @_one_line_errors
     def delete_marker(self, path: str) -> None:
-        """Delete a file."""
+        """Delete a file that `create_marker` created."""
         os.remove(path)
 
     @_one_line_errors
     def restore(self, folder: str, base: str | None = None) -> tuple[int, dict[str, Any] | None]:
-        """See `CausalTransformer.restore`; returns the step and the checkpoint's `aux`."""
+        """Resume from the newest checkpoint of a model folder; see `CausalTransformer.restore`.
+
+        Returns:
+          The checkpoint's step, and its `aux`.
+        """
         aux = self._started.restore(folder, base)
         return self._started.step, aux
 
     @_one_line_errors
     def load(self, path: str, fresh_opt: bool, only_params: bool) -> None:
-        """See `CausalTransformer.load`."""
+        """Load the parameters of a checkpoint; see `CausalTransformer.load`."""
         self._started.load(path, fresh_opt=fresh_opt, only_params=only_params)
 
     @_one_line_errors
     def close(self) -> None:
-        """See `CausalTransformer.close`; the process keeps running until the driver ends it."""
+        """Wait for the last save and unlock the model folder; the process keeps running."""
         if self.network is not None:
             self.network.close()

@@ -1,4 +1,4 @@
-"""`ClusterTrainSet`: a training set that the hosts of a mesh read themselves."""
+"""`ClusterTrainSet`: a training set whose batches are read by the hosts of a TPU pod."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,15 @@ READ_ON_HOSTS: dict[str, np.ndarray] = {}
 
 
 class ClusterTrainSet:
-    """A training set read by the hosts: each opens a `TFRecordNewInputs` for its own batch rows.
+    """A training set whose batches are read by the hosts, and not by the driver process.
 
-    All hosts must have access to the files.  The batches and states are the same as if one process
-    read all rows.  A run may therefore resume with another number of hosts, or with the driver
-    reading all rows.
+    Each host opens a `TFRecordNewInputs` for its own batch rows, so all hosts must have access to
+    the files.  The batches and states are the same as if one process read all rows.  A run may
+    therefore resume with another number of hosts, or with the driver reading all rows.
 
     Raises:
-      InputError: if `TFRecordNewInputs` raises it on any host.
-      HostError: if a host fails, or is at a different record than the others.
+      InputError: if opening or reading the training set raises InputError on any host.
+      HostError: if a host fails, or if the hosts are not all at the same record.
     """
 
     def __init__(self, cluster: "TPUCluster"):
@@ -44,25 +44,29 @@ class ClusterTrainSet:
         """Make the hosts read the next batch, which stays on the hosts.
 
         Returns:
-          `READ_ON_HOSTS`; pass it to `TPUCluster.train` to train on the batch that the hosts have
-          read.
+          The placeholder `READ_ON_HOSTS`.  Passing it to `TPUCluster.train` trains on the batch
+          that the hosts have read.
         """
         self._call("read")
         return READ_ON_HOSTS
 
     def state(self) -> dict[str, Any]:
-        """See `TFRecordNewInputs.state`."""
+        """Return the position after the last batch that was read; see `TFRecordNewInputs.state`."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `TFRecordNewInputs.restore`."""
+        """Continue from `state`, a position that was returned by the method `state`."""
         self._open(state)
 
     def close(self) -> None:
-        """Do nothing: a host closes its reader when it opens another one, or when it ends."""
+        """Do nothing: each host closes its own reader when it opens another one or ends."""
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call `method` on all hosts and store the state that they return; all must be equal."""
+        """Call `method` on all hosts, and store the training set's state that they return.
+
+        Raises:
+          HostError: if the hosts return different states.
+        """
         states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
         if any(state != states[0] for state in states):
             raise self._cluster.failed("the hosts are at different records of train_set")

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 from tqdm import tqdm
 
 from mesh_transformer.data.loader import describe_batch
-from mesh_transformer.data.storage import AnyPath, local_path
+from mesh_transformer.data.storage import AnyPath, local_path, set_aside
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
+from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
-from mesh_transformer.util import HostError, InputError, StoppedError
+from mesh_transformer.util import DamagedError, HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 MOST_STEPS_BETWEEN_SAVES = 8  # longest pause between attempts to save, while saving fails
@@ -39,6 +40,8 @@ def train(
     max_steps: int | None = None,
     tune_model_path: AnyPath | None = None,
     fresh_opt: bool = False,
+    fall_back: bool = False,
+    ledger: Ledger | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
@@ -46,6 +49,13 @@ def train(
     the model at `tune_model_path`, or from freshly initialised weights if no path is given.  With
     `fresh_opt`, the Adam moments at `tune_model_path` are not loaded.  When a LoRA run resumes and
     its base model has moved, `tune_model_path` must be the base model's new location.
+
+    If the newest checkpoint is damaged, DamagedError is raised.  With `fall_back`, the damaged
+    checkpoint is renamed to step_N.damaged, and training resumes from the newest intact one.
+
+    The run's time is counted by `ledger` (default: one that begins now).  Its counts are metrics of
+    each row that precedes a save or a validation, and of the last one.  They are printed at the
+    end.
 
     A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
     or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
@@ -55,9 +65,11 @@ def train(
 
     Raises:
       InputError: if an input cannot be used, or if the last save fails twice.
-      StoppedError: if a loss or gradient norm is not finite; nothing is saved from that step on.
-        Also if a host fails after a signal was received.
-      HostError: if a host fails before any signal was received.
+      StoppedError: if a loss or gradient norm is not finite and the config does not set
+        `skip_nonfinite`, or if `max_skipped` updates in a row were skipped.  That step and later
+        ones are not saved.  Also if a host fails after a signal was received.
+      HostError: if a host fails, or is told to end (SIGTERM), before any signal was received.  In
+        the second case, a checkpoint has been saved.
     """
     config, folder = network.config, local_path(folder)
     base = None if tune_model_path is None else os.fspath(tune_model_path)
@@ -72,7 +84,9 @@ def train(
     with _stop_signals() as received:
         try:
             with closing(network):
-                _train(network, folder, total, base, fresh_opt, received)
+                _train(
+                    network, folder, total, base, fresh_opt, fall_back, ledger or Ledger(), received
+                )
                 saved = True
         except HostError as error:
             if saved:  # the host failed while closing: nothing is lost
@@ -80,8 +94,8 @@ def train(
             if not received:
                 raise
             raise StoppedError(
-                f"{signal.Signals(received[0]).name}: stopped, but not saved: {error}; start again "
-                "to resume from the newest checkpoint"
+                f"stopped by {signal.Signals(received[0]).name} without saving: {error}; start "
+                "again to resume from the newest checkpoint"
             ) from None
 
 
@@ -91,9 +105,15 @@ def _train(
     total: int,
     tune_model_path: str | None,
     fresh_opt: bool,
+    fall_back: bool,
+    ledger: Ledger,
     received: list[int],
 ) -> None:
-    """Train until step `total` or until a signal is in `received`, then save."""
+    """Train until step `total` or until a signal is received, then save.
+
+    Args:
+      received: the list of the signals received so far (see `_stop_signals`).
+    """
     config = network.config
     val_sets = {} if config.val_batches == 0 else config.val_set
     with contextlib.ExitStack() as stack:
@@ -104,10 +124,12 @@ def _train(
         loader = stack.enter_context(contextlib.closing(network.open_train_set()))
         for path in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, path).close()
-        network.claim(folder)
-        aux = network.restore(folder, tune_model_path)
+        with ledger.spending("restore"):
+            network.claim(folder)
+            aux = _restore(network, folder, tune_model_path, fall_back)
+            if aux is None:
+                start_weights(network, tune_model_path, fresh_opt)
         if aux is None:
-            start_weights(network, tune_model_path, fresh_opt)
             aux = {}
         elif tune_model_path is not None and not config.lora_rank:
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
@@ -123,15 +145,38 @@ def _train(
         logged = network.step - (unscored is not None)
         log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
         stack.callback(log.close)
-        run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, total, logged)
+        ledger.resume(log.earlier, network.step)
+        log.earlier.clear()  # a long run has many
+        run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, ledger, total, logged)
         run.skipped = run.skipped | aux.get("skipped", {})
         run.run(received, unscored)
 
 
-def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:
-    """Return the metrics row of the restored step if that step was saved before it was scored.
+def _restore(
+    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool
+) -> dict[str, Any] | None:
+    """Restore the newest checkpoint in `folder`, and return the result of `network.restore`.
 
-    Returns None if the step was scored, or if the schedule scores other steps only.
+    With `fall_back`, damaged checkpoints are renamed, and the newest intact one is restored.
+    """
+    while True:
+        try:
+            return network.restore(folder, base)
+        except DamagedError as error:
+            if error.previous is None or os.path.dirname(error.step) != folder:
+                raise
+            if not fall_back:
+                message = f"{error}; --fall-back does the latter"
+                raise DamagedError(message, *error.args[1:]) from None
+            name = set_aside(error.step)
+            print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
+
+
+def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:
+    """Return the metrics row of the restored step if that step must still be validated, else None.
+
+    The step must still be validated if the config's `val_every` requires a validation at this step,
+    but the row has no validation results because the run was interrupted.
 
     Args:
       has_scores: whether the run has validation sets or evaluation tasks.
@@ -147,7 +192,7 @@ def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[
 def closing(network: NetworkLike) -> Iterator[NetworkLike]:
     """Close `network` when the context ends; closing waits for the last save to finish.
 
-    If a second signal arrives inside the context, the network is not closed.
+    If the context ends with a KeyboardInterrupt or SystemExit, the network is not closed.
     """
     wait = True
     try:
@@ -173,8 +218,8 @@ def _stop_signals() -> Iterator[list[int]]:
     """Yield a list that collects the numbers of received SIGTERM, SIGINT and SIGHUP signals.
 
     After the first signal, the previous handlers of SIGTERM and SIGINT (Ctrl-C) are restored.  A
-    second Ctrl-C therefore raises KeyboardInterrupt, and code that created a TPU can still delete
-    it.  Interrupting a save is safe, because the previous checkpoint stays intact.
+    second Ctrl-C therefore raises KeyboardInterrupt, so that callers can still clean up, for
+    example delete a TPU.  Interrupting a save is safe: the previous checkpoint stays intact.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -202,12 +247,12 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 class _Step(NamedTuple):
-    """A dispatched step.
+    """A training step that was started; its results may not be ready yet.
 
     Attributes:
       number: the step's number, from 1.
-      metrics: its metrics, as `TrainableNetwork.train` returns them.
-      before, after: the training set's positions before and after its batch.
+      metrics: the step's metrics, as `TrainableNetwork.train` returns them.
+      before, after: the training set's positions before and after the step's batch.
     """
 
     number: int
@@ -217,7 +262,7 @@ class _Step(NamedTuple):
 
 
 class _Run:
-    """One call of `train`, with the state that its steps share."""
+    """The training loop of one call of `train`, with the state that all steps share."""
 
     def __init__(
         self,
@@ -228,6 +273,7 @@ class _Run:
         eval_tasks: harness.Harness | None,
         log: MetricsLog,
         noise: NoiseScale,
+        ledger: Ledger,
         total: int,
         logged: int,
     ):
@@ -239,6 +285,7 @@ class _Run:
         self.eval_tasks = eval_tasks
         self.log = log
         self.noise = noise
+        self.ledger = ledger
         self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
@@ -251,12 +298,13 @@ class _Run:
         self.bar = tqdm(total=total, initial=logged, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
-        """Train until the last step or until a signal is in `received`, then save.
+        """Train until the last step or until a signal is received, then save.
 
         Args:
-          unscored: the restored step's metrics row, if scoring at that step was interrupted.
+          received: the list of the signals received so far (see `_stop_signals`).
+          unscored: the restored step's metrics row if that step must still be validated, else None.
         """
-        with self.bar:
+        with self.bar, self.ledger.spending("compile"), self._summary():
             try:
                 if unscored is not None:
                     self._score(unscored, received)
@@ -275,14 +323,35 @@ class _Run:
         else:
             print(f"{self.folder}: trained to step {self.network.step}")
 
+    @contextlib.contextmanager
+    def _summary(self) -> Iterator[None]:
+        """Print where the run's time went when the run ends.
+
+        Nothing is printed if no step was trained, or if the run may continue on other hosts.
+        """
+        first = self.network.step
+        try:
+            yield
+        except HostError:
+            raise
+        except Exception:
+            if self.network.step > first:
+                self.bar.write(self.ledger.summary())
+            raise
+        self.bar.write(self.ledger.summary())
+
     def _step(self, received: list[int]) -> None:
-        """Run one update; then validate and save, each only if it is due at this step."""
+        """Run one update; then validate and save, if they are scheduled for this step."""
         network, config = self.network, self.config
         before = self.loader.state()
-        sample = self.loader.get_samples()
+        with self.ledger.spending("data"):
+            sample = self.loader.get_samples()
         metrics = network.train(sample)
         self.pending.append(_Step(network.step, metrics, before, self.loader.state()))
         self._log(self._rows(IN_FLIGHT))
+        if network.notice and not received:
+            self._save_before_end()
+            raise HostError(f"{network.notice}, so its machine is about to go away")
         if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
             self._validate(received)
         if network.save_failed and (error := self._failure_of_save()) is not None:
@@ -291,14 +360,18 @@ class _Run:
             self._save()
 
     def _finish(self) -> None:
-        """Save the last step; if that fails twice, raise InputError."""
+        """Log the pending metrics and save the last step.
+
+        Raises:
+          InputError: if saving fails twice.
+        """
         self._log(self._rows(0))
         if (error := self._failure_of_save()) is None and self.network.step != self.saved:
             error = self._failure_of(self._begin_save) or self._failure_of_save()
         if error is not None:
             self._report(f"{error}; retrying once")
             self._begin_save()
-            self.network.wait()
+            self._wait()
         self.log.upload()
 
     def _save_before_end(self) -> None:
@@ -309,11 +382,10 @@ class _Run:
             self._report(f"the run ends without saving its last step: {save_error}")
 
     def _rows(self, left: int) -> Iterator[dict[str, float]]:
-        """Return the metrics rows of all pending steps except the `left` newest.
+        """Return an iterator over the metrics rows of the pending steps except the `left` newest.
 
-        This waits for the metrics of these steps, but builds the rows lazily.  If building a row
-        raises StoppedError, the caller has therefore already received, and can log, the rows before
-        it.
+        The call waits until these steps have finished.  The iterator then builds one row at a time.
+        If building a row raises StoppedError, the caller can already have logged the earlier rows.
         """
         read = []
         while len(self.pending) > left:
@@ -321,34 +393,41 @@ class _Run:
             values = {name: float(value) for name, value in step.metrics.items()}
             self.clock.record_finished((later.metrics for later in self.pending), read=1)
             read.append((step, values, self.clock.pop_seconds()))
+            self.ledger.switch("steps")  # the first step, which compiles, is over
         self.clock.record_finished(later.metrics for later in self.pending)
         return (self._row(*measured) for measured in read)
 
     def _row(self, step: _Step, values: dict[str, float], seconds: float) -> dict[str, float]:
-        """Return a step's metrics; those that are not finite are left out.
+        """Return a step's metrics row, without the metrics whose values are not finite.
 
         Raises:
-          StoppedError: for a non-finite loss or gradient norm, unless the config sets
-            `skip_nonfinite` and fewer than `max_skipped` updates in a row were skipped.
+          StoppedError: if a loss or gradient norm is not finite and the config does not set
+            `skip_nonfinite`, or if `max_skipped` updates in a row were skipped.
         """
         self._count_skipped(step, values)
         row: dict[str, float] = {"step": step.number}
         for name in ("loss", "last_loss", "grad_norm", "learning_rate"):
             if math.isfinite(values[name]):
                 row[f"train/{name}"] = values[name]
-        if self.config.skip_nonfinite:
+        if self.config.skip_nonfinite or self.config.skip_spikes:
             row["train/skipped"] = self.skipped["total"]
         sequences = self.config.gradient_accumulation_steps * self.network.batch_size
         row["train/tokens_per_sec"] = sequences * self.config.seq / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
         row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}
-        return row | self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
+        row |= self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
+        return row | self.ledger.metrics(complete=step.number == self.network.step)
 
     def _count_skipped(self, step: _Step, values: dict[str, float]) -> None:
-        """Count and report the step if its update was skipped; stop the run if it may not be."""
+        """Count and report the step if its update was skipped.
+
+        Raises:
+          StoppedError: if the run must stop because of this step (see `_row`).
+        """
         config = self.config
-        if math.isfinite(values["loss"] + values["grad_norm"]):
+        is_finite = math.isfinite(values["loss"] + values["grad_norm"])
+        if is_finite and not values["skipped"]:
             self.skipped = self.skipped | {"in_row": 0}
             return
         self.skipped = {name: count + 1 for name, count in self.skipped.items()}
@@ -358,15 +437,17 @@ class _Run:
             f"step {step.number}: loss is {values['loss']}, gradient norm {values['grad_norm']}; "
             f"its batch is {records}"
         )
-        if config.skip_nonfinite and self.skipped["in_row"] < config.max_skipped:
+        can_continue = is_finite or config.skip_nonfinite
+        if can_continue and self.skipped["in_row"] < config.max_skipped:
             self._report(f"{problem}; its update is skipped")
             return
         remedy = "lower lr, check the data, or set skip_nonfinite"
-        if config.skip_nonfinite:
+        if can_continue:
             count = self.skipped["in_row"]
             remedy = f"{count} updates in a row were skipped; lower lr, or check the data"
         raise StoppedError(
-            f"{problem}; checkpoints in {self.folder} are from earlier steps; {remedy}"
+            f"{problem}; this step is not saved, and any checkpoint in {self.folder} is of an "
+            f"earlier one; {remedy}"
         )
 
     def _log(self, rows: Iterable[dict[str, float]]) -> None:
@@ -380,20 +461,21 @@ class _Run:
             self.bar.update()
 
     def _validate(self, received: list[int]) -> None:
-        """Score the network and log all pending rows; the newest row includes the scores."""
+        """Validate the network, and log the pending metrics; the newest row gets the results."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
         self._score(next(rows), received)
 
     def _score(self, newest: dict[str, Any], received: list[int]) -> None:
-        """Score validation sets and lm-eval tasks, and log the newest step's row with the scores.
+        """Validate on all validation sets and lm-eval tasks, and log the results with `newest`.
 
-        If a signal or an error interrupts the scoring, the row is logged without scores.  When the
-        run is resumed, it scores that step again.
+        If a signal or an error interrupts the validation, `newest` is logged without results.  When
+        the run is resumed, it validates that step again.
 
         Args:
           newest: the newest step's metrics row.
+          received: the list of the signals received so far; a signal interrupts the validation.
         """
         scores: dict[str, float] = {}
         summary = []
@@ -401,6 +483,7 @@ class _Run:
         def stopped() -> bool:
             return bool(received)
 
+        kind = self.ledger.switch("validation")
         try:
             for name, path in self.val_sets.items():
                 loss = validation.score(self.network, path, stopped=stopped).loss
@@ -417,6 +500,7 @@ class _Run:
         except validation.StoppedScoringError:
             summary = []
         finally:
+            self.ledger.switch(kind)
             self._log([newest])
         if summary:
             self.bar.write(f"step {self.network.step}: {', '.join(summary)}")
@@ -437,29 +521,38 @@ class _Run:
                 self._save_later(error)
 
     def _begin_save(self) -> None:
-        """Start saving a checkpoint, with the loader's position, noise averages and wandb id."""
+        """Start saving a checkpoint of the network and of the loop's own state.
+
+        The loop's state is the training set's position, the averages of the noise scale, the counts
+        of skipped updates and the id of the wandb run.
+        """
         aux = {
             "loader": self.loader.state(),
             "noise": self.noise.state(),
             "skipped": self.skipped,
             "wandb": self.log.wandb_id,
         }
-        self.network.save(self.folder, aux)
+        with self.ledger.spending("save"):
+            self.network.save(self.folder, aux)
         self.saved, self.saving = self.network.step, True
         self.log.upload()
         self.clock.restart()
 
     def _failure_of_save(self) -> InputError | None:
-        """Wait for a save in progress; return its error if it failed, else None."""
+        """Wait for the save in progress, if any; return its error if it failed, else None."""
         if not self.saving:
             return None
-        error = self._failure_of(self.network.wait)
+        error = self._failure_of(self._wait)
         self.saving = False
         if error is None:
             self.save_pause = 0
         else:
             self.saved = -1
         return error
+
+    def _wait(self) -> None:
+        with self.ledger.spending("save"):
+            self.network.wait()
 
     @staticmethod
     def _failure_of(action: Callable[[], None]) -> InputError | None:
@@ -470,12 +563,12 @@ class _Run:
         return None
 
     def _stop_if_configured(self, error: InputError) -> None:
-        """Raise the error of a failed save if it shall stop the run."""
+        """Raise the error of a failed save if the config's `on_save_failure` is "stop"."""
         if self.config.on_save_failure == "stop":
             raise error
 
     def _save_later(self, error: InputError) -> None:
-        """Schedule a save after a failed one: at the next step, then after increasing pauses."""
+        """Schedule another attempt after a failed save; the pauses between attempts increase."""
         self._stop_if_configured(error)
         self.save_pause = min(2 * self.save_pause or 1, MOST_STEPS_BETWEEN_SAVES)
         self.save_again_at = self.network.step + self.save_pause

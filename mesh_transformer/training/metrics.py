@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.storage import convert_storage_errors, is_uri, local_path, reason
-from mesh_transformer.training import wandb_upload
+from mesh_transformer.training import goodput, wandb_upload
 from mesh_transformer.training.wandb_upload import WandbUpload
 from mesh_transformer.util import InputError
 
@@ -34,6 +34,10 @@ class MetricsLog:
     log is open, a failed write or upload neither ends nor delays training: the failure is reported
     once, and the operation is retried.  If the disk is full, new rows are kept in memory until they
     can be written.
+
+    Attributes:
+      earlier: the step and the seconds (`goodput.Ledger`) of each row that the file had before,
+        including the rows that were removed.
     """
 
     def __init__(
@@ -42,8 +46,8 @@ class MetricsLog:
         """Open the log to continue after `restored_step`; rows of later steps are removed.
 
         Args:
-          wandb: the result of `start_wandb`; if it is an upload, this begins it.
-          wandb_id: the id of the wandb run to resume, or None for a new run.
+          wandb: the result of `start_wandb`: the upload to begin, or None for no upload.
+          wandb_id: the id of the wandb run to resume, or None for a new wandb run.
 
         Raises:
           InputError: if the file cannot be written, or an existing one cannot be read.
@@ -51,12 +55,14 @@ class MetricsLog:
         self.path, remote = _paths(folder)
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            _replace(self.path, _rows_so_far(self.path, remote, restored_step))
+            rows = _rows_so_far(self.path, remote, restored_step)
+            self.earlier = rows.times
+            _replace(self.path, rows.lines)
             self._file = os.open(self.path, os.O_WRONLY)
             self._end = os.fstat(self._file).st_size
         except OSError as error:
             raise InputError(
-                f"{self.path}: cannot be written ({error.strerror}); choose another --model-dir"
+                f"{self.path} cannot be written ({error.strerror}); choose another --model-dir"
             ) from None
         self._unwritten: list[str] = []
         self._failing = False
@@ -67,7 +73,7 @@ class MetricsLog:
             wandb.begin(self.wandb_id, restored_step)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row to the file; if writing fails, keep it in memory until the next call."""
+        """Append a row to the file; if writing fails, keep the row in memory for the next call."""
         self._unwritten.append(json.dumps(row) + "\n")
         try:
             self._flush()
@@ -80,7 +86,11 @@ class MetricsLog:
             self._failing = True
 
     def _flush(self) -> None:
-        """Write all pending rows; if that fails, cut the file back to its old length and raise."""
+        """Write the rows that are in memory; on an error, truncate the file to its old length.
+
+        Raises:
+          OSError: if the rows cannot be written; they stay in memory.
+        """
         content = "".join(self._unwritten).encode()
         try:
             done = 0
@@ -114,8 +124,8 @@ class MetricsLog:
 def start_wandb(folder: str, config: Config) -> WandbUpload | None:
     """Start the process that uploads a run's metrics to wandb; call this before loading any data.
 
-    Returns None if the config or the environment asks for no upload.  Also returns None if the API
-    key is missing or malformed, and then reports this on stderr.
+    Returns None if the config sets no `wandb_project`, or if wandb is disabled in the environment.
+    Also returns None if the API key is missing or malformed; this is reported on stderr.
 
     Args:
       folder: the model folder.
@@ -130,30 +140,45 @@ def start_wandb(folder: str, config: Config) -> WandbUpload | None:
 
 
 def row_of(folder: str, step: int) -> dict[str, Any] | None:
-    """Return the row of `step` from the metrics in a model folder, or None if it is missing.
+    """Return the metrics row of the step `step` from a model folder; None if the row is missing.
 
     Raises:
       InputError: if the metrics cannot be read.
     """
     path, remote = _paths(folder)
-    rows = _rows_so_far(path, remote, step)
-    last = json.loads(rows[-1]) if rows else {"step": None}
+    lines = _rows_so_far(path, remote, step).lines
+    last = json.loads(lines[-1]) if lines else {"step": None}
     return last if last["step"] == step else None
 
 
 def _paths(folder: str) -> tuple[str, epath.Path | None]:
-    """Return the metrics file's local path, and its remote path or None if `folder` is local."""
+    """Return the metrics file's local path, and its remote path (None if `folder` is local)."""
     folder = local_path(folder)
     if not is_uri(folder):
         return os.path.join(folder, NAME), None
     return os.path.join("runs", folder.split("://")[1], NAME), epath.Path(folder) / NAME
 
 
-def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
+class _Rows(NamedTuple):
+    """The rows of a metrics file.
+
+    Attributes:
+      lines: the complete lines up to a step.
+      reached: the greatest step among them, 0 if there are none.
+      times: step and seconds of all rows, those after that step included.
+    """
+
+    lines: list[str]
+    reached: int
+    times: list[dict[str, float]]
+
+
+def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> _Rows:
     """Return the rows up to step `last` from the local or the remote copy of the metrics file.
 
-    The copy that reaches the later step is used; if both reach the same step, the remote copy is.
-    The local copy may be outdated, because another machine may have continued the run.
+    If both copies exist, the one with the later last step is used; if their last steps are equal,
+    the remote one is used.  The local copy may be outdated, because another machine may have
+    continued the run.
     """
     copies = []
     if os.path.exists(path):
@@ -161,23 +186,24 @@ def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> list[str]:
             copies.append(_rows_up_to(file.read(), last))
     if remote is not None:
         with convert_storage_errors(f"{remote}"):
-            copies.append(_rows_up_to(remote.read_text(), last) if remote.exists() else ([], 0))
-    rows, _ = max(reversed(copies), key=lambda copy: copy[1], default=([], 0))
-    return rows
+            copies.append(_rows_up_to(remote.read_text() if remote.exists() else "", last))
+    return max(reversed(copies), key=lambda copy: copy.reached, default=_Rows([], 0, []))
 
 
-def _rows_up_to(text: str, last: int) -> tuple[list[str], int]:
-    """Return the complete lines of `text` up to step `last`, and the greatest step among them."""
-    kept, reached = [], 0
+def _rows_up_to(text: str, last: int) -> _Rows:
+    """Return the rows of `text`; its incomplete lines are left out."""
+    lines, reached, times = [], 0, []
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue  # the process was killed while writing this line
+        seconds = {name: row[name] for name in row if name.startswith(goodput.PREFIX)}
+        times.append({"step": row["step"]} | seconds)
         if row["step"] <= last:
-            kept.append(line + "\n")
+            lines.append(line + "\n")
             reached = max(reached, row["step"])
-    return kept, reached
+    return _Rows(lines, reached, times)
 
 
 def _replace(path: str, lines: Sequence[str]) -> None:
@@ -188,7 +214,7 @@ def _replace(path: str, lines: Sequence[str]) -> None:
 
 
 class _Uploads:
-    """Uploads of a file to a bucket on request, in a thread that retries until it succeeds."""
+    """A thread that uploads a file to a bucket on request, and retries failed uploads."""
 
     def __init__(self, path: str, remote: epath.Path):
         self._path, self._remote = path, remote
@@ -225,7 +251,7 @@ class _Uploads:
                 pause = RETRY_SECONDS[0]
             except Exception as error:  # every kind of storage raises its own exceptions
                 if not warned:
-                    _print_error(f"{self._remote}: cannot be written ({reason(error)}); retrying")
+                    _print_error(f"{self._remote} cannot be written ({reason(error)}); retrying")
                 warned = True
                 with self._wake:
                     self._requested = True
@@ -240,9 +266,10 @@ def _print_error(line: str) -> None:
 class StepClock:
     """Measures the seconds that each step takes while several steps are in flight.
 
-    A step is timed when it finishes, not when its metrics are read.  The time between two calls of
-    `record_finished` is divided equally among the steps that finished in between.  The seconds of
-    all steps therefore add up to the time from `restart` to the end of the last step.
+    A step's time is taken when the step finishes, not when its metrics are read.  The time between
+    two calls of `record_finished` is divided equally among the steps that finished in that time.
+    The seconds of all steps therefore add up to the time from `restart` to the end of the last
+    step.
     """
 
     def __init__(self) -> None:
@@ -254,13 +281,14 @@ class StepClock:
         self._last = time.perf_counter()
 
     def record_finished(self, unread: Iterable[Mapping[str, Any]], *, read: int = 0) -> int:
-        """Record which steps have finished; return how many of `unread` have.
+        """Record which steps have finished; return the number of finished steps in `unread`.
 
         Args:
-          unread: the metrics that have not been read, in the order of their steps.  A step has
-            finished if the method `is_ready` of its metric `loss` returns True.
-          read: number of earlier steps whose metrics have been read, but whose seconds have not
-            been removed by `pop_seconds`.  These steps have finished.
+          unread: one dict of metrics per step whose metrics have not been read, in step order.  A
+            step counts as finished if the method `is_ready` of its metric `loss` returns True.
+          read: number of steps before these whose metrics have been read, but whose durations have
+            not been returned by `pop_seconds` yet.  They have finished, but are not counted in the
+            result.
         """
         finished = sum(1 for _ in takewhile(lambda metrics: metrics["loss"].is_ready(), unread))
         new = read + finished - len(self._seconds)
@@ -318,9 +346,9 @@ class NoiseScale:
         return new if old is None else (1 - self.alpha) * old + self.alpha * new
 
     def state(self) -> dict[str, float | None]:
-        """Return the averages, for a checkpoint."""
+        """Return the moving averages as a dict, to be stored in a checkpoint."""
         return {"square": self.square, "trace": self.trace}
 
     def restore(self, state: dict[str, float | None]) -> None:
-        """Restore the averages from `state`, a result of the method `state`."""
+        """Restore the moving averages from a dict that the method `state` returned."""
         self.square, self.trace = state["square"], state["trace"]

@@ -36,9 +36,11 @@ def gpt3_schedule(
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Clipping by global norm, Adam, decoupled weight decay of matrices and `gpt3_schedule`.
+    """Clipping by global norm, Adam, and weight decay of matrices, decoupled from the gradient.
 
-    Gradients must be means over microbatches and replicas, in f32 and in the state's layout.
+    The learning rate is that of `gpt3_schedule`.
+
+    Gradients must be means over microbatches and replicas, in f32, and sharded like the state.
 
     The original mesh-transformer-jax stores some biases once per shard and uses the sum of the
     copies.  This library stores one bias, which is that sum.  To reproduce training with c copies,
@@ -62,7 +64,7 @@ class Optimizer:
         return optax.scale_by_adam(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_eps)
 
     def init(self, params: Any) -> OptState:
-        """Return Adam's initial state, with zero moments in the parameters' layout.
+        """Return Adam's initial state, with zero moments of the parameters' shapes.
 
         The moments are in f32 or, if the config sets `bf16_optimizer`, in bf16.
         """
@@ -77,8 +79,8 @@ class Optimizer:
     def squares(self, grads: Any) -> Any:
         """Return each leaf's contribution to the squared gradient norm, in f32.
 
-        The contributions are computed from this program's shards only; they are not summed over
-        devices.
+        Inside a `shard_map`, these are contributions of the device's own shards; they are not
+        summed over devices.
         """
 
         def square(declaration: Declaration, g: Array) -> Array:
@@ -97,8 +99,12 @@ class Optimizer:
     ) -> tuple[Any, OptState]:
         """Return the updated parameters and optimizer state.
 
-        The gradients are clipped to `config.clip_norm`; `norm` is their global norm before that.
-        The learning rate depends on `step`; Adam's bias correction depends on the count in `state`.
+        The gradients are clipped to the global norm `config.clip_norm`.
+
+        Args:
+          step: number of completed updates, which determines the learning rate.  Adam's bias
+            correction uses the count in `state` instead.
+          norm: the global norm of the gradients before clipping.
         """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
         grads = jax.tree.map(lambda g: g * clip, grads)

@@ -18,6 +18,7 @@ from mesh_transformer.mesh.program import compiled, compiler_options, parallel_o
 from mesh_transformer.model import gptj
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
+from mesh_transformer.training import spikes
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError, to_bf16, to_f32
 
@@ -35,6 +36,7 @@ def init_state(config: Config, key: Array) -> State:
           unless the config sets `lora_rank`.
         opt_state: Adam's moments of `params`.
         step: the number of completed updates.
+        norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
     """
     params, frozen = partition(gptj.declarations(config), gptj.init(config, key))
     return {
@@ -42,6 +44,7 @@ def init_state(config: Config, key: Array) -> State:
         "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
         "opt_state": Optimizer(config, gptj.trained(config)).init(params),
         "step": jnp.zeros((), jnp.int32),
+        **({"norms": spikes.fresh_norms()} if config.skip_spikes else {}),
     }
 
 
@@ -54,13 +57,13 @@ def all_params(state: State) -> Any:
 
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
-    """Return the shapes and layouts of the state, without allocating it."""
+    """Return the state as `jax.ShapeDtypeStruct`s with shardings, without allocating the state."""
     shapes = jax.eval_shape(functools.partial(init_state, config), jax.random.key(0))
     return abstract(shapes, named(mesh, state_specs(config, mesh)))
 
 
 def state_specs(config: Config, mesh: Mesh) -> State:
-    """Return the layout of every leaf of the state between steps."""
+    """Return the `PartitionSpec` of every leaf of the state between steps."""
     par = parallel_of(config, mesh)
     params = par.at_rest(gptj.trained(config))
     return {
@@ -68,20 +71,21 @@ def state_specs(config: Config, mesh: Mesh) -> State:
         "frozen": par.at_rest(gptj.frozen(config)),
         "opt_state": {"count": P(), "mu": params, "nu": params},
         "step": P(),
+        **({"norms": P()} if config.skip_spikes else {}),
     }
 
 
 def gradients(
     params: Any, frozen: Any, batch: Batch, config: Config, par: Parallel
 ) -> tuple[Any, dict[str, Array]]:
-    """Return the gradients of `params`, in the state's layout, and the metrics named in `MEASURED`.
+    """Return the gradients of `params`, sharded like the state, and the metrics in `MEASURED`.
 
     The gradients are averaged over the A microbatches and over dp, with all sums in f32.
 
     Args:
-      params, frozen: see `init_state`.
-      batch: this program's sequences: `obs` and `target` [A, B, T], and optionally `loss_mask` and
-        `segment_ids` (see `CausalTransformer.train`).
+      params, frozen: the parameters that are trained and all others (see `init_state`).
+      batch: `obs` and `target` [A, B, T], and optionally `loss_mask` and `segment_ids` (see
+        `CausalTransformer.train`).  Inside a `shard_map`, these are the device's own sequences.
     """
     declared = gptj.trained(config)
     params = par.compute_copy(params, declared, config.dtype)
@@ -126,7 +130,10 @@ MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_mi
 
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function (state, batch) -> (state, metrics) that donates the state passed to it."""
+    """Return the compiled training step: a function (state, batch) -> (state, metrics).
+
+    The buffers of the state that is passed in are donated.
+    """
     batch = P(None, "dp")  # for all arrays of the batch
     measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
@@ -146,14 +153,22 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         grads, metrics = measure(params, state["frozen"], batch)
         # Each leaf is updated in the state's layout, without collectives.
         updated = optimizer.update(grads, moments, params, step, metrics["grad_norm"])
+        norm, norms = metrics["grad_norm"], {}
+        skipped = jnp.bool(False)
         if config.skip_nonfinite:
-            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
+        if config.skip_spikes:
+            skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
+            norms = {"norms": spikes.with_norm(state["norms"], norm, step)}
+        if config.skip_nonfinite or config.skip_spikes:
             updated = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), updated, (params, moments)
+                lambda new, old: jnp.where(skipped, old, new), updated, (params, moments)
             )
         params, moments = updated
         metrics["learning_rate"] = optimizer.learning_rate(step)
-        return state | {"params": params, "opt_state": moments, "step": step + 1}, metrics
+        metrics["skipped"] = skipped.astype(jnp.float32)
+        new = {"params": params, "opt_state": moments, "step": step + 1} | norms
+        return state | new, metrics
 
     return jax.jit(
         train_step,
@@ -174,7 +189,8 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
     As in the original mesh-transformer-jax, the losses do not include the z-loss.
 
     Args:
-      batch: this program's sequences: `obs` and `target` [B, T], and optionally `segment_ids`.
+      batch: `obs` and `target` [B, T], and optionally `segment_ids`.  Inside a `shard_map`, these
+        are the device's own sequences.
     """
     params = par.compute_copy(params, gptj.declarations(config), config.dtype)
     segments = batch.get("segment_ids")
@@ -194,7 +210,7 @@ def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Ar
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
-    """Raise InputError if the config enables ZeRO but cannot split some matrix along any axis."""
+    """Raise InputError if the config enables ZeRO, but ZeRO cannot split some matrix over dp."""
     if not config.zero:
         return
     dp = mesh.shape["dp"]
@@ -204,26 +220,30 @@ def check_zero(config: Config, mesh: Mesh) -> None:
     for path, declaration in declared:
         if declaration.decay and declaration.zero_axis(dp) is None:
             raise InputError(
-                f"config: zero is {config.zero}, but dp {dp} divides no free axis of "
-                f"{jax.tree_util.keystr(path)} {declaration.shape}; set zero to 0, or change the "
-                f"mesh"
+                f"config: zero is {config.zero}, but ZeRO cannot split the parameter "
+                f"{jax.tree_util.keystr(path)} of shape {declaration.shape} over dp {dp}: dp must "
+                "divide an axis that mp does not split; set zero to 0, or change the mesh"
             )
 
 
 def gradient_replicas(config: Config, mesh: Mesh) -> int:
-    """Return the number of gradients per microbatch; `grad_norm_micro` averages their norms."""
+    """Return the number of separate gradients that are computed per microbatch.
+
+    This is the number of replicas, or 1 with ZeRO 3.  The metric `grad_norm_micro` is the mean of
+    these gradients' norms.
+    """
     return parallel_of(config, mesh).replicas
 
 
 def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
-    """Return a function from a PRNG key to a fresh state, created in its final layout."""
+    """Return a compiled function from a PRNG key to a fresh state, sharded over the mesh."""
     return jax.jit(
         functools.partial(init_state, config), out_shardings=named(mesh, state_specs(config, mesh))
     )
 
 
 def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """Return a function from trained parameters to fresh optimizer state."""
+    """Return a compiled function from trained parameters to a fresh optimizer state."""
     optimizer = Optimizer(config, gptj.trained(config))
     return jax.jit(
         optimizer.init, out_shardings=named(mesh, state_specs(config, mesh)["opt_state"])
@@ -231,13 +251,13 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function (params, batch) -> the results of `eval_step`."""
+    """Return a compiled `eval_step` for the mesh: a function (params, batch) -> dict of results."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
     specs = (all_params(state_specs(config, mesh)), P("dp"))
     return compiled(eval_step, config, mesh, specs, outputs, attention=_attention(config, mesh))
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a function (params, tokens) -> logits (see `logits_step`)."""
+    """Return a compiled `logits_step` for the mesh: a function (params, tokens) -> logits."""
     specs = (all_params(state_specs(config, mesh)), P("dp"))
     return compiled(logits_step, config, mesh, specs, P("dp"), attention=_attention(config, mesh))

@@ -1,10 +1,10 @@
 """Upload of a run's metrics.jsonl to wandb from a separate process.
 
 The process is separate so that no failure of wandb affects training.  The training process starts
-it as `python -m mesh_transformer.training.wandb_upload`.  The upload process sends rows as they are
-added to the file.  It ends when its standard input is closed, which happens even if the training
-process is killed by SIGKILL.  If the upload process fails during training, it is restarted after a
-pause, and the pauses become longer.
+the upload process as `python -m mesh_transformer.training.wandb_upload`.  The upload process sends
+rows as they are added to the file.  It ends when its standard input is closed, which happens even
+if the training process is killed by SIGKILL.  If the upload process fails during training, the
+training process restarts it after a pause.  The pause doubles with each restart, up to a limit.
 """
 
 import configparser
@@ -37,8 +37,8 @@ PERMANENT_FAILURE = 3  # exit status if a restart would fail too (no account, a 
 class WandbUpload:
     """Background upload of a metrics file to a wandb run.
 
-    The upload process is started at once, and checks the API key while the run loads its data and
-    weights.  It sends no rows until `begin` is called.
+    The constructor starts the upload process, which checks the API key while the run loads its data
+    and weights.  No rows are sent until `begin` is called.
 
     Args:
       path: the metrics.jsonl to follow.
@@ -80,7 +80,10 @@ class WandbUpload:
             self._send_task()
 
     def _send_task(self) -> None:
-        """Send the task to the upload process; do nothing if there is no task or no process yet."""
+        """Send the settings passed to `begin` to the upload process.
+
+        Do nothing if `begin` has not been called yet, or if the process has not been started yet.
+        """
         if self._task is not None and self._process is not None:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError, ValueError):  # the process may have died already
@@ -88,7 +91,10 @@ class WandbUpload:
                 self._process.stdin.flush()
 
     def _supervise(self) -> None:
-        """Run the upload process, and restart it when it fails; after `close`, at most once."""
+        """Run the upload process, and restart it when it fails.
+
+        After `close` has been called, the process is restarted at most once.
+        """
         pause = RETRY_SECONDS[0]
         while True:
             last = self._closing.is_set()
@@ -102,7 +108,7 @@ class WandbUpload:
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     def _run(self) -> tuple[int, str]:
-        """Run the upload process once; return its exit status and the reason for any failure."""
+        """Run the upload process until it ends; return its exit status and its error message."""
         reason = ""
         try:
             process = subprocess.Popen(
@@ -145,8 +151,8 @@ class WandbUpload:
     def close(self) -> None:
         """Tell the upload process to send the last rows and end; wait up to `CLOSE_SECONDS`.
 
-        After that time the process continues in the background.  If `begin` was never called, this
-        does not wait.  Calling `close` again does nothing.
+        If the process has not ended by then, it continues in the background.  If `begin` was never
+        called, `close` does not wait.  Calling `close` again does nothing.
         """
         if self._closing.is_set():
             return
@@ -172,10 +178,10 @@ def _print_error(line: str) -> None:
 
 
 def key_problem() -> str | None:
-    """Return what is wrong with the wandb API key, as far as can be told without the server.
+    """Return a description of the problem if the wandb API key is missing or malformed, else None.
 
-    This looks for the key where wandb does, but does not import wandb, which takes seconds.
-    Returns None if the key is well-formed, or if no key is needed.
+    The key is searched for in the same places as wandb does, but without importing wandb, which
+    takes seconds.  The server is not contacted.  The result is also None if no key is needed.
     """
     if not is_online() or _setting("identity_token_file"):
         return None
@@ -194,19 +200,19 @@ def key_problem() -> str | None:
 def is_well_formed(key: str) -> bool:
     """Return whether an API key, or a token used in its place, has a form that wandb accepts.
 
-    Keys for a company's own server have a prefix that ends in a dash.
+    A key may begin with a prefix that ends in a dash; keys for a company's own wandb server do.
     """
     prefix, dash, secret = key.partition("-")
     return bool(re.fullmatch(r"[\w-]{40,}", secret if dash else prefix) or re.fullmatch(TOKEN, key))
 
 
 def is_online() -> bool:
-    """Return whether wandb contacts its server, which depends on the wandb mode."""
+    """Return whether wandb contacts its server in the mode that the user has set for wandb."""
     return _setting("mode") not in ("offline", "dryrun", "disabled")
 
 
 def _setting(name: str) -> str | None:
-    """Return one of wandb's settings, from the environment or wandb's settings files."""
+    """Return a setting of wandb from the environment or wandb's settings files; None if not set."""
     if value := os.environ.get(f"WANDB_{name.upper()}"):
         return value
     folders = (
@@ -284,7 +290,10 @@ def main() -> None:
 
 
 def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of steps after `after` as they are added, until standard input is closed."""
+    """Yield the metrics file's rows of steps later than `after`, as they are added to the file.
+
+    The iterator ends when standard input is closed and all rows have been yielded.
+    """
     with open(path, encoding="utf-8") as file:
         ending = False
         while True:
@@ -295,7 +304,7 @@ def _rows(path: str, after: int) -> Iterator[dict[str, Any]]:
 
 
 def _new_rows(file: IO[str], after: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of steps after `after` that were added to the file since the last call.
+    """Yield the rows of steps later than `after` that were added to the file since the last call.
 
     An incomplete line at the end of the file is left for the next call.
     """

@@ -1,6 +1,6 @@
 """Trains on local hosts while they are killed, stopped or made to fail; checks the results.
 
-`python -m tests.long.interruptions hosts 12` and `... saves 20` are the long runs; the test suite
+`python -m tests.long.interruptions hosts 16` and `... saves 20` are the long runs; the test suite
 has short ones.  Every run must finish by itself, with the metrics of an undisturbed run, bit for
 bit.
 """
@@ -27,34 +27,29 @@ import numpy as np
 from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.config import Config
 from mesh_transformer.pod import restarts
-from mesh_transformer.training.metrics import NAME
 from tests.support.multihost import random_batches, started
 from tests.support.multihost import run as run_hosts
-from tests.support.small_run import TIMES, VALUES, mixed_values, write_config
+from tests.support.small_run import VALUES, mixed_values, rows_of, write_config
 from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = 10
 LONGEST = 60.0  # seconds until a run is further than when it was interrupted
-KINDS = ("SIGKILL", "SIGSTOP", "exception")
+KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "exception")
 SERVERS = ("gcs_server", "raylet")  # of Ray's head; killing one with SIGKILL is a kind too
 HOSTS = 2
 PIDS = "pids.json"  # file that `drive` writes: the hosts' process ids, by rank
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete metrics rows, without the values that depend on the clock."""
-    path = folder / NAME
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [
-        {k: v for k, v in row.items() if k not in TIMES and not k.startswith("host_seconds/")}
-        for row in rows
-    ]
+MODEL = "model.txt"  # file with the model folder of a run, if that is in a bucket
 
 
 def last_step(folder: Path) -> int:
-    return max((row["step"] for row in rows_of(folder)), default=0)
+    return max((row["step"] for row in rows_of(metrics_folder(folder))), default=0)
+
+
+def metrics_folder(folder: Path) -> Path:
+    """Return where the metrics of the run in a folder are; `MODEL` names a bucket of its model."""
+    model = (folder / MODEL).read_text() if (folder / MODEL).exists() else ""
+    return folder / "runs" / model.removeprefix("gs://") if model else folder
 
 
 def members(session: int) -> dict[int, str]:
@@ -84,14 +79,16 @@ def sessions_of(driver: int) -> set[int]:
 class Training:
     """A driver in its own session, and the Ray sessions that it starts."""
 
-    def __init__(self, folder: Path, *command: str, cwd: Path = ROOT):
+    def __init__(self, folder: Path, *command: str, cwd: Path | None = None):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log.txt"
+        in_bucket = (folder / MODEL).exists()  # then its metrics are below the current folder
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
-                cwd=cwd,
+                cwd=cwd or (folder if in_bucket else ROOT),
+                env=os.environ | ({"PYTHONPATH": str(ROOT)} if in_bucket else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -131,7 +128,7 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(folder: Path, *command: str, cwd: Path = ROOT) -> Iterator[Training]:
+def training(folder: Path, *command: str, cwd: Path | None = None) -> Iterator[Training]:
     run = Training(folder, *command, cwd=cwd)
     try:
         yield run
@@ -231,7 +228,7 @@ def _disturb(run: Training, interruption: Interruption, before: int) -> Outcome:
 
 def assert_same(folder: Path, whole: Path) -> None:
     """Check that all rows equal the undisturbed run's bit for bit, since JSON keeps all digits."""
-    actual, expected = rows_of(folder), rows_of(whole)
+    actual, expected = rows_of(metrics_folder(folder)), rows_of(whole)
     assert [row["step"] for row in actual] == [row["step"] for row in expected]
     for actual_row, expected_row in zip(actual, expected, strict=True):
         assert actual_row == expected_row
@@ -263,14 +260,15 @@ def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> N
         cluster._shares = spoiled
         return cluster
 
+    model = Path(folder) / MODEL
     with local_machines(loaded, HOSTS) as hosts:
-        restarts.train(lambda: make(hosts()), folder)
+        restarts.train(lambda: make(hosts()), model.read_text() if model.exists() else folder)
 
 
 def planned(count: int, seed: int) -> list[tuple[str, int, int]]:
     """Return `count` interruptions (kind, step, rank); `seed` determines their order and steps.
 
-    The first six have every kind on every rank, and so do the next six, and so on.
+    The first eight have every kind on every rank, and so do the next eight, and so on.
     """
     rng = random.Random(seed)
     plan = []
@@ -298,7 +296,7 @@ def many_hosts(count: int, seed: int) -> None:
             assert outcome.seconds < LONGEST
 
 
-def state_of(folder: Path, step: int) -> list[tuple[str, np.ndarray]]:
+def state_of(folder: Path | str, step: int) -> list[tuple[str, np.ndarray]]:
     """Return the paths and arrays of a checkpoint."""
     with Checkpoints(str(folder), read_only=True) as checkpoints:
         assert checkpoints.saved(step).aux["saved after"] == step
@@ -408,7 +406,7 @@ def main() -> None:
         config, folder, *raises = args.rest
         drive(config, folder, *map(int, raises))
     elif args.what == "hosts":
-        count, seed = (*map(int, args.rest), *(12, 0)[len(args.rest) :])
+        count, seed = (*map(int, args.rest), *(16, 0)[len(args.rest) :])
         many_hosts(count, seed)
     else:
         count, seed = (*map(int, args.rest), *(20, 0)[len(args.rest) :])

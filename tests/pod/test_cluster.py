@@ -24,6 +24,7 @@ import eval_harness
 from mesh_transformer.config import Config
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.pod import restarts
 from mesh_transformer.pod.launch import build_model, local_machines
 from mesh_transformer.pod.runner import StepReport
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
@@ -48,6 +49,7 @@ from tests.support.small_run import (
     VALUES,
     VOCAB,
     assert_same_rows,
+    damage_step,
     rows_of,
     run_values,
     write_config,
@@ -156,9 +158,9 @@ def test_running_batch_matches_a_single_process(cluster, single):
             cluster_batch.insert(
                 [0, 3], [np.array([1]), np.array(bad, int)], 3, sampler_settings({}, 2)
             )
-    with pytest.raises(InputError, match="decode of 33 tokens, expected 1 to 32"):
+    with pytest.raises(InputError, match="steps is 33, expected 1 to 32"):
         cluster_batch.decode(33)
-    with pytest.raises(InputError, match="a batch of 3 rows, expected a multiple of the 2 repl"):
+    with pytest.raises(InputError, match="has 3 rows, expected a positive multiple of the 2 repl"):
         cluster.batch(3)
     cluster.batch(2)
     with pytest.raises(InputError, match="a newer batch has replaced this one on the hosts"):
@@ -217,10 +219,8 @@ def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, 
     rows = rows_of(folder)
     shutil.rmtree(tmp_path / "many" / "step_4")  # as if the run was killed during this save
     loop.train(cluster, folder)
-    assert_same_rows(without_host_seconds(rows_of(folder)), without_host_seconds(rows))
-    for actual, expected in zip(
-        without_host_seconds(rows), without_host_seconds(rows_of(single_folder)), strict=True
-    ):
+    assert_same_rows(rows_of(folder), rows)
+    for actual, expected in zip(rows, rows_of(single_folder), strict=True):
         assert actual == pytest.approx(expected, rel=OTHER_PROCESSES)
     scores = {name[5:]: value for name, value in rows[-1].items() if name.startswith("eval/")}
     assert scores.keys() == {name[5:] for name in rows[1] if name.startswith("eval/")}
@@ -242,11 +242,6 @@ def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, 
     printed = capsys.readouterr().out
     assert "|made_choice" in printed
     assert "perplexity" in printed
-
-
-def without_host_seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return metrics rows without the values that each host reports about itself."""
-    return [{k: v for k, v in row.items() if not k.startswith("host_seconds/")} for row in rows]
 
 
 def test_bad_input_raises_one_line_and_the_cluster_stays_usable(cluster):
@@ -304,7 +299,7 @@ def test_killed_host_is_named_and_all_hosts_end(machines, host):
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(HostError, match=rf"have been ended \(host {host} died"):
+    with pytest.raises(HostError, match=rf"have been shut down \(host {host} died"):
         cluster.batch(2)
     cluster.close()
 
@@ -355,7 +350,9 @@ def test_host_that_hangs_at_startup_is_named_and_ends(machines, monkeypatch):
 
     thread = threading.Thread(target=stop_one)
     thread.start()
-    with pytest.raises(HostError, match=r"^host [01] does not answer$"):
+    # On a busy machine, the other host may not have started either.
+    silent = r"^host [01] does not answer(; host 1 does not answer)?$"
+    with pytest.raises(HostError, match=silent):
         build_model(CONFIG, machines())
     thread.join()
     # Ray itself ends a process that was still starting, after a few seconds.
@@ -387,6 +384,27 @@ def kill(session: int) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_cluster_falls_back_to_the_newest_intact_step(machines, tmp_path, capsys):
+    config = Config(**run_values(tmp_path, ckpt_every=2, val_batches=0))
+
+    def train(folder: str, steps: int, **options: Any) -> None:
+        def make() -> Any:
+            return build_model(config, machines(), heartbeat=30)
+
+        restarts.train(make, str(tmp_path / folder), max_steps=steps, **options)
+
+    train("whole", 6)
+    train("run", 4)
+    damage_step(tmp_path / "run" / "step_4")
+    message = r"step_4.* or use step_2, the newest step before it; --fall-back does the latter"
+    with pytest.raises(InputError, match=message):
+        train("run", 6)
+    train("run", 6, fall_back=True)
+    assert "falling back to step_2, step_4.damaged is kept" in capsys.readouterr().err
+    assert_same_rows(rows_of(tmp_path / "run"), rows_of(tmp_path / "whole"))
 
 
 @pytest.mark.slow
@@ -431,7 +449,8 @@ def test_run_recovers_from_every_kind_of_interruption(complete_run, tmp_path):
     plan = [
         Interruption("SIGKILL", 3, 0),
         Interruption("raylet", 8),
-        Interruption("SIGSTOP", 15, 1),
+        Interruption("SIGSTOP", 13, 1),
+        Interruption("SIGTERM", 18, 1),
         Interruption("exception", 23, 0),
     ]
     assert {interruption.kind for interruption in plan} == {*KINDS, "raylet"}

@@ -92,7 +92,7 @@ def test_number_of_failed_replacements_is_limited(cluster, clusters):
 
 def test_no_hosts_are_started_after_close(cluster, clusters):
     cluster.close()
-    with pytest.raises(HostError, match="have been ended"):
+    with pytest.raises(HostError, match="have been shut down"):
         cluster.batch(1)
     assert len(clusters) == 1
 

@@ -9,6 +9,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.locks import lock_folder
 from mesh_transformer.pod import restarts
 from mesh_transformer.training import loop
+from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.util import HostError, InputError, StoppedError
 from tests.support.small_run import run_values
 
@@ -36,7 +37,9 @@ def attempts(monkeypatch):
     monkeypatch.setattr(restarts.time, "sleep", waits.append)
 
     def attempt(network: Attempt, folder: str, **options: Any) -> None:
-        assert options == {"max_steps": 7, "tune_model_path": None, "fresh_opt": False}
+        assert isinstance(options.pop("ledger"), Ledger)
+        expected = {"max_steps": 7, "tune_model_path": None, "fresh_opt": False, "fall_back": False}
+        assert options == expected
         network.step = network.reaches
         if network.error is not None:
             raise network.error

@@ -148,11 +148,11 @@ def test_files_are_complete_and_secrets_are_private(host, hosts):
 def test_host_must_have_its_published_key(tmp_path, key, host):
     with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as other:
         keys = {host.address: other.published()}
-        with pytest.raises(StoppedError, match="not the one known for it"):
+        with pytest.raises(StoppedError, match="SSH host key is not the expected one"):
             Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
         # If the published keys are all of unknown types, no key is accepted, rather than any key.
         keys = {host.address: [("ssh-new", "AAAA")]}
-        with pytest.raises(StoppedError, match="not the one known for it"):
+        with pytest.raises(StoppedError, match="SSH host key is not the expected one"):
             Hosts([host.address], options(host, key), keys).run("echo no", seconds=10)
         assert host.commands == []
 
@@ -162,10 +162,10 @@ def test_first_key_is_remembered_if_none_was_published(host, key, hosts):
     assert hosts.run("echo yes", seconds=10) == ["yes\n"]
     hosts.close()
     host.new_key()
-    with pytest.raises(StoppedError, match="not the one known for it"):
+    with pytest.raises(StoppedError, match="SSH host key is not the expected one"):
         hosts.run("echo no", seconds=10)
     strict = Hosts([host.address], options(host, key, trust_first=False))
-    with pytest.raises(StoppedError, match="not the one known for it"):
+    with pytest.raises(StoppedError, match="SSH host key is not the expected one"):
         strict.run("echo no", seconds=10)
 
 
@@ -195,7 +195,7 @@ def test_unusable_private_keys_are_input_errors(tmp_path, key):
 
 def test_host_without_an_ssh_server_is_reported(key, host):
     nowhere = Hosts(["127.0.0.3"], options(host, key))
-    with pytest.raises(StoppedError, match=r"no SSH on port .* firewall"):
+    with pytest.raises(StoppedError, match=r"SSH on port .* did not answer .* firewall"):
         nowhere.run("echo no", seconds=10)
 
 
@@ -205,7 +205,7 @@ def test_lost_host_is_awaited_for_less_time_than_a_starting_one(tmp_path, key, m
         hosts = Hosts([server.address], options(server, key, connect_seconds=300.0))
         assert hosts.run("echo up", seconds=10) == ["up\n"]
     start = time.monotonic()
-    with pytest.raises(HostError, match=r"no SSH on port \d+ for 0\.5 s"):
+    with pytest.raises(HostError, match=r"SSH on port \d+ did not answer for 0\.5 s"):
         hosts.run("echo no", seconds=10)
     assert time.monotonic() - start < 20
 

@@ -84,6 +84,7 @@ class Counter:
         return {
             "loss": Number(self, self.loss(self.step)),
             **dict.fromkeys(names, Number(self, 0.5)),
+            "skipped": Number(self, 0.0),
         }
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -97,6 +98,7 @@ class Counter:
         self.calls.append(f"claim {Path(folder).name}")
 
     save_failed = False
+    notice = ""
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         self.saved[self.step] = json.loads(json.dumps(aux))
@@ -147,7 +149,7 @@ def test_rows_have_the_documented_keys(counter, tmp_path, capsys, peak):
     if peak is not None:
         always.add("train/mfu")
     for row in rows:
-        names = {name for name in row if not name.startswith("noise/")}
+        names = {name for name in row if not name.startswith(("noise/", "seconds/"))}
         assert names == always | ({"val/loss_held_out"} if row["step"] % 10 == 0 else set())
         assert {"noise/grad_square", "noise/covariance_trace"} <= row.keys()
         assert row["train/loss"] == 1 / row["step"]
@@ -269,7 +271,7 @@ def test_a_host_failure_after_a_signal_still_stops_the_run(counter, tmp_path):
         raise HostError("host 1 died")
 
     network.restore = fails
-    with pytest.raises(StoppedError, match="SIGTERM: stopped, but not saved: host 1 died") as error:
+    with pytest.raises(StoppedError, match="by SIGTERM without saving: host 1 died") as error:
         loop.train(network, str(tmp_path))
     assert not isinstance(error.value, HostError)
 
@@ -284,6 +286,24 @@ def test_a_host_failure_after_the_last_save_is_ignored(counter, tmp_path):
     network.close = fails
     loop.train(network, str(tmp_path))
     assert max(network.saved) == 6
+
+
+def test_a_host_that_announces_its_end_saves_this_step_first(counter, tmp_path):
+    saved: dict[int, Any] = {}
+    network = counter(saved, ckpt_every=100)
+    before_step = {5: "", 6: "host 1 received SIGTERM"}
+
+    def before(step: int) -> None:
+        network.notice = before_step.get(step, "")
+
+    network.before_step = before
+    with pytest.raises(HostError, match=r"^host 1 received SIGTERM, so its machine is about to go"):
+        loop.train(network, str(tmp_path))
+    assert sorted(saved) == [6]
+    assert network.calls[-2:] == ["wait", "close"]
+    loop.train(counter(saved, ckpt_every=100), str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 31))
 
 
 def test_training_off_the_main_thread_ignores_signals(counter, tmp_path):
@@ -622,12 +642,12 @@ def test_only_a_new_run_loads_tune_model_path(counter, tmp_path):
 class TimedMetric:
     """A metric of a step; reading it waits until the step has finished."""
 
-    def __init__(self, network: "Timed", ends: float):
-        self.network, self.ends = network, ends
+    def __init__(self, network: "Timed", ends: float, value: float):
+        self.network, self.ends, self.value = network, ends, value
 
     def __float__(self) -> float:
         self.network.now = max(self.network.now, self.ends)
-        return 0.5
+        return self.value
 
     def is_ready(self) -> bool:
         return self.network.now >= self.ends
@@ -652,7 +672,9 @@ class Timed(Counter):
         self.now = max(self.now + 1e-3, self.ends[max(0, self.step - 1 - self.depth)])
         self.seconds.append(self.rng.uniform(0.5, 1.5))
         self.ends.append(max(self.now, self.ends[-1]) + self.seconds[-1])
-        return dict.fromkeys(metrics, TimedMetric(self, self.ends[-1]))
+        return {
+            name: TimedMetric(self, self.ends[-1], value.value) for name, value in metrics.items()
+        }
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         self.pause(3.0)

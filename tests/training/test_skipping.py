@@ -1,6 +1,5 @@
-"""Updates whose loss or gradient norm is not finite are skipped, on every mesh."""
+"""Updates whose loss or gradient norm is not finite, or a spike, are skipped, on every mesh."""
 
-import json
 from typing import Any
 
 import jax
@@ -9,11 +8,11 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.training import loop
+from mesh_transformer.training import loop, spikes
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import StoppedError
 from tests.conftest import SMALL
-from tests.support.small_run import run_values
+from tests.support.small_run import rows_of, run_values
 
 BAD_TOKEN = 7
 # So large that its mean overflows f32 in the first norm.  It is finite, because embedding by a
@@ -67,6 +66,45 @@ def test_without_the_key_such_an_update_destroys_the_model():
     assert not all(np.isfinite(leaf).all() for leaf in values(trained))
 
 
+def expected_skips(norms: list[float], factor: float) -> list[bool]:
+    """Return which of these gradient norms are spikes, by numpy."""
+    skips = []
+    for step, norm in enumerate(norms):
+        window = np.sort(np.array(norms[max(0, step - spikes.WINDOW) : step], np.float32))
+        median = window[len(window) // 2] if len(window) else 0.0
+        skips.append(len(window) >= spikes.LEAST and norm > np.float32(factor) * median)
+    return skips
+
+
+def test_spikes_are_those_that_numpy_finds():
+    rng = np.random.default_rng(0)
+    norms = (rng.lognormal(size=400) * np.linspace(1, 9, 400)).astype(np.float32)
+    window, actual = spikes.fresh_norms(), []
+    for step, norm in enumerate(norms):
+        actual.append(bool(spikes.is_spike(window, norm, 2.5)))
+        window = spikes.with_norm(window, norm, np.int32(step))
+    assert actual == expected_skips(norms.tolist(), 2.5)
+    assert 10 < sum(actual) < 200
+    np.testing.assert_array_equal(window, spikes.with_norm(window, np.float32("nan"), 7))
+
+
+@pytest.mark.parametrize(("dp", "mp", "changes"), MESHES)
+def test_a_spike_changes_only_the_step_and_the_window(dp, mp, changes):
+    factor = 1.02  # so low that ordinary steps exceed it
+    trained = network(dp, mp, changes | {"skip_spikes": factor, "skip_nonfinite": False})
+    norms, actual = [], []
+    for seed in range(spikes.LEAST + 8):
+        before = values(trained)
+        measured = trained.train(batch(trained.config, seed))
+        norms.append(float(measured["grad_norm"]))
+        actual.append(bool(measured["skipped"]))
+        unchanged = all(map(np.array_equal, before, values(trained)))
+        assert unchanged == actual[-1]
+    assert actual == expected_skips(norms, factor)
+    assert any(actual)
+    assert not all(actual[spikes.LEAST :])
+
+
 class Diverging:
     """Wraps a network: the batches of the given steps get a token for which it computes NaN."""
 
@@ -93,13 +131,7 @@ def train(folder, config: Config, bad: set[int], max_steps: int | None = None) -
     """Train and return the metrics rows without the values that depend on the clock."""
     wrapped = Diverging(CausalTransformer(config, init=False), bad)
     loop.train(wrapped, folder / "model", max_steps=max_steps)  # type: ignore[arg-type]
-    return rows(folder)
-
-
-def rows(folder) -> list[dict[str, Any]]:
-    lines = (folder / "model" / "metrics.jsonl").read_text().splitlines()
-    timed = ("train/tokens_per_sec", "train/mfu")
-    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
+    return rows_of(folder / "model")
 
 
 @pytest.fixture
@@ -130,5 +162,23 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_name_the_records(tmp
     assert line.startswith("step 10: loss is nan, gradient norm nan; ")
     assert f"its batch is {config.train_set} from {first} to before {end}; " in line
     assert line.endswith("3 updates in a row were skipped; lower lr, or check the data")
-    assert rows(tmp_path)[-1]["step"] == 9
+    assert rows_of(tmp_path / "model")[-1]["step"] == 9
     assert [path.name for path in (tmp_path / "model").glob("step_*")] == ["step_5"]
+
+
+def test_a_resumed_run_skips_the_same_spikes(tmp_path, config):
+    config = config.replace(skip_spikes=1.02, total_steps=24, max_skipped=24)
+    expected = train(tmp_path / "whole", config, set())
+    assert expected[-1]["train/skipped"] > 0
+    for steps in (19, 24):
+        actual = train(tmp_path / "parts", config, set(), steps)
+    assert actual == expected
+
+
+def test_spikes_can_be_skipped_from_any_step_on(tmp_path, config):
+    train(tmp_path, config, set(), 6)
+    rows = train(tmp_path, config.replace(skip_spikes=1.02, max_skipped=24), set(), 24)
+    norms = [row["train/grad_norm"] for row in rows[6:]]
+    assert rows[-1]["train/skipped"] == sum(expected_skips(norms, 1.02)) > 0
+    again = train(tmp_path, config, set(), 26)  # without the key again
+    assert [row["step"] for row in again] == list(range(1, 27))

@@ -24,7 +24,7 @@ ENDPOINT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"
 
 
 class PreemptedError(StoppedError):
-    """The TPU was taken away; `TpuVm.recreate` creates it again."""
+    """Google Cloud has preempted the TPU; `TpuVm.recreate` creates it again."""
 
 
 class CapacityError(StoppedError):
@@ -32,7 +32,7 @@ class CapacityError(StoppedError):
 
 
 class UnavailableError(HostError):
-    """The API gave no answer; it may still have carried out the request."""
+    """The Cloud TPU API did not answer, but may still have carried out the request."""
 
 
 class QuotaError(InputError):
@@ -45,8 +45,8 @@ class QuotaError(InputError):
 def new_client() -> "tpu_v2.TpuClient":
     """Return a Cloud TPU API client with this machine's default credentials.
 
-    If the environment variable that `ENDPOINT` names is set to "https://HOST:PORT/", the client
-    connects to that address instead of Google's endpoint.  The connection always uses TLS.
+    The environment variable `CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU` can replace Google's endpoint
+    with "https://HOST:PORT/".  The connection always uses TLS.
 
     Raises:
       InputError: if google-cloud-tpu or the credentials are missing, or if the variable's value is
@@ -117,7 +117,7 @@ class TpuApi:
         self._queued_name = f"{self._parent}/queuedResources/{spec.name}"
 
     def node(self) -> "tpu_v2.Node | None":
-        """Return the TPU's node, or None if it does not exist."""
+        """Return the API's description of the TPU (a node), or None if the TPU does not exist."""
         return self._read(self._client.get_node, self._node_name)
 
     def queued(self) -> "tpu_v2.QueuedResource | None":
@@ -158,6 +158,8 @@ class TpuApi:
         the request has entered the queue.
 
         Args:
+          labels: labels of the TPU.
+          metadata: metadata of the TPU's hosts.
           queue_seconds: time after which a queued request expires.
         """
         from google.cloud import tpu_v2
@@ -232,7 +234,7 @@ class TpuApi:
     def operation_done(self, name: str) -> bool:
         """Return whether the API's operation `name` has ended.
 
-        If the operation has failed, the exception for its error is raised (see `translate_error`).
+        If the operation has failed, the matching exception is raised (see `translate_error`).
         """
         operation = self._read(self._client.get_operation, name)
         if operation is not None and operation.HasField("error"):
@@ -286,11 +288,11 @@ class TpuApi:
     def _translated(
         self, transient: tuple[type[Exception], ...] = (), *, creating: bool = False
     ) -> Iterator[None]:
-        """Translate the API's exceptions in the block into this package's exceptions.
+        """Return a context manager that translates the API's exceptions into this package's.
 
         Args:
           transient: exceptions that are raised unchanged.
-          creating: whether the block requests the TPU; see `translate_error`.
+          creating: whether the `with` block requests the TPU; see `translate_error`.
         """
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
@@ -319,7 +321,7 @@ class TpuApi:
     def translate_error(self, error: "GoogleAPICallError", creating: bool = False) -> Exception:
         """Return this package's exception for an API error.
 
-        Its message says what was requested, what the API answered, and what to do.
+        The message says what was requested, what the API answered, and what to do.
 
         Args:
           creating: whether the request was to create the TPU.  If such a request is invalid, the
@@ -333,9 +335,11 @@ class TpuApi:
             return name_in_use_error(spec)
         if isinstance(error, exceptions.TooManyRequests):  # RESOURCE_EXHAUSTED: quota or capacity
             if "quota" in message.lower():
-                return QuotaError(f"{subject}: {message}; ask for more quota, or a smaller TPU")
+                return QuotaError(
+                    f"{subject}: {message}; ask for more quota, or choose a smaller TPU"
+                )
             return CapacityError(
-                f"{subject}: {message}; try later or in another zone, or queue for it"
+                f"{subject}: {message}; try later or in another zone, or queue the request"
             )
         if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized):
             return InputError(
@@ -349,10 +353,7 @@ class TpuApi:
         return error_type(f"{subject}: {message}")
 
     def _available(self) -> str:
-        """Return advice for an invalid request: for example, which TPU types the zone offers.
-
-        If the zone offers no TPUs, the zone may be wrong, so the advice is to check it.
-        """
+        """Return advice for an invalid request, such as the TPU types that the zone offers."""
         from google.api_core import exceptions
 
         try:
@@ -373,9 +374,9 @@ class TpuApi:
 
 
 class _UninterruptedClient:
-    """A client whose requests are not interrupted by signals.
+    """A Cloud TPU API client whose requests are not interrupted by signals.
 
-    A signal that arrives during a request takes effect after the answer.
+    A signal that arrives during a request is handled when the request has ended.
     """
 
     def __init__(self, client: "tpu_v2.TpuClient", signals: Signals):
@@ -392,11 +393,11 @@ class _UninterruptedClient:
 
 
 class _MissingError(Exception):
-    """The resource does not exist."""
+    """The resource that a request names does not exist."""
 
 
 def _no_answer_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that the client raises if the service gives no proper answer."""
+    """Return the exception types that mean that the API is unavailable, too slow or failing."""
     from google.api_core import exceptions
 
     return (

@@ -96,10 +96,10 @@ def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
 
 
 def ray_token() -> str:
-    """Return the driver's Ray token.
+    """Return the token of the driver's Ray cluster.
 
-    As in Ray itself, this is the value of RAY_AUTH_TOKEN.  If that variable is not set, it is the
-    content of the file that RAY_AUTH_TOKEN_PATH names (default ~/.ray/auth_token).
+    Like Ray, this reads the variable RAY_AUTH_TOKEN.  If it is not set, this reads the file that
+    RAY_AUTH_TOKEN_PATH names (default ~/.ray/auth_token).
 
     Raises:
       InputError: if there is no token, or if other users can read the file.
@@ -128,8 +128,7 @@ def start_ray(
     """Copy the package to every host, install it and start a Ray worker there.
 
     The token is written to a file that only its owner can read; it is never part of a command line.
-    Hosts use the driver's Python version up to the minor number.  The patch number may differ,
-    because pickled objects do not depend on it.
+    The hosts use the same Python minor version as the driver.
 
     Args:
       address: "ip:port" of the Ray head.

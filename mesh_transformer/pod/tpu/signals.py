@@ -12,9 +12,9 @@ from typing import Any
 class Signals:
     """Handlers of SIGINT, SIGTERM and SIGHUP that raise exceptions, so that `with` blocks exit.
 
-    A signal that had no handler, and would have killed the process, raises SystemExit.  If a signal
-    already had a Python handler, that handler is called; Ctrl-C, for example, raises
-    KeyboardInterrupt.  An ignored signal is still ignored.
+    If a signal already has a Python handler, that handler is called; for Ctrl-C, Python's own
+    handler raises KeyboardInterrupt.  If the signal would have killed the process, SystemExit is
+    raised.  Ignored signals stay ignored.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class Signals:
         self.discard_dropped()
 
     def discard_dropped(self) -> None:
-        """Discard the exception that `_keep_dropped` has kept, so that it is not raised later."""
+        """Discard the exception that `_keep_dropped` stored, so that `defer` does not raise it."""
         self._dropped = None
 
     def _keep_dropped(self, unraisable: Any) -> None:
-        """Keep a signal's exception that Python would drop; used as `sys.unraisablehook`.
+        """Store an exception of a signal handler that Python would drop; a `sys.unraisablehook`.
 
         If a signal arrives during a destructor or some callbacks, Python drops the exception that
-        the signal's handler raises.  `defer` raises the kept exception later.
+        the signal's handler raises.  `defer` raises the stored exception later.
         """
         if isinstance(unraisable.exc_value, (KeyboardInterrupt, SystemExit)):
             self._dropped = unraisable.exc_value
@@ -98,5 +98,5 @@ class Signals:
 
 
 def _on_main_thread() -> bool:
-    """Return whether this is the main thread; only this thread handles signals in Python."""
+    """Return whether this is the main thread, the only one that handles signals in Python."""
     return threading.current_thread() is threading.main_thread()

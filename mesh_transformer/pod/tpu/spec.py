@@ -25,7 +25,7 @@ class TpuSpec:
     Attributes:
       zone: Google Cloud zone, such as "europe-west4-a" (`region` in the original
         mesh-transformer-jax).
-      accelerator_type: the API's name of the TPU type, such as "v4-8".
+      accelerator_type: the TPU type, as the Cloud TPU API names it, such as "v4-8".
       runtime_version: the TPU's software version; None selects the default of its generation.
       project: Google Cloud project; None selects the project of the credentials.
       tier: price tier: "on_demand", or a cheaper tier whose TPUs can be taken away at any time.
@@ -33,8 +33,8 @@ class TpuSpec:
         "on_demand", because the queue does not accept "preemptible".
       external_ips: whether the hosts get external IP addresses.  Without them, the network needs a
         NAT so that the hosts can download packages.
-      max_hours: maximum hours of use; None for no limit.  If the driver has not deleted the TPU
-        some minutes after this time, the hosts delete it themselves (see `deadline_script`).
+      max_hours: maximum hours of use; None for no limit.  If the TPU still exists some minutes
+        after this time, its hosts delete it themselves (see `deadline_script`).
     """
 
     name: str
@@ -59,12 +59,12 @@ class TpuSpec:
         preemptible: bool = False,
         max_hours: float | None = None,
     ) -> Self:
-        """Return a spec of `tpu_size` devices of the config's `tpu_generation` in its `tpu_zone`.
+        """Return a spec with the config's `tpu_zone`, `tpu_generation` and number of devices.
 
         Args:
           preemptible: use a cheaper tier whose TPUs can be taken away at any time: "spot" if
-            `queued`, otherwise the cheap tier of the generation.  This has no effect if the
-            config's `tpu_tier` is not "on_demand".
+            `queued`, otherwise the generation's `cheap_tier` ("spot" or "preemptible").  This has
+            no effect if the config's `tpu_tier` is not "on_demand".
 
         Raises:
           InputError: if the config has no `tpu_zone`, or if a value is invalid.
@@ -110,7 +110,7 @@ class TpuSpec:
             raise InputError(f"TPU tier is {self.tier!r}; give one of {', '.join(get_args(Tier))}")
         if self.queued and self.tier == "preemptible":
             raise InputError(
-                "TPU tier is 'preemptible', which cannot be queued; use 'spot', or do not queue"
+                "TPU tier is 'preemptible', which cannot be queued; use 'spot', or omit --queued"
             )
 
     def _check_accelerator(self) -> None:
@@ -118,8 +118,8 @@ class TpuSpec:
         if match and match[1] in CLOUD_GENERATIONS:
             if int(match[2]) % CLOUD_GENERATIONS[match[1]].units:
                 raise InputError(
-                    f"accelerator type is {self.accelerator_type!r}; a {match[1]} type counts "
-                    "cores, two per chip; give an even number"
+                    f"accelerator type is {self.accelerator_type!r}, but {match[1]} types are "
+                    "numbered by cores, two per chip; give an even number"
                 )
             return
         if match and match[1] == "v5e":
@@ -146,7 +146,7 @@ class TpuSpec:
         return self.runtime_version or CLOUD_GENERATIONS[self.generation].runtime_version
 
     def delete_command(self) -> str:
-        """Return the gcloud command by which a user deletes the TPU if this program fails."""
+        """Return the gcloud command that a user can run if this program cannot delete the TPU."""
         kind = ["queued-resources"] if self.queued else ["tpu-vm"]
         place = ["--zone", self.zone, *(["--project", self.project] if self.project else [])]
         force = ["--force"] if self.queued else []
@@ -156,11 +156,11 @@ class TpuSpec:
 
 
 def deadline_script(spec: TpuSpec, seconds: float, folder: str = "/var/lib") -> str:
-    """Return a startup script for a TPU's hosts that deletes the TPU after `seconds`.
+    """Return a startup script for a TPU's hosts that deletes the TPU after `seconds` seconds.
 
-    The host sends the API request as the TPU's service account, which may need the role
-    roles/tpu.admin.  If the API refuses the request, the host shuts itself down.  The time counts
-    from the host's first start, and a restart of the host does not extend it.
+    The time counts from a host's first start, and a restart of the host does not extend it.  The
+    script deletes the TPU through the Cloud TPU API, as the TPU's service account, which may need
+    the role roles/tpu.admin.  If the API refuses the deletion, the host shuts itself down.
 
     Args:
       folder: folder on the host for the file that stores the deadline.
@@ -197,7 +197,7 @@ class SshOptions:
       key_file: path of the private key (default: the key that gcloud creates).
       trust_first: whether to accept the first host key seen from a host that has not published any
         host keys.  See the docstring of the module `ssh`.
-      connect_seconds: for how long to retry the first connection to a host.
+      connect_seconds: time limit, in seconds, for retrying the first connection to a host.
     """
 
     user: str = dataclasses.field(default_factory=getpass.getuser)

@@ -2,12 +2,11 @@
 
 A host can publish its SSH host keys through the Cloud TPU API (guest attributes).  If a host has
 done so, only the published keys are accepted.  Otherwise, the first key that the host presents is
-accepted, and later connections to it must present the same key.  No earlier record of this key can
-exist, because the host was created only minutes ago.  With `trust_first=False`, a host without
-published keys is rejected.
+accepted, and in later connections the host must present the same key.  With `trust_first=False`, a
+host without published keys is rejected.
 
-The user's known_hosts file is neither read nor written, because new TPUs reuse the addresses of
-deleted ones and have different keys.
+The user's known_hosts file is neither read nor written, because new TPUs have new keys but reuse
+the addresses of deleted TPUs.
 """
 
 import base64
@@ -177,12 +176,12 @@ class Hosts:
     def _on_all(self, function: Callable[[int], Result], what: str, seconds: float) -> list[Result]:
         """Call `function` with each host's number, in parallel, and return the results in order.
 
-        If a call fails, all connections are closed, which ends the other calls, and the error is
-        raised.
+        If a call fails, its error is raised.  Before that, all connections are closed, which ends
+        the other calls.
 
         Args:
           what: the purpose of the calls, for messages.
-          seconds: time limit of the calls, in addition to the time limit for connecting.
+          seconds: time limit of the calls; connecting has a time limit of its own.
         """
         count = len(self.addresses)
         self._stopping.clear()
@@ -224,9 +223,10 @@ class Hosts:
         return connection
 
     def _open(self, host: int, seconds: float) -> "Connection":
-        """Open a connection to a host, with retries for `seconds`.
+        """Open a connection to a host; failed attempts are retried for up to `seconds` seconds.
 
-        A new host takes some time to start sshd and to accept the user's key.
+        Retries are needed because a new host takes some time to start sshd and to accept the
+        user's key.
         """
         from paramiko.ssh_exception import (
             AuthenticationException,
@@ -248,8 +248,8 @@ class Hosts:
                 return connection
             except (BadHostKeyException, _UntrustedError) as error:
                 raise StoppedError(
-                    f"host {label}: its SSH key is not the one known for it, so something else "
-                    "may be answering there; nothing was sent to it"
+                    f"host {label}: its SSH host key is not the expected one, so another machine "
+                    "may be answering at this address; nothing was sent to it"
                 ) from error
             except _connection_errors() as error:
                 connection.close()
@@ -266,7 +266,7 @@ class Hosts:
                         "off for the project"
                     ) from error
                 raise HostError(
-                    f"host {label}: no SSH on port {options.port} for "
+                    f"host {label}: SSH on port {options.port} did not answer for "
                     f"{seconds:g} s ({_described(error)}); check that this machine is in the TPU's "
                     "network, and that a firewall rule allows it"
                 ) from error
@@ -296,10 +296,11 @@ class Hosts:
         return connection
 
     def _trust(self, client: Any, address: str) -> None:
-        """Set which host keys a client accepts for `address`.
+        """Set which host keys a paramiko SSH client accepts from the host at `address`.
 
-        If the host has known keys, only these are accepted.  Otherwise, if `trust_first` is set,
-        the first key that the host presents is accepted and becomes its known key.
+        If the host has known keys, only these are accepted.  Known keys are those that the host has
+        published, or the one that it presented first.  A host without known keys is refused, unless
+        `trust_first` is set; then the first key that it presents becomes its known key.
         """
         from paramiko import MissingHostKeyPolicy, PKey
 
@@ -327,14 +328,14 @@ class Hosts:
 
 
 class _UntrustedError(Exception):
-    """A host presented a key that is not accepted.
+    """A host presented an SSH host key that is not accepted.
 
-    Either the host has other known keys, or it has none and `trust_first` is False.
+    Either other keys are known for this host, or no key is known and `trust_first` is False.
     """
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that mean that a connection cannot be opened or was lost."""
+    """Return the types of the exceptions for a connection that cannot be opened or was lost."""
     from invoke.exceptions import ThreadException
     from paramiko.ssh_exception import NoValidConnectionsError, SSHException
 
@@ -344,7 +345,8 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 class _Output:
     """A file-like object to which fabric writes one output stream of a host.
 
-    It keeps the last `SHOWN_LINES` lines, and prints each line as it arrives if `show` is set.
+    The object keeps the last `SHOWN_LINES` lines.  If `show` is set, it also prints each line as
+    the line arrives.
     """
 
     def __init__(self, label: str, show: bool):
@@ -361,7 +363,7 @@ class _Output:
                 self._print(line.rstrip())
 
     def flush(self) -> None:
-        """Do nothing, because `write` prints every line once the line is complete."""
+        """Do nothing: `write` already prints each line once the line is complete."""
 
     def end(self) -> None:
         if self._rest:

@@ -1,4 +1,4 @@
-"""A TPU that exists for the length of a `with` block.
+"""`TpuVm`, a TPU that is created at the start of a `with` block and deleted at its end.
 
     with TpuVm(TpuSpec("pod", "europe-west4-a", "v3-32", tier="preemptible")) as tpu:
         tpu.start_ray("10.0.0.2:6379", ray_token())
@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Signal handlers and a lock that protect the use of a TPU between `hold` and `release`.
+    """Signal handlers and a lock for the time in which this process uses a TPU.
+
+    `hold` installs the handlers and takes the lock; `release` undoes both.  The handlers turn
+    SIGINT, SIGTERM and SIGHUP into exceptions, so that `with` blocks can delete the TPU.
 
     Args:
       exclusive: whether to take the lock.  While the lock is held, no other process of this user on
@@ -81,7 +84,8 @@ class Guard:
 def _locked_file(spec: TpuSpec) -> IO[str]:
     """Open and lock the lock file for the TPU's name, and return the open file.
 
-    Closing the file releases the lock.  The file contains the id of the process that holds it.
+    Closing the file releases the lock.  The file contains the id of the process that holds the
+    lock.
 
     Raises:
       InputError: if another process holds the lock, or if the file cannot be written.
@@ -114,8 +118,8 @@ def _locked_file(spec: TpuSpec) -> IO[str]:
 def ownership_label(spec: TpuSpec) -> str:
     """Return the ownership label for TPUs with the spec's name, project and zone.
 
-    The label is stored in a file, so it is the same in all runs of this user on this machine.  The
-    caller must hold an exclusive `Guard`.
+    The label is stored in a file, so it is the same in all runs of this user on this machine.
+    Before the call, the caller must hold a `Guard` for this spec with `exclusive=True`.
     """
     path = _file_of(spec, "owner")
     if not path.exists() or not path.read_text():
@@ -137,20 +141,21 @@ QUEUE_GONE = {"SUSPENDING", "SUSPENDED", "DELETING"}
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds.
+    """Time limits of a `TpuVm`, in seconds.
 
     Attributes:
-      queue: for a queued TPU to leave the queue.
-      ready: for a TPU to become ready.
-      capacity: for repeating the request if the zone has no capacity, or if the TPU is taken away
-        before it is ready.  With 0, the request is not repeated.
+      queue: longest wait for a queued TPU to leave the queue.
+      ready: longest wait for a TPU to become ready.
+      capacity: for how long to retry creating a TPU if the zone has no capacity, or if the TPU is
+        taken away before it is ready.  With 0, there is no retry.
       capacity_again: the same as `capacity`, for a TPU that `TpuVm.recreate` creates again.
-      delete: for a TPU to be deleted.
-      host_keys: for hosts to publish their SSH host keys.
-      settle: for a TPU to appear if the request to create it was interrupted before the answer.
-      deadline_grace: for the driver to save and delete the TPU after `max_hours`, before the hosts
-        delete the TPU themselves.
-      poll: the longest time between two polls.
+      delete: longest wait for a TPU to be deleted.
+      host_keys: longest wait for hosts to publish their SSH host keys.
+      settle: longest wait for a TPU to appear, if the request to create the TPU was interrupted
+        before the API answered.
+      deadline_grace: time after `TpuSpec.max_hours` in which this process can still save its work
+        and delete the TPU.  After this time, the hosts delete the TPU themselves.
+      poll: the longest time between two polls of the API.
     """
 
     queue: float = 24 * 3600.0
@@ -169,16 +174,15 @@ class TpuVm:
 
     Args:
       client: a TpuClient to use instead of the real one.
-      adopt: if the TPU already exists, take it over instead of creating it.  This requires that the
-        TPU has the spec's type and was created by an earlier run with `adopt`, by this user on this
-        machine.  Such a TPU is left over if its driver was killed.  InputError is raised for any
-        other existing TPU of this name; without `adopt`, for every existing TPU of this name; and
-        if another process with `adopt` is using this name.
+      adopt: if a TPU of this name exists, use it instead of creating one.  The TPU must have the
+        spec's type, and must have been created with `adopt` by the same user on the same machine.
+        Such a TPU remains, for example, after the process that created it was killed.
       keep: do not delete the TPU at the end.
 
     Raises:
-      InputError: if the name, type or zone is invalid, if the quota does not allow the TPU, if the
-        credentials are missing, or as described for `adopt`.
+      InputError: if the name, type or zone is invalid, if the quota does not allow the TPU, or if
+        the credentials are missing.  Also if a TPU of this name exists and cannot be used, which
+        is always the case without `adopt`, or if another process with `adopt` uses this name.
       CapacityError: if the zone has no capacity for the TPU.
       PreemptedError: if the TPU was taken away.
       UnavailableError: if the API gives no answer.
@@ -230,10 +234,10 @@ class TpuVm:
             raise StoppedError(f"TPU {self.spec.name!r} was not deleted; delete it with: {command}")
 
     def _tear_down(self) -> bool:
-        """Delete the TPU, unless `keep` is set, and release everything that `__enter__` acquired.
+        """Delete the TPU, unless `keep` is set; close the connections and release the guard.
 
         Returns:
-          False if the TPU should have been deleted, but may still exist and be billed.
+          False if the deletion failed, so that the TPU may still exist and be billed; else True.
         """
         self._signals.discard_dropped()
         command = self.spec.delete_command()
@@ -259,8 +263,8 @@ class TpuVm:
     def _make(self, capacity_seconds: float, retry_on: tuple[type[Exception], ...] = ()) -> None:
         """Create the TPU and wait until it is ready.
 
-        This is retried for up to `capacity_seconds` if the zone has no capacity, if the TPU is
-        taken away before it is ready, or if one of the exceptions `retry_on` is raised.
+        The attempt is repeated for up to `capacity_seconds` if the zone has no capacity, if the TPU
+        is taken away before it is ready, or if an exception of a type in `retry_on` is raised.
         """
         deadline = time.monotonic() + capacity_seconds
         pause = self.limits.poll
@@ -278,9 +282,10 @@ class TpuVm:
             pause = min(2 * pause, 300.0)
 
     def _create(self) -> str | None:
-        """Request the TPU and return the name of the API's operation.
+        """Request the TPU, and return the name of the API's long-running operation.
 
-        If the TPU already exists and can be taken over, take it over instead, and return None.
+        If the TPU already exists, take it over instead and return None.  A TPU that was taken over
+        but will not become ready is deleted and requested again.
         """
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
@@ -313,7 +318,11 @@ class TpuVm:
     def _take_over(
         self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None"
     ) -> None:
-        """Take over an existing TPU; see `adopt`.
+        """Take over an existing TPU, as described for the argument `adopt` of `TpuVm`.
+
+        Args:
+          node: the TPU's node, or None if the TPU is queued and has no node yet.
+          queued: the TPU's queued resource, or None if the TPU was not queued.
 
         Raises:
           InputError: if `adopt` is not set, or if the TPU has another ownership label or type.
@@ -382,10 +391,15 @@ class TpuVm:
                 raise self._preempted_error(state)
 
     def _polls(self, what: str, seconds: float, advice: str) -> Iterator[tqdm]:
-        """Yield a progress bar once per poll, with pauses in between.
+        """Yield a progress bar each time the caller should poll the API; sleep in between.
+
+        Args:
+          what: what the TPU is doing, for the progress bar and the error.
+          seconds: time limit for the whole loop.
+          advice: what the user can do if the time limit is exceeded, for the error.
 
         Raises:
-          StoppedError: once `seconds` have passed.
+          StoppedError: once `seconds` seconds have passed.
         """
         start = time.monotonic()
         layout = "{desc} {elapsed}{postfix}"
@@ -398,7 +412,7 @@ class TpuVm:
                 left = start + seconds - time.monotonic()
                 if left <= 0:
                     raise StoppedError(
-                        f"TPU {self.spec.name!r}: {what} for more than {seconds:g} s; {advice}"
+                        f"TPU {self.spec.name!r} is still {what} after {seconds:g} s; {advice}"
                     )
                 waited = seconds - left
                 time.sleep(min(self.limits.poll, left, 1.0 + waited / 10))
@@ -419,10 +433,12 @@ class TpuVm:
         self._wait_ready(None)
 
     def recreate(self) -> None:
-        """Delete what is left of the TPU and create it again; it gets new addresses and host keys.
+        """Delete the TPU if it still exists, and create it again.
+
+        The new TPU's hosts have other addresses and other SSH host keys.
 
         Raises:
-          StoppedError: if `max_hours` have passed.
+          StoppedError: if the time limit `max_hours` of the spec has passed.
         """
         self._close_hosts()
         self.delete()
@@ -435,9 +451,9 @@ class TpuVm:
         self._make(self.limits.capacity_again, (QuotaError,))
 
     def _seconds_left(self) -> float:
-        """Return the seconds that are left of `max_hours`, or infinity if there is no limit.
+        """Return the seconds that are left of the spec's `max_hours`; infinity if it is None.
 
-        The time counts from when the first TPU became ready.
+        The time counts from when the TPU first became ready; recreating the TPU does not reset it.
         """
         if self.spec.max_hours is None:
             return math.inf
@@ -480,9 +496,10 @@ class TpuVm:
             _say(f"TPU {self.spec.name!r} {outcome}")
 
     def _is_ours(self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
-        """Return whether the TPU has our ownership label.
+        """Return whether the TPU has this object's ownership label.
 
-        A TPU without any ownership label counts as ours if the API answered our request for it.
+        For a TPU without any ownership label, return whether the API has answered this object's
+        request to create the TPU.
         """
         nodes = [node] if node is not None else []
         if queued is not None:
@@ -491,7 +508,7 @@ class TpuVm:
         return marks == {self._mark} if marks else self._answered
 
     def hosts(self) -> list[str]:
-        """Return the internal IP addresses of a ready TPU's hosts, in the order of the hosts."""
+        """Return the internal IP addresses of the hosts of a ready TPU, in the hosts' order."""
         node = self._api.node()
         if node is None:
             raise self._preempted_error("MISSING")
@@ -510,8 +527,8 @@ class TpuVm:
     def _published_keys(self, addresses: list[str]) -> dict[str, list[tuple[str, str]]]:
         """Return the host keys that each host has published, by address.
 
-        Waits for up to `limits.host_keys` seconds, because a new host publishes its keys only
-        during its start.  A host without published keys is missing from the result.
+        This waits for up to `limits.host_keys` seconds, because a new host publishes its keys while
+        it starts.  The result has no entry for a host that has published no keys.
         """
         deadline = time.monotonic() + self.limits.host_keys
         keys = {}
@@ -534,7 +551,7 @@ class TpuVm:
         return self.ssh().run(command, seconds=seconds, show=show)
 
     def copy_package(self) -> None:
-        """Copy the package to each host; see `install.copy_package`."""
+        """Copy the package mesh_transformer to each host; see `install.copy_package`."""
         install.copy_package(self.ssh())
 
     def start_ray(self, address: str, token: str, *, seconds: float = 1800.0) -> None:
@@ -550,7 +567,8 @@ class TpuVm:
 class _TolerantStream:
     """A stream that ignores write errors.
 
-    Otherwise, a message to a closed terminal could prevent the deletion of a TPU.
+    Without it, an error from writing a message to a closed terminal could prevent the deletion of a
+    TPU.
     """
 
     def __init__(self, stream: TextIO):

@@ -1,0 +1,108 @@
+"""Where the time of a run goes, and how much of it is goodput: steps whose results are kept."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# What a run spends time on, in the order of the summary.
+KINDS = {
+    "steps": "training steps whose results are kept",
+    "lost": "training steps that were repeated after a failure",
+    "compile": "the first step of each start, in which the program is compiled",
+    "data": "waiting for records",
+    "validation": "validation and evaluation tasks",
+    "save": "waiting for checkpoints to be saved",
+    "restore": "restoring, loading or initialising the weights",
+    "machines": "waiting for hosts, at the start and after failures",
+    "start": "everything else, most of it before the first step",
+}
+PREFIX = "seconds/"  # of the metrics' names
+
+
+class Ledger:
+    """Divides the time since its creation among `KINDS`: each moment belongs to exactly one kind.
+
+    The counts continue over all processes of a run, because `resume` reads those of the earlier
+    processes from the metrics.
+
+    Args:
+      elapsed: seconds that have passed before, such as those of the program's imports.
+
+    Attributes:
+      seconds: seconds by kind.
+    """
+
+    def __init__(self, elapsed: float = 0.0):
+        self.seconds = dict.fromkeys(KINDS, 0.0) | {"start": elapsed}
+        self._kind = "start"
+        self._last = time.monotonic()
+        self._resumed = False
+
+    def switch(self, kind: str) -> str:
+        """Attribute the time from now on to `kind`; return the previous kind."""
+        now = time.monotonic()
+        self.seconds[self._kind] += now - self._last
+        self._last, previous, self._kind = now, self._kind, kind
+        return previous
+
+    @contextlib.contextmanager
+    def spending(self, kind: str) -> Iterator[None]:
+        """Attribute the time inside this context to `kind`."""
+        previous = self.switch(kind)
+        try:
+            yield
+        finally:
+            self.switch(previous)
+
+    def resume(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Continue the counts of the run's metrics, whose steps after `step` will be repeated.
+
+        Args:
+          rows: all rows of the metrics, those after `step` included.
+          step: the restored step.
+        """
+        self.switch(self._kind)
+        earlier, kept, newest = {}, 0.0, 0.0
+        for row in rows:
+            newest = row.get(f"{PREFIX}steps", newest)
+            if row["step"] <= step:
+                kept = newest
+            if f"{PREFIX}start" in row:
+                earlier = {kind: row.get(PREFIX + kind, 0.0) for kind in KINDS}
+        if not self._resumed:  # else this process has counted all of it
+            for kind, seconds in (earlier | {"steps": newest}).items():
+                self.seconds[kind] += seconds
+        self._resumed = True
+        self.seconds["lost"] += self.seconds["steps"] - kept
+        self.seconds["steps"] = kept
+
+    def metrics(self, *, complete: bool) -> dict[str, float]:
+        """Return the seconds of steps as a metric; if `complete`, those of all kinds."""
+        self.switch(self._kind)
+        kinds = [kind for kind in KINDS if self.seconds[kind] or kind == "start"]
+        return {
+            PREFIX + kind: round(self.seconds[kind], 3)
+            for kind in (kinds if complete else ["steps"])
+        }
+
+    def summary(self) -> str:
+        """Return one line with the total time and the share of each kind."""
+        self.switch(self._kind)
+        total = sum(self.seconds.values())
+        shares = [
+            f"{kind} {seconds / total:.1%}" for kind, seconds in self.seconds.items() if seconds
+        ]
+        hours, rest = divmod(round(total), 3600)
+        return f"time {hours}:{rest // 60:02}:{rest % 60:02}: {', '.join(shares)}"
+
+
+def process_seconds() -> float:
+    """Return the seconds since this process was started; 0 if the system is not Linux."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return 0.0
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
