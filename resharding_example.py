@@ -60,7 +60,9 @@ def main() -> None:
     tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
     began = time.perf_counter()
     network = load(args.model_path, config)
-    print(f"loaded onto {network.mesh.size} devices in {time.perf_counter() - began:.1f} s")
+    count = network.mesh.size
+    seconds = time.perf_counter() - began
+    print(f"loaded onto {count} device{'s' if count > 1 else ''} in {seconds:.1f} s")
 
     prompt = tokenizer(args.prompt)["input_ids"] or [tokenizer.eos_token_id]
     tokens = np.tile(np.array(prompt), (args.samples, 1))

@@ -1,4 +1,4 @@
-"""GPT-J in JAX and Haiku, model-parallel over a (dp, mp) mesh."""
+"""GPT-J in JAX and Haiku, with data and model parallelism over a (dp, mp) mesh."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that importing the package does no work."""
+    """Import the module of a public name on the name's first use, to keep package import fast."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"mesh_transformer.{_MODULES[name]}"), name)

@@ -305,7 +305,7 @@ def error_line(name: str) -> str | None:
 
 
 def keys_line(params: dict[str, Any]) -> str | None:
-    """Return one error message for all keys in `params` that no longer exist, or None.
+    """Return one error message for all keys in `params` that no longer exist; None if all exist.
 
     These are config keys of mesh-transformer-jax.  The message says what replaces each of them.
     """
@@ -377,8 +377,8 @@ def install() -> None:
     """Make the old names of removed modules and of `mesh_transformer.checkpoint` importable.
 
     `mesh_transformer.checkpoint` used to be a module and is now a package.  Its `__init__` must not
-    contain code, so its `__getattr__` is set here.  The modules `util` and `transformer_shard`
-    define a `__getattr__` themselves.
+    contain code, so this function sets its `__getattr__`.  The modules `util` and
+    `transformer_shard` define a `__getattr__` themselves.
     """
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)  # last, so that modules that exist are found first

@@ -29,6 +29,23 @@ class InputError(ValueError):
     """
 
 
+class DamagedError(InputError):
+    """The files of a checkpoint are damaged: they do not contain the data that were saved.
+
+    Attributes:
+      step: the path of the damaged checkpoint's folder, which is named step_N.
+      previous: the folder name of the newest complete checkpoint before the damaged one, such as
+        step_90; None if there is no such checkpoint.
+    """
+
+    def __init__(self, message: str, step: str, previous: str | None):
+        super().__init__(message, step, previous)
+        self.step, self.previous = step, previous
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 class StoppedError(RuntimeError):
     """A run that cannot continue although its input is valid; scripts exit with status 1."""
 
@@ -98,7 +115,7 @@ if not TYPE_CHECKING:  # A type checker should know only the names that exist.
         """Return the replacement for `name`, which the original mesh-transformer-jax defined here.
 
         Raises:
-          ImportError: if `name` no longer works; the message says what to use instead.
+          ImportError: if no object replaces `name`; the message says what to use instead.
           AttributeError: if the original module did not have this name either.
         """
         return old_names.find(__name__, name)

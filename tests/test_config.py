@@ -83,7 +83,7 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"lora_rank": 2, "lora_alpha": 0.0}, ["lora_alpha is 0.0", "above 0"]),
         ({"lora_targets": ["q", "w"]}, ["lora_targets has 'w'", "q, v, k, o, fc, out"]),
         ({"lora_targets": ["q"], "version": 2}, ["lora_targets has 'q'", "fused_in, fused_out"]),
-        ({"lora_targets": ["q", "q"]}, ["lora_targets is ['q', 'q']", "without duplicates"]),
+        ({"lora_targets": ["q", "q"]}, ["lora_targets is ['q', 'q']", "no duplicates"]),
         ({"lora_targets": []}, ["lora_targets is []", "at least one"]),
         ({"pe_rotary_dims": 0}, ["pe_rotary_dims is 0", "positive even number"]),
         ({"layers": 0}, ["layers is 0", "expected at least 1"]),
@@ -146,7 +146,7 @@ def test_errors_in_a_config_file_name_the_file(tmp_path, name, text, parts):
 
 
 def test_a_missing_config_file_is_reported(tmp_path):
-    with pytest.raises(InputError, match=r"none\.json: cannot be read \(No such file"):
+    with pytest.raises(InputError, match=r"none\.json cannot be read \(No such file"):
         Config.load(str(tmp_path / "none.json"))
 
 
@@ -265,7 +265,7 @@ def test_only_a_window_smaller_than_seq_must_match_the_model():
     narrow = config.replace(attention_window=4)
     check_same_model(narrow, narrow.replace(seq=8).as_dict(), "there")
     for expected, actual in ((config, narrow), (narrow, config)):
-        with pytest.raises(InputError, match=r"^there: its model has attention_window \d+, the "):
+        with pytest.raises(InputError, match=r"^there: its model has attention_window \d+, but "):
             check_same_model(expected, actual.as_dict(), "there")
 
 

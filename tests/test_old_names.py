@@ -267,7 +267,7 @@ def test_old_calls_of_build_model_report_the_replacement(call):
     with pytest.raises(InputError) as error:
         call()
     line = str(error.value)
-    assert line.startswith("build_model(params, tpu_name, region, preemptible) is build_model(")
+    assert line.startswith("build_model(params, tpu_name, region, preemptible) is now build_model(")
     assert "\n" not in line
     (target,) = re.findall(DOTTED, line)
     assert target == "mesh_transformer.pod.launch.tpu_machines"

@@ -18,6 +18,7 @@ class RunOptions(TypedDict):
     max_steps: int | None
     tune_model_path: str | None
     fresh_opt: bool
+    fall_back: bool
 
 
 def positive(text: str) -> int:
@@ -84,6 +85,11 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
         help="start with a fresh optimizer, not with that of --tune-model-path",
     )
     parser.add_argument(
+        "--fall-back",
+        action="store_true",
+        help="if the newest checkpoint is damaged, resume from the newest intact one before it",
+    )
+    parser.add_argument(
         "--version",
         type=int,
         choices=(1, 2),
@@ -106,13 +112,18 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     """
     if args.fresh_opt and args.tune_model_path is None:
         raise InputError("--fresh-opt requires --tune-model-path; add it, or remove --fresh-opt")
-    for name in ("max_steps", "fresh_opt", "new"):
+    for name in ("max_steps", "fresh_opt", "fall_back", "new"):
         if args.mode == "eval" and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag} is for training; remove it or --mode eval")
     config = Config.load(args.config, args.version, settings(args))
+    if config.total_steps is None and args.max_steps is not None:
+        config = config.replace(total_steps=args.max_steps)  # the learning rate decays until then
     options = RunOptions(
-        max_steps=args.max_steps, tune_model_path=args.tune_model_path, fresh_opt=args.fresh_opt
+        max_steps=args.max_steps,
+        tune_model_path=args.tune_model_path,
+        fresh_opt=args.fresh_opt,
+        fall_back=args.fall_back,
     )
     return config, args.model_dir or config.model_folder(), options
 

@@ -222,7 +222,9 @@ def one_core() -> Iterator[None]:
     Threads that are started inside the block stay on that core even after the block has ended.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise InputError("--loader runs on one core, which this system cannot set; use Linux")
+        raise InputError(
+            "--loader needs an operating system that can pin it to one core; use Linux"
+        )
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -253,7 +255,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"--every-host: JAX does not find the hosts of a slice ({reason}); remove the flag "
+                f"--every-host: JAX cannot detect the hosts of a slice ({reason}); remove the flag "
                 "if there is only one host"
             ) from None
     count = args.dp * args.mp
@@ -261,7 +263,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     devices = jax.devices()
     if len(devices) < count or (args.every_host and len(devices) != count):
         raise InputError(
-            f"--dp {args.dp} x --mp {args.mp} are {count} devices, but there are {len(devices)} "
+            f"--dp {args.dp} x --mp {args.mp} need {count} devices, but there are {len(devices)} "
             f"({devices[0].device_kind}); change --dp or --mp"
         )
     mesh = make_mesh(config, devices[:count])

@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
-        raise InputError(f"tokenizer {options.tokenizer}: has no end-of-text token; choose another")
+        raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; choose another")
     bad = BadInputHandler(options.skip_bad)
     files = find_files(options.input_path, FILE_TYPES)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:

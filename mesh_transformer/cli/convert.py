@@ -74,7 +74,7 @@ def parse_args() -> argparse.Namespace:
         ("--tokenizer", args.tokenizer is not None, "hf or native"),
     ):
         if is_given and args.target[0] not in kind.split():
-            raise InputError(f"{flag} requires --to {kind}; remove it")
+            raise InputError(f"{flag} requires --to {kind}; remove {flag}")
     return args
 
 

@@ -1,4 +1,4 @@
-"""The mesh-transformer command, which runs one of the commands in this folder."""
+"""The command-line program mesh-transformer, whose subcommands are the modules of this folder."""
 
 import difflib
 import importlib
@@ -27,10 +27,15 @@ COMMANDS = {
 
 
 def main() -> int | None:
-    """Run the command that the first argument names, with the arguments that follow it.
+    """Run the subcommand that the first command-line argument names.
+
+    The arguments after its name are passed on to the subcommand.
+
+    Returns:
+      The exit status, where None means 0.
 
     Raises:
-      InputError: if there is no such command.
+      InputError: if there is no subcommand of that name.
     """
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
@@ -67,7 +72,7 @@ def usage() -> str:
 
 
 def description(name: str) -> str:
-    """Return what a command does, in one line: the first line of its module's docstring."""
+    """Return the first line of the docstring of a subcommand's module, without the final dot."""
     return (_module(name).__doc__ or "").partition("\n")[0].removesuffix(".")
 
 

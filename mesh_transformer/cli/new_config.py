@@ -1,4 +1,4 @@
-"""Write a config for training on a record set, with values that suit the text and the devices."""
+"""Write a config for training on given records, with values that suit the text and the devices."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ CPU_MINUTES = 10
 
 
 def above_0(text: str) -> float:
-    """Parse the text of a flag as a positive number, for argparse."""
+    """Convert a command-line value to a positive number; for the `type` of an argparse argument."""
     try:
         value = float(text)
     except ValueError:
@@ -76,15 +76,22 @@ def base_config(path: str, config: str) -> Config:
     """Return the config of the model at `path`.
 
     Args:
-      config: the config file, or the name of a shipped config, to use if the model is a checkpoint
-        of mesh-transformer-jax; such checkpoints do not store their config.
+      config: a config file, or the name of a config shipped with the library.  It is used only if
+        the model is a checkpoint of mesh-transformer-jax, because these do not store their config.
     """
     source = Source(path)
     return Config.load(config) if source.kind == "original" else source.config
 
 
 def check_same_tokenizer(train: str, val: str) -> None:
-    """Raise InputError if the manifests of two record sets name different tokenizers."""
+    """Raise InputError if training and validation records were created with different tokenizers.
+
+    The check is skipped if the tokenizer of either is unknown.
+
+    Args:
+      train: the path of the index of the training records.
+      val: the path of the index of the validation records.
+    """
     names = [tokenizer_of(index) for index in (train, val)]
     if None not in names and names[0] != names[1]:
         raise InputError(
@@ -96,8 +103,8 @@ def check_same_tokenizer(train: str, val: str) -> None:
 def tokenizer_keys(name: str | None) -> dict[str, Any]:
     """Return the config keys that select a tokenizer, with their values.
 
-    The keys are `tokenizer` and `n_vocab`, which is rounded up to a multiple of 256.  For GPT-2's
-    tokenizer (`name` is None or "gpt2"), the dict is empty, so these keys are not changed.
+    The keys are `tokenizer` and `n_vocab`.  The value of `n_vocab` is the tokenizer's number of
+    tokens, rounded up to a multiple of 256.  If `name` is None or "gpt2", the dict is empty.
     """
     if name in (None, "gpt2"):
         return {}
@@ -138,7 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
             json.dumps(paths | result.values, indent=2) + "\n", encoding="utf-8"
         )
     except OSError as error:
-        raise InputError(f"{args.output}: cannot be written: {error.strerror}") from error
+        raise InputError(
+            f"{args.output} cannot be written ({error.strerror}); choose another --output"
+        ) from error
     print("\n".join(result.reasons))
     tune = f" --tune-model-path {args.base}" if args.base else ""
     print(f"next: mesh-transformer train --config {args.output}{tune}")

@@ -78,14 +78,14 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
         mp = min(default, devices) if dp is None else devices // max(dp, 1)
     if mp < 1 or devices % mp or dp not in (None, devices // mp):
         raise InputError(
-            f"--dp {dp or 'any'} x --mp {mp} is not a mesh of the slice's {devices} devices; "
+            f"no mesh with --dp {dp or 'any'} and --mp {mp} has the slice's {devices} devices; "
             "change --dp or --mp"
         )
     return mp
 
 
 def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
-    """Return the config keys that the flags override, with their new values.
+    """Return the config keys that the command-line flags override, with their new values.
 
     Without --search, the key cores_per_replica is always included.  With --search, it is included
     only if --dp or --mp is given.

@@ -20,7 +20,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl file, or that of a model folder; it has one row of metrics per line.
+    """Read a file metrics.jsonl, which holds one JSON object of metrics per line.
+
+    Args:
+      path: the file, or the model folder that contains it.
 
     Raises:
       InputError: if the file cannot be read, is not in the JSON Lines format, or has no rows.
@@ -31,11 +34,15 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         with files.open_file(path) as file:
             rows = [json.loads(line) for line in file]
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}); give a model folder, or its metrics.jsonl"
+        ) from None
     except ValueError as error:  # not UTF-8, or not JSON
-        raise InputError(f"{path}: not a metrics.jsonl ({error})") from None
+        raise InputError(
+            f"{path}: not a metrics.jsonl ({error}); give a model folder, or its metrics.jsonl"
+        ) from None
     if not rows:
-        raise InputError(f"{path}: has no rows yet; train first")
+        raise InputError(f"{path} has no rows yet; train first")
     return rows
 
 

@@ -10,6 +10,7 @@ from mesh_transformer.cli.machines import machines_of
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.launch import build_model
+from mesh_transformer.training.goodput import Ledger, process_seconds
 
 
 def parse_args() -> argparse.Namespace:
@@ -23,6 +24,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
+    ledger = Ledger(process_seconds())
     args = parse_args()
     config, folder, options = run_arguments(args)
     if args.mode == "train":
@@ -40,4 +42,4 @@ def main() -> None:
         if args.mode == "eval":
             restarts.validate(make, args.tune_model_path or folder)
         else:
-            restarts.train(make, folder, **options)
+            restarts.train(make, folder, ledger=ledger, **options)

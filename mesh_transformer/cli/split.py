@@ -1,4 +1,4 @@
-"""Split text files into a training part and a validation part, at random by document."""
+"""Split text files into a training and a validation part; each document is assigned at random."""
 
 import argparse
 

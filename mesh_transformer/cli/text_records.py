@@ -1,16 +1,16 @@
 """Create training records from text files.
 
 Documents are tokenised once, file by file, and stored in a work folder next to the result, or in
-the current folder if the result is uploaded to a bucket.  Shuffling and packing then rearrange only
-document and sequence numbers, not tokens, so a corpus may be larger than memory.  If a run is
-interrupted at any point, the same command resumes it.  The result is then byte-identical to that of
-an uninterrupted run.
+the current folder if the result is uploaded to a bucket.  Shuffling reorders only the indices of
+documents and sequences, and leaves the tokens on disk, so a corpus may be larger than memory.  If a
+run is interrupted at any point, the same command resumes it.  The result is then byte-identical to
+that of an uninterrupted run.
 
-The records have the format of the original mesh-transformer-jax.  For one epoch, they hold the same
-sequences as the records that the original would write.  The order is also the same if the seed and
-the order of the files are the same.  The end of a shuffled epoch differs: the original dropped the
-tokens after the last full sequence, and also that sequence if no tokens were left.  Here, the next
-epoch begins with the remaining tokens.
+The records have the format of the original mesh-transformer-jax, and hold the same sequences as the
+records that it would write.  The order is also the same if the seed and the order of the files are
+the same.  There is one difference, at the end of each shuffled epoch.  The original drops the
+tokens that are left after the last full sequence, or that sequence if no tokens are left.  Here
+nothing is dropped, and the tokens that are left begin the next epoch.
 """
 
 import argparse
@@ -126,7 +126,9 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f"{folder}: another run uses this folder; wait for its end") from error
+            raise InputError(
+                f"{folder}: another run uses this folder; wait until it ends"
+            ) from error
         if new or not (folder / PROGRESS).exists():
             for path in folder.iterdir():
                 if path.is_dir():
@@ -145,13 +147,14 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
 
 
 def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
-    """Build the record set in the folder `work`, and move it to its final place.
+    """Build a record set in the folder `work`, and move it to its final place.
 
     Args:
-      base: the final path of the record set, without a file extension.
+      base: the path of the finished record set, without a file extension.  If the record set is
+        uploaded to a bucket, this is a path in `work`, from which it is uploaded.
 
     Returns:
-      A line that describes the result.
+      A line of text that describes the result.
 
     Raises:
       InputError: if the input is unusable, or if there is not enough text for a single sequence.
@@ -205,7 +208,7 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
 
 
 def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -> None:
-    """Raise InputError if the record set exists, but was created with other settings.
+    """Raise InputError if the record set already exists, but was created with other settings.
 
     Args:
       manifest: the entries "tokenizer" and "options" of the new set's manifest.
@@ -227,7 +230,8 @@ def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -
         return  # damaged, or of an earlier version, which the new set replaces
     if differences:
         raise InputError(
-            f"{path}: this record set exists, and was created with {', '.join(differences)}; give "
+            f"{path}: this record set already exists, but was created with "
+            f"{', '.join(differences)}; give "
             "another name or the same options, or replace it with --new"
         )
 
@@ -254,16 +258,17 @@ def no_sequence_error(
     found = f"{options.input_path}: found {len(corpus.tokens)} tokens{skipped_text}"
     if len(corpus.tokens) <= options.seq:
         return InputError(
-            f"{found}, fewer than the {options.seq + 1} of one sequence; add text, or lower --seq"
+            f"{found}, but one sequence needs {options.seq + 1}; add text, or lower --seq"
         )
     return InputError(
-        f"{found}, but no sequence of {options.seq + 1} with at least {options.min_unique_tokens} "
-        "distinct tokens; add text, or lower --seq or --min-unique-tokens"
+        f"{found}, but no sequence of {options.seq + 1} tokens has at least "
+        f"{options.min_unique_tokens} distinct ones; add text, or lower --seq or "
+        "--min-unique-tokens"
     )
 
 
 def skipped_counts(sources: list[Source]) -> dict[str, int]:
-    """Sum the counts of skipped items over all sources, by reason."""
+    """Return, for each reason, the number of items that were skipped in all source files."""
     counts: collections.Counter[str] = collections.Counter()
     for source in sources:
         counts.update(source.skipped)
@@ -281,7 +286,7 @@ def manifest_entry(source: Source) -> dict[str, Any]:
 
 
 def by_file(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return one set of options per input file, to make a record set named after that file.
+    """Return the options for one record set per input file, each named after its file.
 
     Raises:
       InputError: if the names of two files differ only in their ending.
@@ -293,8 +298,8 @@ def by_file(options: argparse.Namespace) -> list[argparse.Namespace]:
         name = file.removesuffix(ending)
         if name in files:
             raise InputError(
-                f"{path}: would make the same record set as {files[name]}; rename one of them, or "
-                "give a name for a single set"
+                f"{path} and {files[name]} would both create the record set {name}; rename one of "
+                "them, or give a NAME to create one set from all files"
             )
         files[name] = path
     shared = vars(options)
@@ -308,7 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
-        raise InputError(f"tokenizer {options.tokenizer}: has no end-of-text token; choose another")
+        raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; choose another")
     for one_set in [options] if options.name else by_file(options):
         make_set(one_set, tokenizer)
 
@@ -325,5 +330,8 @@ def make_set(options: argparse.Namespace, tokenizer) -> None:
     except OSError as error:
         path = Path(error.filename or work)
         action = "written" if path.is_relative_to(work.parent) else "read"
-        raise InputError(f"{path}: cannot be {action}: {error.strerror or error}") from error
+        raise InputError(
+            f"{path} cannot be {action} ({error.strerror or error}); check the disk "
+            "and its permissions"
+        ) from error
     print(summary)

@@ -6,9 +6,11 @@ Resumes stopped runs.
 from mesh_transformer.cli.arguments import run_arguments, run_parser
 from mesh_transformer.evaluation import validation
 from mesh_transformer.training import loop
+from mesh_transformer.training.goodput import Ledger, process_seconds
 
 
 def main() -> None:
+    ledger = Ledger(process_seconds())
     args = run_parser(__doc__).parse_args()
     config, folder, options = run_arguments(args)
 
@@ -20,4 +22,4 @@ def main() -> None:
     if args.mode == "eval":
         validation.validate(network, args.tune_model_path or folder)
     else:
-        loop.train(network, folder, **options)
+        loop.train(network, folder, ledger=ledger, **options)

@@ -1,4 +1,4 @@
-"""Loading, checking and evaluation of lm-eval tasks, for training and for scripts.
+"""Loads, checks and evaluates lm-eval tasks, for training and for scripts.
 
 Tasks are loaded and checked before the model's weights are loaded, so that errors appear early.
 """
@@ -64,13 +64,17 @@ class Harness:
     def results(
         self, network: "Network", stopped: Callable[[], bool] = lambda: False
     ) -> dict[str, Any] | None:
-        """Evaluate a network on the tasks, and return the result of `tasks.evaluate`."""
+        """Evaluate a network on the tasks, and return lm-eval's results with standard errors.
+
+        Args:
+          stopped: called between batches; if it returns True, the evaluation ends and returns None.
+        """
         return self._module.evaluate(
             network, self._tokenizer, self._tasks, stopped=stopped, **self._options
         )
 
     def table(self, results: dict[str, Any]) -> str:
-        """Format results with their standard errors as a table."""
+        """Format what the method `results` returned, with standard errors, as a table."""
         return self._module.table(results)
 
 
@@ -86,11 +90,14 @@ def load_harness(config: Config) -> Harness | None:
 
 
 def metric_values(results: dict[str, Any]) -> dict[str, float]:
-    """Return all metrics and standard errors in `results`, which `tasks.evaluate` returned.
+    """Return all metrics and standard errors in `results` as a flat dict.
 
     The keys of the dict are `<task>/<metric>`.  If a metric is computed after one of lm-eval's
     filters, such as "strict-match", the key is `<task>/<metric>,<filter>`.  Values that are NaN or
     infinite are left out.
+
+    Args:
+      results: lm-eval's results, as returned by `Harness.results`.
     """
     values: dict[str, float] = {}
     for task, metrics in results["results"].items():

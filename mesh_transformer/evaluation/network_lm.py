@@ -1,4 +1,4 @@
-"""lm-eval's model interface to a network: tokenization, batching, scoring and generation."""
+"""lm-eval's model interface for a network: tokenization, batching, scoring and generation."""
 
 import dataclasses
 from collections import deque
@@ -202,9 +202,10 @@ class NetworkLM(TemplateLM):
 
 
 class DryRunLM(NetworkLM):
-    """Stand-in for `NetworkLM` that checks requests without running a network.
+    """Stand-in for `NetworkLM` that checks lm-eval's requests without running a network.
 
-    It checks that a model with the given config can answer them, and returns placeholder answers.
+    The check is whether a model with the given config can answer each request.  The answers that
+    are returned are placeholders.
     """
 
     def __init__(self, config: Config, tokenizer: Any):
@@ -250,7 +251,7 @@ class _Generation:
         self._sampling = SamplingOptions(top_p, top_k, temp)
 
     def options(self, seed: int) -> SamplingOptions:
-        """Return the sampling settings with this seed."""
+        """Return the task's sampling settings, with the given random seed."""
         return dataclasses.replace(self._sampling, seed=seed)
 
     def cut(self, text: str, end: str, complete: bool) -> str | None:
@@ -278,7 +279,7 @@ def _joined(context: list[int], continuation: list[int], longest: int) -> list[i
     if not 0 < len(continuation) <= longest:
         raise InputError(
             f"a continuation has {len(continuation)} tokens, expected 1 to {longest} (the model's "
-            "seq)"
+            "seq); leave out its task"
         )
     return (context + continuation)[-(longest + 1) :]
 

@@ -21,13 +21,13 @@ SEEDS = {"random": 0, "numpy": 1234, "fewshot": 1234}  # lm-eval's defaults
 
 
 class Tasks(NamedTuple):
-    """Tasks with all of their questions, as returned by lm-eval's `TaskManager.load`."""
+    """lm-eval tasks and all of their questions; `loaded` is the result of `TaskManager.load`."""
 
     loaded: Any
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """The individual tasks by name, including those in groups."""
+        """Dict from task name to lm-eval task, including the tasks that belong to groups."""
         return self.loaded["tasks"]
 
 
@@ -109,7 +109,10 @@ def dry_run(
 ) -> None:
     """Check all questions that `evaluate` would ask, without running a model.
 
-    `num_fewshot` and `limit` are as for `evaluate`.
+    Args:
+      num_fewshot: number of examples before each question; None: each task's default.
+      limit: number of questions per task or, below 1, a fraction of each task's questions; None:
+        all.
 
     Raises:
       InputError: if a task has a question that the model cannot answer, for example because the
@@ -137,8 +140,10 @@ def evaluate(
 
     Args:
       num_fewshot: number of examples before each question; None: each task's default.
-      limit: number of questions per task; a value below 1 is a fraction of them; None: all.
-      stopped: called between batches; if it returns True, the evaluation ends and returns None.
+      limit: number of questions per task or, below 1, a fraction of each task's questions; None:
+        all.
+      stopped: function that is called between batches; if it returns True, `evaluate` stops and
+        returns None.
 
     Raises:
       InputError: if a task has a question that the model cannot answer; see `dry_run`.
@@ -157,9 +162,13 @@ def evaluate(
 def _evaluate_tasks(
     model: NetworkLM, tasks: Tasks, *, num_fewshot: int | None, limit: Any, bootstraps: int
 ) -> Any:
-    """Evaluate loaded tasks, as lm-eval's `simple_evaluate` does, but without its process pool.
+    """Evaluate loaded tasks like lm-eval's `simple_evaluate`, but in a single process.
 
-    lm-eval forks this pool, which is unsafe because JAX's threads do not survive a fork.
+    lm-eval would otherwise fork a pool of processes.  That is unsafe, because JAX's threads do not
+    survive a fork.
+
+    Args:
+      bootstraps: number of bootstrap resamples for the standard errors of metrics.
     """
     for task in tasks.by_name.values():
         configured = task.get_config("num_fewshot")
@@ -183,5 +192,5 @@ def _evaluate_tasks(
 
 
 def table(results: dict[str, Any]) -> str:
-    """Format results as a table."""
+    """Format the results that `evaluate` returns as a text table."""
     return utils.make_table(results)

@@ -21,18 +21,18 @@ IN_FLIGHT = 2  # batches dispatched before the losses of the oldest are read
 
 
 class StoppedScoringError(Exception):
-    """The caller has asked to stop the scoring."""
+    """Raised when the caller asks to stop the scoring, for example after a signal."""
 
 
 @dataclasses.dataclass
 class Scores:
-    """Sums over the tokens of a validation set; tokens masked from the loss do not count.
+    """Sums over the tokens of a validation set; tokens that the loss mask excludes do not count.
 
     Attributes:
-      nats: sum of the losses, in nats.
+      nats: sum of the tokens' losses, in nats.
       tokens: number of tokens.
-      correct: number of tokens that the network ranked as the most likely.
-      bytes: number of bytes in the tokens' text; 0 if not counted.
+      correct: number of tokens to which the network gave the highest probability of all tokens.
+      bytes: number of bytes of the tokens' text; 0 if bytes are not counted.
     """
 
     nats: float = 0.0
@@ -48,12 +48,13 @@ class Scores:
     def add(
         self, sample: dict[str, np.ndarray], losses: dict[str, Any], bytes_of: np.ndarray | None
     ) -> None:
-        """Add the tokens of a batch.
+        """Add the losses and counts of one batch to the sums.
 
         Args:
           sample: the batch, with the keys `obs`, `target` and optionally `loss_mask`, each [B, T].
           losses: the result of `TrainableNetwork.eval` for this batch.
-          bytes_of: number of bytes of text per token id; None: bytes are not counted.
+          bytes_of: the number of bytes of each token id's text, [n_vocab]; None: bytes are not
+            counted.
         """
         mask = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
         self.nats += float(np.asarray(losses["all_loss"], np.float64)[mask].sum())
@@ -63,7 +64,7 @@ class Scores:
             self.bytes += int(bytes_of[sample["target"][mask]].sum())
 
     def row(self, name: str) -> str:
-        """Format the scores as a line of the table with the header `HEADING`."""
+        """Format the scores of the validation set `name` as a table row, below `HEADING`."""
         likely = f"{math.exp(min(self.loss, 700)):12.4f} {self.correct / max(self.tokens, 1):9.2%}"
         bits = f"{self.nats / math.log(2) / self.bytes:14.4f}" if self.bytes else f"{'-':>14}"
         return f"{name:20} {self.tokens:12,} {self.loss:9.4f} {likely} {bits}"
@@ -75,7 +76,7 @@ HEADING = (
 
 
 def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
-    """Open a validation set for one epoch, in the order of its index file.
+    """Open a validation set, to read it once in the order of its index file `path`.
 
     The last batch may be smaller than the others.
     """
@@ -86,15 +87,15 @@ def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
 
 
 def batch_size(network: TrainableNetwork) -> int:
-    """Return the number of sequences per validation batch, a multiple of dp."""
+    """Return the number of sequences per validation batch, a multiple of the number of replicas."""
     rows = network.batch_size // network.dp
     return network.dp * max(1, int(rows * network.config.val_batch_multiplier))
 
 
 def _pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-    """Pad a batch to `size` rows, so that all batches have the same compiled shape.
+    """Pad a batch to `size` rows, so that all batches have the same shape and compile only once.
 
-    The added rows do not count toward the loss.
+    The loss mask of the added rows is 0, so they do not count.
     """
     missing = size - len(sample["obs"])
     if not missing:
@@ -113,12 +114,13 @@ def score(
     show: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Scores:
-    """Score the first `val_batches` batches of the validation set whose index file is `path`.
+    """Score a network on the first `config.val_batches` batches of a validation set.
 
     Args:
-      bytes_of: number of bytes of text per token id, [n_vocab]; None: bytes are not counted.
+      path: index file of the validation set.
+      bytes_of: the number of bytes of each token id's text, [n_vocab]; None: bytes are not counted.
       show: whether to show a progress bar.
-      stopped: called before each batch; if it returns True, scoring ends.
+      stopped: function that is called before each batch; if it returns True, scoring ends.
 
     Raises:
       StoppedScoringError: if `stopped` returns True.
@@ -140,13 +142,16 @@ def score(
 
 
 def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
-    """Load the weights at `path` into the network, and evaluate it.
+    """Load the weights at `path` into the network, and evaluate the network with them.
 
-    Prints the scores on the validation sets in the config's `val_set` and on the lm-eval tasks in
-    its `eval_harness_tasks`.
+    Prints the scores on the validation sets in the config's `val_set`, and the results on the
+    lm-eval tasks in the config's `eval_harness_tasks`.
 
     Returns:
       A dict from the name of each validation set to its scores.
+
+    Raises:
+      InputError: if the config has neither validation sets nor lm-eval tasks.
     """
     config = network.config
     sets = config.val_set if config.val_batches else {}

@@ -1,4 +1,4 @@
-"""Generation on a mesh: compiled functions, and batches whose rows generate in parallel.
+"""Text generation on a mesh: compiled functions, and batches whose rows generate in parallel.
 
 Callers pass and receive token ids and row numbers; this module places the arrays on the devices.
 """
@@ -28,7 +28,7 @@ from mesh_transformer.util import InputError, bucket
 
 
 def decode_specs(config: Config) -> decode.DecodeState:
-    """Return the layout of a `DecodeState`: rows over dp, heads over mp."""
+    """Return the PartitionSpecs of a `DecodeState`: batch rows split over dp, heads over mp."""
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
     caches = (LayerCache(cache, cache),) * config.layers
@@ -36,7 +36,10 @@ def decode_specs(config: Config) -> decode.DecodeState:
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """Return a function that converts parameters, in any layout, to the weights for generation."""
+    """Return a jitted function that converts a model's parameters to the weights for generation.
+
+    The parameters may have any sharding.
+    """
     return jax.jit(
         functools.partial(decode.weights_of, config=config),
         out_shardings=named(mesh, decode.weight_specs(config)),
@@ -44,7 +47,10 @@ def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.DecodeState]:
-    """Return a function (rows, slots) -> batch of idle rows with `slots` cache slots per row."""
+    """Return a jitted function (rows, slots) -> empty batch with `rows` rows.
+
+    `slots` is the number of positions in each row's KV cache.
+    """
     return jax.jit(
         functools.partial(decode.empty, config),
         static_argnums=(0, 1),
@@ -53,15 +59,19 @@ def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.Dec
 
 
 def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
-    """Return a function (batch, slots) -> the same batch with more cache slots per row."""
+    """Return a jitted function (batch, slots) -> the same batch with a larger KV cache.
+
+    `slots` is the new number of positions in each row's KV cache.
+    """
     layout = named(mesh, decode_specs(config))
     return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
 
 
 def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[..., Any]:
-    """Return a function (weights, tokens, following) -> `Chosen`, with the logprobs of `following`.
+    """Return a jitted function (weights, tokens, following) -> logprobs of `following`.
 
-    See `decode.score`.
+    `following` contains the token after each of `tokens`.  See `decode.score`, also for
+    `alternatives` and for the type of the result, `Chosen`.
     """
     rows = P("dp")
     function = functools.partial(decode.score, alternatives=alternatives)
@@ -70,9 +80,10 @@ def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[...
 
 
 def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
-    """Return a function (weights, batch, prompts) -> (batch, chosen).
+    """Return a jitted function (weights, batch, prompts) -> (batch, chosen) for prefill.
 
-    The old batch is donated.  See `decode.prefill`.
+    `chosen` contains the first token of each prompt's answer.  The old batch is donated.  See
+    `decode.prefill`, also for `alternatives`.
     """
     rows, state = P("dp"), decode_specs(config)
     prompts = decode.Prompts(rows, rows, rows, state.settings)
@@ -84,9 +95,10 @@ def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Cal
 def compile_decode(
     config: Config, mesh: Mesh, alternatives: int | None, most: int
 ) -> Callable[..., Any]:
-    """Return a function (weights, batch, left, steps) -> (batch, chosen).
+    """Return a jitted function (weights, batch, left, steps) -> (batch, chosen) for decoding.
 
-    The old batch is donated.  See `decode.decode`.
+    `chosen` contains up to `steps` new tokens per row.  The old batch is donated.  See
+    `decode.decode` for all arguments.
     """
     state = decode_specs(config)
     function = functools.partial(decode.decode, alternatives=alternatives, most=most)
@@ -107,8 +119,9 @@ PREFILL_TOKENS = 4096
 class Generator:
     """The compiled functions that generate text on a mesh, and the weights that they use.
 
-    The weights are computed once from the parameters.  Their dtype is f32 on CPUs, where bf16
-    matmuls are slow, and `config.dtype` on other devices.
+    The weights are a copy of the model's parameters in the form that generation needs.  LoRA
+    adapters are merged in, and with `int8_weights` the matrices are quantized.  The dtype is f32 on
+    CPUs, where bf16 matmuls are slow, and `config.dtype` on other devices.
     """
 
     def __init__(self, config: Config, mesh: Mesh, rows: Rows):
@@ -130,8 +143,8 @@ class Generator:
     def weights(self, params: Any | None) -> Weights:
         """Return the weights for generation, computed from `params`.
 
-        The weights are cached until other parameters are passed.  If `params` is None, the cached
-        weights are returned.
+        The weights are cached.  They are computed again only if `params` contains other arrays than
+        before.  If `params` is None, the cached weights are returned.
 
         Raises:
           InputError: if `params` is None and no weights are cached.
@@ -147,22 +160,23 @@ class Generator:
         return self._made[1]
 
     def cache_weights(self, params: Any) -> None:
-        """Compute the weights from `params` and cache them, but keep no reference to `params`.
+        """Convert `params` to the form that generation uses, and keep only the converted copy.
 
-        The memory of `params` can then be freed.  `drop_weights` does not drop these weights.
+        The caller can then free the memory of `params`.  The copy is kept until the next call of
+        this method; `drop_weights` does not drop it.
         """
         self._made = (None, self.weights(params))
 
     def drop_weights(self) -> None:
         """Drop the cached weights and free their memory; call this before the parameters change.
 
-        Weights that were cached by `cache_weights` are not dropped.
+        This does not drop weights that were cached by `cache_weights`.
         """
         if self._made is not None and self._made[0] is not None:
             self._made = None
 
     def score(self, params: Any, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprobs of texts; see `CausalTransformer.score`."""
+        """Return the logprobs of the tokens in texts; see `CausalTransformer.score`."""
         if tokens.shape[1] < 2:
             raise InputError(
                 f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
@@ -182,15 +196,17 @@ class Generator:
         )
 
     def batch(self, params: Any, rows: int) -> "Batch":
-        """Return a batch with `rows` idle rows in this process.
+        """Return a batch with `rows` rows in this process, none of which has a prompt yet.
 
         Raises:
-          InputError: if `rows` is not a positive multiple of the number of this process's replicas.
+          InputError: if `rows` is not a positive multiple of the number of replicas in this
+            process.
         """
         if rows < 1 or rows % len(self.rows.replicas):
             raise InputError(
-                f"generate: the batch has {rows} rows, expected a multiple of this process's "
-                f"{len(self.rows.replicas)} replicas"
+                f"generate: the batch has {rows} rows, expected a positive multiple of "
+                f"{len(self.rows.replicas)}, the number of replicas in this process; add or remove "
+                "rows"
             )
         return Batch(self, self.weights(params), rows)
 
@@ -219,15 +235,15 @@ class Generator:
 
 
 def _identical(one: list[Array] | None, other: list[Array]) -> bool:
-    """Return whether two lists hold the same array objects."""
+    """Return whether two lists contain the same array objects; False if `one` is None."""
     return one is not None and list(map(id, one)) == list(map(id, other))
 
 
 class Batch:
-    """Rows that generate in parallel, each with its own prompt, settings and length.
+    """Rows that generate text in parallel, each with its own prompt, sampling settings and length.
 
-    A row's tokens depend only on its own prompt, settings and seed.  With several processes, every
-    process must make the same calls, each for its own rows.
+    A row's tokens depend only on its own prompt, settings and seed.  With several processes, all
+    processes must make the same sequence of calls, each for its own rows.
 
     Attributes:
       rows: total number of rows in this process, divided equally among its replicas.
@@ -248,11 +264,12 @@ class Batch:
         )
 
     def reserve(self, positions: int) -> None:
-        """Grow the cache so that each row can hold `positions` tokens, up to `config.window`.
+        """Grow the KV cache so that each row can hold `positions` tokens, up to `config.window`.
 
-        `insert` and `decode` call this with the number that the rows of this process need.  But all
-        processes must have the same cache size.  With several processes, the caller must therefore
-        call `reserve` before them, with the largest number that any row of any process needs.
+        A single process need not call this, because `insert` and `decode` grow the cache as needed.
+        With several processes, the cache must have the same size in all of them.  Before each
+        `insert` or `decode`, call `reserve` with the largest number that any row of any process
+        needs.
         """
         slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
         if slots > self._state.slots:
@@ -274,7 +291,7 @@ class Batch:
         The previous contents of these rows are discarded.
 
         Args:
-          rows: the row of each prompt.
+          rows: the index of the row for each prompt.
           prompts: one array of token ids per prompt.  Only the last `config.window` tokens of a
             prompt are used.
           lengths: number of tokens to generate per prompt, including the one chosen by this call.
@@ -283,8 +300,8 @@ class Batch:
             these tokens nor any logprobs.
           longest: with several processes, the length of the longest prompt in any process.
           most: with several processes, the largest number of prompts that any process inserts into
-            one replica.  If this is given, a process may insert no prompts.  If it is None, the
-            largest number in this process is used, which must be the same in all processes.
+            one replica.  A process that passes `most` may insert no prompts.  None uses the largest
+            number in this process, which must then be the same in all processes.
 
         Returns:
           A `Chosen` with the first token of each answer, as numpy arrays in the order of `prompts`.
@@ -323,13 +340,13 @@ class Batch:
         """Divide the prompts among prefill calls.
 
         Args:
-          rows: the row of each prompt, which determines its replica.
+          rows: the row of each prompt, which determines the replica that holds the prompt.
           width: number of tokens that prompts are padded to.
           most: as for `insert`.
 
         Returns:
-          One array of prompt indices per call.  It has an equal number of entries for each replica,
-          in the order of the replicas.  Entries that a replica does not need are -1.
+          One array of prompt indices per prefill call.  Each array has the same number of indices
+          for every replica, in the order of the replicas.  Unused places contain -1.
         """
         replica = np.asarray(rows) // (self.rows // self._replicas)
         queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
@@ -341,14 +358,14 @@ class Batch:
         return [part.reshape(-1) for part in np.split(places, places.shape[1] // size, axis=1)]
 
     def _prefill(self, group: np.ndarray, prompts: Prompts, alternatives: int | None) -> Chosen:
-        """Prefill the prompts with indices `group` in one call."""
+        """Insert the prompts whose indices are in `group`, in one prefill call."""
         generator = self._generator
         placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
         self._state, chosen = generator.prefill(alternatives)(self._weights, self._state, placed)
         return self._fetched(chosen)
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """Generate `steps` more tokens in every row, or as many as `left` allows if that is fewer.
+        """Generate `steps` more tokens in every row, but at most the number that `left` allows.
 
         Args:
           steps: number of tokens per row, from 1 to `MOST_STEPS` (32).
@@ -359,7 +376,7 @@ class Batch:
           last token are meaningless.
         """
         if not 1 <= steps <= MOST_STEPS:
-            raise InputError(f"generate: decode of {steps} tokens, expected 1 to {MOST_STEPS}")
+            raise InputError(f"generate: steps is {steps}, expected 1 to {MOST_STEPS}")
         ahead = np.minimum(self.left, steps)
         self.reserve(int((self._length + ahead).max()))
         run = self._generator.decode(alternatives, MOST_STEPS)

@@ -2,8 +2,9 @@
 
 A row's keys and values are stored in a ring buffer of S slots: position p is stored in slot
 p mod S.  When the buffer is full, each new position overwrites the oldest one.  `prefill` inserts
-prompts while the other rows wait, and `decode` advances all rows.  The layers are unrolled here,
-each with its own arrays, because a loop over stacked arrays would copy each layer's slice.
+prompts while the other rows wait, and `decode` generates tokens in all rows.  The layers are
+unrolled, and each has its own arrays, because a loop over stacked arrays would copy each layer's
+slice.
 
 Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt,
 S slots, D model, H heads, K head size, V vocabulary, M tokens of one call, N alternatives.
@@ -46,7 +47,7 @@ class Prompts(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Chosen tokens and, if requested, their logprobs and the most likely tokens.
+    """Generated or scored tokens and, if requested, their logprobs and the most likely tokens.
 
     Logprobs are computed from the model's unmodified logits, so they do not depend on the sampling
     settings.
@@ -59,7 +60,7 @@ class Chosen(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """The state of a running batch."""
+    """The state of a batch during generation: KV caches, last tokens and sampling settings."""
 
     caches: tuple[LayerCache, ...]  # one per layer
     length_B: Any  # number of tokens in the cache, which is the position of the pending token
@@ -70,15 +71,16 @@ class DecodeState(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The number of cache slots per row, S."""
+        """The number of positions in each row's KV cache, S."""
         return self.caches[0].v_BHSK.shape[2]
 
 
 def weights_of(params: gptj.Params, config: Config) -> Weights:
     """Convert parameters to the weights that generation uses.
 
-    These are the parameters in `config.dtype`, with the layers unstacked and any adapters merged.
-    If the config sets `int8_weights`, the matrices of the model parts in `MATRICES` are quantized.
+    The layers are unstacked, LoRA adapters are merged, and arrays are cast to `config.dtype`.  If
+    the config sets `int8_weights`, the matrices of the layers and of the output head are quantized
+    instead.
     """
     declared = weight_declarations(config)
 
@@ -95,14 +97,17 @@ def weights_of(params: gptj.Params, config: Config) -> Weights:
 
 
 def weight_declarations(config: Config) -> Weights:
-    """Return the `Declaration` of each array that `weights_of` returns, before quantization."""
+    """Return the `Declaration` (shape and layout) of each array that `weights_of` returns.
+
+    If the config quantizes weights, the declarations describe the arrays before quantization.
+    """
     declared = gptj.declarations(config.merged())
     layer = map_declared(lambda d: d.unstack(), declared["layers"])
     return declared | {"layers": (layer,) * config.layers}
 
 
 def weight_specs(config: Config) -> Weights:
-    """Return the layouts of the arrays that `weights_of` returns."""
+    """Return the PartitionSpecs of the arrays that `weights_of` returns."""
     declared = weight_declarations(config)
     specs = map_declared(lambda d: d.spec, declared)
     if not config.int8_weights:
@@ -111,7 +116,7 @@ def weight_specs(config: Config) -> Weights:
 
 
 def empty(config: Config, rows: int, slots: int) -> DecodeState:
-    """Return a batch of `rows` idle rows, each with `slots` cache slots.
+    """Return the state of a batch of `rows` rows without prompts, and `slots` cache slots per row.
 
     The arrays are global; jit this function with `out_shardings` to choose their layout.
     """
@@ -134,10 +139,11 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 
 
 def grow(state: DecodeState, slots: int) -> DecodeState:
-    """Return the same batch with `slots` cache slots per row.
+    """Return the same batch state with a larger KV cache, of `slots` slots per row.
 
-    Every row must have at most as many tokens as it has slots now.  In a row with more tokens, the
-    positions have wrapped around, and would be in the wrong slots of the larger ring buffer.
+    Every row must have at most as many tokens as it has slots now.  A row with more tokens has
+    overwritten its oldest positions, and the other positions would be in the wrong slots of the
+    larger ring buffer.
     """
     padding = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
     return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches))
@@ -151,9 +157,10 @@ def _forward(
     config: Config,
     par: Parallel,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Return the residual stream x_BTD before the final norm, and each layer's cache.
+    """Run the embedding and all layers; return the residual stream x_BTD and each layer's cache.
 
-    If `caches` is None, the returned caches hold only the keys and values of `tokens_BT`.
+    The final norm is not applied.  If `caches` is None, the tokens attend only to each other, and
+    the returned caches hold only the keys and values of `tokens_BT`.
     """
     parts = gptj.transforms(config, par)
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
@@ -175,7 +182,10 @@ def _context(
     config: Config,
     par: Parallel,
 ) -> Context:
-    """Return the `Context` for all layers; its bias is the mask plus any relative position bias."""
+    """Return the `Context` that all layers share: positions, attention bias and cache slots.
+
+    The bias contains the causal mask and any relative position bias.
+    """
     bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
     if config.pe == "t5":
         relative = gptj.transforms(config, par)["relative"]
@@ -192,14 +202,18 @@ def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
     """Return the logits [B, V] of `x_BTD`, which has a single position (T = 1).
 
-    Every device receives the logits of the full vocabulary.
+    Every device gets the logits of the full vocabulary.
     """
     logits_BTV = _own_logits(weights, x_BTD, config, par)
     return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
 
 
 def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
-    """Return `token_B` as a `Chosen`, with logprobs unless `alternatives` is None."""
+    """Return a `Chosen` that contains `token_B`.
+
+    Unless `alternatives` is None, it also contains logprobs and the `alternatives` most likely
+    tokens.
+    """
     if alternatives is None:
         return Chosen(token_B)
     log_sum_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
@@ -226,8 +240,8 @@ def score(
       alternatives: number of most likely tokens to return for each position.
 
     Returns:
-      A `Chosen` whose `token` is `following_BT`, with the logprobs of these tokens [B, T] and the
-      most likely tokens at each position [B, T, N].
+      A `Chosen` that contains `following_BT`, the logprobs of these tokens [B, T], and the most
+      likely tokens at each position [B, T, N].
     """
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
     context = _context(weights, positions_1T, positions_1T, None, config, par)
@@ -256,7 +270,8 @@ def prefill(
     The previous contents of these rows are discarded.
 
     Args:
-      alternatives: number of most likely tokens to return, with logprobs; None for no logprobs.
+      alternatives: number of most likely tokens to return, with logprobs; None returns neither
+        these tokens nor any logprobs.
 
     Returns:
       The new state and the chosen tokens [P].
@@ -301,7 +316,7 @@ def _step(
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """Write the pending tokens into the cache, and choose the next token of each active row."""
+    """Add each row's last token to the cache, and choose the next token of each active row."""
     last_B1 = state.length_B[:, None]
     slots_1S = jnp.arange(state.slots)[None]
     # The position that each slot holds: the newest one stored in this slot, up to the position of
@@ -340,12 +355,13 @@ def decode(
     """Generate `steps` more tokens in every row, or `left_B` tokens if that is fewer.
 
     Args:
-      left_B: number of tokens that each row may still generate, int32; rows with 0 are idle.
-      steps: number of steps, at most `most`.  Unlike `most`, it may be a traced value.
+      left_B: number of tokens that each row may still generate, int32; a row with 0 generates none.
+      steps: number of tokens per row, at most `most`.  Unlike `most`, it may be a traced value.
       alternatives: as for `prefill`.
+      most: size of the token axis of the result.
 
     Returns:
-      The new state and the tokens [B, most].  In each row, only the first min(steps, left) tokens
+      The new state and the tokens [B, most].  In each row, only the first min(steps, left_B) tokens
       are valid.
     """
     shapes = jax.eval_shape(

@@ -1,7 +1,7 @@
 """Weights as 8-bit integers with one scale per output column, in a quarter of the memory of f32.
 
 This is used for generation only.  Rounding changes a weight by at most 1/254 of the largest
-magnitude in its column.  Sums, norms, biases, embeddings and the KV cache keep their precision.
+magnitude in its column.  Norms, biases, embeddings and the KV cache are not quantized.
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ MAX_INT8 = 127
 
 
 class Int8(NamedTuple):
-    """A quantized matrix: the product of `value` (int8) and `scale` (f32).
+    """A quantized matrix, equal to `value` (int8) times `scale` (f32).
 
-    `scale` has size 1 along the input axis of the matrix.  In a tree of layouts, the fields are the
-    layouts of the two arrays.
+    `scale` has size 1 along the input axis of the matrix.  In a tree of PartitionSpecs, the two
+    fields are the specs of these arrays.
     """
 
     value: Any
@@ -28,16 +28,17 @@ class Int8(NamedTuple):
 
 
 def _input_axis(declared: Declaration) -> int:
-    """Return the axis of a matrix that indexes the inputs of its matmul."""
+    """Return the axis of a weight matrix that indexes the inputs of its matmul."""
     # An output matrix that is divided by head groups has the shape [H, C, D]: groups, inputs per
     # group, outputs.
     return 1 if len(declared.shape) == 3 and declared.spec[0] == "mp" else 0
 
 
 def quantize(weights: Any, declared: Any) -> Any:
-    """Quantize a tree of matrices to `Int8`.
+    """Quantize the matrices in a tree of weights to `Int8`.
 
-    Parameters without weight decay (norms, biases) are returned unchanged.
+    Arrays without weight decay (norms, biases) are returned unchanged.  `declared` is a tree with
+    the `Declaration` of each array.
     """
 
     def quantized(d: Declaration, w: Array) -> Array | Int8:
@@ -52,7 +53,10 @@ def quantize(weights: Any, declared: Any) -> Any:
 
 
 def layout(declared: Any) -> Any:
-    """Return the layouts of the arrays that `quantize` returns."""
+    """Return the PartitionSpecs of the arrays that `quantize` returns.
+
+    `declared` is the same tree of declarations as for `quantize`.
+    """
 
     def spec_of(d: Declaration) -> P | Int8:
         if not d.decay:
@@ -64,14 +68,14 @@ def layout(declared: Any) -> Any:
 
 
 def restore(weights: Any, dtype: Any, after: Array) -> Any:
-    """Dequantize matrices just before they are used.
+    """Convert the `Int8` matrices in a tree of weights to `dtype`, just before their use.
 
     A tree without `Int8` is returned unchanged.
 
     Args:
-      after: an array on which the result is made to depend, such as the input of the layer.
-        Otherwise the compiler would dequantize all layers before the loop over tokens, and keep
-        them in memory.
+      after: an array that is known only just before the weights are used, such as the layer's
+        input.  The result is made to depend on this array.  Otherwise the compiler would dequantize
+        all layers before the loop over tokens, and keep them in memory.
     """
     zero = (0 * after.ravel()[0]).astype(jnp.int8)
 

@@ -1,4 +1,4 @@
-"""Checks of prompts and answer lengths, made before they reach a device."""
+"""Checks of prompts and answer lengths on the host, before generation starts."""
 
 import operator
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ def longest_text(config: Config) -> int | None:
     """Return the maximum total length of a prompt and its answer in tokens; None for no limit.
 
     Only models with `pe: "fixed"` have a limit, because they have `config.seq` position embeddings.
-    It is `config.seq` + 1, because the last token of an answer is never an input of the model.
+    The limit is `config.seq` + 1, because the last token of an answer is never an input of the
+    model.
     """
     return config.seq + 1 if config.pe == "fixed" else None
 
@@ -34,11 +35,12 @@ def check_length(gen_length: int) -> None:
 def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> list[np.ndarray]:
     """Return the prompts in `ctx` as one numpy array per prompt, without padding.
 
-    The token ids are not checked here; `check_texts` checks them.
+    This function does not check the token ids; `check_texts` does.
 
     Args:
       ctx: token ids [B, T], right-aligned.
       ctx_length: number of prompt tokens in each row [B].
+      gen_length: number of tokens to generate, which is only checked.
 
     Raises:
       InputError: if the shapes do not match, a length is not a whole number from 1 to T, or
@@ -52,7 +54,8 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
         )
     if length.dtype.kind not in "iuf" or np.any(length % 1 != 0):  # True for NaN
         raise InputError(
-            f"generate: ctx_length is {brief(repr(ctx_length))}, expected whole numbers"
+            f"generate: ctx_length is {brief(repr(ctx_length))}, expected {len(tokens)} "
+            "whole numbers, one for each prompt"
         )
     check_length(gen_length)
     if length.min() < 1 or length.max() > tokens.shape[1]:
@@ -64,7 +67,10 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
 
 
 def _array(name: str, values: ArrayLike) -> np.ndarray:
-    """Return `values` as an array; raises InputError if they are lists of different lengths."""
+    """Return `values` as an array, or raise InputError if they are lists of different lengths.
+
+    `name` is the argument's name in the error message.
+    """
     try:
         return np.asarray(values)
     except ValueError:
@@ -86,19 +92,19 @@ def check_texts(
       the number of tokens to generate per prompt.
 
     Raises:
-      InputError: see `Batch.insert`.
+      InputError: in the cases that `Batch.insert` lists.
     """
     texts = [np.asarray(prompt)[-config.window :] for prompt in prompts]
-    for text in texts:
+    for row, text in enumerate(texts):
         if not np.issubdtype(text.dtype, np.integer) or text.ndim != 1 or not len(text):
             raise InputError(
-                f"generate: a prompt has dtype {text.dtype} and shape {text.shape}, expected "
+                f"generate: prompt {row} has dtype {text.dtype} and shape {text.shape}, expected "
                 "at least one integer token id, in an array of shape [T]"
             )
         if text.min() < 0 or text.max() >= config.n_vocab:
             raise InputError(
-                f"generate: a prompt holds token id {min(text.min(), 0) or text.max()}, outside "
-                f"the vocabulary (n_vocab is {config.n_vocab})"
+                f"generate: prompt {row} has the token id {min(text.min(), 0) or text.max()}, "
+                f"outside the vocabulary (n_vocab is {config.n_vocab})"
             )
     length = np.array([len(text) for text in texts], np.int32)
     left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
@@ -107,7 +113,7 @@ def check_texts(
         check_length(own)
         if longest is not None and total > longest:
             raise InputError(
-                f"generate: prompt and answer have {total} tokens, but a model with pe fixed "
+                f"generate: prompt and answer have {total} tokens, but a model with pe 'fixed' "
                 f"allows at most {longest} (seq + 1); shorten the prompt or the answer"
             )
     return texts, length, left

@@ -2,8 +2,8 @@
 
 Array names end in their shape: B batch (independent rows), V vocabulary.
 
-Settings are scalars or arrays [B].  They may be traced, so that one compiled program serves every
-request.
+The sampling settings are scalars or arrays [B].  They may be traced, so that one compiled program
+serves every request.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ RANGES = {
 class SamplerSettings(NamedTuple):
     """Sampling settings with one value per row; see `nucleus_sample`.
 
-    `penalty_B` is the repetition penalty of `penalize`; 1 disables it.  When this class is used as
-    a sharding spec, the fields are layouts instead of values.
+    `penalty_B` is the repetition penalty of `penalize`; 1 disables it.  In a tree of
+    PartitionSpecs, the fields are specs instead of values.
     """
 
     top_p_B: Any
@@ -84,7 +84,7 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
 
     Raises:
       InputError: if `options` is not a dict or has an unknown key, or if a value is not a number,
-        is out of range, or does not have one number or `rows` numbers.
+        is out of range, or is a list that does not have `rows` numbers.
     """
     if not isinstance(options, Mapping):
         raise InputError(
@@ -101,7 +101,7 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
 
 
 def _checked(name: str, options: Mapping[str, Any], rows: int | tuple[()]) -> np.ndarray:
-    """Return the setting `name` as an array [rows]; see `sampler_settings`."""
+    """Check the setting `name` and return it as an array [rows]; see `sampler_settings`."""
     allowed, given = RANGES[name], options.get(name, RANGES[name].default)
     if name == "top_k" and given is None:
         given = allowed.default
@@ -149,7 +149,7 @@ class SamplingOptions:
         sampler_settings(self.options(), ())
 
     def options(self) -> dict[str, Any]:
-        """Return the settings by name, as `generate` expects them.
+        """Return the settings as a dict that `generate` accepts as `sampler_options`.
 
         If `seed` is None, the returned seed is random.
         """
@@ -162,7 +162,7 @@ class SamplingOptions:
 
     @staticmethod
     def stacked(texts: "Sequence[SamplingOptions]") -> SamplerSettings:
-        """Return the settings of several texts as numpy arrays [texts]."""
+        """Combine the settings of several texts into arrays with one value per text."""
         rows = [text.options() for text in texts]
         return sampler_settings({name: [row[name] for row in rows] for name in RANGES}, len(rows))
 
@@ -183,7 +183,7 @@ def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
 def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 0) -> Array:
     """Return the logits in f32, with `REMOVED` for tokens outside the nucleus or the top k.
 
-    The nucleus is the smallest set of most likely tokens whose probability (at temperature 1)
+    The nucleus is the smallest set of most likely tokens whose total probability (at temperature 1)
     exceeds `top_p`.  If `top_p` is 1 or more, the nucleus contains all tokens.  `top_k` is the
     maximum number of tokens to keep; 0 or less means no maximum.  The most likely token is always
     kept.  Among equal logits, the lower token id ranks first, as in argmax.
@@ -204,11 +204,12 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
 
 
 def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
-    """Return the thresholds of each row for top-p and top-k, as two arrays [B, 1].
+    """Return each row's thresholds for top-p and top-k, as two arrays [B, 1].
 
-    A token passes top-p if the tokens ranked above it have a total probability of at most the first
-    threshold (infinity if `top_p` is 1 or more).  The second threshold is the maximum number of
-    tokens to keep (the size of the vocabulary if `top_k` is 0 or less).
+    * top-p: a token is kept only if the tokens ranked above it have at most this total probability.
+      The threshold is infinite if `top_p` is 1 or more.
+    * top-k: the maximum number of tokens to keep.  It is the vocabulary size if `top_k` is 0 or
+      less.
     """
     top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
     # Because of rounding, a sum of 50,000 probabilities may exceed 1 before its last term.
@@ -229,10 +230,10 @@ def _argmax(logits_BV: Array) -> Array:
 
 
 def top_tokens(logits_V: Array, count: int) -> tuple[Array, Array]:
-    """Return the `count` largest logits [..., count] and their tokens, like `jax.lax.top_k`.
+    """Return the `count` largest logits [..., count] and their token ids, like `jax.lax.top_k`.
 
-    The vocabulary is split into blocks.  The `count` largest logits are all in the `count` blocks
-    with the largest maxima, so only these blocks are searched.
+    The function splits the vocabulary into blocks, and searches only the `count` blocks with the
+    largest maxima.  These blocks contain the `count` largest logits.
     """
     vocabulary = logits_V.shape[-1]
     size = math.ceil(vocabulary**0.5)
@@ -262,15 +263,18 @@ def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array
     """Draw one token per row, uint32 [B], from softmax(logits / temp); temp 0 is argmax.
 
     Args:
-      key: typed keys (`jax.random.key`).  With [B] keys, a row's token depends only on its own key,
-        logits and settings, not on its index or on other rows.  With a single key, row i uses
-        `fold_in(key, i)`.
+      key: one typed key (`jax.random.key`), or an array of B typed keys.  With B keys, a row's
+        token depends only on its own key, logits and settings, not on its index or on other rows.
+        With a single key, row i uses `fold_in(key, i)`.
     """
     return _argmax(_add_gumbel_noise(key, logits_BV.astype(jnp.float32), temp))
 
 
 def _add_gumbel_noise(key: Array, logits_BV: Array, temp: ArrayLike) -> Array:
-    """Return scores whose argmax is a draw from softmax(logits / temp)."""
+    """Return scores whose argmax is a draw from softmax(logits / temp).
+
+    For a temperature of about 0, the scores are the logits themselves.
+    """
     temp_B1 = _per_row(temp, logits_BV)
     greedy_B1 = temp_B1 < GREEDY_BELOW
     # The logits are shifted so that the largest is 0.  Dividing by a small temperature then cannot
@@ -292,7 +296,7 @@ def nucleus_sample(
     top_k: ArrayLike = 0,
     temp: ArrayLike = 1.0,
 ) -> Array:
-    """Draw one token per row, uint32 [B], from the tokens that nucleus and top k keep.
+    """Draw one token per row, uint32 [B], from the tokens that top-p and top-k keep.
 
     The draw uses the temperature `temp`, but the nucleus is computed at temperature 1.  `key` and
     `temp` are as in `softmax_sample`; `top_p` and `top_k` are as in `nucleus_filter`.
@@ -314,12 +318,12 @@ def _draw_from_nucleus(
     top_p_B1: Array,
     top_k_B1: Array,
 ) -> Array:
-    """Draw one token per row among those that nucleus and top k keep.
+    """Draw one token per row from the tokens that top-p and top-k keep, by rejection sampling.
 
-    This is rejection sampling.  If the drawn token is not kept, the draw is repeated among the
-    tokens ranked above it, which include every kept token.  One or two rounds are usually enough,
-    and unlike `nucleus_filter` this does not sort the vocabulary.  A row that has not drawn a kept
-    token after `MOST_ROUNDS` rounds gets the most likely token.
+    If top-p or top-k excludes the drawn token, the next round draws from the tokens that rank above
+    it.  These include every token that may be drawn.  One or two rounds are usually enough, and the
+    vocabulary need not be sorted as in `nucleus_filter`.  After `MOST_ROUNDS` rounds without
+    success, a row gets its most likely token.
 
     Args:
       draw: function (round number, mask of the tokens to draw from) -> tokens [B].
@@ -396,12 +400,13 @@ def choose(
 ) -> Array:
     """Choose each row's next token, uint32 [B].
 
-    The repetition penalty is applied first, then nucleus, top k and temperature.  Steps that no
-    row's settings need are skipped.
+    The repetition penalty is applied first, then top-p, top-k and temperature.  A step is skipped
+    if no row's settings require it.
 
-    The token at index `generated_B` of a row's answer is drawn with `fold_in(key(seed),
-    generated_B)`.  A draw uses only about 2 sqrt(V) random numbers, because generating one for each
-    token of the vocabulary would take longer than the layers of a small model.
+    Token number `generated_B` of a row's answer (from 0) is drawn with the random key
+    `fold_in(key(seed), generated_B)`.  A draw uses only about 2 sqrt(V) random numbers, because
+    generating one for each token of the vocabulary would take longer than the layers of a small
+    model.
 
     A row with NaN logits still gets a token in bounded time, and does not affect other rows.
 

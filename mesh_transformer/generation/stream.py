@@ -26,12 +26,12 @@ def stream_tokens(
 
     Each item is an array [prompts, n].  The first item holds the first token of each answer
     (n = 1), and each later item holds the tokens of one decode call.  If an answer ends before
-    the others, its row holds meaningless tokens after that.
+    the others, its row of the later items holds meaningless tokens.
 
     Args:
       batch: a `network.Batch`.
       lengths: number of tokens to generate; one number for all prompts, or one per prompt.
-      most: maximum n.
+      most: maximum number of tokens per row in one decode call (the maximum n).
       seconds: target time of a decode call, reached by adapting n; None decodes `most` tokens per
         call.
       insert: function to call instead of `batch.insert`.

@@ -34,7 +34,7 @@ class TextStream:
         self._held = ""  # processed text that may be the beginning of a stop sequence
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens, and return the text that has become final.
+        """Add tokens, and return the new text that later tokens can no longer change.
 
         After a stop sequence, the result is empty.
         """
@@ -51,9 +51,9 @@ class TextStream:
         return self._until_stop(piece)
 
     def _shorten(self) -> None:
-        """Drop pending tokens whose text can no longer change.
+        """Remove tokens whose text can no longer change from the list of pending tokens.
 
-        This limits the number of pending tokens if their bytes never form a valid character.
+        This limits the length of the list if the tokens' bytes never form a valid character.
         """
         text = self._pending()
         for cut in range(len(self._tokens) - 1, 0, -1):
@@ -71,7 +71,10 @@ class TextStream:
             self._tokens = visible
 
     def finish(self) -> str:
-        """Return the remaining text, which was held back; call this after the last token."""
+        """Return the rest of the text; call this after the last token.
+
+        The rest may be an incomplete character or the possible beginning of a stop sequence.
+        """
         if self.stopped is not None:
             return ""
         piece = self._until_stop(self._pending()[self._read :])
@@ -80,7 +83,7 @@ class TextStream:
         return piece
 
     def _pending(self) -> str:
-        """Return the text of the pending tokens."""
+        """Return the text of the pending tokens, whose text may still change."""
         return self._text_after(self._before, self._tokens)
 
     def _text_after(self, before: list[int], tokens: list[int]) -> str:
@@ -89,9 +92,9 @@ class TextStream:
         return self._decode(before + tokens)[len(prefix) :] if tokens else ""
 
     def _until_stop(self, piece: str) -> str:
-        """Return the held text followed by `piece`, up to the first stop sequence.
+        """Return the text that earlier calls held back, followed by `piece`, up to a stop sequence.
 
-        If the text ends with a possible beginning of a stop sequence, that beginning is held back.
+        If the end of this text may be the beginning of a stop sequence, that end is held back.
         """
         text = self._held + piece
         ends = [(start + len(s), -len(s), s) for s in self._stop if (start := text.find(s)) >= 0]

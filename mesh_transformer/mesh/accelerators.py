@@ -94,8 +94,9 @@ class Device(Protocol):
 def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
     """Return the specifications of the accelerator `name`, or of this machine's CPUs for "cpu".
 
-    Accelerators are looked up in `HARDWARE`; their peaks are for bf16, whatever `dtype` is.  CPUs
-    are measured, once per process; their peak is measured with matmuls in `dtype`.
+    Accelerators are looked up in the table `HARDWARE`, whose peaks are for bf16, whatever `dtype`
+    is.  For "cpu", the memory bandwidth and the peak of matmuls in `dtype` are measured, once per
+    process.
 
     Raises:
       InputError: if the name is unknown.
@@ -111,10 +112,10 @@ def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """Return the row of `HARDWARE` for `device`.
+    """Return the row of the table `HARDWARE` that matches `device`.
 
-    Returns None for devices without a data sheet in the table: CPUs, unlisted accelerators, and a
-    GPU's MIG instances, which are parts of a GPU.
+    Returns None for devices that are not in the table: CPUs, unlisted accelerators, and MIG
+    instances, which are parts of a GPU.
     """
     matching = (row for row in HARDWARE if re.search(rf"\b{row.kind}", device.device_kind))
     whole = device.platform != "cpu" and not re.search(r"\bMIG\b", device.device_kind)
@@ -122,10 +123,10 @@ def hardware_of(device: Device) -> Hardware | None:
 
 
 def _run_seconds(function: Callable[[], Any], runs: int = 5, at_least: float = 0.0) -> list[float]:
-    """Call `function` repeatedly and return the seconds that each call takes.
+    """Call `function` repeatedly, and return how many seconds each call takes.
 
-    There are at least `runs` calls.  Further calls are made until all calls together have taken
-    `at_least` seconds.  A first warm-up call is not timed.
+    The function is called at least `runs` times, and until all calls together have taken `at_least`
+    seconds.  An additional first call, for warm-up, is not timed.
     """
     function()
     seconds: list[float] = []
@@ -144,9 +145,9 @@ def _measured_flops(dtype: str) -> float:
 def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.05) -> float:
     """Measure the total FLOP/s of this machine's CPU cores, with matmuls in `dtype`.
 
-    For each size, a matmul of square matrices is run at least three times and for at least
-    `seconds` seconds in total, and its median time is taken.  Returns the FLOP/s of the fastest
-    size.
+    For each size, two square matrices are multiplied at least three times, and for at least
+    `seconds` seconds in total.  Returns the FLOP/s of the fastest size, computed from its median
+    time.
     """
     device = jax.local_devices(backend="cpu")[0]
     multiply = jax.jit(jnp.matmul)
@@ -182,7 +183,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A TPU generation: its names on Google Cloud, and its properties that the compiler needs.
+    """A TPU generation: its names on Google Cloud, and the properties that the compiler needs.
 
     Attributes:
       cloud_name: the first part of accelerator types, such as "v5litepod" in "v5litepod-8".
@@ -193,8 +194,8 @@ class Generation:
       dimensions: number of dimensions of the grid that links the chips.
       devices: JAX devices per chip.
       hbm: bytes of memory available to a program on one device; the compiler enforces this limit.
-      cheap_tier: the discounted tier, whose TPUs Google may reclaim at any time.  TPUs of the older
-        "preemptible" tier are also stopped after 24 hours.
+      cheap_tier: the discounted price tier.  Google may reclaim its TPUs at any time.  TPUs of the
+        older tier "preemptible" are also stopped after 24 hours.
       options: additional libtpu options for compiling without a TPU, as (name, value) pairs.
     """
 
@@ -230,7 +231,7 @@ CLOUD_GENERATIONS = {generation.cloud_name: generation for generation in GENERAT
 
 
 def accelerator_type(generation: str, devices: int) -> str:
-    """Return the accelerator type of a TPU slice with `devices` JAX devices.
+    """Return Google Cloud's accelerator type of a TPU slice with `devices` JAX devices.
 
     For example, the accelerator type for ("v4", 8) is "v4-16".
 

@@ -16,11 +16,11 @@ class Declaration:
 
     Attributes:
       shape: the global shape.
-      spec: the layout over mp.
+      spec: the PartitionSpec over mp.
       decay: whether weight decay applies to the parameter.
-      summed: whether this is a bias that the original mesh-transformer-jax stores once per shard,
-        and sums over the shards (in a psum over mp).  There, each copy is 1 / mp of the bias that
-        is stored here.
+      summed: whether this is a bias of which the original mesh-transformer-jax stores one copy per
+        shard.  The original adds these copies in a psum over mp, so each copy is 1 / mp of the bias
+        that is stored here.
       adapter: whether this is a LoRA factor.
       frozen: whether training leaves the parameter unchanged.  In a LoRA run, all parameters
         except the adapters are frozen.
@@ -64,7 +64,7 @@ class Declaration:
         return max(free, key=lambda axis: self.shape[axis], default=None)
 
     def at_rest(self, dp: int) -> P:
-        """Return the ZeRO layout of this parameter and its Adam moments between steps."""
+        """Return the ZeRO PartitionSpec of this parameter and its Adam moments between steps."""
         split = self.zero_axis(dp)
         return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
 
@@ -80,12 +80,15 @@ def is_declaration(node: Any) -> bool:
 
 
 def map_declared(function: Callable[..., Any], declared: Any, *trees: Any) -> Any:
-    """Apply `jax.tree.map` to a tree of declarations and other trees of the same structure."""
+    """Map `function` over a tree of declarations and other trees of the same structure.
+
+    This is `jax.tree.map` with declarations as leaves.
+    """
     return jax.tree.map(function, declared, *trees, is_leaf=is_declaration)
 
 
 def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
-    """Split the nested dicts `tree` into its trained leaves and its frozen leaves.
+    """Split the nested dicts `tree` into two: its trained leaves, and its frozen leaves.
 
     `declared` contains the `Declaration` of each leaf and has the same structure as `tree`.
     """
@@ -113,9 +116,9 @@ _declarations: ContextVar[dict[str, dict[str, Declaration]] | None] = ContextVar
 
 @contextlib.contextmanager
 def record_declarations() -> Iterator[dict[str, dict[str, Declaration]]]:
-    """Yield a dict that collects the declarations made by `param` inside the context.
+    """Return a context manager that yields a dict of the parameters declared inside the context.
 
-    The dict has the form {module: {name: declaration}}.
+    The dict has the form {module: {name: declaration}}.  `param` adds the declarations to it.
     """
     declared: dict[str, dict[str, Declaration]] = {}
     token = _declarations.set(declared)
@@ -126,7 +129,7 @@ def record_declarations() -> Iterator[dict[str, dict[str, Declaration]]]:
 
 
 def declare(module: str, name: str, declaration: Declaration) -> None:
-    """Record a parameter's declaration if inside `record_declarations`; otherwise do nothing."""
+    """Record a parameter's declaration, if called inside `record_declarations`."""
     declarations = _declarations.get()
     if declarations is not None:
         declarations.setdefault(module, {})[name] = declaration

@@ -18,7 +18,8 @@ def use_virtual_devices(count: int) -> None:
     """Make the CPU backend provide `count` virtual devices, unless a number is already set.
 
     This function does nothing if JAX's backends have already started, or if `XLA_FLAGS` or
-    `jax_num_cpu_devices` already sets the number.  An accelerator remains the default backend.
+    `jax_num_cpu_devices` already sets the number.  If there is an accelerator, it remains the
+    default backend.
     """
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if chosen or jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]
@@ -38,10 +39,10 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     mp = config.cores_per_replica
     if len(devices) % mp:
         platform = devices[0].platform
-        remedy = "set cores_per_replica to a divisor of their number"
+        remedy = f"set cores_per_replica to a divisor of {len(devices)}"
         if platform == "cpu" and len(devices) < mp:  # JAX started before virtual devices were set
             flag = f"--xla_force_host_platform_device_count={config.tpu_size}"
-            remedy += f", or start with XLA_FLAGS={flag}"
+            remedy += f", create the model before other uses of JAX, or start with XLA_FLAGS={flag}"
         raise InputError(
             f"config: cores_per_replica is {mp}, but there are {len(devices)} {platform} devices; "
             f"{remedy}"

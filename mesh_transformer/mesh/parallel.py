@@ -1,13 +1,14 @@
 """Collectives and layouts for model code: one interface with two ways to partition over mp.
 
-Model code runs inside `shard_map` and accesses the mesh only through a `Parallel`.  Collectives
-over dp are always explicit: f32 reductions, and ZeRO's gathers and scatters.  The two subclasses
-differ in how they partition over mp:
+The mesh has two axes: dp (data parallel) and mp (model parallel).  Model code runs inside
+`shard_map` and accesses the mesh only through a `Parallel`.  Collectives over dp are always
+explicit: f32 reductions, and ZeRO's gathers and scatters.  The two subclasses of `Parallel` differ
+in how they partition over mp:
 
 * `Manual` also makes Megatron's collectives over mp explicit.  Each array is this device's shard.
 * `Auto` lets the compiler partition over mp.  Each array is global over mp.
 
-Layers and steps work with either subclass.
+The code of layers and training steps works with either subclass.
 """
 
 import abc
@@ -67,7 +68,8 @@ class Parallel(abc.ABC):
     In all methods `declared` is a tree of the parameters' declarations.
 
     Attributes:
-      axes: the mesh axes over which the program's collectives are explicit.
+      axes: the mesh axes for which the program calls collectives itself; the compiler partitions
+        over the other mesh axes.
       mp: the number of shards over mp that the program sees; 1 if the compiler partitions over mp.
       dp: the number of data-parallel replicas.
       replicas: the number of separate gradients per microbatch: `dp`, or 1 with ZeRO 3, whose
@@ -105,23 +107,24 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def fan_out(self, x: Array) -> Array:
-        """Megatron's f: return x, [B, T, D]; with `split_stream`, all-gather its positions first.
+        """Return x, [B, T, D], as the input of matmuls that are split over mp (Megatron's f).
 
-        The backward pass sums the gradient over mp.
+        With `split_stream`, this all-gathers the positions of x over mp.  The backward pass sums
+        the gradient over mp.
         """
 
     @abc.abstractmethod
     def join(self, x: Array) -> Array:
-        """Megatron's g: sum x, [B, T, D], over mp and return it in the residual stream's layout.
+        """Sum x, [B, T, D], over mp, and return it in the residual stream's layout (Megatron's g).
 
         In the backward pass, every device receives the full, unsharded gradient.
         """
 
     @abc.abstractmethod
     def own_positions(self, x: Array) -> Array:
-        """Return the positions of x, [B, T, D], that this device's residual stream contains.
+        """Return x, [B, T, D], at the positions that this device's residual stream contains.
 
-        x must contain all positions.  Without `split_stream`, all of them are returned.
+        x must contain all positions.  Without `split_stream`, the result contains all of them too.
         """
 
     @abc.abstractmethod
@@ -130,7 +133,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def max(self, x: Array) -> Array:
-        """Return the maximum of x over mp; it has no gradient."""
+        """Return the maximum of x over mp, without a gradient."""
 
     @abc.abstractmethod
     def rank(self) -> Array | int:
@@ -142,7 +145,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def shard(self, x: Array, *axes: str | None) -> Array:
-        """Return x; if the compiler partitions over mp, constrain how x is split over mp.
+        """Return x; if the compiler partitions over mp, constrain its sharding over mp.
 
         Args:
           axes: for each array axis, the mesh axis that splits it, or None.
@@ -150,10 +153,10 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
-        """Wrap `function`, which has collectives over dp, to act on each mp shard of an array.
+        """Wrap `function`, which calls collectives over dp, to act on one mp shard of its argument.
 
         Args:
-          spec: the layout of the array.
+          spec: the layout of the argument.
         """
 
     def on_blocks(
@@ -165,9 +168,9 @@ class Parallel(abc.ABC):
         results are typed as varying along all mesh axes that the program sees.
 
         Args:
-          in_axes: the `Axes` of each argument.  For an argument that is a tree, they apply to all
-            its leaves.
-          out_axes: the `Axes` of each result, in the same form.
+          in_axes: for each argument, a tuple with the mesh axis that splits each array axis, or
+            None.  If an argument is a tree, its tuple applies to all leaves.
+          out_axes: the same for each result.
         """
         if not self.axes:
             return function
@@ -189,7 +192,7 @@ class Parallel(abc.ABC):
         return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
 
     def restrict_specs(self, specs: Any) -> Any:
-        """Remove all mesh axes except `axes` from PartitionSpecs, as `shard_map` requires."""
+        """Remove all mesh axes except `self.axes` from PartitionSpecs, as `shard_map` requires."""
 
         def visible(spec: P) -> P:
             return P(*(axis if axis in self.axes else None for axis in spec))
@@ -218,7 +221,7 @@ class Parallel(abc.ABC):
         return declaration.zero_axis(self.dp)
 
     def at_rest(self, declared: Any) -> Any:
-        """Return the layout of each parameter and of its Adam moments between steps."""
+        """Return the PartitionSpec of each parameter and of its Adam moments between steps."""
 
         def layout(d: Declaration) -> P:
             return d.spec if self._zero_axis(d) is None else d.at_rest(self.dp)
@@ -228,9 +231,9 @@ class Parallel(abc.ABC):
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
         """Convert the state's parameters to `dtype` for the forward pass, once per step.
 
-        With ZeRO 1, parameters that are split over dp are also all-gathered here.  With ZeRO 3,
-        they stay split.  If they are trained, they also stay in f32 until `collect` casts them, so
-        that their gradients are in f32 too.  Frozen parameters have no gradients and are cast here.
+        ZeRO splits some parameters over dp.  With ZeRO 1, this method also all-gathers those
+        parameters.  With ZeRO 3, those parameters stay split, and the trained ones among them stay
+        in f32 until `collect` casts them, so that their gradients are in f32.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
@@ -246,10 +249,11 @@ class Parallel(abc.ABC):
     def mark_varying(self, params: Any, declared: Any) -> Any:
         """Type replicated parameters as varying over mp if their gradients vary over mp.
 
-        These are the adapters that mp does not split and, with `split_stream`, all other parameters
-        that mp does not split.  JAX sums their gradients over mp where their type changes.  Because
-        it changes here, once per microbatch, JAX all-reduces these gradients together, in f32, and
-        not once per layer.
+        This affects the adapters that mp does not split and, with `split_stream`, all other
+        parameters that mp does not split.  JAX all-reduces a parameter's gradient over mp at the
+        point where the parameter's type changes.  This method changes the types once per
+        microbatch, so JAX all-reduces all these gradients together, in f32, instead of once per
+        layer.
         """
 
         def one(d: Declaration, x: Array) -> Array:
@@ -261,7 +265,7 @@ class Parallel(abc.ABC):
         return map_declared(one, declared, params)
 
     def collect(self, params: Any, declared: Any, dtype: Any) -> Any:
-        """Return parameters in `dtype`, gathered over dp and split over mp only.
+        """Return the parameters in `dtype`, all-gathered over dp but still split over mp.
 
         Call this right before using the parameters.
         """
@@ -310,7 +314,7 @@ class Parallel(abc.ABC):
         """Sum the scalars in the tree `squares` over all leaves and over devices.
 
         Args:
-          axes: for each leaf, the mesh axes over which it is summed.
+          axes: for each leaf, the mesh axes to sum over.
         """
         by_axes: dict[tuple[str, ...], list[Array]] = {}
         jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
@@ -321,8 +325,9 @@ class Parallel(abc.ABC):
         """Sum the scalars in the tree `squares` over all leaves and all shards of each leaf.
 
         Args:
-          squares: one scalar per leaf, computed from this program's shard of the leaf in the
-            state's layout.
+          squares: one scalar per parameter, such as the sum of squares of its gradient.  Each
+            scalar is computed from the shard that this program sees, in the layout between steps
+            (`at_rest`).
         """
 
         def axes(d: Declaration) -> tuple[str, ...]:
@@ -332,7 +337,7 @@ class Parallel(abc.ABC):
         return self._total(squares, map_declared(axes, declared))
 
     def microbatch_grads(self, grads: Any, declared: Any) -> Any:
-        """Return one microbatch's gradient on this replica; with ZeRO 3, its mean over dp."""
+        """Return one microbatch's gradients on this replica; with ZeRO 3, their mean over dp."""
         # With ZeRO 3 the backward pass has already summed most leaves over dp.  `mean` sums the
         # other leaves and divides all of them by dp.
         return self.mean(grads, declared) if self.zero_stage == 3 else grads
@@ -345,7 +350,7 @@ class Parallel(abc.ABC):
         return self._total(squares, mp)
 
     def mean_scalar(self, x: Array) -> Array:
-        """Return the mean over dp of a value that each replica has measured."""
+        """Return the mean over dp of the scalar x, which differs between replicas."""
         return self._sum_over(x, ("dp",)) / self.dp
 
 
@@ -354,7 +359,7 @@ def _mp_only(axes: Iterable[Any]) -> P:
 
 
 class Auto(Parallel):
-    """Partitions over dp explicitly and leaves mp to the compiler.
+    """A `Parallel` that partitions over dp explicitly and leaves mp to the compiler.
 
     Without a mesh, the program runs on one device and has no collectives.
     """
@@ -404,9 +409,9 @@ class Auto(Parallel):
 
 
 class Manual(Parallel):
-    """Partitions over dp and mp explicitly; each array is this device's shard.
+    """A `Parallel` that partitions over dp and mp explicitly; each array is this device's shard.
 
-    Without `split_stream`, Megatron's f is a `pcast` to varying, whose transpose is a psum.
+    Without `split_stream`, `fan_out` is a `pcast` to varying over mp, whose transpose is a psum.
     """
 
     axes = ("dp", "mp")
@@ -469,7 +474,7 @@ def param(
 ) -> Array:
     """Declare a parameter of the current Haiku module, and return it with its local shape.
 
-    The local shape is its shape inside the `shard_map` (see `Parallel.local`).
+    The local shape is the parameter's shape inside the `shard_map` (see `Parallel.local`).
 
     Args:
       shape: the global shape.

@@ -17,8 +17,8 @@ class Rows:
 
     Attributes:
       replicas: ascending dp indices of the replicas that have devices in this process.  If a
-        replica spans several processes, each of these processes passes in and gets back the same
-        batch rows.
+        replica spans several processes, all of these processes pass in the same batch rows and get
+        the same rows back.
       alone: whether all of the mesh's devices belong to this process.
     """
 
@@ -66,7 +66,7 @@ class Rows:
         """Return the first `count` of this process's rows of x.
 
         The rows are along the first axis of x, which is split over dp.  If all devices of the mesh
-        belong to this process, the result is a device array and this method does not wait for its
+        belong to this process, the result is a device array, and `fetch` does not wait for its
         values.  Otherwise the result is a numpy array.
         """
         if self.alone:

@@ -99,7 +99,7 @@ ASYNC_KINDS = ("TPU v5", "TPU v6")
 
 
 def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
-    """Return the compiler options for training steps on the mesh; None if there are none."""
+    """Return the XLA options for compiling training steps for the mesh; None if there are none."""
     device = mesh.devices.flat[0]
     if device.platform != "tpu":
         return None
@@ -120,9 +120,10 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
 def parallel_of(
     config: Config, mesh: Mesh, *, attention: str = "xla", split_stream: bool = False
 ) -> Parallel:
-    """Return the `Parallel` that `config.partitioning` selects.
+    """Return the `Parallel` (interface to the mesh's collectives) that the config selects.
 
-    On a mesh of one device, return a `Parallel` without collectives.
+    The key `partitioning` selects its class.  On a mesh of one device, the result has no
+    collectives.
     """
     if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)
@@ -144,7 +145,7 @@ def partitioned(
 
     Args:
       function: called with the arguments of the returned function and with the keyword arguments
-        `config` and `par`, where `par` is the `Parallel` of `parallel_of`.
+        `config` and `par`, where `par` is the result of `parallel_of`.
       in_specs: the PartitionSpecs of the arguments.
       out_specs: the PartitionSpecs of the results.
       attention: the backend for attention over whole sequences (see `attention_backend`).
@@ -179,7 +180,7 @@ def compiled(
     *,
     attention: str = "xla",
 ) -> Callable[..., Any]:
-    """Wrap `partitioned(function, ...)` in `jit`, with the layouts `in_specs` and `out_specs`."""
+    """Partition `function` over the mesh with `partitioned`, and jit it with the same layouts."""
     return jax.jit(
         partitioned(function, config, mesh, in_specs, out_specs, attention=attention),
         in_shardings=named(mesh, in_specs),

@@ -51,16 +51,16 @@ _ONE_POSITION = jax.lax.ScatterDimensionNumbers(
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values (or their layouts), in the axis order that attention reads."""
+    """One layer's keys and values, or their PartitionSpecs, in the axis order of `attend`."""
 
     k_BHSK: Any
     v_BHSK: Any
 
 
 def block_length(length: int) -> int:
-    """Return the number of queries per block for the backend `blocks`.
+    """Return the number of queries per block for the attention backend `blocks`.
 
-    A sequence has `BLOCKS` blocks, or fewer if it is too short for blocks of `LANES` queries.
+    A sequence has `BLOCKS` blocks, or fewer if these would have less than `LANES` queries each.
     """
     return max(-(-length // BLOCKS), LANES)
 
@@ -112,11 +112,11 @@ def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Arr
 
 
 def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
-    """Write one position per batch row into the cache, in place.
+    """Write the key and value of one position per batch row into the cache, in place.
 
     Args:
       new: the keys and values to write, with S = 1.
-      slot_B: the cache slot that each row is written to.
+      slot_B: the cache slot to write to, for each row.
     """
     if len(slot_B) == 1:
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
@@ -258,9 +258,9 @@ def attend_function(
 ) -> Attend | None:
     """Return a function that computes causal attention over whole sequences.
 
-    The backend is `par.attention`.  If its kernel does not support `length`, or does not support
-    packed texts, `blocks` is used instead for more than `LONG` tokens, and `xla` otherwise.  For
-    `xla` the result is None: the caller then uses `attend` with a bias.
+    The backend is `par.attention`.  If its kernel does not support `length` or packed texts, the
+    function uses `blocks` for more than `LONG` tokens, and `xla` for fewer.  For `xla` the result
+    is None, and the caller uses `attend` with a bias.
 
     Args:
       length: the number of tokens in a sequence.
@@ -298,8 +298,9 @@ def attend_function(
 def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
     """Wrap `kernel` to run on each device's heads and to use the kernel's own gradient.
 
-    The custom gradient's forward pass also returns the kernel's vjp function.  This function is a
-    pytree of the arrays saved for the backward pass, which stay on the devices that computed them.
+    The forward pass of the custom gradient also returns the kernel's vjp function.  That function
+    is a pytree of the arrays saved for the backward pass.  Each array stays on the device that
+    computed it.
     """
     heads: Axes = (None, "mp")
     saved: Axes = ("mp",)

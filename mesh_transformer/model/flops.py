@@ -1,7 +1,7 @@
 """Parameter counts, FLOPs per token, and utilisation (MFU and HFU).
 
 The 6N rule is from Kaplan et al. 2020: with N parameters, a token takes 2N FLOPs in the forward
-pass and 4N in the backward pass.  Of these 4N, 2N are for the gradients of the weights.  The
+pass and 4N in the backward pass.  Half of these 4N are for the gradients of the weights.  The
 attention term, MFU and HFU follow Chowdhery et al. 2022 (PaLM), appendix B.  In formulas, L is the
 number of layers, H the number of heads, K the head size and T the sequence length.
 """
@@ -19,16 +19,16 @@ from mesh_transformer.model.attention import block_length
 def matmul_params(config: Config) -> int:
     """Return the number of parameters in weight matrices: layers, embedding and output head.
 
-    The embedding counts for comparability with the original mesh-transformer-jax, which computes it
-    as a one-hot matmul.  This library uses a lookup instead, so `flops_per_token` overstates the
-    FLOPs that this library executes, by 3 percent for GPT-J-6B.
+    The embedding is counted to allow comparison with the original mesh-transformer-jax, which
+    computes it as a one-hot matmul.  This library uses a lookup instead, so `flops_per_token`
+    overstates the FLOPs that this library executes, by 3 percent for GPT-J-6B.
     """
     embedding_and_head = 2 * config.n_vocab * config.d_model
     return config.layers * _layer_matrices(config) + embedding_and_head
 
 
 def n_params(config: Config) -> int:
-    """Return the number of parameters, without adapters.
+    """Return the number of parameters of the model, without LoRA adapters.
 
     Each bias counts once, even if the original mesh-transformer-jax stores a copy on every shard.
     """
@@ -41,15 +41,17 @@ def flops_per_token(config: Config) -> int:
 
     N is `matmul_params`.  The matmuls between queries, keys and values are not counted.  If the
     config sets `lora_rank`, the result is 4N, because no gradients of frozen weights are computed.
-    The FLOPs of the adapters themselves are not counted either.
+    In that case, the FLOPs of the adapters themselves are not counted.
     """
     return (4 if config.lora_rank else 6) * matmul_params(config)
 
 
 def palm_flops_per_token(config: Config) -> int:
-    """Return 6N + 12 L H K T, the FLOPs per token including attention, as PaLM counts them.
+    """Return 6N + 12 L H K T, the FLOPs per token including attention, as in the PaLM paper.
 
-    The attention term is not halved for the causal mask, and recomputation is not counted.
+    6N is the result of `flops_per_token`, L the number of layers, H the number of heads, K the head
+    size and T the sequence length.  The attention term is not halved for the causal mask, and
+    recomputation is not counted.
     """
     attention = config.layers * config.n_heads * config.d_head * config.seq
     return flops_per_token(config) + 12 * attention
@@ -61,8 +63,8 @@ def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
     The embedding is a lookup, which is not counted.  What the backward pass recomputes depends on
     the config's `remat`:
 
-    * full: the forward pass of each layer, except the layer's last matmuls, whose outputs no
-      gradient needs.
+    * full: the forward pass of each layer, except the layer's output matmuls, because no gradient
+      needs their results.
     * dots: the two matmuls of attention; the outputs of all other matmuls are saved.
     * none: no matmul.
 
@@ -133,7 +135,12 @@ def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
 
 
 def hfu(config: Config, tokens_per_sec: float, peak: float, attention: str = "xla") -> float:
-    """Return hardware FLOPs utilisation, 0 to 1, based on `hardware_flops_per_token`."""
+    """Return hardware FLOPs utilisation, 0 to 1, based on `hardware_flops_per_token`.
+
+    Args:
+      peak: the total peak FLOP/s of all devices.
+      attention: the attention backend, as returned by `attention_backend`.
+    """
     return tokens_per_sec * hardware_flops_per_token(config, attention) / peak
 
 

@@ -77,7 +77,7 @@ Params = dict[str, Any]  # parameters as nested dicts, in the structure of `decl
 
 
 def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
-    """Return the model's parts, by name, as pairs of pure init and apply functions."""
+    """Return the model's parts, such as "embed", as pairs of pure init and apply functions."""
     parts: dict[str, Callable[..., Any]] = {
         "embed": lambda tokens, positions: Embedding(config, par)(tokens, positions),
         "layers": lambda x, context, cache: TransformerLayer(config, par)(x, context, cache),
@@ -145,7 +145,8 @@ def trained(config: Config) -> Params:
 def frozen(config: Config) -> Params:
     """Return the declarations of the frozen parameters.
 
-    There are none unless the config sets `lora_rank`; then these are all except the adapters.
+    If the config sets `lora_rank`, these are all parameters except the adapters.  Otherwise there
+    are none.
     """
     declared = declarations(config)
     return partition(declared, declared)[1]
@@ -155,8 +156,8 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
     """Wrap `run` so that the backward pass recomputes what the remat policy `kept` does not save.
 
     Even the policy "none" recomputes the operations between matmuls, because writing their results
-    to memory and reading them back would take longer.  It recomputes no matmul and no collective
-    over mp.
+    to memory and reading them back would take longer.  That policy recomputes no matmul and no
+    collective over mp.
     """
     policies = jax.checkpoint_policies
     policy = {
@@ -176,7 +177,8 @@ def segment_runs(segments: Array) -> tuple[Array, Array]:
     """Find the runs of equal segment numbers along the last axis.
 
     Returns:
-      The index of each position's run, and each position's index within its run, both [..., T].
+      For each position, the index of its run, and the position's index within the run.  Both arrays
+      have the shape [..., T].
     """
     index_T = jnp.arange(segments.shape[-1])
     begins = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0

@@ -8,9 +8,9 @@ sees, K head size, R rank of an adapter, F feed-forward, C columns (or rows) of 
 fused weights of the geglu block, N columns of a projection, V vocabulary this program sees,
 L layers, G norm groups.
 
-A norm returns an array with a first axis G.  With layernorm-desync, whose scale and offset differ
-between mp shards, the array contains one normed copy of the input for each mp shard that this
-program sees.  Each of these copies is a norm group.  With all other norms, G is 1.
+The output of a norm has a first axis G, the norm groups.  With most norms, G is 1.  The norm
+layernorm-desync has a different scale and offset for each mp shard.  Its output therefore contains
+one normed copy of the input, called a norm group, for each mp shard that this program sees.
 """
 
 from typing import NamedTuple
@@ -48,14 +48,15 @@ def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
 
 
 def _output_init(config: Config) -> hk.initializers.Initializer:
-    """Return the initialiser of matrices that write into the residual stream."""
+    """Return the initialiser of matrices whose products are added to the residual stream."""
     return hk.initializers.TruncatedNormal(stddev=2 / config.layers / config.d_model**0.5)
 
 
 class Norm(hk.Module):
-    """The norm that the config selects, computed in f32, and `fan_out` (Megatron's f).
+    """The norm that the config selects, computed in f32 and combined with `Parallel.fan_out`.
 
-    Calling the module returns x_GBTD: the normed x of each norm group.
+    Calling the module returns x_GBTD: G normed copies of x.  G is 1, except for the norm
+    layernorm-desync, which returns one copy per mp shard (see the module docstring).
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -121,8 +122,9 @@ def _standardize(x_BTD: Array) -> Array:
 class Linear(hk.Module):
     """A linear layer whose columns are split over mp.
 
-    The columns are divided into G equal blocks, one per norm group.  The input of block g is
-    x_GBTD[g].  The matmul's result is rounded once, to `dtype` (default: the inputs' dtype).
+    The columns are divided into G equal blocks, and the input of block g is x_GBTD[g].  With most
+    norms, G is 1 (see the module docstring).  The matmul's result is rounded once, to `dtype`
+    (default: the dtype of the inputs).
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class RelativePosition(hk.Module):
 
 @jax.custom_vjp
 def lookup(w_VD: Array, row_BT: Array) -> Array:
-    """Return the rows of a table with the indices `row_BT`.
+    """Return the rows of a table at the indices `row_BT`.
 
     The table's gradient is summed in f32, because the gradient of a row that is looked up often is
     the sum of thousands of terms.
@@ -244,11 +246,13 @@ class Embedding(hk.Module):
 
 
 class TransformerLayer(hk.Module):
-    """Attention and feed-forward in parallel on the same normed input, summed together over mp.
+    """Attention and feed-forward in parallel on the same normed input.
 
-    If a cache is given, there must be one new token per batch row.  The token's key and value are
-    written to the cache at `context.slot_B`, and the token attends to the whole cache.  If no cache
-    is given, the tokens attend to each other.
+    The two outputs are added first, so that a single sum over mp suffices.
+
+    Calling the module with a KV cache requires one new token per batch row.  The token's key and
+    value are written to the cache at `context.slot_B`, and the token attends to the whole cache.
+    Without a cache, the tokens attend to each other.
 
     Returns:
       What the layer adds to the residual stream, and a cache: the updated cache or, if no cache was
@@ -295,9 +299,10 @@ class TransformerLayer(hk.Module):
     ) -> tuple[Array, LayerCache]:
         """Compute the geglu block, with one fused input matmul and one fused output matmul.
 
-        Both weights have an axis H.  For each head, the input weight has the columns of its q, k
-        and v and of 1/H of the feed-forward gate and value, and the output weight has the matching
-        rows.  The order of the weights' entries therefore does not depend on the mesh.
+        Both weights have an axis H (heads).  For each head, the input weight contains the columns
+        of its q, k and v, and the columns of 1/H of the feed-forward gate and value.  The output
+        weight contains the matching rows.  The order of the weights' entries therefore does not
+        depend on the mesh.
         """
         c, par = self.config, self.par
         hidden = c.d_ff // c.n_heads
@@ -327,8 +332,8 @@ class TransformerLayer(hk.Module):
     def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
         """Project x, [B, T, *inputs], to [B, T, D], without the sum over mp.
 
-        The sizes in `inputs` are global, and the first of these axes is split over mp.  The result
-        is therefore a partial sum, and the caller must sum it over mp.
+        `inputs` contains the global sizes of the input axes.  The first of these axes is split over
+        mp, so the result is a partial sum, which the caller must sum over mp.
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)

@@ -12,7 +12,7 @@ from mesh_transformer.mesh.parallel import Axes, Parallel, param
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Return the names that a weight's two adapter factors have in the weight's Haiku module."""
+    """Return the parameter names of the two LoRA factors of the weight named `weight`."""
     return f"{weight}_lora_a", f"{weight}_lora_b"
 
 
@@ -22,10 +22,12 @@ def factors(
     """Return the LoRA factors (Hu 2021) of a weight, or None if the config does not adapt it.
 
     The factors are a, [in, R], and b, [R, out], which become parameters of the current Haiku
-    module.  The caller adds `config.lora_scale` * x @ a @ b to the product of x and the weight.
-    The factor b is initialised to zero.  If mp splits the weight's first axis, the weight's last
-    axis is its output and all other axes are inputs.  Otherwise its first axis is its input and all
-    other axes are outputs.  These axes are split in the factors as they are in the weight.
+    module.  The factor b is initialised to zero.  The caller adds `config.lora_scale` * x @ a @ b
+    to the product of x and the weight.
+
+    A weight may have several input axes or several output axes.  If mp splits the weight's first
+    axis, only the last axis is an output.  Otherwise only the first axis is an input.  Each axis is
+    split in the factors as it is in the weight.
 
     Args:
       target: the weight's name in `config.lora_targets`.
@@ -50,8 +52,11 @@ def factors(
 def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
     """Return what an adapter adds to a linear layer's output, [B, T, columns].
 
-    The columns are split over mp.  They are also divided into G equal blocks, one per norm group.
-    The input of block g is x_GBTD[g].
+    The columns are split over mp.  As in `layers.Linear`, they are also divided into G equal
+    blocks, and the input of block g is x_GBTD[g].
+
+    Args:
+      adapter: the LoRA factors (a, b).
     """
     a_DR, b = adapter
     b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)

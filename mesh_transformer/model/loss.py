@@ -40,7 +40,7 @@ class Losses(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Partial results at every position from this program's shard of the vocabulary."""
+    """Intermediate values of the loss at every position, for one shard of the vocabulary."""
 
     max_BT: Array
     sum_BT: Array  # the sum of exp(logit - max)
@@ -49,7 +49,10 @@ class _Part(NamedTuple):
 
 
 def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
-    """Compute partial results from a shard of the logits; `first` is the shard's first token id."""
+    """Compute the loss's intermediate values from a shard of the logits.
+
+    `first` is the first token id of the shard.
+    """
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     sum_BT = jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1)
     ids_V = first + jnp.arange(logits_BTV.shape[-1])
@@ -60,7 +63,7 @@ def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
 
 
 def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
-    """Combine the partial results of all mp shards."""
+    """Compute the losses from the intermediate values of all mp shards."""
     max_BT = par.max(part.max_BT)
     log_sum_BT = jnp.log(par.sum(part.sum_BT * jnp.exp(part.max_BT - max_BT)))
     loss_BT = log_sum_BT - (par.sum(part.target_BT) - max_BT)
@@ -134,9 +137,9 @@ def losses(
 
 
 class LossWeights(NamedTuple):
-    """Weights of the positions in the mean losses of a batch.
+    """Weight of each position in the mean losses of a batch.
 
-    Each array has mean 1 over the batch of all replicas, or is 0 if no position counts.
+    Each array has mean 1 over the batch of all replicas, or is 0 everywhere if no position counts.
 
     Attributes:
       every_BT: weights for the loss.
@@ -150,8 +153,8 @@ class LossWeights(NamedTuple):
 def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
     """Return weights [..., T] that restrict the mean loss of a batch to positions with `mask` 1.
 
-    `last_BT` selects the last position with `mask` 1 in each sequence or, if `segments` is given,
-    in each segment.  If `mask` is 0 everywhere, all weights are 0.
+    The result's `last_BT` is nonzero only at the last position with `mask` 1 in each sequence or,
+    if `segments` is given, in each segment.  If `mask` is 0 everywhere, all weights are 0.
     """
     every, length = mask.astype(jnp.float32), mask.shape[-1]
     runs = jnp.zeros_like(mask, jnp.int32) if segments is None else segment_runs(segments)[0]
@@ -175,9 +178,9 @@ def train_loss(
     weights: LossWeights | None = None,
     segments_BT: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return the mean loss that training minimises, and the mean loss at the last positions.
+    """Return the mean loss that training minimises, and the mean loss of the last positions alone.
 
-    The last positions are those that `weights.last_BT` selects or, without `weights`, the last
+    The last positions are those where `weights.last_BT` is not 0 or, without `weights`, the last
     position of each sequence.  Both means include the z-loss.
     """
     result = losses(params, tokens_BT, targets_BT, config, par, segments_BT)

@@ -1,1 +1,1 @@
-"""Benchmarks of the devices that are present, and plans for devices that need not be present."""
+"""Benchmarks on the devices present, and memory and speed estimates for other devices."""

@@ -43,10 +43,10 @@ class Variant:
 
     Attributes:
       keys: config keys to change, and their values.
-      separate_all_reduces: whether `fan_out` is switched off.  The gradients of the uses of the
-        normalised activations are then all-reduced one by one, not summed first.
+      separate_all_reduces: whether `Parallel.fan_out` is replaced by the identity.  JAX then
+        all-reduces one gradient per use of the normalised activations, instead of their sum.
       unrolled: whether the scan over layers is unrolled.
-      no_donation: whether the old state is kept, that is, not donated to the step.
+      no_donation: whether the old state is not donated to the step, but kept in memory.
       no_remat: whether remat is switched off.  The backward pass then recomputes nothing and reads
         everything that the forward pass computed.
     """
@@ -62,8 +62,8 @@ class Variant:
 def variants(config: Config, mesh: Mesh) -> list[Variant]:
     """Return all variants for a config.
 
-    The first one is the library's own step.  Each of the others switches off or changes one
-    optimisation, except the last one, which switches all of them off.
+    The first variant is the library's own step.  The last one switches off all optimisations.  Each
+    of the others switches off or changes one optimisation.
     """
     whole_loss = {"loss_chunk": config.seq}
     # Whether `fan_out` affects the all-reduces.  It does not if the compiler places them (jit), if
@@ -155,7 +155,7 @@ def compile_variant(
 ) -> Compiled:
     """Compile a variant's step and run it `COMPARED_STEPS` times, starting from `state`.
 
-    `state` cannot be used afterwards, because the step donates it, unless the variant sets
+    The step donates `state`, so the caller cannot use it afterwards, unless the variant sets
     `no_donation`.
     """
     began = time.perf_counter()
@@ -186,8 +186,8 @@ def compile_variant(
 def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
     """Time all variants of the train step.
 
-    In each round every variant runs one step.  All variants share one state, and each round starts
-    with a different variant.
+    In each round every variant runs one step, and the variants take turns at being first.  All
+    variants update the same state.
 
     Returns:
       The results for all variants, as JSON-serialisable values.
@@ -227,12 +227,16 @@ def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
 
 
 def check_losses(programs: list[Compiled], tolerance: float) -> None:
-    """Raise StoppedError if the losses of any variant differ from those of the first variant."""
+    """Raise StoppedError if the losses of any variant differ from those of the first variant.
+
+    `tolerance` is the largest allowed relative difference.
+    """
     for compiled in programs[1:]:
         if not np.allclose(compiled.losses, programs[0].losses, rtol=tolerance, atol=0):
             raise StoppedError(
-                f"{compiled.variant.name}: the losses are {compiled.losses}, but the library's "
-                f"are {programs[0].losses}; expected a relative difference of at most {tolerance}"
+                f"variant {compiled.variant.name}: the losses are {compiled.losses}, but those of "
+                f"the unchanged step are {programs[0].losses}; expected a relative difference of "
+                f"at most {tolerance}"
             )
 
 
@@ -240,8 +244,8 @@ def _summary(compiled: Compiled, seconds: list[float], library: list[float]) -> 
     """Return a variant's results, as JSON-serialisable values.
 
     Args:
-      seconds: the variant's time in each round.
-      library: the time of the library's own step in each round.  The ratios in the result are
+      seconds: the variant's step time in each round.
+      library: the step time of the library's own step in each round.  The ratios in the result are
         `seconds` divided by `library`, round by round.
     """
     ratios = [own / baseline for own, baseline in zip(seconds, library, strict=True)]

@@ -58,12 +58,12 @@ class Limits:
 def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
     """Return the peak FLOP/s and memory bandwidth of a mesh; None if its hardware is unknown.
 
-    Accelerators are looked up in the hardware table.  CPU devices are virtual: all of them together
-    are one machine, whose limits are measured.
+    Accelerators are looked up in the table `accelerators.HARDWARE`.  CPU devices are virtual
+    devices of one machine, whose limits are measured.
 
     Args:
-      name: name of the hardware to assume for every device of the mesh; None for the hardware that
-        the mesh's devices really are.
+      name: name of the hardware to assume for every device of the mesh; None for the actual
+        hardware.
       dtype: dtype of the matmuls with which a CPU's FLOP/s are measured.
     """
     if name is None:
@@ -139,7 +139,7 @@ class Training:
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return a batch of random tokens for one train step: this process's rows only.
+    """Return this process's rows of a batch of random tokens for one train step.
 
     Both `obs` and `target` have shape [A, B, T]: microbatches, rows of this process, and sequence
     length.  Processes that share a replica get the same tokens.
@@ -174,7 +174,7 @@ class _Run:
     loss: float = float("nan")
 
     def step(self) -> None:
-        """Run one step, alternating between the batches."""
+        """Run and time one step, alternating between the batches."""
         batch = self.batches[len(self.seconds) % len(self.batches)]
         elapsed, (self.state, metrics) = timed(lambda: self.compiled(self.state, batch))
         self.seconds.append(elapsed)
@@ -206,7 +206,7 @@ def measure_training(
     warmup: int,
     profile: str | None = None,
 ) -> Training:
-    """Time the library's own train step on random tokens; the step donates its state.
+    """Time the library's own train step on random tokens.
 
     Args:
       limit: peak FLOP/s and memory bandwidth of the mesh (see `limits`); None if unknown.  A CPU's
@@ -269,19 +269,21 @@ def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Timings of decoding a batch, and the bytes that each device must read for each token.
+    """Timings of decoding a batch, and the bytes that each device must read per decode step.
+
+    A decode step generates one token in every row.
 
     Attributes:
       rows: number of batch rows on all replicas together.
       prompt: prompt tokens per row.
       first_seconds: time of the first prefill, including compilation.
       prefill_seconds: time of another prefill, without compilation.
-      token_seconds: median time to generate one more token in every row.
+      token_seconds: median time of a decode step.
       tokens_per_second: tokens generated per second in all rows together.
-      weight_bytes: bytes of weights that each device reads per token: all but the embedding table.
-      cache_bytes: bytes of cached keys and values that each device reads per token, on average.
-      limit_seconds: time to read the weights and the cache at the full memory bandwidth; None if
-        the bandwidth is unknown.
+      weight_bytes: bytes of weights that each device reads per step: all but the embedding table.
+      cache_bytes: bytes of cached keys and values that each device reads per step, on average.
+      limit_seconds: time to read the weights and the cache once at the full memory bandwidth; None
+        if the bandwidth is unknown.
       share_of_limit: `limit_seconds` divided by `token_seconds`.
     """
 
@@ -303,7 +305,7 @@ def measure_decoding(
     """Time the prefill of `per_replica_batch` prompts per replica, and greedy decoding after it.
 
     Args:
-      bandwidth: memory bandwidth of all devices together in bytes/s, if known.
+      bandwidth: memory bandwidth of all devices together in bytes/s; None if unknown.
       prompt: prompt tokens per row.
       tokens: minimum number of timed tokens per row.  Each decode call generates up to `MOST_STEPS`
         tokens per row, and only whole calls are timed.  An untimed call before them includes the
@@ -373,7 +375,9 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
 
 
 def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
-    """Return the bytes of weights, and the bytes of caches, that one device reads per token.
+    """Return the bytes of weights, and the bytes of caches, that one device reads per decode step.
+
+    A decode step generates one token in every row.
 
     Args:
       positions: average number of filled cache positions per row.

@@ -21,10 +21,9 @@ CHUNK_BYTES = 64 << 20  # bytes per read or write call on the plain file
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
-    """Timings of saving and restoring a state, and of writing and reading a plain file.
+    """Times to save and restore a training state, compared with a plain file of the same size.
 
-    The plain file is as large as the state.  All times and ratios are medians over the rounds of
-    `measure`.
+    All times and ratios are medians over the rounds of `measure`.
 
     Attributes:
       state_bytes: size of the state on all devices together.
@@ -52,11 +51,12 @@ class Checkpointing:
 
 
 def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
-    """Time saving and restoring a state, alternating with writing and reading a plain file.
+    """Measure the time to save and restore the training state of a new model.
 
-    The plain file is as large as the state.  Everything written is flushed to disk and dropped from
-    the page cache before it is read back.  Adam's moments are set to the values of the parameters,
-    which are random, because moments of zero would take almost no space on disk.
+    For comparison, each round also writes and reads a plain file of the same size.  The checkpoint
+    and the plain file are flushed to disk and dropped from the page cache before they are read.
+    Adam's moments are set to the values of the parameters, which are random, because moments of
+    zero would take almost no space on disk.
 
     Args:
       folder: folder for the checkpoint and the plain file; both are deleted after each round.
@@ -116,9 +116,9 @@ def _flush(folder: Path) -> float:
 
 
 def _drop_cache(path: Path) -> None:
-    """Drop a file, or all files under a folder, from the page cache.
+    """Drop a file, or all files under a folder, from the operating system's page cache.
 
-    The files must have been flushed.  The next read of them comes from disk.
+    The files must already be flushed to disk.  They are then read from disk, not from memory.
     """
     for file_path in filter(Path.is_file, [path, *path.rglob("*")]):
         with file_path.open("rb") as file:

@@ -21,7 +21,7 @@ _CONTAINER = re.compile(r"(while|call|conditional)\b")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation or kernel of a program, summed over all its runs on all devices.
+    """One operation or kernel of a program, with its total time over all runs on all devices.
 
     Attributes:
       seconds: time of the operation itself, without the operations nested in it.
@@ -50,7 +50,7 @@ def operations(folder: str) -> list[Operation]:
     """
     traces = sorted(Path(folder).rglob("*.xplane.pb"), key=os.path.getmtime)
     if not traces:
-        raise InputError(f"{folder}: contains no *.xplane.pb; record a trace there first")
+        raise InputError(f"{folder} contains no *.xplane.pb; record a trace there first")
     seconds: dict[str, float] = defaultdict(float)
     runs: dict[str, int] = defaultdict(int)
     for line in _lines(jax.profiler.ProfileData.from_file(str(traces[-1]))):
@@ -70,12 +70,12 @@ Event = tuple[str, float, float]  # name, start, end; times in nanoseconds
 
 
 def _lines(trace: Any) -> Iterator[list[Event]]:
-    """Yield the events that are operations, as one list per line (timeline) of the trace.
+    """Yield the device operations of a profiler trace, as one list per timeline.
 
-    A TPU's operations are on the line "XLA Ops"; its other lines show the same work in another form
-    and must not be counted too.  A GPU has one line per stream.  A CPU's operations are on the
-    host's plane, which has one line per thread; an event there is an operation only if it has the
-    stat `hlo_op`.
+    A trace has one plane per device and one for the host's CPU.  A plane has several lines
+    (timelines).  On a TPU only the line "XLA Ops" is used, because the other lines show the same
+    work again.  A GPU has one line per stream.  The CPU has one line per thread, and an event on
+    it is an operation only if the event has the stat `hlo_op`.
     """
     for plane in trace.planes:
         kind = next((prefix for prefix in _LINES if plane.name.startswith(prefix)), None)
@@ -89,7 +89,7 @@ def _lines(trace: Any) -> Iterator[list[Event]]:
 
 
 def _self_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
-    """Yield each event's name and its own time in nanoseconds, without that of nested events.
+    """Yield each event's name and its time in nanoseconds, without the time of nested events.
 
     For example, the events of a loop's body are nested in the event of the loop.
     """

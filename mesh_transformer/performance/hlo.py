@@ -1,8 +1,8 @@
-"""Analysis of a compiled program's HLO text: its collectives per loop, and its memory traffic.
+"""Analysis of a compiled program's HLO text: collectives in each loop, and memory traffic.
 
-Memory traffic is computed as if each fusion, and each operation outside a fusion, read its operands
-once and wrote its results once.  If only part of an array is sliced or updated, only that part
-counts.  Arrays that the compiler keeps in on-chip memory do not count.
+Memory traffic is an estimate.  Each fusion, and each operation outside a fusion, is assumed to read
+its operands once and to write its results once.  If an operation reads or updates only a slice of
+an array, only this slice counts.  Arrays in on-chip memory do not count.
 """
 
 import math
@@ -25,9 +25,9 @@ Groups = frozenset[frozenset[int]]
 
 @dataclass(frozen=True)
 class Collective:
-    """One array exchanged by a collective.
+    """One array exchanged by a collective operation, such as an all-reduce.
 
-    A collective that combines several arrays gives one object per array.
+    A collective operation on several arrays is represented by one `Collective` per array.
 
     Attributes:
       kind: one of `KINDS`.
@@ -35,9 +35,9 @@ class Collective:
       groups: the sets of devices that exchange data with each other; empty if all devices are one
         group.
       where: JAX's name of the operation (`op_name`).
-      chain: empty if the collective is one operation.  The compiler splits some collectives into
-        several operations that overlap with other work.  The objects that belong to the same array
-        then have the same nonempty `chain`.
+      chain: empty if the collective is one operation.  If the compiler has split it into several
+        operations, each of them has a `Collective`, and those for the same array have the same
+        nonempty `chain`.
     """
 
     kind: str
@@ -54,19 +54,19 @@ class Collective:
 
     @property
     def is_alone(self) -> bool:
-        """Whether every group is a single device, so that nothing is exchanged."""
+        """Whether every group contains only one device, so that no data is exchanged."""
         return bool(self.groups) and all(len(group) == 1 for group in self.groups)
 
 
 def width(dtype: str) -> int:
-    """Return the bytes per element of a dtype, given its HLO name."""
+    """Return the bytes per element of a dtype, given its HLO name, such as "bf16"."""
     return _BYTES.get(dtype) or max(int(dtype[1:]) // 8, 1)
 
 
 def groups_of(text: str) -> Groups:
-    """Return the device groups in a line of HLO, from any of the three `replica_groups` notations.
+    """Parse the groups of devices (`replica_groups`) in a line of HLO text.
 
-    The result is empty if the line has no groups.
+    All three notations of HLO are supported.  The result is empty if the line has no groups.
     """
     listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
     if listed:
@@ -125,7 +125,7 @@ class Loop:
     Attributes:
       trips: number of iterations; None if the HLO text does not give it.
       collectives: collectives that one iteration runs, without those in nested loops.
-      loops: loops directly in the body.  Each of them has its own nested loops.
+      loops: the loops that are nested directly in this loop.
     """
 
     trips: int | None
@@ -133,7 +133,7 @@ class Loop:
     loops: list["Loop"]
 
     def runs(self) -> Iterator[tuple[Collective, int]]:
-        """Yield every collective and the number of times that one iteration of this loop runs it.
+        """Yield each collective, and how many times it runs in one iteration of this loop.
 
         Collectives in nested loops are included.  A nested loop with an unknown number of
         iterations counts as one iteration.
@@ -150,16 +150,17 @@ class Loop:
 
 
 def parse(text: str) -> Loop:
-    """Parse a compiled program's HLO text.
+    """Return the loops and collectives of a compiled program, given its HLO text.
 
     Returns:
-      The whole program as a loop that runs once; it is the parent of the program's own loops.
+      A `Loop` with one iteration that represents the whole program.  The program's own loops are
+      nested in it.
     """
     return _loop(computations(text), "ENTRY", 1)
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """Split HLO text into computations.
+    """Split a program's HLO text into computations, which are HLO's functions.
 
     Returns:
       A dict from the name of each computation to its lines.  The name of the entry computation is
@@ -179,7 +180,10 @@ def computations(text: str) -> dict[str, list[str]]:
 def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> Loop:
     """Parse the computation `name` as the body of a loop with `trips` iterations.
 
-    The collectives and loops of the computations that it calls are included.
+    Collectives and loops in computations that the body calls are included.
+
+    Args:
+      computations: the program's computations, as the function `computations` returns them.
     """
     loop = Loop(trips, [], [])
     for line in computations[name]:
@@ -197,9 +201,10 @@ def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> L
 
 
 def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
-    """Keep one object per array, also for collectives that are split into several operations.
+    """Remove duplicates of collectives that the compiler has split into several operations.
 
-    Of the objects with the same nonempty `chain`, only the first one is kept.
+    Of the objects with the same nonempty `chain`, which represent the same array, only the first
+    one is kept.
     """
     chains: set[str] = set()
     joined = []
@@ -211,10 +216,14 @@ def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
 
 
 def trip_count(computations: dict[str, list[str]], line: str) -> int | None:
-    """Return the number of iterations of the loop on a line of HLO; None if it is unknown.
+    """Return the number of iterations of the `while` loop in a line of HLO; None if it is unknown.
 
-    The number is read from the line itself.  If the line does not give it, and the loop's condition
-    has a single integer constant, that constant is returned.
+    The number is read from the line if the line states it.  If not, and if the loop's condition
+    contains only one integer constant, this constant is returned.
+
+    Args:
+      computations: the program's computations, as the function `computations` returns them.
+      line: the line of the `while` operation.
     """
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if known:
@@ -274,11 +283,11 @@ class Operation:
     The result of an operation may consist of several arrays.
 
     Attributes:
-      bytes: size of those arrays of the result that are in device memory.
-      whole: size in bytes of all arrays of the result, in any memory.
+      bytes: total size of the result's arrays that are in device memory.
+      whole: total size in bytes of all the result's arrays, in any memory.
       operands: names of the operations whose results it reads.
       called: name of the computation that it calls; None if it calls none.
-      root: whether its result is the result of the computation that contains it.
+      root: whether this is the ROOT operation, which gives the result of its computation.
     """
 
     name: str
@@ -292,7 +301,7 @@ class Operation:
 
     @property
     def is_piece(self) -> bool:
-        """Whether this is one of several operations that the compiler split a collective into.
+        """Whether this is one of several operations into which the compiler has split a collective.
 
         `Program` counts the memory traffic of such a collective separately.
         """
@@ -300,16 +309,19 @@ class Operation:
 
     @property
     def names_operands(self) -> bool:
-        """Whether this is a -start operation whose result tuple begins with its operands."""
+        """Whether this is a -start operation whose result is a tuple that begins with its operands.
+
+        For example, an all-gather-start returns a tuple of its operands and its results.
+        """
         kind = self.kind.removesuffix("-start")
         return kind != self.kind and (kind in WITH_OPERANDS or " = ((" in self.line)
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Compute the sizes in bytes of an HLO type, which is one array or a tuple of arrays.
+    """Compute the size in bytes of an HLO type, which is an array type or a tuple of them.
 
     Returns:
-      The size of those arrays that are in device memory, and the size of all arrays.
+      The total size of the arrays in device memory, and the total size of all arrays.
     """
     in_device_memory = total = 0
     for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
@@ -334,9 +346,9 @@ def _operation(line: str) -> Operation | None:
 
 
 def _original(operations: dict[str, Operation], operation: Operation) -> Operation:
-    """Return the operation that created the result of `operation`.
+    """Return the operation that created the data in the result of `operation`.
 
-    This follows bitcasts, reshapes and copies back to their operand.
+    Bitcasts, reshapes and copies do not create data, so the search continues with their operand.
 
     Args:
       operations: the operations of the same computation, by name.
@@ -350,8 +362,8 @@ class Program:
     """Memory traffic of a compiled program, computed from its HLO text.
 
     The compiler splits some collectives into several operations, which overlap with other work.
-    `_bytes_moved_by_split_collectives` counts the traffic of these collectives; `_moved_in` and the
-    methods that it calls leave them out.
+    `_bytes_moved_by_split_collectives` counts the memory traffic of these collectives.
+    `_moved_in`, and the methods that `_moved_in` calls, leave it out.
     """
 
     def __init__(self, text: str):
@@ -364,25 +376,23 @@ class Program:
         }
 
     def moved(self) -> int:
-        """Return the bytes that one run of the program moves.
-
-        These are the bytes read from one device's memory plus the bytes written to it.
-        """
+        """Return the bytes that one run of the program reads and writes in one device's memory."""
         return self._moved_in("ENTRY") + self._bytes_moved_by_split_collectives()
 
     def _bytes_moved_by_split_collectives(self) -> int:
-        """Return the bytes that split collectives move in one run of the program.
+        """Return the bytes that split collectives read and write in one run of the program.
 
-        Split collectives are those that the compiler splits into several operations.
+        A split collective is one that the compiler has split into several operations.
         """
         runs = parse(self._text).runs()
         return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
 
     def bytes_moved_per_iteration(self) -> int:
-        """Return the bytes moved by one iteration of the program's main loop.
+        """Return the bytes that one iteration of the program's main loop reads and writes.
 
-        The main loop is the top-level loop that moves the most bytes per iteration.  The split
-        collectives of the whole program are added, even those outside this loop.
+        The main loop is the top-level loop with the most memory traffic per iteration.  The result
+        also includes every collective that the compiler has split into several operations, even a
+        collective outside the main loop.
         """
         bodies = [
             self._moved_in(body[1])
@@ -392,9 +402,9 @@ class Program:
         return max(bodies, default=0) + self._bytes_moved_by_split_collectives()
 
     def _moved_in(self, name: str) -> int:
-        """Return the bytes moved by the computation `name`.
+        """Return the bytes that the computation `name` reads and writes, including its loops.
 
-        Collectives that the compiler splits into several operations are left out.
+        Collectives that the compiler has split into several operations are left out.
         """
         total = 0
         for operation in self._operations[name].values():
@@ -411,7 +421,7 @@ class Program:
         return total
 
     def _moved_by(self, name: str, operation: Operation) -> int:
-        """Return the bytes moved by `operation`, which belongs to the computation `name`."""
+        """Return the bytes that `operation`, in the computation `name`, reads and writes."""
         siblings = self._operations[name]
         operands = [siblings[operand] for operand in operation.operands if operand in siblings]
         if operation.kind in SLICES:
@@ -432,7 +442,7 @@ class Program:
 
     @staticmethod
     def _moved_by_start(operation: Operation, operands: list[Operation]) -> int:
-        """Return the bytes moved by a copy-start or slice-start operation."""
+        """Return the bytes that a copy-start or slice-start operation reads and writes."""
         sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
         source = operands[0]
         moved = sizes[1] - source.whole  # the result is a tuple of the target and the source
@@ -446,7 +456,7 @@ class Program:
         return self._bytes_used(name, parameter)
 
     def _bytes_used(self, name: str, value: Operation) -> int:
-        """Return how many bytes of `value` the operations of the fused computation `name` read."""
+        """Return how many bytes of the result of `value` the fused computation `name` reads."""
         total = 0
         for user in self._operations[name].values():
             if value.name not in user.operands or user.is_piece:
@@ -467,7 +477,7 @@ class Program:
     def _bytes_written(self, name: str) -> int:
         """Return the bytes that the fused computation `name` writes.
 
-        If it updates an array in place, only the updated part of the array counts.
+        If the computation updates an array in place, only the updated part of the array counts.
         """
         fused = self._operations[name]
         root = next(operation for operation in fused.values() if operation.root)
@@ -475,9 +485,9 @@ class Program:
         return sum(self._bytes_of_result(fused, result) for result in results)
 
     def _reads_target(self, operation: Operation) -> bool:
-        """Whether an in-place update reads the old values that it overwrites.
+        """Whether an in-place update reads the old values before it overwrites them.
 
-        A scatter-add does so, for example.
+        For example, a scatter-add reads them.
         """
         if operation.kind != "scatter" or operation.called is None:
             return False
@@ -485,7 +495,12 @@ class Program:
         return next(line for line in combiner if line.root).kind != "parameter"
 
     def _bytes_of_result(self, fused: dict[str, Operation], result: Operation) -> int:
-        """Return the bytes that a fused computation writes for one of its results."""
+        """Return the bytes that a fused computation writes for one of its results.
+
+        Args:
+          fused: the operations of the computation, by name.
+          result: the operation that gives the result.
+        """
         result = _original(fused, result)
         if result.is_piece:
             return 0

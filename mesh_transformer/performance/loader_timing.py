@@ -1,8 +1,9 @@
-"""Timings of the data loader: its throughput compared with tf.data's, and its time to resume.
+"""Timings of the data loader: its throughput compared with tf.data, and its time to resume.
 
-A set of small records is written, then read alternately by the loader and by a plain tf.data
-pipeline.  Then loaders are created that resume from one of two positions, alternately: one near the
-start of the first epoch, and the same one in the second epoch, after all records have been read.
+A set of small records is written.  The loader and a plain tf.data pipeline then read the records
+alternately.  To time resuming, loaders are created that resume alternately from two saved
+positions.  The first position is near the start of the first epoch.  The second is the same
+position in the second epoch, after all records have been read once.
 """
 
 import functools
@@ -33,9 +34,11 @@ SHUFFLE_BUFFER = 1000  # resuming is timed without shuffling, and with this shuf
 def write_index(folder: Path, records: int, seq: int) -> str:
     """Write `records` records to `FILES` files, and an index of the files.
 
-    Only `records` / `FILES` distinct records are generated, and at most `MAX_DISTINCT_RECORDS`.
-    Each file repeats them as often as necessary, which is possible because TFRecord files can be
-    concatenated byte by byte.
+    The number of distinct records is `records` / `FILES`, but at most `MAX_DISTINCT_RECORDS`.
+    Every file contains all distinct records, repeated as often as necessary.
+
+    Args:
+      seq: sequence length.
 
     Returns:
       The path of the index.
@@ -112,17 +115,19 @@ def resume(index: str, seq: int, state: dict[str, Any], **options: Any) -> None:
 
 
 def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]:
-    """Time the loader on a new set of records, which is written to `folder`.
+    """Measure the throughput of the loader and its time to resume, on newly written records.
 
     Args:
-      records: number of records in the set.
+      folder: folder to write the records to.
+      records: number of records to write.
       seq: sequence length.
       rounds: number of times that each timing is repeated.
 
     Returns:
-      A dict of medians over the rounds: the rates at which the loader and tf.data read, and their
-      ratio; and the seconds that a resumed loader takes from its creation to its first batch, from
-      each of the two positions and their ratio, with and without shuffling.
+      A dict of medians over the rounds.  For throughput, it has the rates at which the loader and
+      tf.data read, and the ratio of the rates.  For resuming, it has the seconds from the creation
+      of a loader to its first batch: at a position in the second epoch, at the same position in the
+      first epoch, and their ratio.  These are given with and without shuffling.
     """
     index = write_index(folder, records, seq)
     paths = [str(folder / f"{part}.tfrecords") for part in range(FILES)]

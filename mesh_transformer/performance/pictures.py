@@ -13,7 +13,7 @@ def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str
 
     Args:
       keys: keys that the object must have, with their required values; None allows any value.
-      printed_by: the script and its flags, for the error message.
+      printed_by: the script and its flags, which error messages name.
 
     Raises:
       InputError: if the file cannot be read, or contains no JSON object with these keys and values.
@@ -21,20 +21,22 @@ def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}); write it with {printed_by}"
+        ) from None
     except ValueError:
         result = None
     if not isinstance(result, dict) or any(
         key not in result or value not in (None, result[key]) for key, value in keys.items()
     ):
-        raise InputError(f"{path}: expected the output of {printed_by}")
+        raise InputError(f"{path} is not the output of {printed_by}; write it with that command")
     return result
 
 
 def pyplot() -> Any:
     """Return matplotlib's pyplot, set up to write files without a display.
 
-    In SVG files, text is stored as text, not as paths, and the ids are the same in every run.
+    SVG files contain text as text, not as outlines.  The ids in them are the same in every run.
     """
     import matplotlib
 

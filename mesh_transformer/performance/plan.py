@@ -1,4 +1,4 @@
-"""Plans, which predict memory, collectives and speed of training or generation on a slice.
+"""Predictions of the memory, collectives and speed of training or generation on given devices.
 
 A plan compiles the real training or decode step, but does not run it, so the devices need not be
 present.  The peak memory and the collectives come from the compiler; the speed is an estimate.
@@ -50,7 +50,7 @@ class Memory:
       peak: peak memory in bytes on one device.
       text: HLO text; None if the compiler rejected the program because it needs too much memory.
       seconds: compilation time.
-      fast: whether the program was compiled with the options `FAST_OPTIONS`.
+      fast: whether the program was compiled with reduced optimisation (`FAST_OPTIONS`).
     """
 
     peak: int
@@ -61,7 +61,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Predicted memory, collectives and speed of training a config on a slice.
+    """Predicted memory, collectives and speed of training a config on a TPU slice or other devices.
 
     Bytes are per device.
 
@@ -72,8 +72,8 @@ class Plan:
       flops: FLOPs of one step on all devices together, counted as in the PaLM paper.
       collectives, estimate: collectives of one step, and its estimated speed.  Both are None if the
         compiler rejected the program because it needs too much memory.
-      fast: whether the step was compiled with the options `FAST_OPTIONS`, which make the peak and
-        the estimate less exact.
+      fast: whether the step was compiled with reduced optimisation (`FAST_OPTIONS`), which makes
+        the peak and the estimate less exact.
     """
 
     topology: str
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def setting(self) -> str:
-        """The settings of the plan, as one line of text."""
+        """The mesh, batch size and other settings of the plan, as one line of text."""
         return (
             f"dp {self.dp} x mp {self.mp}, {self.partitioning}, ZeRO {self.zero}, remat "
             f"{self.remat}, {'sharded' if self.shard_activations else 'whole'} activations, loss "
@@ -128,11 +128,11 @@ class Plan:
 def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
     """Format the memory per device as one line of text.
 
-    The line gives the state, the peak, the limit, and how much memory is left over or missing.
-
     Args:
-      state, peak, limit: sizes in bytes.
-      fits: whether the program fits the device.
+      state: bytes of the arrays that stay in memory, such as the parameters.
+      peak: bytes in use at the peak.
+      limit: bytes that a program may use.
+      fits: whether the program fits into the device's memory.
     """
     spare = (limit - peak) / GIB
     verdict = (
@@ -145,7 +145,9 @@ def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
 
 
 def mesh_of(config: Config, topology: Slice) -> Mesh:
-    """Return a (dp, mp) mesh of all devices of a slice, with `cores_per_replica` as mp.
+    """Return a (dp, mp) mesh of all devices of a slice.
+
+    mp is the config's `cores_per_replica`, and dp is the number of devices divided by mp.
 
     Raises:
       InputError: if the number of devices is not a multiple of `cores_per_replica`.
@@ -160,15 +162,17 @@ def mesh_of(config: Config, topology: Slice) -> Mesh:
 
 
 def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
-    """Compile a config's training step for a slice; report memory, collectives and speed.
+    """Compile a config's training step for a slice, and predict its memory, collectives and speed.
 
     Args:
-      config: its key `cores_per_replica` is mp.  dp is the number of devices divided by mp.
-      fast: whether to compile in a fraction of the time, which makes the figures less exact.
+      config: its `cores_per_replica` is mp.  dp is the number of devices divided by mp.
+      topology: the devices to compile for.
+      fast: whether to compile with reduced optimisation, which takes a fraction of the time and
+        makes the figures less exact.
 
     Raises:
       InputError: if mp does not divide the number of devices, if libtpu is missing, or if
-        compilation fails.  A program that needs too much memory is not an error.
+        compilation fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
     mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices)
@@ -236,10 +240,11 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
     Args:
       topology: name of the slice, for error messages.
       args: abstract arrays with shardings.
-      fast: whether to use the options `FAST_OPTIONS`; ignored for CPUs and GPUs.
+      fast: whether to compile with reduced optimisation (`FAST_OPTIONS`); ignored except for TPUs.
 
     Raises:
-      InputError: if compilation fails.  A program that needs too much memory is not an error.
+      InputError: if compilation fails.  A program that needs too much memory raises no error; see
+        `Memory.text`.
     """
     began = time.perf_counter()
     lowered = function.trace(*args).lower()  # type: ignore[attr-defined]
@@ -260,7 +265,7 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
 
 
 def _platform(args: Any) -> str:
-    """Return the platform of the devices that abstract arrays are placed on."""
+    """Return the platform, such as "tpu", of the devices that abstract arrays are placed on."""
     leaves = (leaf for leaf in jax.tree.leaves(args) if leaf.sharding is not None)
     return next(iter(next(leaves).sharding.device_set)).platform
 
@@ -268,7 +273,7 @@ def _platform(args: Any) -> str:
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and shardings of the tokens for one training step.
 
-    The shape is [A, B, T]: microbatches, batch rows of all replicas, and sequence length.
+    The shape is [A, B, T]: A microbatches, B batch rows of all replicas together, T tokens.
     """
     rows = config.per_replica_batch * mesh.shape["dp"]
     shape = (config.gradient_accumulation_steps, rows, config.seq)
@@ -289,21 +294,20 @@ STEPS = 64  # decode steps per call of the compiled function; affects only the s
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """Predicted memory, collectives and speed of generation on a slice.
+    """Predicted memory, collectives and speed of generation on a TPU slice or other devices.
 
     One decode step generates one token in every row.  Bytes are per device.
 
     Attributes:
       rows: batch rows of all replicas together.
-      cache_length: number of positions in the cache of each row.
+      cache_length: number of positions in the KV cache of each row.
       state_bytes: weights and cache.
-      read_bytes: weights, without the embedding, and cache, all of which every step reads.  A step
-        takes at least the time to read them at full memory bandwidth.
+      read_bytes: bytes that every step must read: the cache, and the weights except the embedding.
       bytes_per_token: bytes that one compiled step reads and writes, computed by `hlo.Program`;
         None if the compiler rejected the program because it needs too much memory.
-      tokens_per_second: two estimates for all rows together, as if memory bandwidth were the only
-        limit.  The first counts `read_bytes` per step and is an upper bound.  The second counts
-        `bytes_per_token`, and is None if `bytes_per_token` is None.
+      tokens_per_second: two estimates for all rows together, which assume that memory bandwidth is
+        the only limit.  The first counts `read_bytes` per step and is an upper bound.  The second
+        counts `bytes_per_token`, and is None if `bytes_per_token` is None.
       source: where the hardware's figures come from.
     """
 
@@ -351,17 +355,19 @@ class DecodePlan:
 
 
 def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> DecodePlan:
-    """Compile a decode step for a slice; report memory, collectives and speed.
+    """Compile a decode step for a slice, and predict its memory, collectives and speed.
 
     The batch has `per_replica_batch` rows per replica, and each row has a cache of `seq` positions.
 
     Args:
-      config: its key `cores_per_replica` is mp.  dp is the number of devices divided by mp.
-      fast: whether to compile in a fraction of the time, which makes the figures less exact.
+      config: its `cores_per_replica` is mp.  dp is the number of devices divided by mp.
+      topology: the devices to compile for.
+      fast: whether to compile with reduced optimisation, which takes a fraction of the time and
+        makes the figures less exact.
 
     Raises:
       InputError: if mp does not divide the number of devices, if libtpu is missing, or if
-        compilation fails.  A program that needs too much memory is not an error.
+        compilation fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
     mesh = mesh_of(config, topology)
     rows = config.per_replica_batch * mesh.shape["dp"]

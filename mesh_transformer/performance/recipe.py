@@ -62,7 +62,7 @@ class Size:
         }
 
     def body(self) -> int:
-        """Return 12LD^2, about the number of parameters outside the embedding and output head."""
+        """Return 12LD^2, roughly the number of parameters without embedding and output head."""
         return 12 * self.layers * self.d_model**2
 
 
@@ -86,7 +86,7 @@ class Device:
     """The devices to train on.
 
     Attributes:
-      name: the name that the user knows, such as v3-8 or cpu.
+      name: name of the devices in messages, such as v3-8 or cpu.
       platform: "cpu", "gpu" or "tpu".
       count: number of devices.
       memory: bytes that a program may use on one device.
@@ -103,7 +103,10 @@ class Device:
 
     @property
     def budget(self) -> int:
-        """Maximum estimated memory of a step, in bytes per device (see `MEMORY_SHARE`)."""
+        """Maximum estimated memory of a step, in bytes per device.
+
+        This is `memory` times the platform's `MEMORY_SHARE`.
+        """
         return int(self.memory * MEMORY_SHARE[self.platform])
 
 
@@ -123,7 +126,7 @@ def device_of(devices: Slice) -> Device:
 
 
 def _has_bf16(devices: Slice) -> bool:
-    """Whether devices support bf16.  False only for NVIDIA GPUs before Ampere: T4, V100, etc."""
+    """Whether devices support bf16; False only for NVIDIA GPUs before Ampere, such as the V100."""
     capability = getattr(devices, "compute_capability", "")
     major = str(capability).partition(".")[0]
     return not major.isdecimal() or int(major) >= 8
@@ -183,11 +186,12 @@ def recipe(
     minutes: float | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Recipe:
-    """Choose a config for training on a record set.  It is complete except for its paths.
+    """Choose a config for training on a set of records.  The config lacks only file paths.
 
     Args:
       corpus: the size of the training set.
       held_out: the size of the validation set; None if there is none.
+      device: the devices to train on.
       base: the config of the model to fine-tune; None to train from scratch.
       size: the name of one of `SIZES`; None to choose it.
       epochs: passes over the training set; None for 4, or for 1 if a base model is fine-tuned.
@@ -195,8 +199,9 @@ def recipe(
       changes: config keys and values set by the user, which override those that would be chosen.
 
     Raises:
-      InputError: if no model fits the devices, the training set is too small for one step, or the
-        records don't suit the base model or the validation records.
+      InputError: if no model fits the devices, if the training set is too small for one step, if
+        training and validation records differ in length, or if the records are longer than the base
+        model's sequences.
     """
     if held_out is not None and held_out.seq != corpus.seq:
         raise InputError(
@@ -221,7 +226,7 @@ def recipe(
 
 
 def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
-    """Return the config keys for fine-tuning: the base's architecture, and the request's keys."""
+    """Return the config keys for fine-tuning: the base's architecture, and `request.fixed`."""
     kept = base.as_dict()
     keys = {key: kept[key] for key in ARCHITECTURE if kept[key] is not None} | request.fixed
     keys["n_vocab"] = request.changes.get("n_vocab", base.n_vocab)
@@ -231,7 +236,7 @@ def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
 
 
 def _choose_size(request: _Request) -> tuple[Size, str]:
-    """Return the model size to train from scratch, and the reason for it."""
+    """Choose the model size to train from scratch; return it with a line of text that says why."""
     epochs = min(request.epochs, USEFUL_EPOCHS)
     allowed = request.tokens * epochs / TOKENS_PER_PARAMETER
     if request.size is not None:
@@ -251,13 +256,15 @@ def _choose_size(request: _Request) -> tuple[Size, str]:
             continue
         if chosen is SIZES[0] or _most_tokens(config, request) >= request.tokens:
             least = ", and this is the smallest size" if chosen.body() > allowed else ""
+            if 10 * allowed < chosen.body():
+                least += "; so little text will be memorised, add more"
             return chosen, f"model: {_describe(chosen)}: {why}{least}"
         why += f"; {chosen.name} would need more than {request.minutes:g} minutes for an epoch"
     return SIZES[0], f"model: {_describe(SIZES[0])}: {why}"
 
 
 def _most_tokens(config: Config, request: _Request) -> float:
-    """Estimate how many tokens can be trained on in the request's minutes.
+    """Estimate how many tokens can be trained on in `request.minutes`.
 
     Only the speed of CPUs is estimated, for microbatches of about `LEAST_TOKENS` tokens.  For other
     devices, and without a time limit, the result is infinity.
@@ -272,11 +279,12 @@ def _most_tokens(config: Config, request: _Request) -> float:
 
 
 def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -> Recipe:
-    """Add batch, mesh and schedule to the model's keys, and return the recipe.
+    """Choose batch size, mesh and schedule for a model, and return the complete recipe.
 
     Args:
       keys: the config keys of the model.
-      reason: a line about the choice of the model.
+      lr: the peak learning rate.
+      reason: a line of text that explains the choice of the model.
     """
     corpus, device = request.corpus, request.device
     model = Config(**keys)
@@ -292,7 +300,7 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
     if corpus.sequences < sequences:
         raise InputError(
             f"found {corpus.sequences} training sequences, but a step on {device.name} needs "
-            f"{sequences}; add text, or lower --seq of the records"
+            f"{sequences}; add text, or recreate the records with a lower --seq"
         )
     steps = max(1, round(tokens / corpus.seq / sequences))
     warmup = min(WARMUP, steps // 10)
@@ -325,7 +333,7 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
 
 
 def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int:
-    """Return the sequences per step, a power of two, for a run of `tokens` tokens in all.
+    """Return the sequences per step, a power of two, for a run that trains on `tokens` tokens.
 
     Args:
       is_base: whether a base model is fine-tuned.
@@ -337,10 +345,11 @@ def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int
 
 
 def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any], int]:
-    """Choose mesh, remat and microbatch, with about `sequences` sequences per step.
+    """Choose mesh, remat and microbatch size, with about `sequences` sequences per step.
 
-    The first setting that fits is chosen.  Small replicas are tried first.  For each replica size,
-    settings without remat are tried before those with it, and large microbatches before small ones.
+    The first setting that fits is chosen.  Replicas of few devices are tried first.  For each
+    number of devices per replica, settings without remat are tried before those with it, and large
+    microbatches before small ones.
 
     Returns:
       The config keys, and the estimated bytes per device.
@@ -348,7 +357,7 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
     Raises:
       InputError: if no setting fits into the devices' memory.
     """
-    least = math.inf
+    least, rejected = math.inf, None
     for mp in (mp for mp in range(1, device.count + 1) if device.count % mp == 0):
         share = max(1, sequences * mp // device.count)  # sequences per replica and step
         rows = [2**n for n in reversed(range(MOST_ROWS.bit_length())) if share % 2**n == 0]
@@ -363,12 +372,15 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
             }
             try:
                 setting = config.replace(**keys)
-            except InputError:  # mp does not divide the heads or the vocabulary
+            except InputError as error:  # such as a number of heads that mp does not divide
+                rejected = error
                 continue
             needed = _memory(setting, device)
             if needed <= device.budget:
                 return keys, needed
             least = min(least, needed)
+    if rejected is not None and least == math.inf:
+        raise rejected
     raise InputError(
         f"the model needs at least {least / GIB:.1f} GiB per device on {device.name}, which has "
         f"{device.memory / GIB:.1f} GiB; choose a smaller --size, a larger --topology, or train "
@@ -377,7 +389,7 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
 
 
 def _memory(config: Config, device: Device) -> int:
-    """Estimate the bytes that a step needs per device, including the logits of a loss chunk."""
+    """Estimate the bytes that a step needs per device, including the logits of one loss chunk."""
     attention = attention_on(config, device.hardware) if device.hardware else "xla"
     positions = config.per_replica_batch * min(config.seq, config.loss_chunk)
     logits = 2 * 4 * positions * config.n_vocab // config.cores_per_replica
@@ -387,10 +399,9 @@ def _memory(config: Config, device: Device) -> int:
 def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:
     """Return the number of batches per validation; 0 without a validation set.
 
-    A validation reads the whole validation set, but at most 100 batches, and at most one batch per
-    30 training steps of the run (at least one).  There are about 10 validations per run, and a
-    validation batch takes a third of the time of a training step.  Validation therefore adds at
-    most about a tenth to the training time.
+    A validation reads the whole validation set if that takes at most 100 batches, and at most one
+    batch per 30 training steps of the run.  Otherwise it reads only as many batches as these limits
+    allow, but at least one.  The limits keep validation short compared with training.
 
     Args:
       steps: training steps of the run.
@@ -413,7 +424,7 @@ def _power_of_two(number: float) -> int:
 
 
 def _round_down(number: int) -> int:
-    """Round to one significant digit, downwards."""
+    """Round down to one significant digit; for example, 487 becomes 400."""
     unit = 10 ** (len(str(number)) - 1)
     return number // unit * unit
 

@@ -14,7 +14,7 @@ Cell = tuple[str, Callable[[dict[str, Any]], str]]
 
 
 def lines(result: dict[str, Any]) -> str:
-    """Format a result as lines of readable text.
+    """Format a benchmark result as lines of readable text.
 
     The text has one line per column of the table for the result's mode, followed by the profiled
     operations, if any.  For an ablation, lines that describe the run are followed by a table with
@@ -37,9 +37,9 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def row(result: dict[str, Any]) -> str:
-    """Format a result as a row of the Markdown table for its mode.
+    """Format a benchmark result as a row of the Markdown table for its mode.
 
-    The result of an ablation gives one row per variant.
+    An ablation gives several rows, one per variant.
     """
     if result["mode"] == "ablate":
         rows = (

@@ -140,7 +140,7 @@ def estimate(
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Totals of a step's collectives that agree in kind, mesh axis, dtype and place.
+    """Totals over a step's collectives that have the same kind, mesh axis, dtype and place.
 
     Attributes:
       kind: kind of collective, one of `hlo.KINDS`.
@@ -244,7 +244,8 @@ def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:
 def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
     """Whether a loop is the loop over layers.
 
-    Such a loop has one iteration per layer, and contains no other loop over layers.
+    This is a loop with one iteration per layer.  If two loops with that many iterations are nested
+    directly in each other, only the inner one is the loop over layers.
     """
     deeper = any(_is_over_layers(inner, config) for inner in loop.loops)
     return loop.trips == config.layers and not deeper
@@ -253,7 +254,7 @@ def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
 def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
     """Group a program's collectives by place, kind, axis and dtype, and add up each group.
 
-    Collectives within a single device are left out.
+    Collectives in which each device is alone exchange no data and are left out.
     """
     sums: dict[tuple[str, str, str, str], list[int]] = {}
 
@@ -281,7 +282,7 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
 
 
 def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
-    """Return the place of the collectives in a loop: "layer", "microbatch" or "loop".
+    """Return where the collectives of a loop run: "layer", "microbatch" or "loop".
 
     Args:
       outer: the place of the code that contains the loop.

@@ -1,4 +1,4 @@
-"""Analytic estimates ("on paper") of a training step's compute, memory and communication.
+"""Analytic estimates of a training step's compute time, memory and communication.
 
 Nothing is compiled.  The estimates are less exact than those of `performance.plan`, which compiles
 the step, but they are fast enough to rank thousands of settings.
@@ -101,8 +101,8 @@ class _Device:
 def attention_on(config: Config, hardware: Hardware) -> str:
     """Return the name of the attention backend that the config selects on `hardware`.
 
-    If the hardware does not support the backend that the config names, the result is "xla".  A
-    table of several TPU generations can then include such hardware too.
+    If the hardware does not support that backend, the result is "xla".  A table of several TPU
+    generations can therefore include hardware without the backend.
     """
     platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
     if hardware.kind == "cpu":
@@ -115,7 +115,7 @@ def attention_on(config: Config, hardware: Hardware) -> str:
 
 
 def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
-    """Return the bytes that a device sends over mp for `tokens` tokens of its replica.
+    """Return the bytes that a device sends over the mp axis for `tokens` tokens of its replica.
 
     Activations are all-reduced twice per layer (forward and backward), once for the embedding, and
     once for the output head.
@@ -130,14 +130,15 @@ def _width(config: Config) -> int:
 
 
 def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
-    """Return the bytes that a device sends over dp in a step.
+    """Return the bytes that a device sends over the dp axis in a step.
 
     Without ZeRO, the f32 gradients are all-reduced once per step.  With ZeRO 1, the f32 gradients
-    are reduce-scattered and the bf16 weights are all-gathered, once per step.  With ZeRO 3 this is
-    done for every microbatch, with a second all-gather of the weights for the backward pass.
+    are reduce-scattered and the bf16 weights are all-gathered, once per step.  With ZeRO 3 both
+    happen for every microbatch, with a second all-gather of the weights for the backward pass.
 
     Args:
       part: parameters per device, before ZeRO splits them.
+      zero: ZeRO stage: 0 (none), 1 or 3.
       accumulation: number of microbatches per step.
     """
     if not zero:
@@ -222,12 +223,13 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
 
     * "full": the layer's input.
     * "dots": also q, k, v and the hidden activations of the feed-forward block.
-    * "none" without an attention kernel: also the attention scores and the outputs of the heads.
-    * "none" with an attention kernel: as with "dots", and also the kernel's output twice and one
-      f32 sum per head.  With block "geglu" it also saves q, k and v a second time.
+    * "none" without an attention kernel: all of "dots", the attention scores and the outputs of the
+      heads.
+    * "none" with an attention kernel: all of "dots", the kernel's output twice and one f32 sum per
+      head.  With block "geglu" also q, k and v a second time.
 
-    With sharded activations, "none" also saves the layer's input after the all-gather, so that it
-    is not gathered again.
+    With sharded activations, "none" also saves the all-gathered input of the layer, so that the
+    backward pass need not gather the input again.
     """
     mp, width = config.cores_per_replica, _width(config)
     kept = config.d_model // (mp if config.shard_activations else 1) * width
@@ -250,18 +252,18 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Communication compared with computation, for growing mp and dp.
+    """Communication time compared with compute time, for growing mp and dp.
 
     Attributes:
       generation, mp, sequences: TPU generation, mp and sequences per step that all estimates in
         `steps` share.
-      mp_shares: time of the communication over mp divided by the compute time.  Maps each TPU
-        generation to one value per entry of `mp_sizes`.
+      mp_shares: maps each TPU generation to one value per entry of `mp_sizes`: the time of
+        communication over mp, divided by the compute time.
       zeros: ZeRO stages.
-      break_even_tokens: number of tokens per replica for which communication over dp takes as long
-        as computation.  Maps each TPU generation to one value per entry of `zeros`: tokens per step
-        for ZeRO 0 and 1, and tokens per microbatch for ZeRO 3.  These assume many replicas.  They
-        do not depend on mp, because it divides both times equally.
+      break_even_tokens: maps each TPU generation to one value per entry of `zeros`: the number of
+        tokens per replica for which communication over dp takes as long as computation.  Tokens are
+        counted per step for ZeRO 0 and 1, and per microbatch for ZeRO 3.  The values assume many
+        replicas.  They do not depend on mp.
       steps: one list per number of devices, with one estimate per entry of `zeros`.
     """
 
@@ -280,8 +282,8 @@ class Scaling:
     def table(self) -> str:
         """Format the results as three Markdown tables.
 
-        The tables are the link time by mp, the break-even tokens by ZeRO stage, and the estimates
-        by number of devices.
+        The first table gives the communication time for each mp, the second gives the break-even
+        tokens for each ZeRO stage, and the third gives the estimates for each number of devices.
         """
         head = f"{self.parameters / 1e9:.1f}B parameters, sequence {self.seq}, "
         head += f"remat {self.remat}; link time over compute time"
@@ -342,7 +344,7 @@ def _by_generation(
     Args:
       name: title of the column of sizes.
       values: for each TPU generation, one value per size.
-      form: format specification of the values.
+      form: format specification of the values, such as ".2f".
     """
     rows = [
         [str(size), *(format(column[index], form) for column in values.values())]
@@ -369,7 +371,7 @@ def _step_cells(estimates: list[StepEstimate]) -> list[str]:
 
 
 def _mp_share(config: Config, generation: str, mp: int) -> float:
-    """Return the time of communication over mp, divided by the compute time."""
+    """Return the ratio of two estimated times: communication along the axis mp, and compute."""
     hardware = accelerators.hardware(generation)
     seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
     return seconds * hardware.peak * mp / _flops_per_token(config, hardware)
@@ -378,7 +380,7 @@ def _mp_share(config: Config, generation: str, mp: int) -> float:
 def _break_even(config: Config, generation: str, zero: int) -> float:
     """Return the tokens per replica for which communication over dp takes as long as computation.
 
-    See `Scaling.break_even_tokens`.
+    `Scaling.break_even_tokens` describes the value.
     """
     hardware = accelerators.hardware(generation)
     sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)

@@ -30,22 +30,24 @@ SEARCHED_KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """Result of a search.
+    """The settings that a search compiled for a slice, and counts of the settings that it skipped.
+
+    A setting is a choice of dp, mp, ZeRO stage, remat and batch size.
 
     Attributes:
       sequences: sequences per step, the same for all settings.
       fits: whether any setting fits.
-      plans: plans of the settings that fit.  Those compiled with full optimisation come first, and
-        the quickly compiled ones follow.  Each of these groups is sorted by estimated speed without
-        overlap, fastest first.
+      plans: plans of the settings that fit.  Plans compiled with full optimisation come first, then
+        those compiled with reduced optimisation.  Both parts are sorted by estimated speed without
+        overlap of computation and communication, fastest first.
       too_large: plans of the settings that were compiled and do not fit.
       hopeless: number of settings not compiled because the analytic estimate of their memory is too
         large.
       larger: number of settings not compiled because they need at least as much memory as one of
         `too_large`.
       refused: number of settings that failed to compile.
-      left_out: number of settings not compiled because the search ended first.  They are slower
-        than the others according to the analytic estimate.
+      left_out: number of settings not compiled because the search ended first.  According to the
+        analytic estimate, they are slower than the compiled ones.
     """
 
     topology: str
@@ -91,12 +93,12 @@ def _row(plan: Plan) -> str:
 
 
 def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None) -> list[Config]:
-    """Return one copy of a config per setting that is worth trying on `devices` devices.
+    """Return the settings that are worth trying on `devices` devices, as variants of a config.
 
-    All copies keep the config's number of sequences per step.
+    All variants have the config's number of sequences per step.
 
     Args:
-      fixed: config keys that must have the given value in every setting.
+      fixed: config keys, with the values that all variants must have.
     """
     fixed = fixed or {}
     sequences = sequences_per_step(config)
@@ -135,13 +137,14 @@ def search(
     limit: int = 12,
     in_full: bool = True,
 ) -> SearchResult:
-    """Search for the fastest settings that fit a slice.
+    """Search for the mp, ZeRO stage, remat and batch size that train fastest on a slice.
 
-    Settings are compiled with reduced optimisation until `limit` of them fit, or until three times
-    `limit` do not fit.  They are compiled in the order of their analytic estimates, fastest first.
+    Settings are compiled in the order of their analytic estimates, fastest first, with reduced
+    optimisation.  The search ends when `limit` settings fit, or when three times `limit` do not.
 
     Args:
-      fixed: config keys that must have the given value in every setting.
+      fixed: config keys, with the values that all settings must have.
+      limit: number of fitting settings after which the search ends.
       in_full: whether to compile the fastest `FULL_COMPILES` settings again with full optimisation,
         as in training.
 
@@ -152,9 +155,9 @@ def search(
     settings = candidates(config, topology.devices, fixed)
     if not settings:
         raise InputError(
-            f"topology {topology.name}: no setting of its {topology.devices} devices has the "
-            "config's number of sequences per step; change per_replica_batch or "
-            "gradient_accumulation_steps, or give fewer flags"
+            f"topology {topology.name}: no setting for its {topology.devices} devices gives the "
+            f"config's {sequences_per_step(config)} sequences per step; change per_replica_batch "
+            "or gradient_accumulation_steps, or set fewer of the settings with flags"
         )
     hardware = topology.hardware(config.dtype)
     estimates = [
@@ -185,10 +188,10 @@ def search(
 def _shard_if_too_large(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
 ) -> tuple[StepEstimate, Config]:
-    """Return the analytic estimate of a setting, and the setting itself.
+    """Shard the activations of a setting that needs too much memory.
 
-    If the setting needs too much memory, activations are sharded in the returned setting, where mp
-    allows it.  This is not done if `fixed` contains the key `shard_activations`.
+    Returns the analytic estimate of the setting, and the setting.  The setting is unchanged if it
+    fits, if mp is 1 or does not divide `seq`, or if `fixed` contains the key `shard_activations`.
     """
     estimate = estimate_step(config, hardware, topology.devices)
     mp = config.cores_per_replica
@@ -201,7 +204,13 @@ def _shard_if_too_large(
 
 @dataclasses.dataclass
 class _Outcomes:
-    """Outcomes of the settings tried so far; `SearchResult` explains the attributes."""
+    """Outcomes of the settings tried so far.
+
+    Attributes:
+      fitting: settings that fit, with their plans.
+      too_large, larger: as in `SearchResult`.
+      refused: the errors of the settings that failed to compile.
+    """
 
     fitting: list[tuple[Config, Plan]] = dataclasses.field(default_factory=list)
     too_large: list[Plan] = dataclasses.field(default_factory=list)
@@ -214,7 +223,7 @@ class _Outcomes:
 
 
 def _compile(promising: list[Config], topology: Slice, limit: int) -> _Outcomes:
-    """Compile settings in order, with reduced optimisation.
+    """Compile settings in the given order with reduced optimisation, and return the outcomes.
 
     Stops when `limit` settings fit, or when three times `limit` do not fit.
 
@@ -249,10 +258,10 @@ def _compile(promising: list[Config], topology: Slice, limit: int) -> _Outcomes:
 
 
 def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
-    """Recompile the fastest of the fitting settings, now with full optimisation.
+    """Recompile the fastest fitting settings with full optimisation, and update `outcomes`.
 
-    In `outcomes.fitting`, the recompiled settings are ranked by their new figures.  Settings that
-    no longer fit are moved to `too_large`, and settings that fail to compile to `refused`.
+    In `outcomes.fitting`, the recompiled settings come first, sorted by their new speed.  Settings
+    that no longer fit are moved to `too_large`, and settings that fail to compile to `refused`.
     """
     best, rest = outcomes.fitting[:FULL_COMPILES], outcomes.fitting[FULL_COMPILES:]
     if not any(quick_plan.fast for _, quick_plan in best):  # fast options exist only for TPUs
@@ -274,7 +283,7 @@ def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
 def _is_larger(config: Config, other: Plan) -> bool:
     """Whether a setting is known to need at least as much memory as the plan `other`.
 
-    This is known only if both have the same mp, ZeRO stage and sharding of activations.
+    Only settings with the same mp, ZeRO stage and sharding of activations can be compared.
     """
     comparable = (
         config.cores_per_replica == other.mp

@@ -1,6 +1,6 @@
 """Devices to plan for: TPU slices, which need not be present, or this machine's own devices.
 
-The TPU compiler, `libtpu`, describes the devices of a TPU slice.  It also runs without a TPU.
+The TPU compiler `libtpu` describes the devices of a TPU slice, even on a machine without a TPU.
 """
 
 import math
@@ -50,7 +50,7 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices."""
+        """Number of JAX devices in the slice."""
         return math.prod(self.grid) * GENERATIONS[self.generation].devices
 
     @property
@@ -73,7 +73,11 @@ class Topology:
         return Mesh(_device_grid(self._describe(), (dp, mp)), ("dp", "mp"))
 
     def _describe(self) -> list[Any]:
-        """Return the devices of the slice, as libtpu describes them."""
+        """Return descriptions of the slice's devices, which libtpu provides.
+
+        Raises:
+          InputError: if libtpu is missing or rejects the slice.
+        """
         from jax.experimental import topologies
 
         for name, value in ENVIRONMENT.items():
@@ -98,14 +102,14 @@ class Topology:
                 ) from None
             install = f"pip install --no-deps --target {LIBRARY.parents[1]} libtpu"
             raise InputError(
-                "plans for TPUs need the TPU compiler, but no TPU; install it with `make libtpu`, "
-                f"or outside a checkout with `{install}`"
+                "plans for TPUs require the compiler libtpu, which runs without TPUs; install it "
+                f"with `make libtpu`, or outside a checkout with `{install}`"
             ) from None
 
 
 @dataclass(frozen=True)
 class LocalDevices:
-    """Devices of this machine: its GPUs, or its CPU divided into virtual devices.
+    """Devices of this machine, such as its GPUs, or its CPU divided into virtual devices.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
@@ -135,13 +139,16 @@ class LocalDevices:
 
     @property
     def compute_capability(self) -> str:
-        """An NVIDIA GPU's version of CUDA features, such as "7.5"; empty for other devices."""
+        """An NVIDIA GPU's CUDA compute capability, such as "7.5"; empty for other devices."""
         return str(getattr(self._list()[0], "compute_capability", ""))
 
     def hardware(self, dtype: str) -> Hardware:
         """Return the peak FLOP/s and the bandwidths of one device.
 
-        The figures of a CPU are measured; its peak is measured with matmuls in `dtype`.
+        For a CPU they are measured; the peak is measured with matmuls in `dtype`.
+
+        Raises:
+          InputError: if a GPU or TPU is not in the table of accelerators.
         """
         if self.platform == "cpu":
             return accelerators.hardware("cpu", dtype).part(self.devices)
@@ -169,6 +176,8 @@ Slice = Topology | LocalDevices
 def local_devices(name: str) -> LocalDevices | None:
     """Return the devices named by `cpu`, `cpu-<N>` or `gpu`; None for any other name.
 
+    `cpu-<N>` is the CPU divided into N virtual devices.
+
     Raises:
       InputError: if the machine does not have these devices.
     """
@@ -179,13 +188,15 @@ def local_devices(name: str) -> LocalDevices | None:
         try:
             return LocalDevices(name, "gpu", len(jax.local_devices(backend="gpu")))
         except RuntimeError:
-            raise InputError("topology is 'gpu', but JAX finds no GPU; choose a TPU") from None
+            raise InputError(
+                "topology is 'gpu', but JAX finds no GPU; choose cpu or a TPU"
+            ) from None
     count = int(match[1] or 1)
     use_virtual_devices(count)
     available = len(jax.local_devices(backend="cpu"))
     if available < count:
         raise InputError(
-            f"topology is {name!r}, but JAX has {available} CPU devices; choose at most as many"
+            f"topology is {name!r}, but JAX has {available} CPU devices; choose cpu-{available}"
         )
     return LocalDevices(name, "cpu", count)
 
@@ -206,7 +217,7 @@ def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:
 
 
 def slice_named(name: str) -> Slice:
-    """Return the TPU slice called `name`, or this machine's devices for `cpu`, `cpu-<N>` or `gpu`.
+    """Return the devices called `name`: a TPU slice, or `cpu`, `cpu-<N>` or `gpu` of this machine.
 
     Raises:
       InputError: if there is no slice of that name, or the machine does not have these devices.
@@ -238,14 +249,15 @@ def topology(name: str) -> Topology:
     grid = _grid(chips, layout.dimensions)
     if rest or grid is None:
         raise InputError(
-            f"topology is {name!r}, but {generation} slices have power-of-two sizes; for another "
-            f"size give the grid of chips, such as {generation}:4x4{'x4' * (layout.dimensions - 2)}"
+            f"topology is {name!r}, but a size given as one number must be a power of two; for "
+            "another size, give the grid of chips, such as "
+            f"{generation}:4x4{'x4' * (layout.dimensions - 2)}"
         )
     return Topology(name, generation, grid)
 
 
 def _grid(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """Return the grid of chips of Google Cloud's slice that has `chips` chips.
+    """Return the grid of chips in a Google Cloud slice of `chips` chips, such as (4, 4).
 
     Returns None if `chips` is not a power of two.
     """

@@ -1,4 +1,4 @@
-"""Conversion of the engine's tokens to the text of an answer, with stop sequences and logprobs."""
+"""Conversion of generated tokens to an answer's text, with stop sequences and logprobs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class TokenTexts:
 
 
 class TokenOffset(NamedTuple):
-    """A token and its offset in an answer's text, in characters."""
+    """A token, and the position in an answer's text where the token begins, in characters."""
 
     token: Token
     offset: int
@@ -63,14 +63,14 @@ class TokenOffset(NamedTuple):
 
 @dataclasses.dataclass
 class Piece:
-    """The part of an answer that has become final since the previous piece.
+    """A piece of an answer, ready to be sent to the client.
 
-    Joining all pieces gives the complete answer.
+    All pieces together, in order, are the complete answer.
 
     Attributes:
-      text: the text.
-      token_offsets: the tokens, with their offsets in the complete answer.
-      finish: why the answer has ended, in its last piece; None in earlier pieces.
+      text: the piece's text.
+      token_offsets: the piece's tokens, with their offsets in the complete answer.
+      finish: for the last piece, why the answer has ended; None for earlier pieces.
     """
 
     text: str
@@ -107,10 +107,10 @@ class Offsets:
 
 
 class Echo:
-    """A prompt that its answers begin with (OpenAI's `echo`): its text, tokens and offsets.
+    """A prompt that is repeated at the beginning of its answers (`echo` in OpenAI's API).
 
-    All answers to the prompt share one instance.  Its construction takes time proportional to the
-    prompt's length.
+    An instance holds the prompt's text, tokens and token offsets.  All answers to the prompt share
+    one instance.  Its construction takes time proportional to the prompt's length.
     """
 
     def __init__(self, words: TokenTexts, prompt: Sequence[int]):
@@ -136,11 +136,11 @@ class Answer:
     """The text of a request's answer, built from the engine's updates.
 
     Args:
-      stop: sequences that end the text, and are not part of it.
-      end: the id of the token that ends the answer, and is not part of its text; or None.
-      echo: the prompt, if the answer begins with it, or None.  It is first read in the first call
-        of `feed`, because another answer to the same prompt may add the prompt's logprobs to it
-        before then.
+      stop: stop sequences: strings that end the text and are not included in it.
+      end: the id of the token that ends the answer and is not included in its text, or None.
+      echo: the prompt, if the answer begins with the prompt, else None.  `echo` is read only in the
+        first call of `feed`, so that another answer to the same prompt can first add the prompt's
+        logprobs to `echo`.
 
     Attributes:
       tokens: number of generated tokens, including those of a stop sequence.
@@ -158,9 +158,10 @@ class Answer:
         self._stream = TextStream(words.text, stop)
 
     def feed(self, progress: Progress) -> Piece:
-        """Add the engine's next update, and return the part of the answer that has become final.
+        """Add the engine's next update, and return the next piece of the answer.
 
-        The text ends before the first stop sequence.
+        Text that later tokens could still change, or that may be the beginning of a stop sequence,
+        is held back for a later piece.  The text ends before the first stop sequence.
         """
         text, echo, self._echo = "", self._echo, None
         if echo is not None:
@@ -184,7 +185,7 @@ class Answer:
         return Piece(text, final, self.finish)
 
     def _add(self, token: Token) -> str:
-        """Add a token, and return the text that has become final."""
+        """Add a token, and return the new text that later tokens can no longer change."""
         if token.number == self._end:
             self.finish = "stop"
             self._token_offsets.append(TokenOffset(token, self._offsets.finish()))

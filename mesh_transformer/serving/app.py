@@ -88,14 +88,14 @@ def create_app(
 
 
 class KnownHosts:
-    """Middleware that refuses requests whose Host is neither an IP address nor a local name.
+    """Middleware that refuses requests whose Host header is neither an IP address nor a local name.
 
     Local names are localhost, its subdomains and this machine's host name.  The check prevents DNS
-    rebinding, in which a web page's domain is changed so that it resolves to this machine.  The
-    page could then use a server without API keys through the browser of a visitor.
+    rebinding: an attacker changes the domain of a web page so that it resolves to this machine, and
+    the page then sends requests to a server without API keys from a visitor's browser.
 
     Args:
-      hosts: further names to accept; "*" accepts all names.
+      hosts: further names to accept in the Host header; "*" accepts all names.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] = ()):
@@ -121,7 +121,7 @@ class KnownHosts:
         return name.strip().rstrip(".").lower()
 
     def _allows(self, name: str) -> bool:
-        """Whether `name` is an IP address, a local name or one of `hosts`."""
+        """Return whether `name` is an IP address, a local name or in the constructor's `hosts`."""
         if "*" in self._names or name in self._names or name.endswith(".localhost"):
             return True
         with contextlib.suppress(ValueError):
@@ -200,7 +200,10 @@ class Events(StreamingResponse):
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Add handlers that turn exceptions into OpenAI's error responses; call this last."""
+    """Add handlers that turn exceptions into error responses in OpenAI's format.
+
+    Call this after all routes have been added, because the 404 response lists the routes.
+    """
     served = ", ".join(
         f"{min(route.methods or ())} {route.path.replace(':path', '')}"
         for route in app.routes
@@ -316,5 +319,5 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _body_of(kind: type[CompletionRequest] | type[ContextRequest]) -> dict[str, Any]:
-    """Return the OpenAPI fields of an endpoint whose request body has the type `kind`."""
+    """Return the OpenAPI description of an endpoint's request body, which has the type `kind`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

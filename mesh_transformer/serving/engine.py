@@ -1,7 +1,8 @@
-"""Continuous batching: requests join and leave a running batch while others generate.
+"""Continuous batching: requests join and leave a batch while other requests in it are running.
 
-One worker thread calls the network.  Between two decode calls it makes at most one prefill call or
-scoring call.  This limits how long the requests that are already in the batch must wait.
+One worker thread makes all calls of the network.  Between two decode calls it makes at most one
+prefill call or scoring call.  This limits how long the requests that are already in the batch must
+wait.
 """
 
 import collections
@@ -43,12 +44,12 @@ class Token(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """An update on a request.
+    """An update that the engine delivers on a running request.
 
     Attributes:
       tokens: newly generated tokens.
-      prompt: the prompt's tokens with their logprobs, in the first update of a request with
-        `score`; None in all other updates.
+      prompt: the prompt's tokens with their logprobs, in the first update of a request whose
+        `score` is true; None in all other updates.
       ended: whether this is the last update of the request.
       error: the exception that has ended the request, or None.
     """
@@ -276,7 +277,7 @@ class Engine:
             self._deliver(request, Progress(ended=True, error=error))
 
     def _start_over(self) -> None:
-        """Make a new batch and compile again; if this fails, stop the engine permanently."""
+        """Make a new batch and compile all programs; if this fails, stop the engine permanently."""
         try:
             self._batch = self._new_batch()
             self.warm_up()  # restarted hosts have no compiled programs
@@ -302,7 +303,8 @@ class Engine:
     def _next_requests(self) -> list[Request]:
         """Remove the next turn's requests from the front of the queue, and return them.
 
-        These are either one request to score, or the requests of one prefill call.
+        The result is one request to score, or the requests for one prefill call.  It is empty if
+        no request is waiting or no row is free.
         """
         if self._waiting and self._waiting[0].score:
             return [self._waiting.popleft()]
@@ -319,7 +321,7 @@ class Engine:
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
-        """Free the rows of cancelled requests, prefill or score `_admitted`, and decode."""
+        """Free the rows of cancelled requests, prefill or score new ones, then decode tokens."""
         for row in [row for row, request in self._active.items() if request.cancelled]:
             self._free(row)
         admitted = self._admitted
@@ -334,7 +336,7 @@ class Engine:
     def _score(self, request: Request) -> None:
         """Deliver a prompt's tokens with their logprobs; the first token has no logprob.
 
-        If the request also generates tokens, it returns to the front of the queue.
+        If the request must also generate tokens, it is put back at the front of the queue.
         """
         scores = self._score_text(request.prompt)
         self._metrics.prompt_tokens(len(request.prompt))
@@ -346,7 +348,7 @@ class Engine:
                 self._waiting.appendleft(request)  # to the front, where it was before
 
     def _score_text(self, text: np.ndarray) -> Any:
-        """Return a `Chosen` with the logprobs of all tokens of a text except the first."""
+        """Return the logprobs of all tokens of a text except the first, as a `Chosen` tuple."""
         width = bucket(len(text) - 1, MIN_WIDTH, self.network.config.seq)
         padded = np.zeros((1, width + 1), np.int32)
         padded[0, : len(text)] = text
@@ -398,18 +400,18 @@ class Engine:
         self._deliver(request, Progress(tokens=tokens, ended=ended))
 
     def _free(self, row: int) -> None:
-        """Make a row idle: it generates no tokens, and its settings do not slow down other rows."""
+        """Remove the request from a batch row, and make the row idle so that it can be reused."""
         del self._active[row]
         self._batch.release([row])
 
 
 def _part(chosen: Any, index: Any) -> Any:
-    """Index each array of a `Chosen` with `index`."""
+    """Return a `Chosen` tuple in which each array is indexed with `index`."""
     return type(chosen)(*(None if x is None else x[index] for x in chosen))
 
 
 def _tokens(chosen: Any) -> list[Token]:
-    """Convert a `Chosen` with M tokens in an array [M] to a list of M `Token` objects."""
+    """Convert a `Chosen` tuple of arrays [M] or [M, N] to a list of M `Token` objects."""
     if chosen.logprob is None:
         return [Token(number) for number in chosen.token.tolist()]
     tops = zip(chosen.top_token.tolist(), chosen.top_logprob.tolist(), strict=True)

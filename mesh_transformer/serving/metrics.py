@@ -1,4 +1,4 @@
-"""The server's Prometheus metrics; each server has its own registry."""
+"""The Prometheus metrics of the HTTP server."""
 
 import collections
 import time
@@ -12,9 +12,12 @@ TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """The metrics of one server.
+    """The Prometheus metrics of one server, in a registry of their own.
 
     Gauges of the current state, such as the queue length, are computed at each scrape.
+
+    Args:
+      rows: number of batch rows, which is one of the metrics.
     """
 
     def __init__(self, rows: int):
@@ -53,7 +56,7 @@ class Metrics:
         self._active.set_function(active)
 
     def prompt_tokens(self, count: int) -> None:
-        """Record the `count` tokens of a prompt that was scored."""
+        """Record that a prompt of `count` tokens was scored."""
         self._prompt_tokens.inc(count)
 
     def prefill(self, seconds: float, tokens: int) -> None:

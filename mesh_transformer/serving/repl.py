@@ -1,4 +1,4 @@
-"""A REPL: prompts are read from the terminal, and the answers are streamed to it."""
+"""A REPL that reads prompts from the terminal and streams the answers to the terminal."""
 
 import contextlib
 import sys
@@ -46,7 +46,11 @@ class Settings(SamplingOptions):
         check_length(self.length)
 
     def changed(self, command: str) -> "Settings":
-        """Return a copy changed by a typed command, such as "/temp 0.7"."""
+        """Return a copy changed by a command that the user has typed, such as "/temp 0.7".
+
+        Raises:
+          InputError: if the setting does not exist, or the value is invalid.
+        """
         name, _, value = command.removeprefix("/").partition(" ")
         name, value = name.replace("-", "_"), value.strip()
         if name not in COMMANDS:
@@ -63,7 +67,7 @@ class Settings(SamplingOptions):
             raise InputError(f"/{name} {value}: expected {expected}") from None
 
     def __str__(self) -> str:
-        """Return one line per setting: the command that sets its current value, and its meaning."""
+        """Return one line per setting: a command with its value ("/temp 0.7"), and its meaning."""
         shown = {name: "none" if value is None else value for name, value in asdict(self).items()}
         rows = [
             (f"/{name} {shown[name]}".replace("\n", "\\n"), COMMANDS[name]) for name in COMMANDS
@@ -156,7 +160,7 @@ class Repl:
 
 @contextlib.contextmanager
 def _line_editing() -> Iterator[None]:
-    """Enable line editing and a persistent history while stdin is a terminal."""
+    """Enable line editing and a persistent history during the context, if stdin is a terminal."""
     if not sys.stdin.isatty():
         yield
         return

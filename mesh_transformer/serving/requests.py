@@ -86,10 +86,10 @@ class Keys:
         try:
             lines = Path(path).read_text("utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--api-key-file {path}: cannot be read ({error})") from None
+            raise InputError(f"--api-key-file {path} cannot be read ({error})") from None
         keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not keys:
-            raise InputError(f"--api-key-file {path}: contains no key, expected one per line")
+            raise InputError(f"--api-key-file {path} contains no key, expected one per line")
         self._digests = [_digest(key.encode()) for key in keys]
 
     @property
@@ -98,9 +98,10 @@ class Keys:
         return self._digests is not None
 
     def check(self, request: Request) -> None:
-        """Raise ApiError 401 unless the request has one of the keys.
+        """Raise ApiError with status 401 unless the request has one of the keys.
 
-        The time of the check does not depend on the key that was sent.
+        The check's duration does not depend on the key that was sent, so it reveals nothing about
+        the valid keys.
         """
         if self._digests is None:
             return
@@ -122,11 +123,11 @@ def _digest(key: bytes) -> bytes:
 
 
 async def read_json(request: Request) -> bytes:
-    """Return the body of a request whose content type is JSON.
+    """Return the raw body of a request, whose content type must be JSON.
 
     Raises:
-      ApiError: 415 for another content type, 413 for a body of more than `BODY_BYTES`, or 408 for a
-        body that takes longer than `BODY_SECONDS` to arrive.
+      ApiError: with status 415 for another content type, 413 for a body of more than `BODY_BYTES`,
+        or 408 for a body that takes longer than `BODY_SECONDS` to arrive.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -169,7 +170,7 @@ UNSUPPORTED = "0, as other values are not supported"
 
 
 def _field(default: Any, expected: str, **limits: Any) -> Any:
-    """Return a field of a request body; `expected` describes its values in error messages."""
+    """Return a pydantic field; `expected` describes the field's valid values in error messages."""
     return Field(default=default, description=expected, **limits)
 
 
@@ -187,7 +188,7 @@ class _StrictModel(BaseModel):
 
 
 class StreamOptions(_StrictModel):
-    """OpenAI's `stream_options`."""
+    """The value of the field `stream_options` in a `CompletionRequest`, as in OpenAI's API."""
 
     include_usage: bool | None = False
 
@@ -195,7 +196,8 @@ class StreamOptions(_StrictModel):
 class CompletionRequest(_StrictModel):
     """The body of `POST /v1/completions`.
 
-    `top_k`, `repetition_penalty` and `ignore_eos` are extensions of OpenAI's API.
+    The fields are those of OpenAI's API, except for three additions: `top_k`, `repetition_penalty`
+    and `ignore_eos`.
     """
 
     model: str | None = _field(None, TEXT)
@@ -256,10 +258,10 @@ class ContextRequest(_StrictModel):
 def parse(kind: type[Body], body: bytes) -> Body:
     """Parse a JSON body as a request of type `kind`.
 
-    A key whose value is null takes its default, as if it were absent.
+    A key whose value is null is treated as if it were absent, so it takes its default.
 
     Raises:
-      ApiError: 400, for the first error found.
+      ApiError: with status 400, if the body is invalid; the message describes the first error.
     """
     values = _json_object(kind, body)
     fields = kind.model_fields
@@ -286,7 +288,14 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 
 def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
-    """Return a body's JSON object; raises ApiError 400 if the body is anything else."""
+    """Parse a request body, which must be a JSON object.
+
+    Args:
+      kind: the type of the request; it determines the example in the error message.
+
+    Raises:
+      ApiError: with status 400, if the body is not a JSON object.
+    """
     expected = f"a JSON object such as {json.dumps(EXAMPLES[kind])}"
     try:
         values = from_json(body, allow_inf_nan=False)
@@ -307,12 +316,16 @@ EXAMPLES = {
 
 
 def invalid(key: str, value: Any, expected: str) -> ApiError:
-    """Return the error for a value of the key `key` that is not `expected`."""
+    """Return the error, with status 400, for the invalid value of a key in a request body.
+
+    Args:
+      expected: description of the valid values.
+    """
     return ApiError(400, f"{key}: found {_shown(value)}, expected {expected}", param=key)
 
 
 def _shown(value: Any) -> str:
-    """Return a JSON value for an error message."""
+    """Format a JSON value for an error message; a long value is shortened."""
     return brief(json.dumps(value, ensure_ascii=False))
 
 
@@ -320,10 +333,10 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
     """Return the prompts in a `prompt` field as a list.
 
     As in OpenAI's API, the field is one prompt or a list of prompts.  A prompt is a text or a list
-    of token ids; a list of prompts has only one of these kinds.
+    of token ids; a list of prompts must not contain both.
 
     Raises:
-      ApiError: 400, for anything else.
+      ApiError: with status 400, for any other value.
     """
     prompts = [prompt] if isinstance(prompt, str) or _all(prompt, int) else prompt
     if isinstance(prompts, list) and prompts and len(prompts) <= MOST_CHOICES:
@@ -335,8 +348,8 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
 
 
 def _all(values: Any, kind: type) -> bool:
-    """Whether `values` is a non-empty list whose items are all of type `kind`.
+    """Return whether `values` is a non-empty list whose items are all of type `kind`.
 
-    Subclasses of `kind` do not match, so that a bool is not an int.
+    Items of a subclass of `kind` do not count; for example, a bool does not count as an int.
     """
     return isinstance(values, list) and bool(values) and all(type(v) is kind for v in values)

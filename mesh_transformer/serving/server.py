@@ -1,4 +1,4 @@
-"""The server process: its socket, uvicorn, and limits on slow clients and on connections."""
+"""The server process: its socket, uvicorn, time limits for slow clients, a limit on connections."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
 
 
 def _most_connections() -> int:
-    """Raise this process's limit on open files, and return how many connections it allows."""
+    """Raise this process's limit on open files, and return the number of connections to allow."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -146,7 +146,11 @@ class TimeoutProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_deadline(self) -> None:
-        """Set a deadline if the client must send the head or body of a request next."""
+        """Set a deadline if the client must send the head or body of a request next.
+
+        If the server is not waiting for the client, remove the deadline.  A deadline for reading a
+        response is left unchanged.
+        """
         answered = self.cycle is not None and self.cycle.response_complete
         if self._awaited == "reading" or self.transport.is_closing():
             return
@@ -161,8 +165,8 @@ class TimeoutProtocol(H11Protocol):
         """Set a deadline after which the connection is closed.
 
         Args:
-          awaited: what the client must do before the deadline; None: no deadline.  If this is what
-            the server is already waiting for, the current deadline stays.
+          awaited: what the client must do before the deadline, or None to remove the deadline.  If
+            the server is already waiting for the same thing, the current deadline is kept.
           seconds: time from now to the deadline.
         """
         if awaited == self._awaited:

@@ -66,7 +66,7 @@ class Service:
         self.engine.start()
 
     def close(self, seconds: float) -> None:
-        """Stop the engine, waiting at most `seconds` for it."""
+        """Stop the engine; wait at most `seconds` seconds until the engine has stopped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close(seconds)
 
@@ -75,7 +75,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 if `name` is not this model's name; None is accepted."""
+        """Raise ApiError with status 404 if `name` is neither this model's name nor None."""
         if name is not None and name != self.name:
             raise ApiError(
                 404,
@@ -141,7 +141,14 @@ class Service:
             raise invalid(param, length, f"at most {self.most_tokens}")
 
     async def _tokens(self, prompt: str | list[int], length: int) -> np.ndarray:
-        """Return a prompt's tokens; raises ApiError if they do not fit in the model's window."""
+        """Return a prompt's token ids [T].
+
+        Args:
+          length: number of tokens to generate after the prompt.
+
+        Raises:
+          ApiError: if the prompt or its answer is too long for the model, or a token id is invalid.
+        """
         window = self.engine.network.config.window
         # Such a text is refused without tokenizing it, which would take long.
         too_long = isinstance(prompt, str) and len(prompt) > window * self.words.longest
@@ -160,7 +167,7 @@ class Service:
         return self._checked(tokens, length)
 
     async def _encoded(self, text: str) -> list[int]:
-        """Tokenize a text; a long text is tokenized in a thread."""
+        """Tokenize a text; a long text is tokenized in a thread, not on the event loop."""
 
         def encode() -> list[int]:
             return self.words.tokenizer(text)["input_ids"]
@@ -170,11 +177,14 @@ class Service:
         return tokens or [self.words.end or 0]
 
     def _checked(self, tokens: Sequence[int], length: int) -> np.ndarray:
-        """Return the tokens of a prompt as an array.
+        """Return the token ids of a prompt as an array.
+
+        Args:
+          length: number of tokens to generate after the prompt.
 
         Raises:
-          ApiError: if a token is outside the vocabulary, or if the prompt and its answer together
-            are longer than `longest_text`.
+          ApiError: if a token id is outside the vocabulary, or if the prompt and its answer
+            together are longer than the model allows (see `longest_text`).
         """
         config = self.engine.network.config
         outside = [token for token in tokens if not 0 <= token < config.n_vocab]
@@ -203,8 +213,8 @@ class _Choice:
 
     Attributes:
       prompt: token ids [T].
-      request: the request to the engine; several choices may share it.
-      answer: builds the text; None until the engine has accepted the request.
+      request: the request to the engine; several choices may share one request.
+      answer: the answer's text so far; None until the engine has accepted the request.
     """
 
     prompt: np.ndarray
@@ -230,10 +240,13 @@ class Completion:
         }
 
     def add(self, prompt: np.ndarray, length: int, options: Sequence[SamplingOptions]) -> None:
-        """Add answers to a prompt, one per element of `options`; `begin` starts all answers.
+        """Add answers to a prompt, one per element of `options`; they start when `begin` is called.
 
-        If the prompt's logprobs are needed, only the first answer's request computes them.  If
-        `length` is 0, all answers share one request to the engine.
+        If the client needs the prompt's logprobs, only the first answer's request computes them.
+        If `length` is 0, all answers share one request to the engine.
+
+        Args:
+          length: maximum number of tokens to generate per answer.
         """
         body, first = self._body, len(self._choices)
         indices = range(first, first + len(options))
@@ -259,7 +272,11 @@ class Completion:
             self._loop.call_soon_threadsafe(self._updates.put_nowait, (indices, progress))
 
     def begin(self) -> None:
-        """Submit all answers to the engine; raises ApiError if it does not accept them."""
+        """Submit all answers to the engine.
+
+        Raises:
+          ApiError: if the engine's queue is full (status 429), or the engine has stopped (503).
+        """
         requests = {id(choice.request): choice.request for choice in self._choices}
         try:
             self._service.engine.submit(list(requests.values()))
@@ -270,7 +287,7 @@ class Completion:
             raise _stopped(error) from None
 
     async def _answers(self) -> list[Answer]:
-        """Create and return one `Answer` per choice; echoes of prompts are computed in a thread."""
+        """Create and return one `Answer` per choice, with an `Echo` of its prompt if requested."""
         words, echoes = self._service.words, dict[int, Echo]()
         for choice in self._choices:
             key = id(choice.prompt)
@@ -283,7 +300,7 @@ class Completion:
         return [choice.answer for choice in self._choices if choice.answer is not None]
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the pieces of all answers as they are generated, as (index of the answer, piece).
+        """Yield (index of the answer, piece) for the pieces of all answers, as they are generated.
 
         Raises:
           ApiError: if the engine has stopped or the model fails.
@@ -310,13 +327,14 @@ class Completion:
             self._service.engine.cancel(choice.request)
 
     async def text(self) -> str:
-        """Wait for all answers, then return their texts, joined."""
+        """Wait for all answers, and return the concatenation of their texts."""
         return "".join([piece.text async for _, piece in self._pieces()])
 
     async def json_response(self) -> AsyncIterator[str]:
         """Wait for all answers, then return the response, which is JSON in OpenAI's format.
 
-        The result yields the JSON in parts, because it may be long.
+        Returns:
+          An iterator over consecutive parts of the JSON text, because the text may be long.
         """
         joined = [Piece("", []) for _ in self._choices]
         async for index, piece in self._pieces():
@@ -388,9 +406,10 @@ def _stopped(error: StoppedEngineError) -> ApiError:
 
 
 def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] | None:
-    """Map the texts of the `count` most likely tokens and of the token itself to their logprobs.
+    """Return a dict from texts of tokens to their logprobs, or None if the token has no logprob.
 
-    The result is None for the first token of a prompt, which has no logprob.
+    The dict contains the token itself and the `count` most likely tokens at its position.  The
+    first token of a prompt has no logprob.
     """
     if spot.token.logprob is None:
         return None
@@ -407,7 +426,7 @@ async def unless_disconnected(
 ) -> Any:
     """Return the result of `work`, unless the client disconnects first.
 
-    If `completion` is still running when this function returns or raises, it is cancelled.
+    If `completion` is still running when this function ends, the completion is cancelled.
 
     Raises:
       ClientDisconnect: if the client disconnects first.

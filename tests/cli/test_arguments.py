@@ -41,11 +41,13 @@ def test_run_arguments(tmp_path):
     words = ["--config", str(path), "--version", "2", "--max-steps", "7"]
     config, folder, options = run_arguments(run_parser(None).parse_args(words))
     assert (config.block, folder) == ("geglu", "./models/run")
-    assert options == {"max_steps": 7, "tune_model_path": None, "fresh_opt": False}
+    expected = {"max_steps": 7, "tune_model_path": None, "fresh_opt": False, "fall_back": False}
+    assert options == expected
+    assert config.total_steps == 7
     words += ["--model-dir", "there", "--tune-model-path", "gpt-j", "--fresh-opt"]
     _, folder, options = run_arguments(run_parser(None).parse_args(words))
     assert folder == "there"
-    assert options == {"max_steps": 7, "tune_model_path": "gpt-j", "fresh_opt": True}
+    assert options == expected | {"tune_model_path": "gpt-j", "fresh_opt": True}
     with pytest.raises(InputError, match="--fresh-opt requires --tune-model-path"):
         run_arguments(run_parser(None).parse_args(["--config", str(path), "--fresh-opt"]))
 

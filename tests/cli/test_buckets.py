@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_gcs import gcs_server
-from tests.support.small_run import TIMES, VALUES, run_values
+from tests.support.small_run import VALUES, parse_rows, run_values
 
 ROOT = Path(__file__).parents[2]
 SEQ = VALUES["seq"]
@@ -54,7 +54,7 @@ def inputs() -> dict[str, bytes]:
     }
 
 
-def run_all(folder: Path, root: str, environment: dict[str, str]) -> list[str]:
+def run_all(folder: Path, root: str, environment: dict[str, str]) -> list[list[str]]:
     """Run the commands in `folder`; return what each printed, with `root` for the root."""
     val_set = {"held_out": f"{root}/sets/val.index"}
     values = VALUES | SETTINGS | {"n_vocab": 512, "val_set": val_set}
@@ -71,7 +71,8 @@ def run_all(folder: Path, root: str, environment: dict[str, str]) -> list[str]:
             timeout=900,
         )
         assert process.returncode == 0, f"{line}\n{process.stderr}"
-        outputs.append(process.stdout.replace(root, "{root}"))
+        lines = process.stdout.replace(root, "{root}").splitlines()
+        outputs.append([line for line in lines if not line.startswith("time ")])
     return outputs
 
 
@@ -83,8 +84,7 @@ def comparable(files: dict[str, bytes]) -> dict[str, object]:
     contents: dict[str, object] = {}
     for name, content in files.items():
         if name.endswith("metrics.jsonl"):
-            rows = [json.loads(line) for line in content.splitlines()]
-            contents[name] = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+            contents[name] = parse_rows(content.decode())
         elif name.endswith(".manifest.json"):  # has the paths of the sources
             contents[name] = json.loads(content)["files"]
         elif "/step_" not in name or name.startswith("original/"):

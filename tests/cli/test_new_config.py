@@ -129,7 +129,7 @@ def test_records_are_counted(tmp_path):
     (tmp_path / "pairs.index").write_text("pairs.tfrecords\n")
     assert set_size(str(tmp_path / "pairs.index")) == (4, 7)
     write_records(str(tmp_path / "pairs.tfrecords"), [{"other": np.ones(7, np.int64)}])
-    with pytest.raises(InputError, match=r"no tokens, found features \['other'\]"):
+    with pytest.raises(InputError, match=r"no tokens .*, found features \['other'\]"):
         set_size(str(tmp_path / "pairs.index"))
 
 
@@ -152,7 +152,7 @@ def test_the_command_writes_a_config_that_reads_the_records(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith(f"data: 61 sequences of {SEQ} tokens")
     assert printed.endswith(f"next: mesh-transformer train --config {output}\n")
-    with pytest.raises(InputError, match=r"my\.json: already exists; choose another name"):
+    with pytest.raises(InputError, match=r"my\.json already exists; choose another name"):
         call(*flags)
 
 
@@ -193,7 +193,7 @@ def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):
     assert values["tokenizer"] == "tokenizer"
     assert values["n_vocab"] == 512  # a multiple of 256
     Path("mine.manifest.json").write_text("[]")
-    with pytest.raises(InputError, match=r"mine.manifest.json: not a manifest"):
+    with pytest.raises(InputError, match=r"mine.manifest.json: not the manifest of a record set"):
         call("--train", "mine.index", "--output", "other.json")
     Path("mine.manifest.json").unlink()
     call("--train", "mine.index", "--output", "other.json")

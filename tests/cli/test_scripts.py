@@ -272,7 +272,7 @@ def only_error(messages: list[str]) -> str:
     [
         ({"frobnicate": 1}, r"config \S+: unknown key 'frobnicate'; remove it"),
         ({"n_head": 4}, r"config \S+: unknown key 'n_head'; did you mean 'n_heads'\?"),
-        (None, r"config \S+: cannot be read \(No such file or directory\)"),
+        (None, r"config \S+ cannot be read \(No such file or directory\)"),
     ],
 )
 def test_an_invalid_config_file_is_reported(compiled, tmp_path, changes, message):
@@ -353,7 +353,7 @@ BAD_VALUES = [
     ({"pe_rotary_dims": 6}, r"config \S+: pe_rotary_dims is 6, above the head size 4 "),
     ({"tpu_size": 6}, r"config \S+: tpu_size is 6, not divisible by cores_per_replica 4; "),
     ({"train_set": "{}/no.index"}, r"index {}/no.index: no such file; "),
-    ({"train_set": "{}/empty.index"}, r"index {}/empty.index: empty; "),
+    ({"train_set": "{}/empty.index"}, r"index {}/empty.index is empty; "),
     ({"train_set": "{}/binary.index"}, r"index {}/binary.index: not text; "),
     (
         {"train_set": "{}/missing.index"},
@@ -374,11 +374,14 @@ BAD_VALUES = [
     ({"val_set": {"x": "{}/no.index"}}, r"index {}/no.index: no such file; "),
     (
         {"d_model": 64, "pe_rotary_dims": 8},
-        r"{}/model/step_0: its model has d_model 32, the config 64; ",
+        r"{}/model/step_0: its model has d_model 32, but the config has 64; ",
     ),
     ({"layers": 3}, r"checkpoint {}/model/step_0: leaf \S+ has shape \(2, .*expects \(3, "),
     ({"n_vocab": 128}, r"checkpoint {}/model/step_0: leaf \S+ has shape \(.*64.*expects \(.*128"),
-    ({"block": "geglu"}, r"{}/model/step_0: its model has block 'gptj', the config 'geglu'; "),
+    (
+        {"block": "geglu"},
+        r"{}/model/step_0: its model has block 'gptj', but the config has 'geglu'; ",
+    ),
     (
         {"seq": 8},
         r"{}/train_one.tfrecords: record 0 \(the first is 0\) holds 17 tokens, but config "
@@ -421,7 +424,7 @@ def test_a_token_outside_the_vocabulary_is_reported(trained, tmp_path, monkeypat
     assert status == 2
     assert re.match(
         rf"error: {folder}/\S+_one.tfrecords: record \d+ .* holds token id \d+, outside the "
-        "vocabulary of config key n_vocab 32; ",
+        r"vocabulary \(config key n_vocab is 32\); ",
         err.splitlines()[-1],
     )
     assert steps_in(model) == []
@@ -556,6 +559,7 @@ def test_plot_loss_draws_the_losses(tmp_path):
     )
     assert (status, out) == (2, "")
     assert only_error(messages) == (
-        f"error: {tmp_path}/no.jsonl: cannot be read (No such file or directory)"
+        f"error: {tmp_path}/no.jsonl cannot be read (No such file or directory); "
+        "give a model folder, or its metrics.jsonl"
     )
     assert not (tmp_path / "no.png").exists()

@@ -162,7 +162,7 @@ def test_the_command_names_the_files_that_it_leaves_out(tmp_path, capsys):
         ("a.jsonl", b'{"no": 1}', ("--skip-bad",), r"\(skipped: 1 no text\), too little"),
         ("a.jsonl.zst", b"damaged", (), "a.jsonl.zst: damaged or cut short"),
         ("a.doc", b"text", (), "no text found, expected files ending in"),
-        ("a.txt", b"text" * 9, ("--validation", "1"), "validation is 1.0, expected a share above"),
+        ("a.txt", b"text" * 9, ("--validation", "1"), "validation is 1.0, expected a fraction"),
     ],
 )
 def test_errors_leave_nothing(tmp_path, name, contents, options, message):
@@ -181,7 +181,7 @@ def test_a_failure_while_writing_leaves_the_earlier_files(tmp_path, monkeypatch)
     before = both(tmp_path / "out")
     measured = library.measure
     monkeypatch.setattr(library, "measure", lambda *a: (array("q", [9, *measured(*a)[0][1:]]), {}))
-    with pytest.raises(InputError, match=r"in\.jsonl: changed while it was read"):
+    with pytest.raises(InputError, match=r"in\.jsonl changed while it was read"):
         split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.5)
     assert both(tmp_path / "out") == before
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -198,7 +198,7 @@ def test_bad_documents_are_skipped(tmp_path):
 
 def test_the_folder_of_the_text_is_refused(tmp_path):
     (tmp_path / "in.txt").write_text("text " * 100)
-    with pytest.raises(InputError, match="is the folder of the text; choose another"):
+    with pytest.raises(InputError, match="is also the folder of the text; choose another"):
         split(str(tmp_path), str(tmp_path))
 
 
@@ -223,5 +223,5 @@ def test_records_of_a_folder_are_those_of_its_files(tmp_path):
 def test_records_of_files_with_equal_names_are_refused(tmp_path):
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_text('"text"')
-    with pytest.raises(InputError, match=r"a\.txt: would make the same record set as .*a\.jsonl"):
+    with pytest.raises(InputError, match=r"a\.txt and .*a\.jsonl would both create"):
         text_records.main([str(tmp_path), "--output-dir", str(tmp_path)])

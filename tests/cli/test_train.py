@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.pod.tpu import install
-from tests.long.interruptions import ROOT, assert_same, command, last_step, rows_of, training
+from tests.long.interruptions import ROOT, assert_same, command, last_step, training
 from tests.support.fake_pod import FakePod
-from tests.support.small_run import mixed_values, run_values, write_config
+from tests.support.small_run import mixed_values, rows_of, run_values, write_config
 from tests.support.waiting import SECONDS, wait_until
 
 # Relative tolerance: f32 rounds to 6e-8, and sums over other processes are in a different order,
@@ -255,7 +255,7 @@ def test_a_host_that_cannot_start_ray_is_reported_and_the_tpu_is_deleted(
     assert f"[host 0 ({broken.address})] one of many lines" in lines
     assert lines[-1] == (
         f"error: host 0 ({broken.address}): 'install and start Ray' exited with status 3: "
-        "no space left on device; giving up after 3 attempts to start the first hosts"
+        "no space left on device; giving up after 3 attempts to start the hosts"
     )
     assert not pod.api.nodes
 

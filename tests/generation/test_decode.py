@@ -385,7 +385,7 @@ def test_only_generate_frees_the_training_parameters():
 @pytest.mark.parametrize("steps", [0, MOST_STEPS + 1])
 def test_decode_refuses_an_invalid_number_of_tokens(steps):
     batch = network_of(small_config()).batch(1)
-    with pytest.raises(InputError, match=f"decode of {steps} tokens, expected 1 to {MOST_STEPS}"):
+    with pytest.raises(InputError, match=f"steps is {steps}, expected 1 to {MOST_STEPS}"):
         batch.decode(steps)
 
 

@@ -10,15 +10,33 @@ from mesh_transformer.util import InputError
 CTX = np.arange(8).reshape(2, 4)
 
 
+WHOLE = "expected 2 whole numbers, one for each prompt"
+
+
 @pytest.mark.parametrize(
     ("ctx", "ctx_length", "gen_length", "message"),
     [
         (CTX, [1, 5], 3, "ctx_length has values from 1 to 5, expected 1 to 4, the width of ctx"),
         (CTX, [0, 4], 3, "ctx_length has values from 0 to 4, expected 1 to 4, the width of ctx"),
-        (CTX, [1, 4.5], 3, "ctx_length is [1, 4.5], expected whole numbers"),
-        (CTX, [1, float("nan")], 3, "ctx_length is [1, nan], expected whole numbers"),
-        (CTX, [1, None], 3, "ctx_length is [1, None], expected whole numbers"),
-        (CTX, ["1", "2"], 3, "ctx_length is ['1', '2'], expected whole numbers"),
+        (CTX, [1, 4.5], 3, f"ctx_length is [1, 4.5], {WHOLE}"),
+        (
+            CTX,
+            [1, float("nan")],
+            3,
+            f"ctx_length is [1, nan], {WHOLE}",
+        ),
+        (
+            CTX,
+            [1, None],
+            3,
+            f"ctx_length is [1, None], {WHOLE}",
+        ),
+        (
+            CTX,
+            ["1", "2"],
+            3,
+            f"ctx_length is ['1', '2'], {WHOLE}",
+        ),
         (CTX, [[1], [2, 3]], 3, "ctx_length is [[1], [2, 3]], expected rows of equal length"),
         (CTX, None, 3, "ctx has shape (2, 4) and ctx_length (), expected [B, T] and [B]"),
         ([[1], [2, 3]], [1, 1], 3, "ctx is [[1], [2, 3]], expected rows of equal length"),

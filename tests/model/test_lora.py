@@ -246,7 +246,7 @@ def test_a_missing_or_different_base_is_reported_in_one_line(runs, tmp_path):
     network = CausalTransformer(config, devices=jax.devices()[:1], init=False)
     shutil.move(folder / "base", moved)
     try:
-        gone = rf"the base model of its adapters is not at {base} \(no checkpoint there\)[,;]"
+        gone = rf"its adapters were trained on is not at {base} \(no checkpoint there\)[,;]"
         with pytest.raises(InputError, match=rf"{gone} put it back"):
             load(adapters, config)
         with pytest.raises(InputError, match=rf"{gone} put it back"):
@@ -284,7 +284,7 @@ def test_contradictory_adapter_settings_are_refused(runs, tmp_path):
         run(config, folder / "base", 3)
     with pytest.raises(InputError, match=r"a run that trains adapters .* has lora_rank 0"):
         run(config.merged(), folder / "adapters", 3)
-    with pytest.raises(InputError, match=r"has lora_alpha 4.0, the config 1.0"):
+    with pytest.raises(InputError, match=r"has lora_alpha 4.0, but the config has 1.0"):
         run(config.replace(lora_alpha=1.0), folder / "adapters", 3)
     with pytest.raises(InputError, match=r"--base requires adapters, but .* is a whole model"):
         conversion.convert(folder / "base", "native", tmp_path / "new", "hf", base=folder / "base")

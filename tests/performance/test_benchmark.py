@@ -244,7 +244,7 @@ def test_the_ablation_plot_has_a_bar_per_variant(tmp_path):
     plot_ablation.draw([plot_ablation.read(str(path))] * 2, str(picture))
     assert picture.read_text().count(">all off<") == 2  # once per mesh
     path.write_text(json.dumps({"mode": "train"}))
-    with pytest.raises(InputError, match="expected the output of benchmark"):
+    with pytest.raises(InputError, match="is not the output of benchmark"):
         plot_ablation.read(str(path))
 
 
@@ -264,11 +264,11 @@ def test_one_device_has_no_variants_that_change_all_reduces():
     [
         ("--model 7B", "--model is '7B', expected one of tiny"),
         ("--hardware v9 --model tiny", "hardware is 'v9'"),
-        ("--config nowhere.json", "config nowhere.json: cannot be read"),
+        ("--config nowhere.json", "config nowhere.json cannot be read"),
         ("--set layers", "--set layers: expected KEY=VALUE"),
         ("--set layer=2", "--set layer=2: unknown key 'layer'; did you mean 'layers'?"),
         ("--set layers=many", "--set layers=many: expected int"),
-        ("--dp 3 --mp 8", "--dp 3 x --mp 8 are 24 devices, but there are 8"),
+        ("--dp 3 --mp 8", "--dp 3 x --mp 8 need 24 devices, but there are 8"),
         ("--warmup -1", "--warmup is -1"),
         ("--decode --prompt 60", "exceed the window of 64"),
         ("--decode --profile x", "--profile records train steps; remove it or --decode"),

@@ -68,7 +68,7 @@ def test_missing_mesh_sizes_are_computed(dp, mp, expected):
 
 @pytest.mark.parametrize(("dp", "mp"), [(3, None), (16, None), (0, None), (2, 2), (None, 3)])
 def test_a_mesh_that_does_not_fit_the_slice_is_refused(dp, mp):
-    with pytest.raises(InputError, match="is not a mesh of the slice's 8 devices"):
+    with pytest.raises(InputError, match=r"no mesh with .* has the slice's 8 devices"):
         script.replica_size(dp, mp, default=4, devices=8)
 
 
@@ -204,7 +204,7 @@ def test_a_search_ranks_the_plans_that_fit():
     assert {found_plan.zero for found_plan in result.plans} == {0}
     assert "2 fit" in result.table()
     json.dumps(dataclasses.asdict(result))
-    with pytest.raises(InputError, match="has the config's number of sequences per step"):
+    with pytest.raises(InputError, match=r"the config's \d+ sequences per step"):
         search.search(
             config.replace(per_replica_batch=1),
             slice_named("cpu-4"),

@@ -419,7 +419,7 @@ def test_the_scaling_plot_has_every_line(monkeypatch, capsys, tmp_path):
     for label in (*scaling.GENERATIONS, "dp, ZeRO 0", "dp, ZeRO 1", "dp, ZeRO 3", "mp 8"):
         assert svg.count(f">{label}<") == 1
     tables.write_text("[1]")
-    with pytest.raises(InputError, match=r"expected the output of plan\.py --scaling --json"):
+    with pytest.raises(InputError, match=r"is not the output of plan\.py --scaling --json"):
         plot_scaling.main()
 
 
