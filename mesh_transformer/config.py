@@ -219,6 +219,8 @@ class Config:
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
     val_every: int = 500  # updates between validations
     ckpt_every: int = 500  # updates between checkpoints
+    # Updates between copies of the state in the memory of a pod's hosts; None makes no copies.
+    memory_every: int | None = None
     keep_n: int = 3  # newest checkpoints to keep
     keep_every: int = 10000  # also keep checkpoints at multiples of this step
     # After a failed save, training continues and saves again later, or it stops.
@@ -524,6 +526,8 @@ def _check(c: Config) -> None:
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
+    if c.memory_every is not None and c.memory_every < 1:
+        raise InputError(f"memory_every is {c.memory_every}, expected at least 1")
     if c.skip_spikes is not None and c.skip_spikes <= 1:
         raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
     if c.attention_window is not None and c.attention_window > c.seq:

@@ -297,9 +297,26 @@ class CausalTransformer:
         Args:
           aux: further entries for the checkpoint's `aux`, the dict that `restore` returns.
         """
-        state = loading.saved_part(self._loaded())
-        own_aux = {"config": self.config.as_dict()} | adapters.aux_entries(self._base)
-        self._writer(folder).save(self.step, state, own_aux | (aux or {}))
+        self._writer(folder).save(self.step, self.saved_state(), self.own_aux() | (aux or {}))
+
+    def saved_state(self) -> steps.State:
+        """Return the part of the state that checkpoints hold."""
+        return loading.saved_part(self._loaded())
+
+    def saved_template(self) -> steps.State:
+        """Return `saved_state` as `jax.ShapeDtypeStruct`s with shardings, before there is one."""
+        return loading.saved_part(steps.abstract_state(self.config, self.mesh))
+
+    def own_aux(self) -> dict[str, Any]:
+        """Return the entries that every checkpoint's `aux` has: the config and the base model."""
+        return {"config": self.config.as_dict()} | adapters.aux_entries(self._base)
+
+    def keep(self, aux: dict[str, Any]) -> str:
+        """Do nothing and return "": a copy in this process's memory would end with it.
+
+        `TPUCluster.keep` copies the state to the memory of other processes.
+        """
+        return ""
 
     def wait(self) -> None:
         """Wait for the last save; raises InputError if it failed."""
@@ -336,19 +353,35 @@ class CausalTransformer:
         step = checkpoints.saved(newest)
         aux, where = step.aux, str(step)
         check_same_run(self.config, step.config, where)
-        template = loading.saved_part(steps.abstract_state(self.config, self.mesh))
+        template = self.saved_template()
         saved = {path[0] for path in step.leaves}
         # There are no saved norms if the key skip_spikes is new.
         only = [key for key in template if key != "norms" or key in saved]
         restored = self._fresh_norms() | checkpoints.restore(newest, template, only=only)
-        restored["frozen"] = {}
+        self.resume(newest, restored, aux, where, base)
+        return aux
+
+    def resume(
+        self,
+        step: int,
+        state: steps.State,
+        aux: dict[str, Any],
+        where: str,
+        base: AnyPath | None = None,
+    ) -> None:
+        """Continue from a saved state; loads the base model of LoRA adapters.
+
+        Args:
+          state: the state at `step`, as `saved_state` returned it.
+          aux: the dict with the entries of `own_aux` that belong to it.
+          where: where the state was, for error messages.
+          base: see `restore`.
+        """
+        frozen = {}
         if (recorded := adapters.saved_base(aux, where)) is not None:
             places = [recorded.path, *([] if base is None else [local_path(base)])]
-            restored["frozen"], self._base = loading.load_base(
-                where, self.config, self.mesh, places, recorded
-            )
-        self.state, self.step = restored, newest
-        return aux
+            frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
+        self.state, self.step = state | {"frozen": frozen}, step
 
     def load(
         self, path: AnyPath | Source, *, fresh_opt: bool = False, only_params: bool = False

@@ -9,7 +9,7 @@ from mesh_transformer.cli.arguments import add_host_arguments, run_arguments, ru
 from mesh_transformer.cli.machines import machines_of
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.launch import build_model
+from mesh_transformer.pod.launch import build_model, new_copies
 from mesh_transformer.training.goodput import Ledger, process_seconds
 
 
@@ -35,9 +35,12 @@ def main() -> None:
     if args.new:
         restarts.delete_run(folder, yes=args.yes)
     with machines as hosts:
+        copies = new_copies(config)
 
         def make():
-            return build_model(config, hosts(), heartbeat=args.heartbeat, patience=args.patience)
+            return build_model(
+                config, hosts(), heartbeat=args.heartbeat, patience=args.patience, copies=copies
+            )
 
         if args.mode == "eval":
             restarts.validate(make, args.tune_model_path or folder)

@@ -34,6 +34,7 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
 from mesh_transformer.pod.batch import ClusterBatch
+from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.runner import FORWARDED, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
@@ -93,6 +94,7 @@ class TPUCluster:
     Args:
       heartbeat: declare a host dead after this many silent seconds.
       patience: maximum seconds for one call, including compilation.
+      copies: where `keep` keeps the state (default: nowhere).
 
     Raises:
       HostError: from every method, if a host dies, hangs or fails.  All hosts are then shut down.
@@ -105,6 +107,7 @@ class TPUCluster:
         *,
         heartbeat: int = 10,
         patience: float = 3600.0,
+        copies: HostCopies | None = None,
     ):
         self.config = config
         self.hosts = list(hosts)
@@ -112,6 +115,8 @@ class TPUCluster:
         self.patience = patience
         self.step = 0
         self.save_failed = False  # whether a host has reported that the last save failed
+        self.copies = copies
+        self._keeping: list[Any] | None = None  # Ray references to the last `keep` calls
         self.notice = ""  # names the host that received SIGTERM, if one did
         self._unread: deque[DispatchedStep] = deque()
         self._pids: list[int] = []
@@ -120,6 +125,8 @@ class TPUCluster:
         self._why = ""  # " (FAILURE)" once a failure has shut down the hosts
         self.newest_batch: ClusterBatch | None = None  # the running batch that the hosts hold
         try:
+            if copies is not None:
+                copies.place(self.hosts)
             for rank, host in enumerate(self.hosts):
                 self._actors.append(start_process(rank, host))
             host_info = self._start()
@@ -315,14 +322,49 @@ class TPUCluster:
         self.save_failed = False
         self._results(self._submit(method, *arguments), agree=self.patience)
 
+    def keep(self, aux: dict[str, Any]) -> str:
+        """Start to copy the state to the memory of the hosts; a later `restore` may use the copy.
+
+        Every part of the state is kept by two hosts, in processes that outlive this cluster.  The
+        copy before this one is kept until this one is complete.  Does nothing if there are no
+        `copies`.
+
+        Args:
+          aux: a JSON-serialisable dict, which `restore` returns.
+
+        Returns:
+          Why the copy before this one is not complete; "" if it is.
+        """
+        if self.copies is None:
+            return ""
+        problem = ""
+        if self._keeping is not None:
+            results = self._results([*self._keeping, *self._submit("wait_for_copies")])
+            problem = next(filter(None, results), "")
+            if problem:
+                self.copies.place(self.hosts)
+            else:
+                self.copies.complete()
+        self.copies.begin(self.step, self.call("own_aux")[0] | aux)
+        self._keeping = self._submit("keep", *[(self.copies.keepers,)] * len(self.hosts))
+        return problem
+
     def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
         """Resume from the newest checkpoint of a model folder; see `CausalTransformer.restore`.
+
+        If the hosts' memory holds a complete state of a later step (see `keep`), that is restored.
+        The returned dict then has the entry {"unsaved": True}.
 
         Raises:
           InputError: if the hosts do not share `folder`, or if the checkpoint cannot be used.
         """
         self._check_shared(folder)
         base_path = None if base is None else local_path(base)
+        copy = None if self.copies is None else self.copies.newer_than_saved(folder)
+        if copy is not None:
+            self.call("restore_copy", *[(copy, base_path)] * len(self.hosts))
+            self.step = copy.step
+            return copy.aux | {"unsaved": True}
         results = self.call("restore", *[(local_path(folder), base_path)] * len(self.hosts))
         self.step, aux = results[0]
         return aux

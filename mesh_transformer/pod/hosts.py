@@ -60,21 +60,31 @@ def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]
     deadline = time.monotonic() + seconds
     with tqdm(total=len(addresses), desc="hosts joined", unit="host") as bar:
         while True:
-            alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(RESOURCE)]
-            nodes_at = {
-                address: [n["NodeID"] for n in alive if n["NodeManagerAddress"] == address]
-                for address in addresses
-            }
-            missing = [address for address in addresses if len(nodes_at[address]) != 1]
+            nodes = _nodes_at(addresses)
+            missing = [address for address in addresses if len(nodes[address]) != 1]
             bar.update(len(addresses) - len(missing) - bar.n)
             if not missing:
-                return [Host(nodes_at[address][0], address) for address in addresses]
+                return [Host(nodes[address][0], address) for address in addresses]
             if time.monotonic() > deadline:
                 raise HostError(
                     f"host {missing[0]} has not joined within {seconds:.0f} s; check that it can "
                     "reach this machine's ports and runs the same version of Ray"
                 )
             time.sleep(1.0)
+
+
+def missing_hosts(addresses: Sequence[str]) -> list[str]:
+    """Return those of `addresses` at which Ray does not list exactly one living machine."""
+    return [address for address, nodes in _nodes_at(addresses).items() if len(nodes) != 1]
+
+
+def _nodes_at(addresses: Sequence[str]) -> dict[str, list[str]]:
+    """Return Ray's node ids of the living machines at each address."""
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(RESOURCE)]
+    return {
+        address: [node["NodeID"] for node in alive if node["NodeManagerAddress"] == address]
+        for address in addresses
+    }
 
 
 def start_process(rank: int, host: Host) -> Any:
@@ -88,7 +98,7 @@ def start_process(rank: int, host: Host) -> Any:
     remote: Any = ray.remote  # Ray's type annotations lack these options
     options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"health": 1}}
     options["enable_task_events"] = False  # only Ray's dashboard would use them
-    runner = remote(**options, **_on(host), runtime_env={"env_vars": variables})(NetworkRunner)
+    runner = remote(**options, **on(host), runtime_env={"env_vars": variables})(NetworkRunner)
     return runner.remote(rank, own_process=True)
 
 
@@ -107,7 +117,7 @@ def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[H
     this_node = ray.get_runtime_context().get_node_id()
     remote: Any = ray.remote
     tasks = [
-        remote(num_cpus=0, max_retries=0, **_on(host))(_kill_remaining).remote([pid])
+        remote(num_cpus=0, max_retries=0, **on(host))(_kill_remaining).remote([pid])
         for pid, host in zip(pids, hosts, strict=False)
         if host.node != this_node
     ]
@@ -138,6 +148,6 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _on(host: Host) -> dict[str, Any]:
+def on(host: Host) -> dict[str, Any]:
     """Return the Ray options that place a task or an actor on `host` and nowhere else."""
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(host.node, soft=False)}

@@ -18,6 +18,7 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
+    from mesh_transformer.pod.host_copies import HostCopies
     from mesh_transformer.pod.hosts import Host
 
 FIRST_TRIES = 3  # maximum attempts to start the hosts before they have all joined once
@@ -42,6 +43,19 @@ def build_model(
     from mesh_transformer.pod.cluster import TPUCluster
 
     return TPUCluster(config, hosts, **options)
+
+
+def new_copies(config: Config) -> "HostCopies | None":
+    """Return what a run's clusters need to keep its state in memory; None if the config does not.
+
+    Give the result to `build_model` as `copies`, for each cluster of the run.  Call this while the
+    machines exist (see `local_machines` and `tpu_machines`).
+    """
+    if config.memory_every is None:
+        return None
+    from mesh_transformer.pod.host_copies import HostCopies
+
+    return HostCopies()
 
 
 def local_machines(
@@ -164,15 +178,14 @@ def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
 
     Args:
       head: "HOST:PORT" of the Ray head.
-      known: addresses of the hosts if they have joined before, else empty.  If all of them are
-        still in the cluster, Ray is not started again on the hosts.
+      known: addresses of the hosts if they have joined before, else empty.  Ray is not started
+        again on those that are still in the cluster, as that would end their `HostCopies`.
     """
-    from mesh_transformer.pod.hosts import joined_hosts
+    from mesh_transformer.pod.hosts import joined_hosts, missing_hosts
 
-    if known:
-        with contextlib.suppress(HostError):
-            return joined_hosts(known, seconds=0.0)
-    tpu.start_ray(head, ray_token())
+    missing = missing_hosts(known) if known else None
+    if missing != []:
+        tpu.start_ray(head, ray_token(), only=missing)
     return joined_hosts(tpu.hosts())
 
 

@@ -9,11 +9,13 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
+from mesh_transformer.checkpoint import blocks
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.decode import Chosen
@@ -21,6 +23,7 @@ from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.mesh.program import compile_together, use_compilation_cache
+from mesh_transformer.pod.keeper import Copy, receive, send
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -64,7 +67,7 @@ def bypass_proxy(address: str) -> None:
 
 # Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
 # in their arguments and results are those of this process.
-FORWARDED = {"init", "score", "generate", "only_generate", "claim", "save", "wait"}
+FORWARDED = {"init", "score", "generate", "only_generate", "claim", "own_aux", "save", "wait"}
 
 
 class StepReport(NamedTuple):
@@ -112,6 +115,9 @@ class NetworkRunner:
         self._notice = False  # whether SIGTERM was received
         self._train_set: TFRecordNewInputs | None = None
         self._read: deque[dict[str, np.ndarray]] = deque()  # batches not trained on yet
+        self._plan: blocks.Plan | None = None  # which processes keep what
+        self._sender = ThreadPoolExecutor(1)
+        self._sending: Future[None] | None = None  # of the last `keep`
 
     def pid(self) -> int:
         """Return the id of this process on its machine."""
@@ -353,6 +359,39 @@ class NetworkRunner:
         """
         aux = self._started.restore(folder, base)
         return self._started.step, aux
+
+    @_one_line_errors
+    def keep(self, keepers: Sequence[Any]) -> None:
+        """Copy this process's blocks of the state, and send them to keepers in the background.
+
+        Args:
+          keepers: the keeper of each process's host; see `keeper`.
+        """
+        network = self._started
+        state = network.saved_state()
+        if self._plan is None:
+            self._plan = blocks.plan(state, len(keepers))
+        copied = blocks.copied(state, self._plan)
+        self._sending = self._sender.submit(send, network.step, len(self._plan), copied, keepers)
+
+    @_one_line_errors
+    def wait_for_copies(self) -> str:
+        """Wait until all blocks of the last `keep` have arrived; return why not, or ""."""
+        sending, self._sending = self._sending, None
+        try:
+            if sending is not None:
+                sending.result()
+        except Exception as error:  # a keeper has ended, or its machine's memory is full
+            traceback.print_exc(file=sys.stderr)
+            return f"{type(error).__name__} on host {self.rank}"
+        return ""
+
+    @_one_line_errors
+    def restore_copy(self, copy: Copy, base: str | None) -> None:
+        """Resume from a state in the memory of hosts; see `TPUCluster.restore`."""
+        network, read = self._started, functools.partial(receive, copy)
+        state = blocks.assemble(network.saved_template(), copy.keepers, read)
+        network.resume(copy.step, state, copy.aux, f"step {copy.step} in memory", base)
 
     @_one_line_errors
     def load(self, path: str, fresh_opt: bool, only_params: bool) -> None:

@@ -134,7 +134,8 @@ def _train(
         elif tune_model_path is not None and not config.lora_rank:
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
         unscored = _unscored(folder, network, bool(val_sets or eval_tasks)) if aux else None
-        if network.step >= total and unscored is None:
+        unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
+        if network.step >= total and unscored is None and not unsaved:
             print(f"{folder} is at step {network.step} of {total}: nothing left to train")
             return
         if "loader" in aux:
@@ -149,6 +150,8 @@ def _train(
         log.earlier.clear()  # a long run has many
         run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, ledger, total, logged)
         run.skipped = run.skipped | aux.get("skipped", {})
+        if unsaved:
+            run.saved = -1
         run.run(received, unscored)
 
 
@@ -308,6 +311,8 @@ class _Run:
             try:
                 if unscored is not None:
                     self._score(unscored, received)
+                if self.saved < 0:  # restored from memory
+                    self._save()
                 while self.network.step < self.total and not received:
                     self._step(received)
             except StoppedError:  # a non-finite loss or lost hosts: do not save
@@ -354,6 +359,8 @@ class _Run:
             raise HostError(f"{network.notice}, so its machine is about to go away")
         if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
             self._validate(received)
+        if config.memory_every and network.step % config.memory_every == 0:
+            self._keep()
         if network.save_failed and (error := self._failure_of_save()) is not None:
             self._save_later(error)
         if network.step % config.ckpt_every == 0 or network.step == self.save_again_at:
@@ -520,20 +527,32 @@ class _Run:
             if error is not None:
                 self._save_later(error)
 
-    def _begin_save(self) -> None:
-        """Start saving a checkpoint of the network and of the loop's own state.
+    def _keep(self) -> None:
+        """Start copying the state to the memory of the hosts, if the network has any."""
+        self._log(self._rows(0))  # raises if a loss is not finite
+        with self.ledger.spending("save"):
+            problem = self.network.keep(self._state())
+        if problem:
+            self._report(f"the last copy in the hosts' memory is not complete: {problem}")
+        self.clock.restart()
 
-        The loop's state is the training set's position, the averages of the noise scale, the counts
-        of skipped updates and the id of the wandb run.
+    def _state(self) -> dict[str, Any]:
+        """Return the loop's own state, which is saved beside the network's.
+
+        It is the training set's position, the averages of the noise scale, the counts of skipped
+        updates and the id of the wandb run.
         """
-        aux = {
+        return {
             "loader": self.loader.state(),
             "noise": self.noise.state(),
             "skipped": self.skipped,
             "wandb": self.log.wandb_id,
         }
+
+    def _begin_save(self) -> None:
+        """Start saving a checkpoint of the network and of the loop's own state."""
         with self.ledger.spending("save"):
-            self.network.save(self.folder, aux)
+            self.network.save(self.folder, self._state())
         self.saved, self.saving = self.network.step, True
         self.log.upload()
         self.clock.restart()

@@ -33,6 +33,7 @@ class Machines:
         self.calls: list[str] = []
         self.plan: dict[str, list[Exception | None]] = {}
         self.joined = False
+        self.only: list[str] | None = None  # the hosts of the last `start_ray`
 
     def __enter__(self) -> "Machines":
         return self
@@ -59,11 +60,15 @@ class Machines:
     def hosts(self) -> list[str]:
         return list(PLACE)
 
-    def start_ray(self, address: str, token: str) -> None:
+    def start_ray(self, address: str, token: str, only: list[str] | None) -> None:
         assert address == self.address
         assert token == "token"
+        self.only = only
         self._call("start_ray")
         self.joined = True
+
+    def missing_hosts(self, addresses: list[str]) -> list[str]:
+        return [] if self.joined else [addresses[1]]
 
     def joined_hosts(self, addresses: list[str], seconds: float = 300.0) -> list[Any]:
         if not self.joined:
@@ -77,7 +82,7 @@ def machines(monkeypatch) -> Machines:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
     monkeypatch.setattr(launch, "RayHead", lambda size: fake)
     # Replaces the real module, which would import Ray into the test process.
-    hosts = types.SimpleNamespace(joined_hosts=fake.joined_hosts)
+    hosts = types.SimpleNamespace(joined_hosts=fake.joined_hosts, missing_hosts=fake.missing_hosts)
     monkeypatch.setitem(sys.modules, "mesh_transformer.pod.hosts", hosts)
     return fake
 
@@ -99,9 +104,11 @@ def attempt(machines) -> Iterator[Callable[[], list[str]]]:
 
 def test_ray_is_started_once_and_again_after_hosts_have_left(machines, attempt):
     assert attempt() == ["revive", "check", "start_ray"]
+    assert machines.only is None
     assert attempt() == ["revive", "check"]
     machines.joined = False
     assert attempt() == ["revive", "check", "start_ray"]
+    assert machines.only == [PLACE[1]]  # the other host still has its copies of the state
 
 
 def test_preempted_tpu_is_recreated_and_its_hosts_started(machines, attempt):

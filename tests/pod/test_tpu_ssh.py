@@ -72,6 +72,19 @@ def test_outputs_are_in_the_order_of_the_hosts(tmp_path, key, host):
         hosts.close()
 
 
+def test_commands_can_run_on_some_of_the_hosts(tmp_path, key, host):
+    with new_host(tmp_path, key, address="127.0.0.2", port=host.port) as second:
+        (host.home / "who").write_text("first\n")
+        (second.home / "who").write_text("second\n")
+        hosts = Hosts([host.address, second.address], options(host, key))
+        some = hosts.only([second.address])
+        assert some.run("cat who", seconds=10) == ["second\n"]
+        with pytest.raises(StoppedError, match=r"host 1 \(127\.0\.0\.2\)"):
+            some.run("exit 3", seconds=10)
+        assert hosts.run("cat who", seconds=10) == ["first\n", "second\n"]
+        hosts.close()
+
+
 def test_output_is_shown_with_the_host_that_wrote_it(hosts, capsys):
     assert hosts.run("echo one; echo two >&2; printf three", seconds=10, show=True) == [
         "one\nthree"

@@ -11,6 +11,7 @@ the addresses of deleted TPUs.
 
 import base64
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,7 +53,7 @@ MIN_CLOCK_RATIO = 0.99
 class Hosts:
     """SSH connections to all hosts of a TPU, opened on first use.
 
-    Every method works on all hosts in parallel, with one thread per host.
+    Every method works on all hosts in parallel, with one thread per host; see also `only`.
 
     Args:
       addresses: the hosts' addresses, in the order of the hosts' numbers in the TPU.
@@ -66,6 +67,7 @@ class Hosts:
         host_keys: Mapping[str, Sequence[tuple[str, str]]] | None = None,
     ):
         self.addresses = list(addresses)
+        self._numbers = list(range(len(self.addresses)))  # of the hosts that the methods work on
         self.options = options
         self._keys = {address: list(keys) for address, keys in (host_keys or {}).items()}
         self._key = options.private_key()
@@ -73,6 +75,14 @@ class Hosts:
         self._seen: set[int] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+
+    def only(self, addresses: Collection[str]) -> "Hosts":
+        """Return an object whose methods work only on the hosts at `addresses`."""
+        chosen = copy.copy(self)  # with the same connections and host keys
+        chosen._numbers = [
+            number for number in self._numbers if self.addresses[number] in addresses
+        ]
+        return chosen
 
     def run(self, command: str, *, seconds: float, show: bool = False, what: str = "") -> list[str]:
         """Run a bash command on all hosts and return its standard output on each host.
@@ -183,12 +193,12 @@ class Hosts:
           what: the purpose of the calls, for messages.
           seconds: time limit of the calls; connecting has a time limit of its own.
         """
-        count = len(self.addresses)
+        count = len(self._numbers)
         self._stopping.clear()
         pool = ThreadPoolExecutor(max_workers=max(1, count))
         bar = tqdm(total=count, desc=_short(what), unit="host", leave=False, disable=count < 2)
         try:
-            futures = [pool.submit(function, host) for host in range(count)]
+            futures = [pool.submit(function, host) for host in self._numbers]
             for future in futures:
                 future.add_done_callback(lambda _: bar.update())
             limit = seconds + self.options.connect_seconds + CONNECT_SECONDS
@@ -196,7 +206,7 @@ class Hosts:
             for future in done:
                 future.result()
             if pending:
-                silent = min(futures.index(future) for future in pending)
+                silent = self._numbers[min(futures.index(future) for future in pending)]
                 raise self._lost(silent, what, f"gave no answer for {limit:g} s")
             return [future.result() for future in futures]
         except BaseException:

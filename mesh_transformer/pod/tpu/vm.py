@@ -24,7 +24,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, TextIO
 
@@ -554,9 +554,17 @@ class TpuVm:
         """Copy the package mesh_transformer to each host; see `install.copy_package`."""
         install.copy_package(self.ssh())
 
-    def start_ray(self, address: str, token: str, *, seconds: float = 1800.0) -> None:
-        """Make every host a worker of the Ray cluster at `address`; see `install.start_ray`."""
-        install.start_ray(self.ssh(), address, token, seconds=seconds)
+    def start_ray(
+        self,
+        address: str,
+        token: str,
+        *,
+        seconds: float = 1800.0,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Start Ray on the hosts, or on those at the addresses `only`; see `install.start_ray`."""
+        hosts = self.ssh() if only is None else self.ssh().only(only)
+        install.start_ray(hosts, address, token, seconds=seconds)
 
     def _close_hosts(self) -> None:
         if self._hosts is not None:

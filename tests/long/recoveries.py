@@ -1,0 +1,143 @@
+"""Kills hosts of training runs, and measures how they recover from storage and from memory.
+
+`python -m tests.long.recoveries 12` kills 12 hosts of each of four runs: on 2 and on 4 local hosts,
+with and without copies in the hosts' memory.  A host is killed together with the keeper of its
+copies, as if its machine had vanished.  Every run must end with the metrics of an undisturbed run,
+bit for bit.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mesh_transformer.config import Config
+from mesh_transformer.pod import restarts
+from tests.support.small_run import assert_same_rows, rows_of, run_values
+
+CKPT_EVERY, MEMORY_EVERY = 25, 4
+APART = 30  # steps between two kills
+
+
+class Recovery(NamedTuple):
+    """One killed host.
+
+    Attributes:
+      step: the newest step that was dispatched before.
+      rank: the host's rank.
+      lost: number of steps that were computed again.
+      seconds: from the kill until the losses of all lost steps were known again.
+    """
+
+    step: int
+    rank: int
+    lost: int
+    seconds: float
+
+
+def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: Any) -> list[Any]:
+    """Train, and kill the host with each rank once its step is dispatched.
+
+    Args:
+      kills: (step, rank) of each kill, by step.
+
+    Returns:
+      One `Recovery` per kill.
+    """
+    from mesh_transformer.pod.launch import build_model, local_machines, new_copies
+
+    config = Config(**run_values(folder, ckpt_every=CKPT_EVERY, val_batches=0, **keys))
+    left, found = list(kills), []
+    killed: tuple[int, int, float] | None = None
+    restored = 0
+
+    with local_machines(config, hosts) as machines:
+        copies = new_copies(config)
+
+        def make() -> Any:
+            cluster = build_model(config, machines(), heartbeat=30, copies=copies)
+            train, restore = cluster.train, cluster.restore
+
+            def observed_restore(folder: str, base: str | None = None) -> Any:
+                nonlocal restored
+                aux = restore(folder, base)
+                restored = cluster.step
+                return aux
+
+            def observed_train(sample: Any) -> Any:
+                nonlocal killed
+                if killed is not None and cluster.step >= killed[0] + 2:  # two steps are unread
+                    step, rank, began = killed
+                    found.append(Recovery(step, rank, step - restored, time.monotonic() - began))
+                    killed = None
+                if left and cluster.step == left[0][0]:
+                    step, rank = left.pop(0)
+                    killed = step, rank, time.monotonic()
+                    if copies is not None:
+                        _kill_keeper(copies.keepers[rank])
+                    os.kill(cluster._pids[rank], signal.SIGKILL)
+                return train(sample)
+
+            cluster.train, cluster.restore = observed_train, observed_restore
+            return cluster
+
+        restarts.train(make, str(folder / "model"))
+    assert len(found) == len(kills)
+    return found
+
+
+def _kill_keeper(keeper: Any) -> None:
+    import ray
+
+    os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
+
+
+def compared(hosts: int, count: int, seed: int, folder: Path) -> dict[str, list[Recovery]]:
+    """Kill `count` hosts of a run without copies in memory, and of one with them.
+
+    Both runs must end like one that nothing disturbs.
+    """
+    rng = random.Random(seed)
+    kills = [
+        (APART * n + rng.randrange(APART // 2) + 5, rng.randrange(hosts)) for n in range(count)
+    ]
+    ways = {"undisturbed": ([], {}), "storage": (kills, {})}
+    ways["memory"] = kills, {"memory_every": MEMORY_EVERY}
+    found = {}
+    for way, (planned, keys) in ways.items():
+        (folder / way).mkdir()
+        found[way] = recoveries(folder / way, hosts, planned, total_steps=APART * count + 5, **keys)
+    whole = rows_of(folder / "undisturbed" / "model")
+    for way in ("storage", "memory"):
+        assert_same_rows(rows_of(folder / way / "model"), whole)
+    return {way: found[way] for way in ("storage", "memory")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill hosts and measure recovery.")
+    parser.add_argument("count", type=int, nargs="?", default=12, help="kills per run")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(f"a checkpoint every {CKPT_EVERY} steps, a copy in memory every {MEMORY_EVERY}")
+    for hosts in args.hosts:
+        with tempfile.TemporaryDirectory() as folder:
+            for way, found in compared(hosts, args.count, args.seed, Path(folder)).items():
+                lost, seconds = [r.lost for r in found], [r.seconds for r in found]
+                for recovery in found:
+                    print(hosts, way, recovery, flush=True)
+                print(
+                    f"{hosts} hosts, {way}: steps lost median {statistics.median(lost):g}, most "
+                    f"{max(lost)}; seconds median {statistics.median(seconds):.1f}, most "
+                    f"{max(seconds):.1f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

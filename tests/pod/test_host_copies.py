@@ -1,0 +1,142 @@
+"""Copies of the state in the memory of hosts: restarts without storage."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.pod.launch import build_model, local_machines, new_copies
+from mesh_transformer.util import HostError
+from tests.conftest import random_batch
+from tests.support.small_run import VALUES
+from tests.support.waiting import wait_until
+
+CONFIG = Config(**VALUES, memory_every=2)
+OTHER_PROCESSES = 1e-5  # as in test_cluster
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    with local_machines(CONFIG, 2) as hosts:
+        yield hosts
+
+
+@contextlib.contextmanager
+def cluster_of(hosts: list[Any], copies: Any) -> Iterator[Any]:
+    cluster = build_model(CONFIG, hosts, heartbeat=30, copies=copies)
+    try:
+        yield cluster
+    finally:
+        cluster.kill()
+
+
+def end_keeper(keeper: Any) -> None:
+    """Kill a keeper's process, as if its machine had vanished."""
+    import ray  # not before `machines`, which sets how it authenticates
+
+    os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
+    wait_until(lambda: _is_gone(keeper), "the end of a keeper")
+
+
+def _is_gone(keeper: Any) -> bool:
+    import ray
+    from ray import exceptions
+
+    try:
+        ray.get(keeper.pid.remote(), timeout=5)
+    except exceptions.RayActorError:
+        return True
+    except exceptions.GetTimeoutError:
+        pass
+    return False
+
+
+def train(cluster: Any, step: int) -> float:
+    return float(cluster.train(random_batch(CONFIG, 2, 4, seed=step))["loss"])
+
+
+def test_a_state_in_memory_survives_a_host_and_moves_to_other_hosts(machines, tmp_path, capfd):
+    copies = new_copies(CONFIG)
+    assert copies is not None
+    folder = str(tmp_path / "model")
+    with cluster_of(machines(), copies) as cluster:
+        cluster.init()
+        train(cluster, 1)
+        assert cluster.keep({"place": 1}) == ""
+        train(cluster, 2)
+        assert cluster.keep({"place": 2}) == ""
+        cluster.call("wait_for_copies")
+        expected = [train(cluster, 3), train(cluster, 4)]
+        os.kill(cluster._pids[1], signal.SIGKILL)
+        end_keeper(copies.keepers[1])
+        with pytest.raises(HostError, match="host 1 died"):
+            train(cluster, 5)
+
+    four = [dataclasses.replace(host, devices=2) for host in machines() for _ in range(2)]
+    with cluster_of(four, copies) as cluster:
+        aux = cluster.restore(folder)
+        assert (aux["place"], aux["unsaved"], cluster.step) == (2, True, 2)
+        assert Config.from_dict(aux["config"]) == CONFIG
+        assert "from step 2 in the hosts' memory" in capfd.readouterr().err
+        actual = [train(cluster, 3), train(cluster, 4)]
+        assert actual == pytest.approx(expected, rel=OTHER_PROCESSES)
+        # A saved step that is newer is preferred to the copy.
+        cluster.save(folder, {"place": 4})
+        cluster.wait()
+        assert cluster.restore(folder)["place"] == 4
+        assert cluster.step == 4
+
+    for keeper in copies.keepers[:2]:  # both copies of some blocks
+        end_keeper(keeper)
+    copies.place(four)
+    assert copies.newest() is None
+
+
+def test_a_copy_that_is_not_complete_is_reported_and_not_used(machines):
+    copies = new_copies(CONFIG)
+    assert copies is not None
+    with cluster_of(machines(), copies) as cluster:
+        cluster.init()
+        train(cluster, 1)
+        assert cluster.keep({"place": 1}) == ""
+        cluster.call("wait_for_copies")
+        end_keeper(copies.keepers[0])
+        train(cluster, 2)
+        cluster.keep({"place": 2})
+        train(cluster, 3)
+        assert "Actor" in cluster.keep({"place": 3})  # of step 2; keeper 0 has been replaced
+        cluster.call("wait_for_copies")
+        newest = copies.newest()
+        assert newest is not None
+        assert newest.aux["place"] == 3
+        assert cluster.keep({"place": 3}) == ""
+
+
+@pytest.mark.parametrize(
+    ("held", "newest"),
+    [
+        ([{4: 2}, {4: 2}], None),  # two of three blocks
+        ([{4: 2, 2: 3}, {4: 2, 2: 3}], 2),
+        ([{4: 3, 2: 3}, {}], 4),
+        ([{}, None], None),  # a keeper that does not answer
+        ([{2: 3}, None], 2),
+    ],
+)
+def test_the_newest_complete_copy_is_chosen(held, newest, machines, monkeypatch):
+    copies = new_copies(CONFIG)
+    assert copies is not None
+    copies._aux = {2: {"place": 2}, 4: {"place": 4}}
+    answers = {
+        rank: {step: (3, [("block", n) for n in range(count)]) for step, count in own.items()}
+        for rank, own in enumerate(held)
+        if own is not None
+    }
+    monkeypatch.setattr(copies, "_answers", lambda call: answers)
+    found = copies.newest()
+    assert (None if found is None else found.step) == newest
+    assert found is None or found.aux == {"place": newest}
