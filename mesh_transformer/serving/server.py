@@ -18,6 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mesh_transformer.util import InputError
 
 HEAD_SECONDS = 10.0  # maximum time for a request's head to arrive
+# Maximum time between two requests on a connection.  Clients reuse connections for less time (httpx
+# for 5 s), so none sends a request just as the server closes its connection.
+IDLE_SECONDS = 75
 # Maximum time for the rest of a request's body to arrive after the response has been sent.
 UNREAD_SECONDS = 2.0
 READ_SECONDS = 60.0  # maximum time for a client to read the data buffered for it
@@ -79,6 +82,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
         access_log=False,
         log_level="error",  # a client's errors are reported only to that client
         server_header=False,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=drain_seconds,
         backlog=BACKLOG,
     )
@@ -100,19 +104,23 @@ def _most_connections() -> int:
     return max(min(soft - in_use - SPARE_DESCRIPTORS, MOST_CONNECTIONS), 1)
 
 
+Awaited = Literal["next", "head", "body", "reading"] | None  # what the server waits for
+
+
 class TimeoutProtocol(H11Protocol):
     """HTTP/1.1 that closes connections whose clients keep the server waiting.
 
-    There are time limits for sending a request's head, for sending the rest of a body after the
-    response has been sent, and for reading a response.  When a new connection exceeds the maximum
-    number, the connection that has kept the server waiting longest is closed.
+    There are time limits for beginning the next request, for sending a request's head, for sending
+    the rest of a body after the response has been sent, and for reading a response.  When a new
+    connection exceeds the maximum number, the connection that has kept the server waiting longest
+    is closed.
 
     Attributes:
       most: maximum number of connections; None until the first connection is made.
     """
 
     most: int | None = None
-    _awaited: Literal["head", "body", "reading"] | None = None  # what the server waits for
+    _awaited: Awaited = None
     _since = 0.0  # when the server began to wait
     _deadline: asyncio.TimerHandle | None = None
 
@@ -146,7 +154,7 @@ class TimeoutProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_deadline(self) -> None:
-        """Set a deadline if the client must send the head or body of a request next.
+        """Set a deadline if the client must send a request, or its head or body, next.
 
         If the server is not waiting for the client, remove the deadline.  A deadline for reading a
         response is left unchanged.
@@ -155,13 +163,16 @@ class TimeoutProtocol(H11Protocol):
         if self._awaited == "reading" or self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE:
-            self._expect("head", HEAD_SECONDS)
+            if self.cycle is None or self.conn.trailing_data[0]:  # a part of the head
+                self._expect("head", HEAD_SECONDS)
+            else:
+                self._expect("next", IDLE_SECONDS)
         elif answered and self.conn.their_state is h11.SEND_BODY:
             self._expect("body", UNREAD_SECONDS)
         else:
             self._expect(None, 0.0)
 
-    def _expect(self, awaited: Literal["head", "body", "reading"] | None, seconds: float) -> None:
+    def _expect(self, awaited: Awaited, seconds: float) -> None:
         """Set a deadline after which the connection is closed.
 
         Args:

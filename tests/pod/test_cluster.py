@@ -68,7 +68,8 @@ def machines() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def cluster(machines) -> Iterator[Any]:
-    with closing(build_model(CONFIG, machines())) as network:
+    # It stays open beside later tests; a host that a busy machine holds up is not dead.
+    with closing(build_model(CONFIG, machines(), heartbeat=100)) as network:
         network.init()
         yield network
 

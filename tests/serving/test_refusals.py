@@ -203,6 +203,25 @@ def test_slow_body_and_slow_head_time_out(serve, monkeypatch):
         assert time.monotonic() - begin < 5
 
 
+def test_an_idle_connection_is_kept_longer_than_clients_reuse_it(serve, monkeypatch):
+    assert min(server.IDLE_SECONDS, 60) > httpx.Limits().keepalive_expiry  # 5 s in httpx
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
+    live = serve()
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connected(live) as connection:
+        connection.sendall(request)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        (served,) = live.server.server_state.connections
+        wait_for(lambda: served._awaited == "next")
+        remaining = served._deadline.when() - served.loop.time()
+        assert remaining > server.IDLE_SECONDS - SECONDS
+        assert served.timeout_keep_alive_task.when() >= served._deadline.when() - SECONDS
+        connection.sendall(request)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET")  # from here on, a slow head
+        assert connection.recv(100) == b""
+
+
 def drip(connections: list[socket.socket]) -> list[socket.socket]:
     """Send a byte on each connection; returns those that the server has not closed."""
     alive = []
