@@ -1,4 +1,4 @@
-"""Serve a trained model over HTTP: OpenAI's completions, the original's /complete, and a page.
+"""Serve a model over HTTP: OpenAI's completions API, mesh-transformer-jax's API and a web page.
 
 The same as `mesh-transformer serve`.
 """

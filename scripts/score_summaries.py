@@ -22,9 +22,9 @@ from mesh_transformer.cli.arguments import (
     model_parser,
     positive,
 )
-from mesh_transformer.cli.completion_records import FILE_TYPES, Pair, read_pairs
+from mesh_transformer.cli.completion_records import FILE_TYPES, Pair, no_pairs_error, read_pairs
 from mesh_transformer.cli.machines import running_model
-from mesh_transformer.data.documents import BadInputHandler, find_files, format_counts
+from mesh_transformer.data.documents import BadInputHandler, find_files
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -159,8 +159,7 @@ def read(options: argparse.Namespace) -> list[Pair]:
     files = find_files(options.pairs, FILE_TYPES)
     pairs = [pair for file in files for pair in read_pairs(file, bad, int)]
     if not pairs:
-        skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
-        raise InputError(f"{options.pairs}: found no pairs{skipped}")
+        raise no_pairs_error(options.pairs, bad)
     return pairs[: options.limit]
 
 

@@ -292,7 +292,8 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
         "ssh_key",
         "ssh_port",
     ):
-        if getattr(args, name):
+        value = getattr(args, name)
+        if value is not None and value is not False:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag} requires --tpu; give --tpu NAME, or remove {flag}")
 

@@ -87,6 +87,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def no_pairs_error(path: str, bad: BadInputHandler) -> InputError:
+    """Return the error to raise if the files at `path` have no pair that can be used."""
+    skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
+    return InputError(
+        f'{path}: no pairs{skipped}; give files with lines like {{"prompt": "...", '
+        '"completion": "..."}'
+    )
+
+
 def read_pairs(
     path: str, bad: BadInputHandler, progress: Callable[[int], object]
 ) -> Iterator[Pair]:
@@ -193,8 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = read_records(pairs, tokenizer, options.seq, bad, pack=options.pack)
         first = next(rows, None)
         if first is None:
-            skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
-            raise InputError(f"{options.input_path}: found no pairs{skipped}")
+            raise no_pairs_error(options.input_path, bad)
         written, index, count = write_set(options.output_dir, options.name, chain([first], rows))
     skipped = f"; skipped: {format_counts(bad.counts)}" if bad.count else ""
     print(f"{written}: {count} records of {options.seq} tokens; listed in {index}{skipped}")

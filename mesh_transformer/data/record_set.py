@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer.data.storage import tensorflow
+from mesh_transformer.data.storage import check_bucket, tensorflow
 from mesh_transformer.data.tfrecords import (
     features,
     find_index,
@@ -95,6 +95,7 @@ def tokenizer_of(index_path: str) -> str | None:
       InputError: if the manifest is damaged.
     """
     path = f"{find_index(index_path).removesuffix('.index')}.manifest.json"
+    check_bucket(path)
     gfile = tensorflow().io.gfile
     if not gfile.exists(path):
         return None

@@ -107,7 +107,13 @@ def check_texts(
                 f"outside the vocabulary (n_vocab is {config.n_vocab})"
             )
     length = np.array([len(text) for text in texts], np.int32)
-    left = np.broadcast_to(np.asarray(lengths, np.int32), length.shape)
+    given = np.asarray(lengths)
+    if not np.issubdtype(given.dtype, np.integer) or given.shape not in ((), length.shape):
+        raise InputError(
+            f"generate: the number of tokens to generate has dtype {given.dtype} and shape "
+            f"{given.shape}, expected one integer, or {len(length)} of them, one per prompt"
+        )
+    left = np.broadcast_to(given, length.shape)
     longest = longest_text(config)
     for total, own in zip(length + left, left, strict=True):
         check_length(own)

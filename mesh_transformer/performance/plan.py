@@ -303,11 +303,11 @@ class DecodePlan:
       cache_length: number of positions in the KV cache of each row.
       state_bytes: weights and cache.
       read_bytes: bytes that every step must read: the cache, and the weights except the embedding.
-      bytes_per_token: bytes that one compiled step reads and writes, computed by `hlo.Program`;
+      bytes_per_step: bytes that one compiled step reads and writes, computed by `hlo.Program`;
         None if the compiler rejected the program because it needs too much memory.
       tokens_per_second: two estimates for all rows together, which assume that memory bandwidth is
         the only limit.  The first counts `read_bytes` per step and is an upper bound.  The second
-        counts `bytes_per_token`, and is None if `bytes_per_token` is None.
+        counts `bytes_per_step`, and is None if `bytes_per_step` is None.
       source: where the hardware's figures come from.
     """
 
@@ -327,7 +327,7 @@ class DecodePlan:
     fits: bool
     flops_per_token: int
     collectives: Traffic | None
-    bytes_per_token: int | None
+    bytes_per_step: int | None
     hardware: str
     source: str
     tokens_per_second: tuple[float, float | None]
@@ -344,11 +344,11 @@ class DecodePlan:
             f"per device, {self.flops_per_token / 1e9:.2f} GFLOP per token",
             format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
-        if self.collectives is not None and self.bytes_per_token is not None:
+        if self.collectives is not None and self.bytes_per_step is not None:
             lines += self.collectives.lines()
             lines.append(
                 f"estimate on {self.hardware} ({self.source}), rows x bandwidth / bytes per step: "
-                f"{likely:,.0f} tokens/s with the {self.bytes_per_token / 1e9:.2f} GB per step "
+                f"{likely:,.0f} tokens/s with the {self.bytes_per_step / 1e9:.2f} GB per step "
                 f"that the compiled program moves, at most {most:,.0f} with weights and cache only"
             )
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
@@ -402,7 +402,7 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
         fits=memory.text is not None and memory.peak <= limit,
         flops_per_token=flops.decode_flops_per_token(config),
         collectives=traffic,
-        bytes_per_token=moved,
+        bytes_per_step=moved,
         hardware=hardware.name,
         source=hardware.source,
         tokens_per_second=(rows * hardware.hbm / read, likely),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from mesh_transformer.config import Config
 from mesh_transformer.data.loader import describe_batch
 from mesh_transformer.data.storage import AnyPath, local_path, set_aside
 from mesh_transformer.evaluation import harness, validation
@@ -133,6 +134,8 @@ def _train(
             aux = {}
         elif tune_model_path is not None and not config.lora_rank:
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
+        if changes := _schedule_changes(config, aux.get("config", {})):
+            print(f"resuming {folder} with another learning rate schedule: {changes}")
         unscored = _unscored(folder, network, bool(val_sets or eval_tasks)) if aux else None
         unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
         if network.step >= total and unscored is None and not unsaved:
@@ -173,6 +176,21 @@ def _restore(
                 raise DamagedError(message, *error.args[1:]) from None
             name = set_aside(error.step)
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
+
+
+def _schedule_changes(config: Config, saved: dict[str, Any]) -> str:
+    """Describe how the learning rate's schedule differs from that of a run's saved config.
+
+    The default of `anneal_steps` depends on `total_steps`, so an extended run has another schedule.
+
+    Returns:
+      The keys with their old and new values; "" if the schedule is the same.
+    """
+    return ", ".join(
+        f"{key} is {getattr(config, key)}, was {saved[key]}"
+        for key in ("lr", "end_lr", "warmup_steps", "anneal_steps")
+        if key in saved and saved[key] != getattr(config, key)
+    )
 
 
 def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:

@@ -187,14 +187,15 @@ def key_problem() -> str | None:
         return None
     host = urllib.parse.urlsplit(_setting("base_url") or f"https://{FORGE}").netloc
     hosts = (FORGE, HOST) if host == FORGE else (host,)
-    file = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
+    usual = os.environ.get("NETRC") or "~/.netrc"
+    file = os.path.expanduser(usual)
     if not os.path.exists(file):
         file = os.path.expanduser("~/_netrc")
     places = {"WANDB_API_KEY": _setting("api_key"), file: _netrc_password(file, hosts)}
     for place, key in places.items():
         if key:
             return None if is_well_formed(key) else f"the API key in {place} is malformed"
-    return f"no API key for {hosts[-1]} in WANDB_API_KEY or ~/.netrc"
+    return f"no API key for {hosts[-1]} in WANDB_API_KEY or {usual}"
 
 
 def is_well_formed(key: str) -> bool:

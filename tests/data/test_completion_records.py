@@ -106,7 +106,9 @@ def test_invalid_utf8_is_reported_or_skipped(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"{}\n"])
 def test_file_without_pairs_is_refused(tmp_path, content):
-    with pytest.raises(InputError, match="found no pairs"):
+    with pytest.raises(
+        InputError, match=r'no pairs.*; give files with lines like {"prompt": "..."'
+    ):
         create(tmp_path, content, "--skip-bad")
     assert not (tmp_path / "out").exists()
 

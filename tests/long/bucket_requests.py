@@ -1,11 +1,12 @@
 """Counts the requests and bytes of saves to a bucket, and of restores from it.
 
 `python -m tests.long.bucket_requests 2 4` saves and restores one small model with 2 and with 4
-hosts, and prints the counts of each.
+hosts, and prints the counts of each.  `--set d_model=512`, for example, makes the model larger.
 """
 
 import argparse
 import collections
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -55,9 +56,11 @@ def counted(gcs: FakeGcs) -> Iterator[collections.Counter[str]]:
         gcs.answer = answer
 
 
-def measure(folder: Path, gcs: FakeGcs, environment: dict[str, str], hosts: int) -> None:
-    """Print the counts of one save and one restore by `hosts` hosts."""
-    batches = random_batches(Config(**VALUES))
+def measure(
+    folder: Path, gcs: FakeGcs, environment: dict[str, str], hosts: int, values: dict[str, Any]
+) -> None:
+    """Print the counts of one save and one restore by `hosts` hosts of a model."""
+    batches = random_batches(Config(**values))
     model = f"gs://bucket/model_{hosts}"
     save = [("init", []), ("save", [model, {}]), ("wait", [])]
     os.environ.update(environment)
@@ -65,7 +68,7 @@ def measure(folder: Path, gcs: FakeGcs, environment: dict[str, str], hosts: int)
         with (
             counted(gcs) as counts,
             started(
-                folder / f"{what}_{hosts}", VALUES, hosts, batches, calls, environment=environment
+                folder / f"{what}_{hosts}", values, hosts, batches, calls, environment=environment
             ) as processes,
         ):
             for process in processes:
@@ -79,10 +82,14 @@ def measure(folder: Path, gcs: FakeGcs, environment: dict[str, str], hosts: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("hosts", type=int, nargs="+")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes")
     args = parser.parse_args()
+    values = VALUES | {
+        key: json.loads(value) for key, _, value in (text.partition("=") for text in args.changes)
+    }
     with tempfile.TemporaryDirectory() as name, gcs_server(Path(name)) as (gcs, environment):
         for hosts in args.hosts:
-            measure(Path(name), gcs, environment, hosts)
+            measure(Path(name), gcs, environment, hosts, values)
 
 
 if __name__ == "__main__":

@@ -183,8 +183,8 @@ def test_a_plan_for_generation(partitioning):
         exchange for exchange in result.collectives.exchanges if exchange.kind == "all-gather"
     ]
     assert sum(exchange.count for exchange in gathers) == 1
-    assert result.bytes_per_token is not None
-    assert result.bytes_per_token >= result.read_bytes
+    assert result.bytes_per_step is not None
+    assert result.bytes_per_step >= result.read_bytes
     assert "tokens/s" in result.table()
 
 
@@ -326,7 +326,7 @@ from mesh_transformer.performance.plan import decode_plan
 from mesh_transformer.performance.topology import topology
 
 result = decode_plan(Config(**json.loads(sys.argv[1])), topology("v3-8"))
-names = ("weights_bytes", "cache_bytes", "read_bytes", "peak_bytes", "bytes_per_token")
+names = ("weights_bytes", "cache_bytes", "read_bytes", "peak_bytes", "bytes_per_step")
 print(json.dumps([getattr(result, name) for name in names]))
 """
 

@@ -134,14 +134,31 @@ class FakeGcs:
 
     def _route(self, method: str, path: str, query: dict, headers: Any, content: bytes) -> None:
         """Raise the answer, if there is one."""
-        if match := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
-            self._upload(method, match[1], query, headers, content)
         if match := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
             if match[1] in self.missing:
                 raise Answer(404, "The specified bucket does not exist.")
-            raise Answer(200, {"kind": "storage#bucket", "name": match[1], "location": "US"})
+            raise Answer(
+                200,
+                {
+                    "kind": "storage#bucket",
+                    "name": match[1],
+                    "location": "US",
+                    "metageneration": "1",
+                },
+            )
+        if (match := re.match(r"/(?:upload/)?storage/v1/b/([^/]+)/", path)) and (
+            match[1] in self.missing
+        ):
+            raise Answer(404, "The specified bucket does not exist.")
+        if match := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
+            self._upload(method, match[1], query, headers, content)
         if match := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
             raise Answer(200, self._listing(match[1], query))
+        if match := re.fullmatch(r"/storage/v1/b/([^/]+)/o/([^/]+)/compose", path):
+            key = (match[1], unquote(match[2]))
+            self._check(key, query)
+            parts = [(match[1], part["name"]) for part in json.loads(content)["sourceObjects"]]
+            raise Answer(200, self._put(key, b"".join(self._stored(p).content for p in parts)))
         if match := re.fullmatch(
             r"/storage/v1/b/([^/]+)/o/([^/]+)/(?:rewriteTo|copyTo)/b/([^/]+)/o/([^/]+)", path
         ):
@@ -180,7 +197,12 @@ class FakeGcs:
                 upload.receive(headers.get("Content-Range", f"bytes 0-/{len(content)}"), content)
                 upload.done = self._put(upload.key, upload.content)
             raise Answer(200, upload.done)
-        name = query.get("name") or json.loads(content)["name"]
+        if query.get("uploadType") == "multipart":
+            _, described, content = content.split(b"\r\n\r\n", 2)
+            name = json.loads(described.partition(b"\r\n--")[0])["name"]
+            content = content.rpartition(b"\r\n--")[0]
+        else:
+            name = query.get("name") or json.loads(content)["name"]
         key = (bucket, unquote(name))
         if query.get("uploadType") == "resumable":
             number = str(len(self._uploads))

@@ -808,6 +808,17 @@ def train_here(values: dict[str, Any], folder: Path, **options: Any) -> list[np.
     return [record for batch in seen for record in batch.reshape(-1, batch.shape[-1])]
 
 
+def test_an_extended_run_says_that_its_learning_rates_change(base, tmp_path, capsys):
+    folder, values = base
+    run = tmp_path / "run"
+    shutil.copytree(folder / "half", run)
+    train_here(values | {"total_steps": 21}, run)  # anneal_steps stays 60
+    assert "schedule" not in capsys.readouterr().out
+    train_here(values | {"total_steps": 22, "anneal_steps": None, "lr": 1e-3}, run)
+    line = f"resuming {run} with another learning rate schedule: lr is 0.001, was 0.01, "
+    assert f"{line}anneal_steps is 19, was 60\n" in capsys.readouterr().out
+
+
 def relative_difference(actual_folder: Path, expected_folder: Path, first: int) -> float:
     """Return the largest relative difference of losses and gradient norms from step `first` on."""
     names = ("train/loss", "train/last_loss", "train/grad_norm", "val/loss_held_out")
