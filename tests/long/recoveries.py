@@ -32,12 +32,14 @@ class Recovery(NamedTuple):
       rank: the host's rank.
       lost: number of steps that were computed again.
       seconds: from the kill until the losses of all lost steps were known again.
+      source: where the state was restored from, "memory" or "storage".
     """
 
     step: int
     rank: int
     lost: int
     seconds: float
+    source: str
 
 
 def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: Any) -> list[Any]:
@@ -54,7 +56,7 @@ def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: A
     config = Config(**run_values(folder, ckpt_every=CKPT_EVERY, val_batches=0, **keys))
     left, found = list(kills), []
     killed: tuple[int, int, float] | None = None
-    restored = 0
+    restored, source = 0, ""
 
     with local_machines(config, hosts) as machines:
         copies = new_copies(config)
@@ -64,16 +66,18 @@ def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: A
             train, restore = cluster.train, cluster.restore
 
             def observed_restore(folder: str, base: str | None = None) -> Any:
-                nonlocal restored
+                nonlocal restored, source
                 aux = restore(folder, base)
                 restored = cluster.step
+                source = "memory" if aux is not None and aux.get("unsaved") else "storage"
                 return aux
 
             def observed_train(sample: Any) -> Any:
                 nonlocal killed
                 if killed is not None and cluster.step >= killed[0] + 2:  # two steps are unread
                     step, rank, began = killed
-                    found.append(Recovery(step, rank, step - restored, time.monotonic() - began))
+                    seconds = time.monotonic() - began
+                    found.append(Recovery(step, rank, step - restored, seconds, source))
                     killed = None
                 if left and cluster.step == left[0][0]:
                     step, rank = left.pop(0)
