@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from mesh_transformer.checkpoint.state_tree import Path, leaves, nested
+from mesh_transformer.util import InputError
 
 MOST_BYTES = 64 * 2**20  # of a block; larger ones are split along their first axis
 
@@ -51,8 +52,9 @@ def plan(state: Any, processes: int) -> Plan:
 
     Each block is kept by two processes, so that the state is still complete when one is lost.
     These are the two that keep the fewest bytes so far, of those that have the block on their
-    devices.  If only one process has it, the next process is the other.  The result is the same in
-    all processes.
+    devices.  If only one process has it, the next process is the other.  All blocks of a device's
+    part of an array are kept by the same processes, because they are copied from the device
+    together.  The result is the same in all processes.
 
     Args:
       state: nested dicts of global arrays, or of `ShapeDtypeStruct`s with shardings.
@@ -66,12 +68,13 @@ def plan(state: Any, processes: int) -> Plan:
             block = _block(path, index, leaf.shape)
             owners.setdefault(block, set()).add(device.process_index)
         for whole, owning in owners.items():
+            first, *others = sorted(owning, key=lambda process: (kept[process], process))
+            second = others[0] if others else (first + 1) % processes
+            senders = {first: first, second: second if others else first}
+            for process in senders:
+                kept[process] += leaf.dtype.itemsize * math.prod(whole.shape)
             for block in _split(whole, leaf.dtype.itemsize):
-                first, *others = sorted(owning, key=lambda process: (kept[process], process))
-                second = others[0] if others else (first + 1) % processes
-                result[block] = {first: first, second: second if others else first}
-                for process in result[block]:
-                    kept[process] += leaf.dtype.itemsize * math.prod(block.shape)
+                result[block] = senders
     return result
 
 
@@ -139,6 +142,9 @@ def assemble(
       stored: the blocks; together they contain every position of every leaf of `template`.
       read: function that returns the bytes (uint8) of blocks, in their order.  It is called once
         per leaf, for the blocks that this process needs.
+
+    Raises:
+      InputError: if a leaf of `template` is not among the blocks.
     """
     of_leaf = {path: list(own) for path, own in itertools.groupby(sorted(stored), lambda b: b.path)}
     flat = {}
@@ -148,11 +154,18 @@ def assemble(
             own: np.empty(own.shape, leaf.dtype)
             for own in {_block(path, index, leaf.shape) for index in indices}
         }
+        if path not in of_leaf:
+            raise InputError(
+                f"the copy in memory has no {'/'.join(path)}; use the config that it was kept with"
+            )
         needed = [
             block
             for block in of_leaf[path]
             if any(math.prod(block.intersection(own).shape) for own in parts)
         ]
+        # Each process begins at another block, so that they do not all ask the same keeper.
+        begin = jax.process_index() * len(needed) // jax.process_count()
+        needed = needed[begin:] + needed[:begin]
         for block, content in zip(needed, read(needed), strict=True):
             values = content.view(leaf.dtype).reshape(block.shape)
             for own, part in parts.items():

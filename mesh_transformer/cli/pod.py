@@ -35,7 +35,7 @@ def main() -> None:
     if args.new:
         restarts.delete_run(folder, yes=args.yes)
     with machines as hosts:
-        copies = new_copies(config)
+        copies = new_copies(config) if args.mode == "train" else None
 
         def make():
             return build_model(

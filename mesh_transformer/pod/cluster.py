@@ -345,8 +345,8 @@ class TPUCluster:
                 self.copies.place(self.hosts)
             else:
                 self.copies.complete()
-        self.copies.begin(self.step, self.call("own_aux")[0] | aux)
-        self._keeping = self._submit("keep", *[(self.copies.keepers,)] * len(self.hosts))
+        number = self.copies.begin(self.step, self.call("own_aux")[0] | aux)
+        self._keeping = self._submit("keep", *[(number, self.copies.keepers)] * len(self.hosts))
         return problem
 
     def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:

@@ -1,10 +1,11 @@
-"""`HostCopies`: copies of a run's state in the memory of its hosts, for restarts without storage.
+"""`HostCopies`: copies of a run's state in the memory of its hosts.
 
 Each host has a keeper: a process that outlives the model's process on that host, and that holds the
 blocks which `checkpoint.blocks.plan` assigns to it.  The driver owns the keepers, so they end with
 it.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from mesh_transformer.pod.keeper import Copy, Keeper
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.blocks import Block
 
+MOST_OFFERS = 2  # attempts to restore the same copy
 SECONDS_TO_ANSWER = 30.0  # for a keeper to answer a call; one that takes longer counts as lost
 
 
@@ -35,15 +37,18 @@ class HostCopies:
         self.keepers: list[Any] = []  # of each host of the newest cluster
         self._nodes: list[str] = []  # Ray's node id of each keeper's machine
         self._moved: list[Any] = []  # keepers of earlier hosts, whose copies may still be needed
-        self._aux: dict[int, dict[str, Any]] = {}  # by step
-        self._complete: int | None = None  # the newest step all of whose blocks have arrived
+        self._kept: dict[int, tuple[int, dict[str, Any]]] = {}  # {number: (step, aux)}
+        self._numbers = itertools.count()
+        self._begun: int | None = None  # the newest copy
+        self._complete: int | None = None  # the newest copy all of whose blocks have arrived
+        self._offers = 0  # how often `_complete` was to be restored
         self._head = ""  # Ray's node id of the driver, which changes when Ray is started again
 
     def place(self, hosts: Sequence[Host]) -> None:
         """Give each host a keeper on its own machine; keepers that live there already stay."""
         head = ray.get_runtime_context().get_node_id()
         if head != self._head:
-            self.keepers, self._nodes, self._moved, self._aux = [], [], [], {}
+            self.keepers, self._nodes, self._moved, self._kept = [], [], [], {}
             self._complete, self._head = None, head
         alive = set(self._answers(lambda keeper: keeper.pid.remote()))
         left = {
@@ -63,58 +68,66 @@ class HostCopies:
             self.keepers.append(keeper)
         self._moved = [keeper for keeper in (*self._moved, *left) if keeper in alive]
 
-    def begin(self, step: int, aux: dict[str, Any]) -> None:
-        """Prepare for the blocks of a step; call this before any host sends them.
-
-        Frees all copies but the newest complete one.
+    def begin(self, step: int, aux: dict[str, Any]) -> int:
+        """Begin a copy of a step's state, and free all others but the newest complete one.
 
         Args:
-          aux: what belongs to the state of the step; a JSON-serialisable dict.
+          aux: what belongs to the state; a JSON-serialisable dict.
+
+        Returns:
+          The copy's number, with which the hosts send its blocks.
         """
-        complete = self._complete
-        self._aux = {number: self._aux[number] for number in self._aux if number == complete}
-        self._aux[step] = json.loads(json.dumps(aux))
-        # Waits for the answers, because the hosts' calls could overtake these.
-        self._answers(lambda keeper: keeper.retain.remote(complete))
+        self._begun, self._offers = next(self._numbers), 0
+        self._kept = {n: kept for n, kept in self._kept.items() if n == self._complete}
+        self._kept[self._begun] = step, json.loads(json.dumps(aux))
+        for keeper in self.keepers:
+            keeper.retain.remote(list(self._kept))
+        return self._begun
 
     def complete(self) -> None:
-        """Note that all blocks of the newest step have arrived."""
-        self._complete = max(self._aux)
+        """Note that all blocks of the newest copy have arrived."""
+        if self._begun in self._kept:
+            self._complete = self._begun
         self._moved = []  # Ray ends an actor that nothing refers to
 
     def newer_than_saved(self, folder: str) -> Copy | None:
         """Return the newest complete copy if a model folder has no step that is as new, or None."""
+        had_copies = bool(self._kept)
         copy = self.newest()
         if copy is None:
+            if had_copies:
+                _say("no complete copy is left in the hosts' memory")
             return None
         saved = max(committed_steps(epath.Path(local_path(folder))), default=None)
         if saved is not None and saved >= copy.step:
             return None
+        self._offers += 1
+        if self._offers > MOST_OFFERS:  # restoring it may be what fails
+            _say(f"step {copy.step} in the hosts' memory is not restored a third time")
+            return None
         there = "no checkpoint" if saved is None else f"step {saved}"
-        print(
-            f"resuming from step {copy.step} in the hosts' memory ({folder} has {there})",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"resuming from step {copy.step} in the hosts' memory ({folder} has {there})")
         return copy
 
     def newest(self) -> Copy | None:
-        """Return the newest step of which the remaining keepers hold every block, or None."""
+        """Return the newest copy of which the remaining keepers hold every block, or None.
+
+        All others are forgotten.
+        """
         totals: dict[int, int] = {}
-        places: dict[int, dict[Block, Any]] = {}
+        places: dict[int, dict[Block, list[Any]]] = {}
         for keeper, held in self._answers(lambda keeper: keeper.held.remote()).items():
-            for step, (total, blocks) in held.items():
-                totals[step] = total
-                places.setdefault(step, {}).update(dict.fromkeys(blocks, keeper))
-        whole = [
-            step
-            for step, found in places.items()
-            if len(found) == totals[step] and step in self._aux
-        ]
-        if not whole:
+            for number, (total, blocks) in held.items():
+                totals[number] = total
+                for block in blocks:
+                    places.setdefault(number, {}).setdefault(block, []).append(keeper)
+        whole = [n for n in self._kept if n in places and len(places[n]) == totals[n]]
+        self._complete = number = max(whole, default=None)
+        if number is None:
+            self._kept = {}
             return None
-        self._complete = step = max(whole)
-        return Copy(step, self._aux[step], places[step])
+        self._kept = {number: self._kept[number]}
+        return Copy(number, *self._kept[number], places[number])
 
     def _answers(self, call: Callable[[Any], Any]) -> dict[Any, Any]:
         """Return the results of a call by keeper, without those of keepers that do not answer."""
@@ -129,3 +142,7 @@ class HostCopies:
             except (exceptions.RayError, exceptions.GetTimeoutError):
                 continue
         return answers
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from mesh_transformer.checkpoint import blocks
+from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.decode import Chosen
@@ -115,7 +116,7 @@ class NetworkRunner:
         self._notice = False  # whether SIGTERM was received
         self._train_set: TFRecordNewInputs | None = None
         self._read: deque[dict[str, np.ndarray]] = deque()  # batches not trained on yet
-        self._plan: blocks.Plan | None = None  # which processes keep what
+        self._plan: blocks.Plan = {}  # which processes keep what
         self._sender = ThreadPoolExecutor(1)
         self._sending: Future[None] | None = None  # of the last `keep`
 
@@ -361,18 +362,18 @@ class NetworkRunner:
         return self._started.step, aux
 
     @_one_line_errors
-    def keep(self, keepers: Sequence[Any]) -> None:
+    def keep(self, number: int, keepers: Sequence[Any]) -> None:
         """Copy this process's blocks of the state, and send them to keepers in the background.
 
         Args:
+          number: the copy's number.
           keepers: the keeper of each process's host; see `keeper`.
         """
-        network = self._started
-        state = network.saved_state()
-        if self._plan is None:
+        state = self._started.saved_state()
+        if {block.path for block in self._plan} != leaves(state).keys():
             self._plan = blocks.plan(state, len(keepers))
         copied = blocks.copied(state, self._plan)
-        self._sending = self._sender.submit(send, network.step, len(self._plan), copied, keepers)
+        self._sending = self._sender.submit(send, number, len(self._plan), copied, keepers)
 
     @_one_line_errors
     def wait_for_copies(self) -> str:
@@ -389,9 +390,11 @@ class NetworkRunner:
     @_one_line_errors
     def restore_copy(self, copy: Copy, base: str | None) -> None:
         """Resume from a state in the memory of hosts; see `TPUCluster.restore`."""
-        network, read = self._started, functools.partial(receive, copy)
+        network, where = self._started, f"step {copy.step} in memory"
+        check_same_run(network.config, copy.aux["config"], where)
+        read = functools.partial(receive, copy, self.rank)
         state = blocks.assemble(network.saved_template(), copy.keepers, read)
-        network.resume(copy.step, state, copy.aux, f"step {copy.step} in memory", base)
+        network.resume(copy.step, state, copy.aux, where, base)
 
     @_one_line_errors
     def load(self, path: str, fresh_opt: bool, only_params: bool) -> None:

@@ -327,10 +327,10 @@ class _Run:
         """
         with self.bar, self.ledger.spending("compile"), self._summary():
             try:
-                if unscored is not None:
-                    self._score(unscored, received)
                 if self.saved < 0:  # restored from memory
                     self._save()
+                if unscored is not None:
+                    self._score(unscored, received)
                 while self.network.step < self.total and not received:
                     self._step(received)
             except StoppedError:  # a non-finite loss or lost hosts: do not save

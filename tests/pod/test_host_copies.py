@@ -4,12 +4,15 @@ import contextlib
 import dataclasses
 import os
 import signal
+import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.pod.keeper import Keeper
 from mesh_transformer.pod.launch import build_model, local_machines, new_copies
 from mesh_transformer.util import HostError
 from tests.conftest import random_batch
@@ -120,19 +123,20 @@ def test_a_copy_that_is_not_complete_is_reported_and_not_used(machines):
 @pytest.mark.parametrize(
     ("held", "newest"),
     [
-        ([{4: 2}, {4: 2}], None),  # two of three blocks
-        ([{4: 2, 2: 3}, {4: 2, 2: 3}], 2),
-        ([{4: 3, 2: 3}, {}], 4),
+        ([{1: 2}, {1: 2}], None),  # two of three blocks
+        ([{1: 2, 0: 3}, {1: 2, 0: 3}], 20),
+        ([{1: 3, 0: 3}, {}], 40),
         ([{}, None], None),  # a keeper that does not answer
-        ([{2: 3}, None], 2),
+        ([{0: 3}, None], 20),
+        ([{7: 3}, {}], None),  # a copy of another run
     ],
 )
 def test_the_newest_complete_copy_is_chosen(held, newest, machines, monkeypatch):
     copies = new_copies(CONFIG)
     assert copies is not None
-    copies._aux = {2: {"place": 2}, 4: {"place": 4}}
+    copies._kept = {0: (20, {"place": 20}), 1: (40, {"place": 40})}
     answers = {
-        rank: {step: (3, [("block", n) for n in range(count)]) for step, count in own.items()}
+        rank: {number: (3, [("block", n) for n in range(count)]) for number, count in own.items()}
         for rank, own in enumerate(held)
         if own is not None
     }
@@ -140,3 +144,75 @@ def test_the_newest_complete_copy_is_chosen(held, newest, machines, monkeypatch)
     found = copies.newest()
     assert (None if found is None else found.step) == newest
     assert found is None or found.aux == {"place": newest}
+
+
+class LocalKeeper:
+    """A keeper in this process, with the methods of Ray's handle."""
+
+    def __init__(self) -> None:
+        self.keeper = Keeper()
+
+    def __getattr__(self, name: str) -> Any:
+        return types.SimpleNamespace(remote=getattr(self.keeper, name))
+
+
+@pytest.fixture
+def local_copies(machines, monkeypatch) -> Any:
+    """Copies with two keepers in this process."""
+    copies = new_copies(CONFIG)
+    assert copies is not None
+    copies.keepers = [LocalKeeper(), LocalKeeper()]
+    monkeypatch.setattr(copies, "_answers", lambda call: {k: call(k) for k in copies.keepers})
+    return copies
+
+
+def keep(copies: Any, step: int, blocks: int = 3) -> None:
+    """Keep the first blocks of a state of three; the copy is complete if that is all of them."""
+    number = copies.begin(step, {"place": step})
+    for keeper in copies.keepers:
+        for name in range(blocks):
+            keeper.keeper.keep(number, 3, name, np.full(4, step, np.uint8))
+    if blocks == 3:
+        copies.complete()
+
+
+def place_of(copies: Any) -> int | None:
+    copy = copies.newest()
+    return None if copy is None else copy.aux["place"]
+
+
+def test_the_complete_copy_stays_until_the_next_is_complete(local_copies):
+    for step in (10, 20, 30):
+        keep(local_copies, step)
+    keep(local_copies, 40, blocks=2)
+    assert [len(keeper.keeper.held()) for keeper in local_copies.keepers] == [2, 2]
+    assert place_of(local_copies) == 30
+
+
+def test_copies_of_a_lost_attempt_are_not_mixed_with_new_ones(local_copies, tmp_path, capsys):
+    keep(local_copies, 180)
+    keep(local_copies, 190, blocks=2)
+    # All machines are replaced, and the run resumes from a checkpoint.
+    local_copies.keepers[:] = [LocalKeeper(), LocalKeeper()]
+    assert local_copies.newer_than_saved(str(tmp_path)) is None
+    assert "no complete copy is left in the hosts' memory" in capsys.readouterr().err
+    keep(local_copies, 110)
+    keep(local_copies, 120, blocks=1)
+    assert place_of(local_copies) == 110
+    # An attempt ends while it sends a step, and the next one sends the same step.
+    keep(local_copies, 120, blocks=1)
+    assert place_of(local_copies) == 110
+    number = local_copies.begin(120, {"place": 120})
+    for keeper in local_copies.keepers:
+        for name in (1, 2):  # with what the first attempt sent, these would be all
+            keeper.keeper.keep(number, 3, name, np.zeros(4, np.uint8))
+    assert place_of(local_copies) == 110
+
+
+def test_a_copy_that_cannot_be_restored_is_given_up(local_copies, tmp_path, capsys):
+    keep(local_copies, 10)
+    offers = [local_copies.newer_than_saved(str(tmp_path)) for _ in range(3)]
+    assert [offer is not None for offer in offers] == [True, True, False]
+    assert "step 10 in the hosts' memory is not restored a third time" in capsys.readouterr().err
+    keep(local_copies, 20)
+    assert local_copies.newer_than_saved(str(tmp_path)) is not None
