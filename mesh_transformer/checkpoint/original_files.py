@@ -59,8 +59,9 @@ def step_folder(path: str) -> str:
         step = os.path.join(path, f"step_{newest}")
         if not entry_numbers(step, "shard"):
             raise InputError(
-                f"{path}/meta.json names step {newest}, but {step} holds no shard_<i>; copy "
-                "that folder, or give the path of another step"
+                f"{path}/meta.json names step {newest} as the newest, but the folder {step} is "
+                "missing or has no folders shard_<i>; copy it from the original checkpoint again, "
+                "or give the path of another step"
             )
         return step
     steps = [os.path.join(path, f"step_{step}") for step in entry_numbers(path, "step")]

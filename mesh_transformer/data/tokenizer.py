@@ -46,8 +46,8 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     Args:
       source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder,
         which may be in a bucket; or the name of a tokenizer on the Hugging Face hub.  A folder must
-        hold a saved Hugging Face tokenizer, the files vocab.json and merges.txt, or OpenAI's
-        encoder.json and vocab.bpe.
+        hold one of these: a saved Hugging Face tokenizer; the files vocab.json and merges.txt; or
+        OpenAI's files encoder.json and vocab.bpe.
 
     Raises:
       InputError: if there is no tokenizer at `source`, or it is damaged.

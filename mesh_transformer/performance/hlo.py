@@ -90,10 +90,7 @@ def groups_of(text: str) -> Groups:
 
 
 def _collectives_of(line: str) -> list[Collective]:
-    """Parse a line of HLO that is a collective.  Return one `Collective` per array.
-
-    The list is empty if the line is not a collective.
-    """
+    """Return one `Collective` per array in a line of HLO; none if it is not a collective."""
     match = _COLLECTIVE.search(line)
     if match is None:
         return []

@@ -125,9 +125,10 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
 
     Returns:
       A dict of medians over the rounds.  For throughput, it has the rates at which the loader and
-      tf.data read, and the ratio of the rates.  For resuming, it has the seconds from the creation
-      of a loader to its first batch: at a position in the second epoch, at the same position in the
-      first epoch, and their ratio.  These are given with and without shuffling.
+      tf.data read, and the ratio of the rates.  For resuming, it has two times in seconds, each
+      from the creation of a loader to its first batch: one of a loader that resumes in the second
+      epoch, and one of a loader that resumes at the same position in the first epoch.  The ratio of
+      the two times is given too.  The figures of resuming are given with and without shuffling.
     """
     index = write_index(folder, records, seq)
     paths = [str(folder / f"{part}.tfrecords") for part in range(FILES)]

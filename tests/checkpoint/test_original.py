@@ -475,7 +475,7 @@ def test_model_folder_has_an_index_of_its_steps(small, tmp_path):
     [
         ("{", "meta.json cannot be read"),
         ('{"step": 1}', "meta.json: expected a mapping whose `checkpoints` is a list of steps"),
-        ('{"checkpoints": [8]}', "meta.json names step 8, but .*step_8 holds no shard"),
+        ('{"checkpoints": [8]}', "meta.json names step 8 as the newest, but .*step_8 is missing"),
     ],
 )
 def test_bad_index_is_a_one_line_error(small, text, line, tmp_path):

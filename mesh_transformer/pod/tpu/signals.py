@@ -50,7 +50,9 @@ class Signals:
         self._dropped = None
 
     def _keep_dropped(self, unraisable: Any) -> None:
-        """Store an exception of a signal handler that Python would drop; a `sys.unraisablehook`.
+        """Store an exception that a signal handler raised and Python would drop.
+
+        This method is a `sys.unraisablehook`.
 
         If a signal arrives during a destructor or some callbacks, Python drops the exception that
         the signal's handler raises.  `defer` raises the stored exception later.

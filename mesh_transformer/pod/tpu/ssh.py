@@ -57,7 +57,8 @@ class Hosts:
 
     Args:
       addresses: the hosts' addresses, in the order of the hosts' numbers in the TPU.
-      host_keys: the published host keys by address, as (type, base64) pairs.
+      host_keys: the SSH host keys that the hosts have published, by address, as (type, base64)
+        pairs.
     """
 
     def __init__(
