@@ -115,8 +115,8 @@ def dry_run(
         all.
 
     Raises:
-      InputError: if a task has a question that the model cannot answer, for example because the
-        answer would not fit in `seq` tokens; the message names the task.
+      InputError: if a task has a question that cannot be asked, for example because the answer
+        would not fit in `seq` tokens; the message names the task.
     """
     model = DryRunLM(config, tokenizer)
     for name, task in tasks.by_name.items():
@@ -146,7 +146,8 @@ def evaluate(
         returns None.
 
     Raises:
-      InputError: if a task has a question that the model cannot answer; see `dry_run`.
+      InputError: if a task has a question that cannot be asked, for example because the answer
+        would not fit in `seq` tokens.
     """
     model = NetworkLM(network, tokenizer, stopped)
     try:

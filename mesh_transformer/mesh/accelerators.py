@@ -188,14 +188,14 @@ class Generation:
     Attributes:
       cloud_name: the first part of accelerator types, such as "v5litepod" in "v5litepod-8".
       runtime_version: the TPU software version for JAX.
-      units: the number at the end of an accelerator type, divided by the number of JAX devices.
-        For v2, v3, v4 and v5p the number in the type counts cores; a JAX device is one core on v2
-        and v3, but two cores on v4 and v5p.
+      units: how much one JAX device adds to the number at the end of an accelerator type.  On v2,
+        v3, v4 and v5p that number counts cores; a JAX device is one core on v2 and v3, but two
+        cores on v4 and v5p.
       dimensions: number of dimensions of the grid that links the chips.
       devices: JAX devices per chip.
       hbm: bytes of memory available to a program on one device; the compiler enforces this limit.
-      cheap_tier: the discounted price tier.  Google may reclaim its TPUs at any time.  TPUs of the
-        older tier "preemptible" are also stopped after 24 hours.
+      cheap_tier: the discounted price tier.  Google may reclaim TPUs of this tier at any time.
+        TPUs of the older tier "preemptible" are also stopped after 24 hours.
       options: additional libtpu options for compiling without a TPU, as (name, value) pairs.
     """
 

@@ -103,9 +103,9 @@ class Device:
 
     @property
     def budget(self) -> int:
-        """Maximum estimated memory of a step, in bytes per device.
+        """The limit for the estimated memory of a step, in bytes per device.
 
-        This is `memory` times the platform's `MEMORY_SHARE`.
+        It is the device's memory (`memory`) times the platform's `MEMORY_SHARE`.
         """
         return int(self.memory * MEMORY_SHARE[self.platform])
 
@@ -336,7 +336,7 @@ def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int
     """Return the sequences per step, a power of two, for a run that trains on `tokens` tokens.
 
     Args:
-      is_base: whether a base model is fine-tuned.
+      is_base: True if the run fine-tunes a base model, False if it trains from scratch.
     """
     steps = FINE_TUNING_STEPS if is_base else STEPS
     most = MOST_FINE_TUNING_TOKENS if is_base else MOST_TOKENS

@@ -169,8 +169,10 @@ class Traffic:
     Attributes:
       layer_forward: number of all-reduces of activations per layer in the forward pass.
       layer_backward: number of all-reduces of activations per layer in the backward pass.
-      bytes_by_kind: bytes per step of the results on one device, by kind of collective.
-      exchanges: one `Exchange` for each combination of kind, axis, dtype and place.
+      bytes_by_kind: for each kind of collective, the size in bytes of its results on one device,
+        summed over one step.
+      exchanges: one `Exchange` for each combination of kind, mesh axis, dtype and place in the
+        step.
     """
 
     layer_forward: int

@@ -130,7 +130,11 @@ class HostCopies:
         return Copy(number, *self._kept[number], places[number])
 
     def _answers(self, call: Callable[[Any], Any]) -> dict[Any, Any]:
-        """Return the results of a call by keeper, without those of keepers that do not answer."""
+        """Make a call to each keeper, and return {keeper: result} of those that answer.
+
+        Args:
+          call: function of a keeper that makes the call and returns Ray's reference to the result.
+        """
         refs = {keeper: call(keeper) for keeper in (*self._moved, *self.keepers)}
         if not refs:
             return {}
