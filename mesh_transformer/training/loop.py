@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from mesh_transformer.config import Config
 from mesh_transformer.data.loader import describe_batch
 from mesh_transformer.data.storage import AnyPath, local_path, set_aside
 from mesh_transformer.evaluation import harness, validation
@@ -25,11 +24,11 @@ from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
+from mesh_transformer.training.optimizer import schedule_changes
 from mesh_transformer.util import DamagedError, HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 MOST_STEPS_BETWEEN_SAVES = 8  # longest pause between attempts to save, while saving fails
-
 
 NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
 
@@ -134,7 +133,7 @@ def _train(
             aux = {}
         elif tune_model_path is not None and not config.lora_rank:
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
-        if changes := _schedule_changes(config, aux.get("config", {})):
+        if changes := schedule_changes(config, aux.get("config", {})):
             print(f"resuming {folder} with another learning rate schedule: {changes}")
         unscored = _unscored(folder, network, bool(val_sets or eval_tasks)) if aux else None
         unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
@@ -153,8 +152,7 @@ def _train(
         log.earlier.clear()  # a long run has many
         run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, ledger, total, logged)
         run.skipped = run.skipped | aux.get("skipped", {})
-        if unsaved:
-            run.saved = -1
+        run.saved = -1 if unsaved else run.saved
         run.run(received, unscored)
 
 
@@ -176,21 +174,6 @@ def _restore(
                 raise DamagedError(message, *error.args[1:]) from None
             name = set_aside(error.step)
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
-
-
-def _schedule_changes(config: Config, saved: dict[str, Any]) -> str:
-    """Describe how the learning rate's schedule differs from that of a run's saved config.
-
-    The default of `anneal_steps` depends on `total_steps`, so an extended run has another schedule.
-
-    Returns:
-      The keys with their old and new values; "" if the schedule is the same.
-    """
-    return ", ".join(
-        f"{key} is {getattr(config, key)}, was {saved[key]}"
-        for key in ("lr", "end_lr", "warmup_steps", "anneal_steps")
-        if key in saved and saved[key] != getattr(config, key)
-    )
 
 
 def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:

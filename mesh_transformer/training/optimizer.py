@@ -34,6 +34,21 @@ def gpt3_schedule(
     return schedule
 
 
+def schedule_changes(config: Config, saved: dict[str, Any]) -> str:
+    """Describe how the learning rate's schedule differs from that of a run's saved config.
+
+    The default of `anneal_steps` depends on `total_steps`, so an extended run has another schedule.
+
+    Returns:
+      The keys with their old and new values; "" if the schedule is the same.
+    """
+    return ", ".join(
+        f"{key} is {getattr(config, key)}, was {saved[key]}"
+        for key in ("lr", "end_lr", "warmup_steps", "anneal_steps")
+        if key in saved and saved[key] != getattr(config, key)
+    )
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """Clipping by global norm, Adam, and weight decay of matrices, decoupled from the gradient.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.pod import ray_head
 from mesh_transformer.pod.keeper import Keeper
 from mesh_transformer.pod.launch import build_model, local_machines, new_copies
 from mesh_transformer.util import HostError
@@ -63,6 +64,7 @@ def train(cluster: Any, step: int) -> float:
     return float(cluster.train(random_batch(CONFIG, 2, 4, seed=step))["loss"])
 
 
+@pytest.mark.slow
 def test_a_state_in_memory_survives_a_host_and_moves_to_other_hosts(machines, tmp_path, capfd):
     copies = new_copies(CONFIG)
     assert copies is not None
@@ -131,9 +133,8 @@ def test_a_copy_that_is_not_complete_is_reported_and_not_used(machines):
         ([{7: 3}, {}], None),  # a copy of another run
     ],
 )
-def test_the_newest_complete_copy_is_chosen(held, newest, machines, monkeypatch):
-    copies = new_copies(CONFIG)
-    assert copies is not None
+def test_the_newest_complete_copy_is_chosen(held, newest, local_copies, monkeypatch):
+    copies = local_copies
     copies._kept = {0: (20, {"place": 20}), 1: (40, {"place": 40})}
     answers = {
         rank: {number: (3, [("block", n) for n in range(count)]) for number, count in own.items()}
@@ -157,8 +158,9 @@ class LocalKeeper:
 
 
 @pytest.fixture
-def local_copies(machines, monkeypatch) -> Any:
-    """Copies with two keepers in this process."""
+def local_copies(monkeypatch) -> Any:
+    """Copies with two keepers in this process, without Ray's servers."""
+    ray_head._require_token()  # Ray must not be imported before this
     copies = new_copies(CONFIG)
     assert copies is not None
     copies.keepers = [LocalKeeper(), LocalKeeper()]

@@ -52,6 +52,7 @@ def test_the_only_step_is_never_set_aside(tmp_path):
     assert (folder / "step_2").is_dir()
 
 
+@pytest.mark.slow
 def test_a_damaged_step_in_a_bucket_is_set_aside(tmp_path, monkeypatch, capsys):
     config = Config(**run_values(tmp_path, tpu_size=1, cores_per_replica=1, ckpt_every=2))
     train(config, tmp_path / "whole", 8)
