@@ -1,7 +1,6 @@
 """The commands and Python of docs/finetune.md, run as written with a smaller model."""
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,20 +37,6 @@ def test_accuracy_counts_answers_that_are_correct_to_the_end(tmp_path, monkeypat
             if block.language == "python":
                 person.run(block)
     assert capsys.readouterr().out.count("75.0% of the held-out") == 4
-
-
-@pytest.mark.slow
-def test_the_guide_reaches_the_accuracy_that_it_states(tmp_path, monkeypatch, capsys):
-    with reader(tmp_path, monkeypatch, CONFIGS) as person:
-        person.follow("docs/finetune.md")
-    printed = capsys.readouterr().out
-    answers = dict(re.findall(r"(runs/\w+): ([\d.]+)% of the held-out", printed))
-    assert float(answers["runs/tiny"]) < 5
-    # The guide states at least 99.4 % for three seeds; other machines round differently.
-    assert float(answers["runs/differences"]) >= 95
-    sums = re.search(r"runs/sums: ([\d.]+)% of the held-out sums", printed)
-    assert sums is not None
-    assert float(sums[1]) >= 95
 
 
 @pytest.mark.slow
