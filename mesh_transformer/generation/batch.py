@@ -196,7 +196,7 @@ class Generator:
         )
 
     def batch(self, params: Any, rows: int) -> "Batch":
-        """Return a batch with `rows` rows in this process, none of which has a prompt yet.
+        """Return a batch of `rows` rows in this process, all without a prompt.
 
         Raises:
           InputError: if `rows` is not a positive multiple of the number of replicas in this

@@ -18,8 +18,8 @@ class Declaration:
       shape: the global shape.
       spec: the PartitionSpec over mp.
       decay: whether weight decay applies to the parameter.
-      summed: whether this is a bias of which the original mesh-transformer-jax stores one copy per
-        shard.  The original adds these copies in a psum over mp, so each copy is 1 / mp of the bias
+      summed: whether this is a bias that the original mesh-transformer-jax stores once per shard.
+        The original adds these copies in a psum over mp, so each copy is 1 / mp of the bias
         that is stored here.
       adapter: whether this is a LoRA factor.
       frozen: whether training leaves the parameter unchanged.  In a LoRA run, all parameters

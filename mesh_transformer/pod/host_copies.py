@@ -110,7 +110,7 @@ class HostCopies:
         return copy
 
     def newest(self) -> Copy | None:
-        """Return the newest copy of which the remaining keepers hold every block, or None.
+        """Return the newest copy whose blocks are all held by living keepers, or None.
 
         All others are forgotten.
         """

@@ -179,7 +179,7 @@ class NetworkRunner:
         }
 
     def _receive_notice(self, number: int, frame: object) -> None:
-        """Record that the machine is about to go away; the process goes on until it is killed."""
+        """Record that the machine is about to go away; the process itself keeps running."""
         self._notice = True
 
     @property

@@ -54,7 +54,7 @@ def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: A
     from mesh_transformer.pod.launch import build_model, local_machines, new_copies
 
     config = Config(**run_values(folder, ckpt_every=CKPT_EVERY, val_batches=0, **keys))
-    left, found = list(kills), []
+    planned, measured = list(kills), []
     killed: tuple[int, int, float] | None = None
     restored, source = 0, ""
 
@@ -77,13 +77,13 @@ def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: A
                 if killed is not None and cluster.step >= killed[0] + 2:  # two steps are unread
                     step, rank, began = killed
                     seconds = time.monotonic() - began
-                    found.append(Recovery(step, rank, step - restored, seconds, source))
+                    measured.append(Recovery(step, rank, step - restored, seconds, source))
                     killed = None
-                if left and cluster.step == left[0][0]:
-                    step, rank = left.pop(0)
+                if planned and cluster.step == planned[0][0]:
+                    step, rank = planned.pop(0)
                     killed = step, rank, time.monotonic()
                     if copies is not None:
-                        _kill_keeper(copies.keepers[rank])
+                        kill_keeper(copies.keepers[rank])
                     os.kill(cluster._pids[rank], signal.SIGKILL)
                 return train(sample)
 
@@ -91,12 +91,13 @@ def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: A
             return cluster
 
         restarts.train(make, str(folder / "model"))
-    assert len(found) == len(kills)
-    return found
+    assert len(measured) == len(kills)
+    return measured
 
 
-def _kill_keeper(keeper: Any) -> None:
-    import ray
+def kill_keeper(keeper: Any) -> None:
+    """Kill a keeper's process, as if its machine had vanished."""
+    import ray  # only while there is a Ray head, which sets how Ray authenticates
 
     os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
 
@@ -112,14 +113,16 @@ def compared(hosts: int, count: int, seed: int, folder: Path) -> dict[str, list[
     ]
     ways = {"undisturbed": ([], {}), "storage": (kills, {})}
     ways["memory"] = kills, {"memory_every": MEMORY_EVERY}
-    found = {}
-    for way, (planned, keys) in ways.items():
+    measured = {}
+    for way, (kills_of_run, keys) in ways.items():
         (folder / way).mkdir()
-        found[way] = recoveries(folder / way, hosts, planned, total_steps=APART * count + 5, **keys)
+        measured[way] = recoveries(
+            folder / way, hosts, kills_of_run, total_steps=APART * count + 5, **keys
+        )
     whole = rows_of(folder / "undisturbed" / "model")
     for way in ("storage", "memory"):
         assert_same_rows(rows_of(folder / way / "model"), whole)
-    return {way: found[way] for way in ("storage", "memory")}
+    return {way: measured[way] for way in ("storage", "memory")}
 
 
 def main() -> None:
@@ -131,9 +134,9 @@ def main() -> None:
     print(f"a checkpoint every {CKPT_EVERY} steps, a copy in memory every {MEMORY_EVERY}")
     for hosts in args.hosts:
         with tempfile.TemporaryDirectory() as folder:
-            for way, found in compared(hosts, args.count, args.seed, Path(folder)).items():
-                lost, seconds = [r.lost for r in found], [r.seconds for r in found]
-                for recovery in found:
+            for way, measured in compared(hosts, args.count, args.seed, Path(folder)).items():
+                lost, seconds = [r.lost for r in measured], [r.seconds for r in measured]
+                for recovery in measured:
                     print(hosts, way, recovery, flush=True)
                 print(
                     f"{hosts} hosts, {way}: steps lost median {statistics.median(lost):g}, most "

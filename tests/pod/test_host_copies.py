@@ -17,6 +17,7 @@ from mesh_transformer.pod.keeper import Keeper
 from mesh_transformer.pod.launch import build_model, local_machines, new_copies
 from mesh_transformer.util import HostError
 from tests.conftest import random_batch
+from tests.long.recoveries import kill_keeper
 from tests.support.small_run import VALUES
 from tests.support.waiting import wait_until
 
@@ -40,10 +41,8 @@ def cluster_of(hosts: list[Any], copies: Any) -> Iterator[Any]:
 
 
 def end_keeper(keeper: Any) -> None:
-    """Kill a keeper's process, as if its machine had vanished."""
-    import ray  # not before `machines`, which sets how it authenticates
-
-    os.kill(ray.get(keeper.pid.remote()), signal.SIGKILL)
+    """Kill a keeper's process, and wait until Ray knows that it has ended."""
+    kill_keeper(keeper)
     wait_until(lambda: _is_gone(keeper), "the end of a keeper")
 
 

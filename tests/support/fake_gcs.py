@@ -134,9 +134,10 @@ class FakeGcs:
 
     def _route(self, method: str, path: str, query: dict, headers: Any, content: bytes) -> None:
         """Raise the answer, if there is one."""
+        match = re.match(r"/(?:upload/)?storage/v1/b/([^/]+)", path)
+        if match and match[1] in self.missing:
+            raise Answer(404, "The specified bucket does not exist.")
         if match := re.fullmatch(r"/storage/v1/b/([^/]+)", path):
-            if match[1] in self.missing:
-                raise Answer(404, "The specified bucket does not exist.")
             raise Answer(
                 200,
                 {
@@ -146,10 +147,6 @@ class FakeGcs:
                     "metageneration": "1",
                 },
             )
-        if (match := re.match(r"/(?:upload/)?storage/v1/b/([^/]+)/", path)) and (
-            match[1] in self.missing
-        ):
-            raise Answer(404, "The specified bucket does not exist.")
         if match := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
             self._upload(method, match[1], query, headers, content)
         if match := re.fullmatch(r"/storage/v1/b/([^/]+)/o", path):
