@@ -42,7 +42,7 @@ def run(folder: Path, environment: dict[str, str], gcs: FakeGcs | None) -> list[
         arguments = arguments if is_fetch else [moved(word) for word in arguments]
         ended = subprocess.run(
             [sys.executable, *command, *arguments],
-            env=os.environ | environment,
+            env=os.environ | ({} if is_fetch else environment),  # it downloads from elsewhere
             stdout=subprocess.PIPE,
             check=True,
             text=True,
