@@ -58,8 +58,7 @@ HOMES = {
         "mesh_transformer/evaluation/network_lm.py",
     },
     "transformers": {"mesh_transformer/data/tokenizer.py", "scripts/measure/generation.py"},
-    # Reads .bin files, and generates the text for the speed comparison.
-    "torch": {"mesh_transformer/checkpoint/hf_files.py", "scripts/measure/generation.py"},
+    "torch": {"scripts/measure/generation.py"},  # generates the text for the speed comparison
     "fabric": {"mesh_transformer/pod/tpu/ssh.py"},
     "fastapi": {"mesh_transformer/serving/app.py"},
     "uvicorn": {"mesh_transformer/serving/server.py"},

@@ -1,8 +1,8 @@
 """Reading and writing GPT-J as a Hugging Face folder: weights, config.json and tokenizer.
 
-Hugging Face's Linear weights are [out, in], ours are [in, out]; its layers are separate tensors,
-ours are stacked.  The rotary convention is the same (interleaved pairs).  torch is required only to
-read `.bin` files.
+Hugging Face stores Linear weights as [out, in], and a separate tensor for each layer.  This library
+stores them as [in, out], stacked over layers.  Both use the same rotary convention (interleaved
+pairs).  torch is not needed.
 """
 
 import hashlib
@@ -55,8 +55,8 @@ _FILLER = re.compile(r"<\|extratoken_\d+\|>")
 def read_config(folder: str) -> Config:
     """Return the config of the model that a folder's config.json describes.
 
-    Keys that only our config has are left at their defaults.  The exception is `tokenizer`, which
-    is set to the folder if the folder holds a tokenizer other than GPT-2's.
+    Keys of `Config` without a counterpart in config.json keep their defaults.  The exception is
+    `tokenizer`, which is set to the folder if the folder holds a tokenizer other than GPT-2's.
 
     Raises:
       InputError: if the model is not GPT-J, or is a variant that our model does not support.
@@ -93,10 +93,10 @@ def read_config(folder: str) -> Config:
 
 
 def _tokenizer_in(folder: str) -> str:
-    """Return the folder if it holds a tokenizer other than GPT-2's, else "gpt2".
+    """Return the value of the config key `tokenizer` for a folder: its path, or "gpt2".
 
-    "gpt2" can be loaded without a folder.  GPT-J's released tokenizer counts as GPT-2's: the tokens
-    that it adds only pad the vocabulary.
+    The result is "gpt2" if the folder holds GPT-2's tokenizer or none.  GPT-J's released tokenizer
+    counts as GPT-2's, because the tokens that it adds only pad the vocabulary.
     """
     tokenizer_path, vocabulary_path, merges_path, added_path = (
         os.path.join(folder, name)
@@ -157,6 +157,7 @@ def write_configs(
     """Write config.json and generation_config.json, with all keys that Hugging Face writes.
 
     Args:
+      folder: the folder to write the two files to.
       rows: the size of the vocabulary in the folder's tensors.
       dtype: the dtype of the tensors.
       end_of_text: the id of the token that ends generation, if there is one.
@@ -216,7 +217,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attn.embed_positions")  # const
 
 
 class _Place(NamedTuple):
-    """Where our parameters hold the values of a Hugging Face tensor.
+    """The place in our parameters that holds the values of a Hugging Face tensor.
 
     Attributes:
       part, module, leaf: the keys of our leaf, which is `params[part][module][leaf]`.
@@ -231,9 +232,9 @@ class _Place(NamedTuple):
     transposed: bool
 
     def find(self, params: gptj.Params) -> Any:
-        """Return the leaf of `params` that holds this Hugging Face tensor.
+        """Return the leaf of `params` that holds the tensor's values.
 
-        If that leaf stacks all layers, the whole leaf is returned.
+        If the leaf is stacked over layers, all of its layers are returned.
         """
         return params[self.part][self.module][self.leaf]
 
@@ -319,11 +320,12 @@ def write(
       tokenizer: the tokenizer to save with the weights: a folder, or another name that
         `load_tokenizer` accepts.  Default: `config.tokenizer`, which is not saved if it has more
         tokens than the model.
-      shard_bytes: the maximum size in bytes of a file that holds more than one tensor.
+      shard_bytes: the maximum number of bytes of tensors per file; a larger tensor is written to a
+        file of its own.
 
     Raises:
       InputError: if Hugging Face's GPT-J cannot represent the model, `folder` already exists, or
-        storage fails.  In the last case nothing is left at `folder`.
+        storage fails.  If storage fails, nothing is left at `folder`.
     """
     check_expressible(config)
     check_state(state, gptj.declarations(config))
@@ -436,9 +438,9 @@ def _check_stored(
 def _leaf_dtypes(
     stored: dict[str, StoredTensor], places: dict[str, _Place], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
-    """Return the dtype in which to read each parameter, as {(part, module, leaf): dtype}.
+    """Return the dtype to read each parameter in, as {(part, module, leaf): dtype}.
 
-    This is `dtype` or, if `dtype` is None, the dtype of the parameter's stored tensors.
+    The dtype is `dtype` or, if `dtype` is None, the dtype of the parameter's stored tensors.
 
     Raises:
       InputError: if `dtype` is None and the layers of a leaf differ in dtype.
@@ -496,7 +498,7 @@ def _tensors(
 ) -> Iterator[Tensor]:
     """Yield the tensors to write to a Hugging Face folder.
 
-    The values of a tensor are computed only when it is written.
+    A tensor's values are computed only when its function `values` is called.
 
     Args:
       rows: the size of the vocabulary to write.
@@ -529,7 +531,7 @@ def _tensor_values(
 def _copy(
     target: np.ndarray, source: np.ndarray, name: str, bias: np.ndarray | None = None
 ) -> None:
-    """Copy `source` to `target` block by block, and cast it to the dtype of `target`.
+    """Copy `source` to `target` in blocks of rows, and cast the values to the dtype of `target`.
 
     Args:
       name: the name of the tensor, for error messages.

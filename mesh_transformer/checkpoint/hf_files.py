@@ -6,7 +6,10 @@ does not support bfloat16 in numpy.  It can write a file only if all of the file
 memory.  The format is described at https://github.com/huggingface/safetensors
 """
 
+import collections
 import contextlib
+import functools
+import io
 import json
 import math
 import os
@@ -17,35 +20,46 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.data import files
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.storage import is_uri, reason
+from mesh_transformer.data.storage import reason
 from mesh_transformer.util import InputError
 
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors' code -> dtype
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
-_REMAP_BYTES = 1 << 28  # bytes to read from a .bin file before it is mapped again
+_ZIP_HEADER = struct.Struct("<26xHH")  # before each file of a zip archive: lengths of name, extra
+# torch's classes of storages -> the code of their dtype in safetensors
+_STORAGES = {
+    "BFloat16Storage": "BF16",
+    "BoolStorage": "BOOL",
+    "ByteStorage": "U8",
+    "CharStorage": "I8",
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "IntStorage": "I32",
+    "LongStorage": "I64",
+    "ShortStorage": "I16",
+}
 # The key of the checksums in the metadata of files that we write.
 _CHECKSUMS = "mesh_transformer.crc32"
 _COPY_ADVICE = "copy the folder again"
 
 
 class StoredTensor(NamedTuple):
-    """One tensor in a file.
+    """One tensor in a file, which has not been read yet.
 
     Attributes:
       path: the file.
-      dtype: the dtype's name in safetensors, such as "BF16".  In .bin files, dtypes other than
-        F32, F16 and BF16 have their name in torch instead, such as "torch.int64".
+      dtype: the dtype's name in safetensors, such as "BF16".
       shape: the tensor's shape.
-      read: a function that returns the tensor's values.  They may be a view of a memory-mapped
-        file, so the caller must copy them and drop the view.
+      read: a function that returns the tensor's values.  They may be a view of a larger array, so
+        the caller must copy them and drop the view.
     """
 
     path: str
@@ -55,9 +69,11 @@ class StoredTensor(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor to write.
+    """One tensor to write to a file.
 
-    `values` returns the tensor's array.  It is called only when the tensor is written.
+    Attributes:
+      values: a function that returns the tensor's array.  It is called only when the tensor is
+        written.
     """
 
     name: str
@@ -72,10 +88,10 @@ class Tensor(NamedTuple):
 
 
 def find(folder: str) -> dict[str, StoredTensor]:
-    """Return all tensors of a folder by name, in the order in which its files hold them.
+    """Return all tensors in the weight files of a folder, by name.
 
-    The tensors are read from model.safetensors, or from the shards that its index lists.  If the
-    folder has neither, they are read from pytorch_model.bin or its shards, which requires torch.
+    The files are model.safetensors, or the shards that model.safetensors.index.json lists.  If the
+    folder has neither, the files are pytorch_model.bin or its shards.
 
     Raises:
       InputError: if a file or tensor is missing or damaged.
@@ -207,88 +223,160 @@ def _checksum(values: np.ndarray) -> str:
 
 
 def _pickled(path: str) -> dict[str, StoredTensor]:
-    """Return the tensors of one PyTorch .bin file, by name.
+    """Return the tensors of one PyTorch .bin file, by name.  torch is not needed.
 
     Raises:
       InputError: if the file is damaged, or if its pickle contains anything but tensors.
     """
-    if is_uri(path):
-        raise InputError(f"{path}: .bin files are read from local folders only; copy them to one")
-    if not zipfile.is_zipfile(path):
+    try:
+        with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
+            records = _records(path, archive)
+            _check_byte_order(path, records)
+            content = io.BytesIO(records["data.pkl"]().data)
+    except InputError:
+        raise
+    except PermissionError as error:
+        raise InputError(f"{path} cannot be read ({reason(error)}); {_COPY_ADVICE}") from None
+    except Exception:  # zipfile raises errors of many types for damaged archives
         raise InputError(
             f"{path} is truncated or not a zip archive of torch.save (a plain pickle is refused as "
             "unsafe); copy it again or use the safetensors files"
-        )
-    file = _TorchFile(path)
+        ) from None
+    try:
+        tensors = _Unpickler(content, records).load()
+    except InputError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path}: refused as unsafe: its pickle holds more than tensors ({error}); use the "
+            "safetensors files"
+        ) from None
+    except Exception:  # a damaged pickle can raise errors of many types
+        raise InputError(f"{path}: its list of tensors is damaged; {_COPY_ADVICE}") from None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(tensor, _TorchTensor) for tensor in tensors.values()
+    ):
+        raise InputError(f"{path}: found no mapping of names to tensors; {_COPY_ADVICE}")
     return {
-        name: StoredTensor(path, code, shape, lambda name=name: file.read(name))
-        for name, (code, shape) in file.layout().items()
+        name: StoredTensor(
+            path, tensor.storage.dtype, tensor.shape, functools.partial(tensor.values, path, name)
+        )
+        for name, tensor in tensors.items()
     }
 
 
-class _TorchFile:
-    """A memory-mapped PyTorch .bin file, which is mapped again after every `_REMAP_BYTES` bytes.
+def _records(path: str, archive: zipfile.ZipFile) -> dict[str, Callable[[], np.ndarray]]:
+    """Return {name: function that reads the file's bytes} for the files in a torch.save archive.
 
-    The pages of a mapping count as the process's memory once they have been read.  Mapping the file
-    again frees these pages, so the process's memory stays bounded.
+    Such an archive has one top-level folder, and the names are relative to this folder.
+    """
+    entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]
+    return {
+        entry.filename.partition("/")[2]: functools.partial(_read_record, path, entry, end)
+        for entry, end in zip(entries, ends, strict=True)
+    }
+
+
+def _read_record(path: str, entry: zipfile.ZipInfo, end: int) -> np.ndarray:
+    """Return the bytes (uint8) of one file in a torch.save archive, and verify its checksum.
+
+    `zipfile` is not used for this, because it reports a file without a checksum as damaged, and
+    torch may write files without checksums.
+
+    Args:
+      path: the archive.
+      entry: zipfile's description of the file.
+      end: the position in the archive at which the next file or the archive's directory starts.
+    """
+    damaged = InputError(f"{path}: {entry.filename!r} in it is damaged; {_COPY_ADVICE}")
+    content = np.empty(max(0, end - entry.header_offset), np.uint8)
+    if len(content) < _ZIP_HEADER.size or entry.compress_type != zipfile.ZIP_STORED:
+        raise damaged
+    with files.open_file(path) as file:
+        file.seek(entry.header_offset)
+        if file.readinto(content.data) < len(content):
+            raise damaged
+    start = _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack_from(content.data))
+    data = content[start : start + entry.file_size]
+    if len(data) != entry.file_size or (entry.CRC and zlib.crc32(data.data) != entry.CRC):
+        raise damaged
+    return data
+
+
+def _check_byte_order(path: str, records: dict[str, Callable[[], np.ndarray]]) -> None:
+    """Raise InputError if a .bin file was written on a big-endian machine."""
+    if "byteorder" in records and records["byteorder"]().tobytes() != b"little":
+        raise InputError(f"{path} is not in little-endian byte order; use the safetensors files")
+
+
+class _Storage(NamedTuple):
+    """A torch storage in a .bin file: the data of one or more tensors.
+
+    Attributes:
+      dtype: the dtype's name in safetensors, such as "BF16".
+      read: a function that returns the bytes (uint8).
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.torch = _import_torch(path)
-        self._tensors: dict[str, Any] = {}
-        self._left = 0  # bytes to read before the next mapping
+    dtype: str
+    read: Callable[[], np.ndarray]
 
-    def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return {name: (dtype, shape)} of all tensors, with dtypes named as in `StoredTensor`."""
-        torch = self.torch
-        codes = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-        return {
-            name: (codes.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-            for name, tensor in self._load().items()
-        }
 
-    def read(self, name: str) -> np.ndarray:
-        """Return one tensor's values, as a view of the mapped file."""
-        torch = self.torch
-        if self._left <= 0:
-            self._tensors = {}
-            self._tensors, self._left = self._load(), _REMAP_BYTES
-        tensor = self._tensors[name]
-        self._left -= tensor.nbytes
-        if tensor.dtype == torch.bfloat16:  # torch cannot convert it to numpy
-            return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-        return tensor.numpy()
+class _TorchTensor(NamedTuple):
+    """A tensor in a .bin file: a view of a storage, with offset and strides counted in elements."""
 
-    def _load(self) -> dict[str, Any]:
-        torch = self.torch
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def values(self, path: str, name: str) -> np.ndarray:
+        """Return the tensor's values; `path` (the file) and `name` are for error messages."""
+        dtype = DTYPES[self.storage.dtype]
+        data, offset = self.storage.read(), self.offset * dtype.itemsize
+        strides = tuple(stride * dtype.itemsize for stride in self.strides)
         try:
-            tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError:
+            return np.ndarray(self.shape, dtype, data, offset, strides)
+        except (ValueError, TypeError):
             raise InputError(
-                f"{self.path}: refused as unsafe: its pickle holds more than tensors and could "
-                "run code; use the safetensors files"
+                f"{path}: tensor {name} is larger than its data; {_COPY_ADVICE}"
             ) from None
-        except (RuntimeError, OSError, EOFError) as error:
-            reason = str(error).partition("\n")[0]
-            raise InputError(f"{self.path} cannot be read ({reason}); {_COPY_ADVICE}") from None
-        if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
-            raise InputError(f"{self.path}: found no mapping of names to tensors; {_COPY_ADVICE}")
-        return tensors
 
 
-def _import_torch(path: str) -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise InputError(
-            f"{path}: reading .bin requires torch; pip install torch, or use the safetensors files"
-        ) from None
-    return torch
+class _Unpickler(pickle.Unpickler):
+    """Unpickler for files of torch.save that hold a mapping of names to tensors, and nothing else.
+
+    It raises UnpicklingError for all other contents, so no code in the file can run.
+    """
+
+    def __init__(self, file: io.BytesIO, records: dict[str, Callable[[], np.ndarray]]):
+        """Prepare to read `file`, whose tensors are stored in `records` (see `_records`)."""
+        super().__init__(file)
+        self._records = records
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the replacement for a class or function that the pickle refers to by name."""
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        known = {
+            "collections.OrderedDict": collections.OrderedDict,
+            "torch._utils._rebuild_tensor_v2": lambda *args: _TorchTensor(*args[:4]),
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+        }
+        if (function := known.get(f"{module}.{name}")) is None:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return function
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """Return the storage for `pid`, a tuple ("storage", dtype, key, device, size)."""
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or not isinstance(dtype, str):
+            raise pickle.UnpicklingError(f"{kind} of {dtype}")
+        return _Storage(dtype, self._records[f"data/{key}"])
 
 
 def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -> None:
-    """Write model.safetensors, or, if it would exceed `shard_bytes`, several shards and an index.
+    """Write model.safetensors or, if it would exceed `shard_bytes`, several shards and an index.
 
     A tensor larger than `shard_bytes` is written to a file of its own.
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mesh_transformer.checkpoint.original import write
 from mesh_transformer.config import Config
@@ -94,6 +96,16 @@ def test_conversions_in_a_bucket_equal_local_ones(tmp_path):
             assert any(file.endswith(("npz", "safetensors")) for file in local)
         for name, expected in (("original", "start"), ("hf", "hf"), ("slim", "again")):
             assert local_bytes(tmp_path / f"{name}_back") == local_bytes(tmp_path / expected)
+
+        # The same weights in a file of torch.
+        for path in (tmp_path / "hf").iterdir():
+            if path.suffix != ".safetensors":
+                gcs._put(("bucket", f"models/bin/{path.name}"), path.read_bytes())
+        torch.save(load_file(tmp_path / "hf/model.safetensors"), tmp_path / "model.bin")
+        content = (tmp_path / "model.bin").read_bytes()
+        gcs._put(("bucket", "models/bin/pytorch_model.bin"), content)
+        assert run(tmp_path, environment, [(uri.format("bin"), "hf", "bin", "hf")]) == [None]
+        assert local_bytes(tmp_path / "bin") == local_bytes(tmp_path / "hf")
 
         before = bucket_bytes(gcs, "gs://bucket/models")
         errors = run(

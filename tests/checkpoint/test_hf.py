@@ -228,10 +228,7 @@ def test_layers_of_different_dtypes_require_a_dtype_argument(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_bin_files_are_read(tmp_path, monkeypatch, dtype, sharded):
-    monkeypatch.setattr(
-        hf_files, "_REMAP_BYTES", 10_000
-    )  # so that each file is mapped in several parts
+def test_bin_files_are_read(tmp_path, dtype, sharded):
     network = torch_model(dtype=dtype)
     network.save_pretrained(tmp_path / "safe")
     network.config.save_pretrained(tmp_path / "bin")
