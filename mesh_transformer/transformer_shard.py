@@ -1,4 +1,4 @@
-"""`CausalTransformer`: a model's state on a mesh, and the functions that train and evaluate it."""
+"""`CausalTransformer`, a GPT-J model sharded over a mesh of devices, and `load` to open one."""
 
 import functools
 import math
@@ -39,21 +39,24 @@ class CausalTransformer:
     """A GPT-J model with its optimizer, sharded over a (dp, mp) mesh of JAX devices.
 
     If the devices belong to several processes, all processes must make the same calls.  Each
-    process then passes in and gets back only the batch rows of its own `replicas`, as numpy arrays;
-    scalar results are the same in all processes.  On a machine without an accelerator,
-    `config.tpu_size` virtual CPU devices are created, unless JAX's devices are already initialised.
+    process passes in only the batch rows of its own `replicas`, and gets back the results of these
+    rows as numpy arrays.  Scalar results are the same in all processes.
+
+    On a machine without an accelerator, `config.tpu_size` virtual CPU devices are created, unless
+    JAX's devices are already initialised.
 
     Args:
       config: a Config, a dict of config keys and values, or the path of a JSON or YAML file.
-      devices: the mesh's devices (default: all).
-      init: whether to create a fresh state; pass False to load or restore a checkpoint next.
+      devices: the JAX devices to use (default: all).
+      init: whether to initialise parameters and optimizer state.  Pass False if you call `load` or
+        `restore` next.
 
     Attributes:
       config: the config, as a `Config`.
       mesh: the (dp, mp) mesh of the devices.
-      step: number of updates done.
-      state: the state on the devices (see `mesh_transformer.training.step.init_state`); None if
-        there is none.
+      step: number of completed updates.
+      state: the parameters, Adam's moments and so on, as device arrays (see
+        `mesh_transformer.training.step.init_state`); None before `init`, `load` or `restore`.
     """
 
     notice = ""  # signals that reach this process are the caller's
@@ -93,7 +96,7 @@ class CausalTransformer:
             return object.__getattribute__(self, name)  # raises the usual error
 
     def init(self) -> None:
-        """Create fresh parameters and optimizer state from `config.seed`; the step becomes 0.
+        """Initialise parameters and optimizer state from `config.seed`, and set the step to 0.
 
         Raises:
           InputError: if the config sets `lora_rank`, because LoRA adapters need an existing model.
@@ -109,12 +112,12 @@ class CausalTransformer:
 
     @property
     def dp(self) -> int:
-        """Number of replicas that the batch is split over."""
+        """Number of data-parallel replicas, which is the size of the mesh's dp axis."""
         return self.mesh.shape["dp"]
 
     @property
     def replicas(self) -> list[int]:
-        """Sorted indices of the replicas whose batch rows this process passes in and gets back."""
+        """Ascending dp indices of the replicas that have devices in this process."""
         return self._rows.replicas
 
     @property
@@ -124,11 +127,12 @@ class CausalTransformer:
 
     @property
     def noise_batches(self) -> tuple[int, int]:
-        """The small and the big batch size, in sequences, for estimating the gradient noise scale.
+        """The batch sizes (small, big), in sequences, for estimating the gradient noise scale.
 
-        The metric `grad_square_micro` of `train` is the mean squared norm of the gradients of small
-        batches.  The metric `grad_norm` is the norm of the gradient of the big batch, which is the
-        batch of a whole update.
+        In the metrics that `train` returns, `grad_square_micro` is the mean squared norm of the
+        gradients of small batches, and `grad_norm` is the norm of the gradient of one big batch.  A
+        small batch is one replica's part of a microbatch (with ZeRO 3, the whole microbatch).  A
+        big batch has all sequences of an update.
         """
         replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
@@ -136,11 +140,7 @@ class CausalTransformer:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of all the mesh's devices together, from their data sheet.
-
-        The value is None for devices without an entry in this library's table of accelerators, such
-        as CPUs.
-        """
+        """Total peak dense bf16 FLOP/s of the devices, from their data sheet; None if unknown."""
         device = accelerators.hardware_of(self.mesh.devices.flat[0])
         return None if device is None else device.peak * self.mesh.size
 
@@ -157,26 +157,27 @@ class CausalTransformer:
         return steps.compile_logits(self.config, self.mesh)
 
     def open_train_set(self) -> TFRecordNewInputs:
-        """Open the config's training set, an iterator over batches that `train` accepts."""
+        """Open `config.train_set`; return an iterator over batches that `train` accepts."""
         return open_train_set(self.config, self.batch_size)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
-        """Run one optimizer update; returns without waiting for the devices.
+        """Run one optimizer update; return its metrics without waiting for the devices.
 
-        If only parameters have been loaded, fresh Adam moments are created first.
+        If 16 earlier calls have not finished on the devices, the call waits for the oldest.
 
         Args:
-          sample: token ids `obs` and `target` [A, B, T], A microbatches of B sequences.  B must be
+          sample: token ids `obs` and `target` [A, B, T]: A microbatches of B sequences, where B is
             a multiple of the number of `replicas`.  Optionally `loss_mask` [A, B, T], 1 where a
-            target counts in the loss and 0 elsewhere; losses are then means over the targets that
-            count, in all processes.  Optionally `segment_ids` [A, B, T]: each run of equal numbers
-            marks one text, which is processed as if it were in a sequence of its own.
+            target counts in the loss and 0 elsewhere; losses are then means over all targets of the
+            update that count.  Optionally `segment_ids` [A, B, T]: each run of equal numbers marks
+            one text, which is processed as if it were in a sequence of its own.
 
         Returns:
           Scalars on the devices: `loss` (z-loss included), `last_loss` (the loss at the last
-          position of each sequence), `grad_norm` (before clipping), `grad_norm_micro` and
-          `grad_square_micro` (the mean norm and mean squared norm of the gradients of single
-          microbatches), `learning_rate`, and `skipped` (1 if the update was skipped, else 0).
+          position of each sequence or, with `loss_mask`, at the last one that counts in each text),
+          `grad_norm` (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm
+          and mean squared norm of the gradients of small batches; see `noise_batches`),
+          `learning_rate`, and `skipped` (1 if the update was skipped, else 0).
         """
         batch = self._batch("train", sample, 3)
         if batch["obs"].shape[1] % len(self.replicas):
@@ -189,45 +190,46 @@ class CausalTransformer:
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state)
         self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))
+        self._rows.limit_in_flight(metrics["loss"])
         self.step += 1
         return metrics
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """Compute the losses of predicting `target` from `obs`, without z-loss.
 
-        The keys `loss_mask` and `ctx_length` (from the original mesh-transformer-jax) are ignored.
-
         Args:
-          sample: token ids `obs` and `target` [B, T] with any B; optionally `segment_ids` [B, T],
-            as for `train`.
+          sample: a dict of token ids `obs` and `target` [B, T] with any B; optionally `segment_ids`
+            [B, T], as for `train`.  The keys `loss_mask` and `ctx_length` are ignored.
 
         Returns:
-          `loss` (mean over T) and `last_loss` (at the last position), both [B]; `all_loss` and
-          `correct` (whether `target` was the most likely token), both [B, T].
+          `all_loss` (in nats) and `correct` (whether `target` was the most likely token), both
+          [B, T]; `loss` (the mean of `all_loss` over T) and `last_loss` (`all_loss` at the last
+          position), both [B].
         """
         batch = self._batch("eval", sample, 2, ignored="ctx_length")
         batch.pop("loss_mask", None)
         rows = len(batch["obs"])
         batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
         outputs = self._eval(self._params(), self._rows.place(batch, P("dp")))
+        self._rows.limit_in_flight(outputs["loss"])
         return {name: self._rows.fetch(x, rows) for name, x in outputs.items()}
 
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
-        """Return the next-token logits [B, T, V], in f32, after each of `tokens` [B, T]."""
+        """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
         tokens = self._tokens("tokens", tokens, 2)
         padded = self._rows.place(self._rows.pad(tokens), P("dp"))
         return self._rows.fetch(self._logits(self._params(), padded), len(tokens))
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprob of each token, except the first of a row, given the tokens before it.
+        """Return each token's logprob given the tokens before it; a row's first token has none.
 
         Args:
           tokens: token ids [B, T]; T is from 2 to `config.seq` + 1.
           alternatives: number of most likely tokens to return for each position, from 0 to n_vocab.
 
         Returns:
-          A `Chosen` tuple of numpy arrays [B, T - 1, ...].  They are computed with the copy of the
-          weights that `generate` uses, which is in f32 on CPUs and else in `config.dtype`.
+          A `Chosen` tuple of numpy arrays: [B, T - 1], and [B, T - 1, alternatives] for the most
+          likely tokens.  As in `generate`, weights are f32 on CPUs, elsewhere in `config.dtype`.
         """
         tokens = self._tokens("tokens", tokens, 2, longest=self.config.seq + 1)
         return self._generator.score(self._own_params(), tokens, alternatives)
@@ -239,17 +241,17 @@ class CausalTransformer:
         gen_length: int,
         sampler_options: dict[str, Any] | None = None,
     ) -> np.ndarray:
-        """Continue prompts; a row's answer depends only on its own prompt, settings and seed.
+        """Continue prompts; each answer depends only on its own prompt, settings and seed.
 
         Args:
-          ctx: token ids [B, T], right-aligned; only the last `config.window` tokens of a
-            prompt are used.  With several processes, T must be the same in all of them.
+          ctx: token ids [B, T], one right-aligned prompt per row; only the last `config.window`
+            tokens of a prompt are used.  With several processes, T must be the same in all of them.
           ctx_length: number of prompt tokens in each row, [B], from 1 to T.
-          gen_length: number of tokens to generate per row; once a row exceeds
-            `config.window` tokens, it no longer attends to its oldest ones.
-          sampler_options: `top_p` (default 0.9), `top_k` (default 0 or None: off), `temp` (default
-            1; 0 is greedy), `repetition_penalty` (default 1: off) and `seed` (default 0).  Each
-            value is one number for all rows, or an array with one number per row.
+          gen_length: number of tokens to generate per row.  Each token attends to at most the last
+            `config.window` tokens of its row.
+          sampler_options: `top_p` (default 0.9), `top_k` (default 0: off), `temp` (default 1; 0 is
+            greedy), `repetition_penalty` (default 1: off) and `seed` (default 0).  Each value is
+            one number for all rows, or an array with one number per row.
 
         Returns:
           Token ids [B, gen_length], uint32.
@@ -262,11 +264,11 @@ class CausalTransformer:
         )
 
     def batch(self, rows: int) -> Batch:
-        """Return a `Batch` for generation with the current parameters; its `rows` rows are idle."""
+        """Return a `Batch` of `rows` empty rows, which generates with the current parameters."""
         return self._generator.batch(self._own_params(), rows)
 
     def only_generate(self) -> None:
-        """Keep only the weights that `generate`, `batch` and `score` read, and free the state.
+        """Free the state, keeping only the weights that `generate`, `batch` and `score` use.
 
         Other methods that need the state raise InputError until a state is created or loaded again.
         """
@@ -289,42 +291,43 @@ class CausalTransformer:
         return self._checkpoints is not None and self._checkpoints.save_failed
 
     def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
-        """Start saving the state to `folder`/step_N in the background; see `wait`.
+        """Start saving the state in the background, to `folder`/step_N, where N is `step`.
 
-        If the config sets `lora_rank`, only the adapters, their Adam moments and a record of their
-        base model (its path and checksums) are saved.
+        Call `wait` to be sure that the save has succeeded.  If the config sets `lora_rank`, the
+        base model's parameters are not saved, only its path and checksums.
 
         Args:
-          aux: further entries for the checkpoint's `aux`, the dict that `restore` returns.
+          aux: JSON values to save with the state; `restore` returns them in its dict.
         """
         self._writer(folder).save(self.step, self.saved_state(), self.own_aux() | (aux or {}))
 
     def saved_state(self) -> steps.State:
-        """Return the part of the state that checkpoints hold."""
+        """Return the part of the state that checkpoints store: all but frozen parameters."""
         return loading.saved_part(self._loaded())
 
     def saved_template(self) -> steps.State:
-        """Return `saved_state` as `jax.ShapeDtypeStruct`s with shardings, before there is one."""
+        """Return `saved_state` as `jax.ShapeDtypeStruct`s with shardings; needs no loaded state."""
         return loading.saved_part(steps.abstract_state(self.config, self.mesh))
 
     def own_aux(self) -> dict[str, Any]:
-        """Return the entries that every checkpoint's `aux` has: the config and the base model."""
+        """Return what every save adds to `aux`: the config and a record of the LoRA base model."""
         return {"config": self.config.as_dict()} | adapters.aux_entries(self._base)
 
     def keep(self, aux: dict[str, Any]) -> str:
-        """Do nothing and return "": a copy in this process's memory would end with it.
+        """Do nothing and return "".
 
-        `TPUCluster.keep` copies the state to the memory of other processes.
+        `TPUCluster.keep` copies the state to the memory of other processes, from which a new
+        cluster can restore it.
         """
         return ""
 
     def wait(self) -> None:
-        """Wait for the last save; raises InputError if it failed."""
+        """Wait until the last save has finished; raise InputError if it failed."""
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
     def close(self) -> None:
-        """Wait for the last save and unlock the model folder."""
+        """Wait until the last save has finished, and unlock the model folder."""
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None
@@ -333,13 +336,13 @@ class CausalTransformer:
         """Resume from the newest checkpoint of a model folder.
 
         Args:
-          base: the new path of the LoRA adapters' base model, if the checkpoint holds adapters and
-            their base model has moved.
+          base: the new path of the base model, if the checkpoint holds LoRA adapters and their
+            base model has moved.
 
         Returns:
           The checkpoint's `aux` dict, or None if the folder has no checkpoint.  The dict holds
-          `config`, the path and checksums of the base model if there is one, and the entries that
-          were passed to `save`.
+          `config`, the path and checksums of the LoRA base model if there is one, and the entries
+          that were passed to `save`.
 
         Raises:
           InputError: if the checkpoint does not fit the config, or if the folder holds a checkpoint
@@ -369,12 +372,12 @@ class CausalTransformer:
         where: str,
         base: AnyPath | None = None,
     ) -> None:
-        """Continue from a saved state; loads the base model of LoRA adapters.
+        """Continue from a state that `saved_state` returned; load the base model for LoRA adapters.
 
         Args:
-          state: the state at `step`, as `saved_state` returned it.
-          aux: the dict with the entries of `own_aux` that belong to it.
-          where: where the state was, for error messages.
+          step: number of completed updates of the state.
+          aux: a dict that contains what `own_aux` returned when the state was saved.
+          where: where the state was stored, for error messages.
           base: see `restore`.
         """
         frozen = {}
@@ -386,7 +389,7 @@ class CausalTransformer:
     def load(
         self, path: AnyPath | Source, *, fresh_opt: bool = False, only_params: bool = False
     ) -> None:
-        """Load the parameters of a checkpoint in any of the three formats; the step becomes 0.
+        """Load a checkpoint's parameters and set the step to 0.
 
         Adam's moments are loaded too if the checkpoint has any; otherwise fresh ones are created.
 
@@ -445,12 +448,12 @@ class CausalTransformer:
     def _batch(
         self, method: str, sample: dict[str, np.ndarray], rank: int, ignored: str | None = None
     ) -> dict[str, np.ndarray]:
-        """Check the arrays of a sample, and return them with the dtypes that the model requires.
+        """Check the arrays of a batch, and return them with the dtypes that the model requires.
 
         Args:
           method: the name of the calling method, for error messages.
           rank: required number of dimensions of each array.
-          ignored: a key that the sample may also have, and that is left out of the result.
+          ignored: a key that the batch may have and the result leaves out.
         """
         _check_keys(method, sample, ignored)
         batch = {key: self._tokens(key, sample[key], rank) for key in BATCH_KEYS[:2]}
@@ -499,7 +502,7 @@ class CausalTransformer:
         if tokens.min() < 0 or tokens.max() >= self.config.n_vocab:
             raise InputError(
                 f"{name} holds token id {min(tokens.min(), 0) or tokens.max()}, outside the "
-                f"vocabulary (n_vocab is {self.config.n_vocab})"
+                f"vocabulary; expected at least 0 and below n_vocab ({self.config.n_vocab})"
             )
         return tokens.astype(np.uint32)
 
@@ -527,7 +530,7 @@ def _config_of(config: Config | dict[str, Any] | AnyPath) -> Config:
 
     Raises:
       InputError: if the config is invalid.  For dict keys that only the original
-        mesh-transformer-jax had in its `params`, the message names the replacements.
+        mesh-transformer-jax supported, the message names the replacements.
     """
     if isinstance(config, dict) and (line := old_names.keys_line(config)):
         raise InputError(f"config: {line}")
@@ -548,9 +551,9 @@ def load(
       config: a Config, a dict of config keys and values (those that describe the model suffice), or
         the path of a config file.  A config is required for checkpoints of the original
         mesh-transformer-jax, which do not store one.  Default: the config stored in the checkpoint,
-        with mp reduced to a divisor of the number of accelerators, or to 1 on CPUs, where one
-        device uses all cores.  The default config of a Hugging Face folder computes in bfloat16,
-        whatever the dtype of the folder's tensors.
+        with mp (`cores_per_replica`) reduced to a divisor of the number of accelerators, or to 1 on
+        CPUs.  For a Hugging Face folder, the default `dtype` is bfloat16, whatever the dtype of the
+        folder's tensors.
       optimizer: whether to load Adam's moments too; otherwise training creates fresh moments.
     """
     source = Source.of(path)
@@ -565,12 +568,12 @@ def load(
 
 
 def _fit_to_devices(saved: Config) -> Config:
-    """Return a saved config adapted to the present devices.
+    """Return a saved config adapted to the devices of this machine.
 
-    mp becomes the greatest common divisor of its saved value and the number of devices.  On CPUs mp
-    becomes 1, because virtual devices would share the same cores and add communication.
-    `attention` becomes "auto", because the saved value was chosen for the devices of the training
-    run.  A config with `norm` "layernorm-desync" keeps its mp, on which its parameters depend.
+    mp (`cores_per_replica`) becomes the greatest common divisor of its saved value and the number
+    of devices.  On CPUs mp becomes 1, because virtual devices share the same cores.  With `norm`
+    "layernorm-desync", mp is kept, because the parameters depend on it.  `attention` becomes
+    "auto", because the saved value was chosen for the devices of the training run.
     """
     saved = saved.replace(attention="auto")
     assert saved.tpu_size is not None

@@ -1,9 +1,10 @@
-"""The checks of the batches and tokens that are passed to a `CausalTransformer`."""
+"""The checks of the batches and tokens that are passed to a `CausalTransformer`, and its pace."""
 
 import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh import placement
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
@@ -76,3 +77,15 @@ def test_score_returns_any_number_of_alternatives_up_to_the_vocabulary(network):
         np.sort(every.top_token), np.broadcast_to(np.arange(CONFIG.n_vocab), every.top_token.shape)
     )
     np.testing.assert_allclose(np.exp(every.top_logprob).sum(-1), 1, rtol=1e-5)
+
+
+def test_programs_in_flight_are_limited(network):
+    """More than 32 of them would end in a deadlock of XLA's CPU client."""
+    network.init()
+    losses = [network.train(batch())["loss"] for _ in range(40)]
+    sample = {key: rows[0] for key, rows in batch().items()}
+    losses += [network.eval(sample)["loss"] for _ in range(40)]
+    in_flight = list(network._rows._in_flight)
+    assert len(in_flight) == placement.MOST_IN_FLIGHT
+    assert all(a is b for a, b in zip(in_flight, losses[-len(in_flight) :], strict=True))
+    assert all(loss.is_ready() for loss in losses[: -len(in_flight)])

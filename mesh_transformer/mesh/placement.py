@@ -1,5 +1,6 @@
-"""Placement of batch rows on a mesh that may span processes, and reassembly of the results."""
+"""Placement of batch rows on a mesh that may span processes, and collection of the results."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.util import HostError
 
+# Maximum number of programs that are dispatched and have not finished.  XLA's CPU client runs up to
+# 32 per device at once (jaxlib 0.10).  When it has to wait, it does so in the threads that should
+# run the programs: with more virtual devices than cores it then deadlocks, and after a minute the
+# process is aborted.
+MOST_IN_FLIGHT = 16
+
 
 class Rows:
-    """This process's batch rows on a (dp, mp) mesh that may span processes.
+    """Transfers this process's batch rows to and from a (dp, mp) mesh that may span processes.
 
     Attributes:
-      replicas: ascending dp indices of the replicas that have devices in this process.  If a
-        replica spans several processes, all of these processes pass in the same batch rows and get
-        the same rows back.
+      replicas: dp indices, ascending, of the replicas that have devices in this process.  Processes
+        that share a replica must pass in the same rows for it, and get the same results.
       alone: whether all of the mesh's devices belong to this process.
     """
 
@@ -32,9 +38,13 @@ class Rows:
             if any(device.process_index == process for device in devices)
         ]
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
+        self._in_flight: deque[Array] = deque()  # a result of each program
 
     def pad(self, rows: np.ndarray) -> np.ndarray:
-        """Append copies of the first row until the rows divide equally among `replicas`."""
+        """Append copies of the first row until the rows divide equally among the replicas.
+
+        Only the replicas of this process count.
+        """
         missing = -len(rows) % len(self.replicas)
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
@@ -42,8 +52,10 @@ class Rows:
         """Make global arrays on the mesh from the rows of this process.
 
         Args:
-          tree: arrays with this process's rows, divided equally among its replicas.
-          spec: the layout of the global arrays.  The axis that is split over dp is the row axis.
+          tree: arrays with this process's rows, in the order of `replicas`.  Each replica has the
+            same number of rows.
+          spec: the PartitionSpec of the global arrays.  The rows are along the array axis that it
+            splits over dp.
         """
         sharding = NamedSharding(self.mesh, spec)
         if self.alone:
@@ -62,12 +74,22 @@ class Rows:
 
         return jax.tree.map(place, tree)
 
+    def limit_in_flight(self, result: Array) -> None:
+        """Wait until at most `MOST_IN_FLIGHT` programs have not finished.
+
+        Args:
+          result: a small result of the program that was dispatched last.
+        """
+        self._in_flight.append(result)
+        if len(self._in_flight) > MOST_IN_FLIGHT:
+            self._in_flight.popleft().block_until_ready()
+
     def fetch(self, x: Array, count: int) -> Array | np.ndarray:
         """Return the first `count` of this process's rows of x.
 
-        The rows are along the first axis of x, which is split over dp.  If all devices of the mesh
-        belong to this process, the result is a device array, and `fetch` does not wait for its
-        values.  Otherwise the result is a numpy array.
+        The rows are along the first axis of x, which must be split over dp.  If all devices of the
+        mesh belong to this process, the result is a device array, and `fetch` does not wait for its
+        values to be computed.  Otherwise the result is a numpy array.
         """
         if self.alone:
             return x if count == len(x) else x[:count]
@@ -88,7 +110,7 @@ def replica_rows(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> 
 
 
 def process_rows(replicas: list[list[int]], size: int) -> list[np.ndarray]:
-    """Return, for each process, the indices of its rows in the global batch.
+    """Return, for each process, the indices of the process's rows in the global batch.
 
     Args:
       replicas: for each process, the dp indices of its replicas.
@@ -101,12 +123,12 @@ def process_rows(replicas: list[list[int]], size: int) -> list[np.ndarray]:
 
 
 def gathered(results: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndarray:
-    """Assemble the rows of the global batch from the results of all processes.
+    """Assemble a global batch of results from the rows that each process returned.
 
     Args:
-      results: each process's rows.
-      at: each process's row indices in the global batch, as returned by `process_rows`; together
-        they must cover every row.
+      results: one array of rows per process.
+      at: the rows' indices in the global batch, one array per process, as returned by
+        `process_rows`.  Together they must cover every row.
 
     Raises:
       HostError: if two processes returned different bits for the same row.
@@ -119,7 +141,8 @@ def gathered(results: Sequence[np.ndarray], at: Sequence[np.ndarray]) -> np.ndar
         # Compared as bytes, so that NaN equals NaN.
         if whole[indices[again]].tobytes() != rows[again].tobytes():
             raise HostError(
-                f"host {rank} and an earlier host returned different values for the same row"
+                f"host {rank} and an earlier host returned different values for the same batch "
+                "row; restart from the newest checkpoint"
             )
         whole[indices], known[indices] = rows, True
     return whole
