@@ -22,7 +22,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a public name on the name's first use, to keep package import fast."""
+    """Return the public object `name`; its module is imported only on first use, to save time."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"mesh_transformer.{_MODULES[name]}"), name)

@@ -122,11 +122,10 @@ class Config:
     """Configuration of a model and of its training.
 
     The fields are called keys, as in config files.  Every key of the config files of the original
-    mesh-transformer-jax is supported.  Additional keys set values that are hard-coded there.
+    mesh-transformer-jax is supported.  Additional keys set values that the original hard-codes.
 
     Only `layers`, `d_model`, `n_heads` and `n_vocab` are required to build a model.  Training also
-    requires `train_set` and `total_steps`.  Sizes are in tokens, sequences or parameters; steps are
-    optimizer updates.
+    requires `train_set` and `total_steps`.  A step is one optimizer update.
 
     Raises:
       InputError: at construction, if a value is invalid.  The message names the key, the value and
@@ -242,7 +241,7 @@ class Config:
         _check(self)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the values of the defaults that are computed from the values of other keys."""
+        """Return {key: default} for the keys whose default depends on the values of other keys."""
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
         return {
@@ -287,29 +286,28 @@ class Config:
 
     @property
     def lora_scale(self) -> float:
-        """Factor by which an adapter's output is multiplied."""
+        """Factor `lora_alpha / lora_rank`, by which an adapter's output is multiplied."""
         assert self.lora_alpha is not None
         return self.lora_alpha / self.lora_rank
 
     def adapts(self, target: str) -> bool:
-        """Return whether the matrix named `target`, such as "q", has an adapter in each layer."""
+        """Return whether each layer's matrix `target`, such as "q", has a LoRA adapter."""
         assert self.lora_targets is not None
         return self.lora_rank > 0 and target in self.lora_targets
 
     def merged(self) -> "Config":
         """Return a copy of this config without LoRA adapters.
 
-        The copy describes the base model.  It also describes the model that results when the
-        adapters are merged into the base model's weights.
+        The copy describes the base model, and also the base model with the adapters merged into it.
         """
         return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
 
     def replace(self, **changes: Any) -> "Config":
-        """Return a copy with the keys in `changes` replaced.
+        """Return a copy of this config with the keys in `changes` set to new values.
 
-        Some keys have a default that is computed from other keys.  If such a key has its default
-        value, the default is computed again for the copy.  For example, a `head_size` equal to
-        `d_model / n_heads` is adapted to a new `d_model`.
+        The defaults of some keys depend on other keys.  A key that has such a default gets the new
+        default in the copy.  For example, changing `d_model` also changes a `head_size` that is
+        `d_model / n_heads`.
         """
         _check_known(changes, "config")
         return Config(**(self.as_dict() | changes))
@@ -317,8 +315,8 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """Return all keys as a dict of JSON values, from which `from_dict` builds an equal config.
 
-        Some keys have a default that is computed from other keys.  If such a key has its default
-        value, its value in the dict is None, so that `from_dict` computes the default again.
+        The defaults of some keys depend on other keys.  A key that has such a default is None in
+        the dict, so that `from_dict` computes the default again.
         """
         values = dataclasses.asdict(self)
         for key, default in self._defaults().items():
@@ -349,7 +347,7 @@ class Config:
         """Read a config from a JSON or YAML file that holds one flat mapping.
 
         Args:
-          path: a config file, or the name of a config in the folder configs/ or of one shipped with
+          path: the path of a config file, or the name of one in the folder configs/ or shipped with
             the library.  The names tiny, tiny.json and configs/tiny.json are equivalent.
           version: if not None, it replaces the file's `version`.  The file's `block` and
             `partitioning` are then ignored, so these keys get the defaults of this version.
@@ -357,7 +355,7 @@ class Config:
         """
         if "://" in path:
             raise InputError(
-                f"config {path} is a URI, but a config must be a local file; copy it here first"
+                f"config {path} is a URI, but a config must be a local file; download it first"
             )
         try:
             with open(_named(path) or path, encoding="utf-8") as file:
@@ -391,7 +389,7 @@ class Config:
 
     @classmethod
     def setting(cls, text: str) -> tuple[str, Any]:
-        """Parse the text `KEY=VALUE` of a command line into a config key and its value.
+        """Parse `KEY=VALUE`, the argument of the flag --set, into a config key and its value.
 
         The value is JSON, such as `1e-4`, `true`, `null` or `{"pile": "pile.val.index"}`.  Strings
         need no quotes.
@@ -449,7 +447,7 @@ def _check_known(values: dict[str, Any], where: str) -> None:
 
 
 def _key_hint(key: str, otherwise: str) -> str:
-    """Return "did you mean 'seq'?" for a `key` such as "sek"; `otherwise` if no key is similar."""
+    """Return "did you mean 'seq'?" if `key` is similar to the config key seq, else `otherwise`."""
     close = difflib.get_close_matches(str(key), typing.get_type_hints(Config), n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
@@ -486,7 +484,7 @@ def _parse(path: str, text: str) -> Any:
 
 
 def _as_str(value: Any) -> Any:
-    """Convert a path object to a string, or all path objects among a dict's keys and values."""
+    """Convert a path object to a string; in a dict, convert all keys and values."""
     if isinstance(value, dict):
         return {_as_str(k): _as_str(v) for k, v in value.items()}
     return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -589,7 +587,7 @@ def _check_divisions(c: Config) -> None:
     if c.pe == "rotary" and c.d_rotary > c.d_head:
         raise InputError(
             f"pe_rotary_dims is {c.d_rotary}, above the head size {c.d_head} "
-            f"(d_model / n_heads); lower pe_rotary_dims"
+            f"(head_size, by default d_model / n_heads); lower pe_rotary_dims"
         )
     if c.pe == "rotary" and (c.d_rotary % 2 or not c.d_rotary):
         raise InputError(f"pe_rotary_dims is {c.d_rotary}, expected a positive even number")

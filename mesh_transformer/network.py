@@ -1,8 +1,8 @@
 """Interfaces of networks and of their batches, independent of where a network runs.
 
 Three classes implement `Network`: `CausalTransformer` runs on the devices of this process,
-`TPUCluster` on the hosts of a pod, and `RestartingCluster` on a pod whose hosts are replaced when
-one of them fails.
+`TPUCluster` on the hosts of a pod, and `RestartingCluster` on a pod whose hosts are all restarted
+when one of them fails.
 """
 
 from collections.abc import Sequence
@@ -74,14 +74,14 @@ class TrainSet(Protocol):
 class TrainableNetwork(Network, Protocol):
     """A network with its optimizer; see `CausalTransformer`.
 
-    `train` starts a training step and returns its metrics without waiting for it to finish.
+    `train` starts a training step and returns its metrics without waiting for the step to finish.
     Calling `float` on a metric blocks until the step has finished.  The metric's method `is_ready`
     returns whether the step has finished.
 
     Attributes:
       step: number of completed optimizer updates.
-      notice: what announces that a host is about to go away, such as "host 1 received SIGTERM";
-        empty if nothing does.
+      notice: the event that announces the shutdown of a host's machine, such as "host 1 received
+        SIGTERM"; "" if there is none.
     """
 
     step: int

@@ -1,11 +1,10 @@
 """Replacements for the public names of the original mesh-transformer-jax.
 
-Code written for mesh-transformer-jax can still import its old names.  If the object that replaces
-an old name can be called in the same way, importing the old name returns that object.  Otherwise
-the import raises an error that says what to use instead.
+If the object that replaces an old name can be called in the same way, importing the old name
+returns that object.  Otherwise the import raises an error that says what to use instead.
 
-`NOW` lists all old names.  The error messages are made from it, and a test compares it with the
-tables of docs/porting.md.
+`NOW` lists all old names.  A test compares `NOW` with the tables of docs/porting.md, so a change
+must be made in both.
 """
 
 import functools
@@ -305,9 +304,10 @@ def error_line(name: str) -> str | None:
 
 
 def keys_line(params: dict[str, Any]) -> str | None:
-    """Return one error message for all keys in `params` that no longer exist; None if all exist.
+    """Return one error message for all config keys in `params` that no longer exist.
 
-    These are config keys of mesh-transformer-jax.  The message says what replaces each of them.
+    The message says what replaces each key.  Returns None if `params` has no removed key of
+    mesh-transformer-jax.
     """
     lines = [error_line(f'params["{key}"]') for key in params]
     return "; ".join(filter(None, lines)) or None
@@ -323,8 +323,8 @@ def find(module: str, name: str) -> Any:
       name: the old name, without the module.
 
     Raises:
-      ImportError: if the old name no longer works; the message says what to use instead.  An
-        AttributeError would not do, because `from module import name` discards its message.
+      ImportError: if the old name no longer works; the message says what to use instead.  This is
+        not an AttributeError, because `from module import name` would discard its message.
       AttributeError: if mesh-transformer-jax had no such name either.
     """
     if line := error_line(f"{module}.{name}"):
@@ -338,8 +338,8 @@ def find(module: str, name: str) -> Any:
 class OldModules:
     """Import finder and loader for modules of mesh-transformer-jax that no longer exist.
 
-    Such a module is imported as an empty module, and its names are looked up in `NOW` when they are
-    used.
+    Importing such a module succeeds with an empty module.  Each of its names is looked up in `NOW`
+    when the name is used.
     """
 
     def find_spec(
@@ -362,7 +362,7 @@ class OldModules:
         """Return None, which makes Python create an ordinary module object."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module a `__getattr__` that looks up old names when they are used."""
+        """Set the module's `__getattr__`, which looks up old names when they are used."""
         _set_getattr(module)
 
 
@@ -376,9 +376,9 @@ def _set_getattr(module: ModuleType) -> None:
 def install() -> None:
     """Make the old names of removed modules and of `mesh_transformer.checkpoint` importable.
 
-    `mesh_transformer.checkpoint` used to be a module and is now a package.  Its `__init__` must not
-    contain code, so this function sets its `__getattr__`.  The modules `util` and
-    `transformer_shard` define a `__getattr__` themselves.
+    `mesh_transformer.checkpoint` used to be a module and is now a package.  By a rule of this
+    library, a package's `__init__` contains no code, so this function sets the package's
+    `__getattr__`.  The modules `util` and `transformer_shard` define a `__getattr__` themselves.
     """
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)  # last, so that modules that exist are found first

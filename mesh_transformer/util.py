@@ -14,7 +14,7 @@ from mesh_transformer import old_names
 
 
 def cache_folder() -> Path:
-    """Return the folder for this user's cached files, all of which can be regenerated."""
+    """Return the folder for the user's cached files (default: ~/.cache/mesh-transformer)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mesh-transformer"
 
@@ -47,7 +47,7 @@ class DamagedError(InputError):
 
 
 class StoppedError(RuntimeError):
-    """A run that cannot continue although its input is valid; scripts exit with status 1."""
+    """A run cannot continue although its input is valid; scripts exit with status 1."""
 
 
 class HostError(StoppedError):

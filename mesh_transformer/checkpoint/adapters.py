@@ -1,4 +1,4 @@
-"""Record the base model that LoRA adapters were trained on, and merge adapters into it."""
+"""Records of the base model that LoRA adapters were trained on, and merging into it."""
 
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Base(NamedTuple):
         is None if the base model has no leaf of this name.
 
         Args:
-          leaf: the name of the leaf.
+          leaf: the name of the leaf, such as "layers/layer/q/w".
         """
         dtype = "float32" if "float32" in self.checksums else "bfloat16"
         return dtype, self.checksums[dtype].get(leaf)
@@ -52,7 +52,7 @@ class Base(NamedTuple):
 
 
 def saved_base(aux: Any, where: str) -> Base | None:
-    """Return the base model that a checkpoint of adapters records; None for a whole model.
+    """Return the record of the base model in a checkpoint of adapters; None for a whole model.
 
     Args:
       aux: the JSON dict that a native checkpoint stores with its arrays.
@@ -88,10 +88,10 @@ def merged_leaves(
 ) -> dict[str, Any]:
     """Return the base model's parameters with `adapters` merged in.
 
-    Each leaf is a `LazyLeaf`, whose values are read and merged on use.  The merged values are
-    computed in f32 and rounded once.  Once all layers of a leaf have been read, the checksum of its
-    unmerged values is compared with the checksum in `base`.  If the two differ, the read of the
-    last layer raises InputError.
+    Each leaf is a `LazyLeaf`, whose values are read and merged on use.  The merge is computed in
+    f32, and its result is cast to the leaf's dtype.  Once all layers of a leaf have been read, the
+    checksum of the unmerged values is compared with the checksum in `base`.  If the two differ, the
+    read of the last layer raises InputError.
 
     Args:
       params: the parameters of the base model.
@@ -99,7 +99,7 @@ def merged_leaves(
       scale: the factor by which the product of an adapter's two matrices is multiplied.
       base: the record of the base model that the adapters were trained on.
       where: the checkpoint of the adapters, for error messages.
-      dtype: the dtype of the merged leaves (default: each leaf keeps its own).
+      dtype: the dtype of the returned leaves (default: each leaf keeps its own).
     """
 
     def leaf(part: str, module: str, name: str, values: Any) -> LazyLeaf:
@@ -128,10 +128,10 @@ def _merged(
 ) -> LazyLeaf:
     """Return one leaf of the base model, with its adapter merged in if it has one.
 
-    The arguments that are not listed here are those of `merged_leaves`.
+    For the arguments that are not listed here, see `merged_leaves`.
 
     Args:
-      source: the leaf's values in the base model.
+      source: the leaf's values in the base model, as an array or a `LazyLeaf`.
       factors: the adapter's two matrices; an empty list if the leaf has no adapter.
       path: the leaf's keys (part, module, name) in the nested dicts of parameters.
     """
@@ -148,7 +148,8 @@ def _merged(
         ):
             raise InputError(
                 f"{where}: its adapters were not trained on the base model that was read (leaf "
-                f"{name} differs); give their own base model, saved at {base.path}, as --base"
+                f"{name} differs); give the base model that they were trained on as --base (its "
+                f"recorded path is {base.path})"
             )
         if factors:
             a, b = (np.asarray(factor[layer], np.float32) for factor in factors)

@@ -26,14 +26,15 @@ _PAUSE = 0.5  # seconds between two scans for files to flush
 
 @contextlib.contextmanager
 def atomic_folder(path: str) -> Iterator[str]:
-    """Yield a temporary folder for the caller to fill; rename it to `path` when the block ends.
+    """Return a context manager that yields a temporary folder, which becomes `path` at the end.
 
-    The temporary folder is beside `path`.  Its files are flushed to disk before it is renamed.  On
-    any failure, Ctrl-C included, it is deleted.  Temporary folders for the same `path`, left
-    behind by killed processes on this host, are deleted first.
+    The caller writes its files to the temporary folder, which is beside `path`.  When the `with`
+    block ends, the files are flushed to disk, and the folder is renamed to `path`.  On any failure,
+    Ctrl-C included, the temporary folder is deleted.  Temporary folders for the same `path` that
+    killed processes on this host have left are deleted at the start.
 
     If `path` is in a bucket, the temporary folder is in the system's folder for temporary files,
-    and is uploaded when the block ends (see `files.upload`).
+    and its files are uploaded when the block ends (see `files.upload`).
 
     Raises:
       InputError: if `path` already exists, or if storage fails.
@@ -93,10 +94,10 @@ def _is_running(process: int) -> bool:
 
 @contextlib.contextmanager
 def _flush_in_background(folder: str) -> Iterator[None]:
-    """Flush a folder's files to disk in a background thread while the `with` block fills it.
+    """Flush a folder's files to disk in a background thread while the `with` block writes them.
 
-    Little is then left to flush at the end.  If a flush fails, its error is raised when the block
-    ends, because the operating system reports a failed write only once.
+    Little is then left to flush after the block.  If a flush fails, its error is raised when the
+    block ends, because the operating system reports a failed write only once.
     """
     done, flushed = threading.Event(), dict[str, int]()  # flushed: each file's modification time
 

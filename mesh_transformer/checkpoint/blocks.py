@@ -1,4 +1,7 @@
-"""A sharded state as blocks of bytes, which hosts keep in memory for a later mesh of any shape."""
+"""Blocks of a sharded state, which the hosts of a pod keep in memory.
+
+If a host fails, the state can be restored from these blocks on a mesh of any shape.
+"""
 
 import itertools
 import math
@@ -15,11 +18,11 @@ MOST_BYTES = 64 * 2**20  # of a block; larger ones are split along their first a
 
 
 class Block(NamedTuple):
-    """A box of positions in one array of a state.
+    """A box-shaped part of one array of a state: a range of indices along each axis.
 
     Attributes:
-      path: the array's keys, outermost first.
-      start, stop: the first position along each axis, and the position after the last.
+      path: the array's keys in the nested dicts of the state, outermost first.
+      start, stop: the first index along each axis, and the index after the last.
     """
 
     path: Path
@@ -31,13 +34,13 @@ class Block(NamedTuple):
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def intersection(self, other: "Block") -> "Block":
-        """Return the positions that both blocks contain; the result may be empty."""
+        """Return the common part of this block and another of the same array; it may be empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(max, start, map(min, self.stop, other.stop)))
         return Block(self.path, start, stop)
 
     def slices_in(self, outer: "Block") -> tuple[slice, ...]:
-        """Return the index of this block in an array that holds `outer`."""
+        """Return the slices that select this block in an array with the values of `outer`."""
         return tuple(
             slice(start - origin, stop - origin)
             for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
@@ -48,17 +51,20 @@ Plan = dict[Block, dict[int, int]]  # of each block: {the process that keeps it:
 
 
 def plan(state: Any, processes: int) -> Plan:
-    """Decide which processes keep which blocks of a state.
+    """Decide which processes keep which blocks of a state in memory.
 
-    Each block is kept by two processes, so that the state is still complete when one is lost.
-    These are the two that keep the fewest bytes so far, of those that have the block on their
-    devices.  If only one process has it, the next process is the other.  All blocks of a device's
-    part of an array are kept by the same processes, because they are copied from the device
-    together.  The result is the same in all processes.
+    If there are several processes, two of them keep each block, so that the state is still complete
+    when one process is lost.  The two are chosen from the processes that have the block on their
+    devices, so that all processes keep about the same number of bytes.  If only one process has
+    the block on its devices, the process with the next index keeps the block too.
 
     Args:
       state: nested dicts of global arrays, or of `ShapeDtypeStruct`s with shardings.
       processes: number of processes of the mesh.
+
+    Returns:
+      {block: {process that keeps the block: process that sends it there}}.  The result is the same
+      in all processes.
     """
     result: Plan = {}
     kept = [0] * processes  # bytes
@@ -84,7 +90,13 @@ def _block(path: Path, index: tuple[slice, ...], shape: tuple[int, ...]) -> Bloc
 
 
 def _split(block: Block, itemsize: int) -> Iterator[Block]:
-    """Yield blocks of at most `MOST_BYTES`, if one position along the first axis is not larger."""
+    """Split a block along its first axis into blocks of at most `MOST_BYTES` bytes.
+
+    A block of a single index on the first axis is never split, even if it has more bytes.
+
+    Args:
+      itemsize: bytes per array entry.
+    """
     if not block.shape:
         yield block
         return
@@ -95,10 +107,16 @@ def _split(block: Block, itemsize: int) -> Iterator[Block]:
 
 
 def copied(state: Any, planned: Plan) -> list[tuple[Block, list[int], np.ndarray]]:
-    """Copy from the devices what this process keeps or sends; the state may then be donated.
+    """Copy from the devices the blocks that this process will send, to itself or to others.
+
+    When this function has returned, the state may be donated.
+
+    Args:
+      state: nested dicts of global arrays.
+      planned: the result of `plan` for this state.
 
     Returns:
-      The blocks, the processes that keep each, and its content as bytes (uint8).
+      For each block, a tuple (block, processes to send it to, its values as uint8 bytes).
     """
     process = jax.process_index()
     of_leaf: dict[Path, list[tuple[Block, list[int]]]] = {}
@@ -135,13 +153,13 @@ def assemble(
     stored: Iterable[Block],
     read: Callable[[Sequence[Block]], Iterable[np.ndarray]],
 ) -> Any:
-    """Make a state's global arrays from blocks that may have been cut for another mesh.
+    """Make a state's global arrays from blocks, which may be from a mesh of another shape.
 
     Args:
       template: nested dicts of `ShapeDtypeStruct`s with shardings.
-      stored: the blocks; together they contain every position of every leaf of `template`.
-      read: function that returns the bytes (uint8) of blocks, in their order.  It is called once
-        per leaf, for the blocks that this process needs.
+      stored: the blocks; together they contain every entry of every leaf of `template`.
+      read: function that returns the values of some blocks as uint8 bytes, in the order of its
+        argument.  It is called once per leaf, with the blocks that this process needs.
 
     Raises:
       InputError: if a leaf of `template` is not among the blocks.
@@ -156,7 +174,8 @@ def assemble(
         }
         if path not in of_leaf:
             raise InputError(
-                f"the copy in memory has no {'/'.join(path)}; use the config that it was kept with"
+                f"the state that was kept in memory has no leaf {'/'.join(path)}; use the config "
+                "of the run that kept it"
             )
         needed = [
             block

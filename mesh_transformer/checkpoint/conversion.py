@@ -60,7 +60,7 @@ def read(
 ) -> tuple[Config, dict[str, Any]]:
     """Return a checkpoint's config, and its state as nested dicts of numpy arrays.
 
-    The dicts have the keys "params", "step" and optionally "opt_state".  If the checkpoint holds
+    The state has the keys "params", "step" and optionally "opt_state".  If the checkpoint holds
     LoRA adapters, they are merged into their base model.
 
     Args:
@@ -101,13 +101,13 @@ def _merged(
     moved: AnyPath | None,
     dtype: DTypeLike | None,
 ) -> tuple[Config, dict[str, Any]]:
-    """Return the config and state of a base model with adapters merged into it.
+    """Return the config and state of a base model with LoRA adapters merged into it.
 
     The parameters in the state are `LazyLeaf`s, which are read from disk on use.
 
     Args:
-      source: the adapters' checkpoint.
-      recorded: the record of the base model in that checkpoint.
+      source: the checkpoint of the adapters.
+      recorded: the record of the base model in this checkpoint.
       config: a config of the model (default: the one stored with the adapters).
       moved: the base model's current path (default: the recorded path).
       dtype: the dtype to cast the parameters to (default: their own).
@@ -257,14 +257,17 @@ def _check_kind(path: AnyPath, kind: Format) -> None:
     if actual != kind:
         raise InputError(
             f"{local_path(path)} is in {actual} format, not {kind}; use --from {actual} "
-            f"(in Python, kind {actual!r})"
+            f"(in Python, source_kind {actual!r})"
         ) from None
 
 
 def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
-    """Return the path of the step_N folder for `step` in the model folder `path`.
+    """Return the path of the folder step_N for N = `step` in the model folder `path`.
 
-    If `step` is None, or `path` is already that step_N, returns `path`.
+    If `step` is None, or if `path` itself is this step_N, returns `path`.
+
+    Args:
+      kind: the format of the checkpoint at `path`.
 
     Raises:
       InputError: if `step` is passed, but there is no such step, or `path` is another step or a
@@ -278,7 +281,7 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
     if (own := step_number(path)) is not None:
         if own != step:
             raise InputError(
-                f"--step is {step}, but {path} is another step; give the model folder, or remove "
+                f"--step is {step}, but {path} is another step; give its model folder, or remove "
                 "--step"
             )
         return path
@@ -328,12 +331,9 @@ def compare(
     config: Config,
     base: AnyPath | None = None,
 ) -> tuple[float, float]:
-    """Return the largest difference between two checkpoints' logits, and the difference allowed.
+    """Compare the logits of two checkpoints on a fixed prompt, to check a conversion.
 
-    The logits are computed on a fixed prompt.  The spread of the source's logits is their maximum
-    minus their median.  Both returned differences are fractions of this spread.  The allowed
-    difference depends on the target's dtype.  The checkpoints are read one after the other, so only
-    one is in memory at a time.
+    The checkpoints are read one after the other, so only one is in memory at a time.
 
     Args:
       source_kind: the format of `source`.
@@ -341,6 +341,11 @@ def compare(
       config: the config of the model.
       base: if the source holds adapters, the path of their base model (default: the path that the
         source records).
+
+    Returns:
+      The largest difference between the logits, and the largest difference to accept for the
+      target's dtype.  Both are divided by the spread of the source's logits, which is their maximum
+      minus their median.
     """
     one, other = Source(source, source_kind), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
@@ -357,10 +362,12 @@ def _logits(
 ) -> tuple[np.ndarray, str]:
     """Return the logits [T, tokens] of a fixed prompt, and the name of the weights' dtype.
 
-    The prompt and the returned logits cover only the first `tokens` tokens of the vocabulary.  The
-    logits are computed in f32, whatever the weights' dtype, on one device.
+    The logits are computed in f32, whatever the weights' dtype, on one device.
 
     Args:
+      source: the checkpoint.
+      config: the config of the model.  It is not used for a Hugging Face folder, which stores one.
+      tokens: the prompt and the returned logits contain only token ids below this number.
       base: if the source holds adapters, the path of their base model (default: the recorded one).
     """
     own = None if source.kind == "hf" else config
@@ -377,7 +384,7 @@ def _logits(
 
 
 def _on_device(tree: Any) -> Any:
-    """Return nested dicts of host arrays as JAX arrays, and empty `tree` to free its memory."""
+    """Return nested dicts of host arrays as JAX arrays; `tree` is emptied to free its memory."""
     if isinstance(tree, dict):
         return {key: _on_device(tree.pop(key)) for key in list(tree)}
     return jnp.asarray(np.asarray(tree))

@@ -1,4 +1,4 @@
-"""Arrays on the host: checked casts, and leaves that stay on disk until they are read."""
+"""Arrays on the host: casts that detect overflow, and arrays that stay on disk until used."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ class LazyLeaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def astype(self, dtype: np.dtype, where: str) -> "LazyLeaf":
-        """Return a leaf whose values are cast to `dtype` when read; see `cast` for `where`."""
+        """Return a leaf whose values are cast to `dtype` when read; `where` is as for `cast`."""
         if dtype == self.dtype:
             return self
         return LazyLeaf(
@@ -108,7 +108,7 @@ class LazyLeaf:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self} is on disk: it cannot become an array without a copy")
+            raise ValueError(f"{self} is on disk; it cannot be converted with copy=False")
         if self._layers:
             values = np.empty(self.shape, self.dtype)
             for layer in range(len(values)):
@@ -121,7 +121,7 @@ class LazyLeaf:
 def in_memory(tree: Any) -> Any:
     """Return the nested dicts `tree` with each `LazyLeaf` replaced by a numpy array.
 
-    Shows a progress bar while reading.
+    A progress bar is shown while the values are read from disk.
     """
     total = sum(_lazy_bytes(tree))
     if not total:

@@ -7,10 +7,10 @@
 checksums.json is written before the step is committed.  Steps saved by earlier versions of this
 library do not have this file.
 
-A checksum is the same on every mesh, and in numpy: the bits of each array entry are hashed together
-with the entry's index, and the hashes are added modulo 2^32.  The order of the additions does not
-matter, so the sharding does not either.  The hash of an entry is a bijection of its bits, so a
-change to a single entry always changes the checksum.
+The checksum of an array is the same on every mesh, and in numpy.  The bits of each array entry are
+hashed together with the entry's index, and the hashes are added modulo 2^32.  The order of the
+additions, and therefore the sharding, does not matter.  The hash of an entry is a bijection of its
+bits, so a change to a single entry always changes the checksum.
 """
 
 import functools
@@ -66,8 +66,8 @@ def host_checksum(values: np.ndarray, first: int = 0, dtype: DTypeLike | None = 
 
     Args:
       values: the values of the part.
-      first: the index of the part's first entry in the whole array, flattened.
-      dtype: the dtype to cast the entries to first (default: their own).
+      first: the index of the part's first entry in the whole array after flattening.
+      dtype: the dtype to cast the entries to before hashing (default: their own).
     """
     flat, total = values.reshape(-1), 0
     offsets = np.arange(_CHUNK, dtype=np.uint32) * np.uint32(_INDEX)
@@ -96,8 +96,8 @@ def is_stacked(path: tuple[str, ...]) -> bool:
 def tree_checksums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...], list[int]]:
     """Return each leaf's checksums: one per layer, or a single one if the leaf has no layers.
 
-    Waits for the result.  If the leaves are on a mesh of several processes, every process must
-    call this function, and each process gets the checksums of all leaves.
+    This function blocks until the result is available.  If the leaves are on a mesh of several
+    processes, every process must call this function, and each gets the checksums of all leaves.
     """
     meshes = {getattr(leaf.sharding, "mesh", None) for leaf in leaves.values()}
     layout = None
@@ -208,7 +208,7 @@ def check_file(step: epath.Path, record: Integrity | None, name: str, content: b
 def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
     """Return the name of the first JSON file of a step that is missing or not what was saved.
 
-    Returns None if all files are intact or the step has no record.
+    Returns None if all files are intact, or if `record` is None.
     """
     for name, digest in record.files.items() if record else ():
         path = step / name
@@ -218,10 +218,13 @@ def damaged_file(step: epath.Path, record: Integrity | None) -> str | None:
 
 
 def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, Any]) -> None:
-    """Raise DamagedError if the values of any of the restored leaves are not what was saved.
+    """Raise DamagedError if the values of a restored leaf are not what was saved.
 
     If the leaves are on a mesh of several processes, every process must call this function.
     If `record` is None, nothing is checked.
+
+    Args:
+      leaves: {leaf path: restored array}.
     """
     if record is None:
         return

@@ -1,4 +1,4 @@
-"""Barriers for a save by several processes; a failure in one process ends the wait of the others.
+"""Barriers that synchronise the processes of a save, and raise in all of them if one fails.
 
 Orbax's own barriers do not detect failures: if one process cannot write its part of a checkpoint,
 the others wait 20 minutes for it.  The barriers in this module are built from keys in JAX's
@@ -70,8 +70,8 @@ class JointSave:
     def fail(self, error: Exception, seconds: float) -> None:
         """Report to all processes that this save has failed, and wait until all have called `fail`.
 
-        From then on, `barrier` raises BrokenSaveError in the other processes.  They call `fail`
-        themselves once they have finished writing.
+        From then on, `barrier` raises BrokenSaveError in the other processes.  Each of them must
+        call `fail` too, once it has finished writing.
 
         Args:
           error: the reason for the failure, which the other processes report.
@@ -90,7 +90,7 @@ class JointSave:
         Args:
           key: the barrier's name, unique within this save.
           seconds: the longest time to wait; TimeoutError is raised after that.
-          raise_failures: whether to stop waiting and raise if a process has failed in this save.
+          raise_failures: whether to raise BrokenSaveError if a process has failed in this save.
         """
         barrier = f"{self._prefix}/at/{key.replace('/', ':')}"
         self._client.key_value_set(f"{barrier}/{self._rank}", "")

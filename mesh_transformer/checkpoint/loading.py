@@ -24,7 +24,7 @@ from mesh_transformer.util import InputError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
-    """Return a jitted function from a PRNG key to newly initialised adapters on `mesh`."""
+    """Return a jitted function from a PRNG key to newly initialised LoRA adapters on `mesh`."""
 
     def fresh(key: Array) -> Any:
         return steps.init_state(config, key)["params"]
@@ -34,7 +34,9 @@ def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
 
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
-    """Return a jitted function that computes the checksums of frozen parameters cast to `dtype`.
+    """Return a jitted function from frozen parameters to their checksums after a cast to `dtype`.
+
+    The result has the structure of the parameters, with one uint32 per leaf.
 
     Args:
       mesh: the mesh that the parameters are on.
@@ -50,8 +52,8 @@ class Loaded(NamedTuple):
     """The result of `load`.
 
     Attributes:
-      state: a training state (see `training.step.init_state`) without "step", and without
-        "opt_state" if it was not read.
+      state: the entries "params", "frozen" and, if it was read, "opt_state" of a training state
+        (see `training.step.init_state`).
       base: the record of the adapters' base model; None if `state` has no adapters.
     """
 
@@ -63,13 +65,13 @@ def saved_part(state: steps.State) -> steps.State:
     """Return the part of a state that checkpoints store: everything but the frozen parameters.
 
     Args:
-      state: a state, or a template of one.
+      state: a training state, or `ShapeDtypeStruct`s in the same structure.
     """
     return {key: value for key, value in state.items() if key != "frozen"}
 
 
 def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
-    """Load a checkpoint's weights onto `mesh`, and Adam's moments if the checkpoint has any.
+    """Load a checkpoint's weights, and optionally Adam's moments, onto `mesh`.
 
     If the config does not set `lora_rank`, the result is a whole model.  Adapters in the checkpoint
     are merged into their base model.
@@ -79,7 +81,7 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
     whole model, it becomes the base model of newly initialised adapters.
 
     Args:
-      optimizer: whether to load Adam's moments.
+      optimizer: whether to load Adam's moments if the checkpoint has any.
 
     Raises:
       InputError: if the source cannot be read or does not fit the config.
@@ -109,13 +111,13 @@ def load_base(
     places: Sequence[AnyPath | Source],
     recorded: Base | None,
 ) -> tuple[Any, Base]:
-    """Load the base model of adapters from the first of `places` that holds it.
+    """Load the base model of LoRA adapters from the first checkpoint in `places` that holds it.
 
     Args:
       where: the checkpoint of the adapters, for error messages.
       places: the checkpoints to try, in this order.
-      recorded: the record of the base model that the adapters were trained on.  Checkpoints whose
-        checksums differ from those in the record are skipped.  If None, any model is accepted.
+      recorded: the record of the base model that the adapters were trained on.  Checkpoints with
+        other checksums are skipped.  If None, any model is accepted.
 
     Returns:
       The base model's parameters, which are frozen, and a record of its path and checksums.
@@ -149,7 +151,7 @@ def load_base(
 
 
 def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Return {dtype: {leaf name: checksum}} of the frozen parameters.
+    """Return {dtype: {leaf name: checksum}} of the frozen parameters, as `Base` records them.
 
     The dtypes are bfloat16 and, if different, the config's dtype.
     """

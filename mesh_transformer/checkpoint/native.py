@@ -4,8 +4,8 @@ Orbax writes the checkpoints.  Each step_<N> holds two items, which are committe
 the tree of arrays, and `aux`, JSON such as the config and the data loader's position.  Checksums of
 both items are saved with them, and verified when the items are read; see `integrity`.
 
-`step_folders` describes how complete steps are recognised.  A model folder has one writer at a
-time, which may consist of many processes; a lock keeps other writers out.
+The module `step_folders` describes how complete steps are recognised.  A lock ensures that a model
+folder has only one writer at a time.  A writer may consist of many processes.
 """
 
 import contextlib
@@ -142,7 +142,7 @@ class Checkpoints:
           InputError: if another process has locked the folder, or the folder cannot be written.
         """
         if self._read_only:
-            raise RuntimeError(f"{self.folder} was opened read-only")
+            raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
         if self._lock is not None or jax.process_index() != 0:
             return
         self._lock = lock_folder(os.fspath(self.folder))
@@ -166,7 +166,7 @@ class Checkpoints:
             failed.
         """
         if self._read_only:
-            raise RuntimeError(f"{self.folder} was opened read-only")
+            raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
         self.wait()
         if step == self._known:
             return
@@ -201,7 +201,7 @@ class Checkpoints:
         """Check that no other process has taken over the lock of the folder.
 
         Raises:
-          StoppedError: if another process has.
+          StoppedError: if another process has taken it over.
           InputError: if the storage does not answer.
         """
         if self._lock is not None:
@@ -228,7 +228,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the current save, if any, is committed.
 
-        Then waits up to `_PRUNE_SECONDS` for old steps to be deleted.
+        Then waits up to 30 seconds for old steps to be deleted.
 
         Raises:
           InputError: if the save failed.  Later calls do not raise it again.
@@ -325,7 +325,11 @@ class Checkpoints:
         )
 
     def _write_integrity(self) -> None:
-        """Write the checksums into the step being saved; Orbax calls this before committing it."""
+        """Write the checksums of the step being saved; Orbax calls this before it commits the step.
+
+        Raises:
+          StoppedError: if another process has taken over the lock of the folder.
+        """
         (step,) = (
             path
             for path in self.folder.iterdir()
@@ -365,7 +369,7 @@ class Checkpoints:
             _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
 
     def _clear_uncommitted(self) -> int:
-        """Delete the folders left by interrupted saves and deletions; return their number."""
+        """Delete the folders that interrupted saves and deletions left; return their number."""
         if jax.process_index() != 0:
             return 0
         unfinished = [path for path in entries(self.folder) if is_unfinished(path)]
@@ -375,11 +379,12 @@ class Checkpoints:
         return len(unfinished)
 
     def _clear_after_failure(self) -> None:
-        """Delete the files of a failed save, repeatedly until its remaining writes have ended.
+        """Delete the files of a failed save, repeatedly until no new files appear.
 
-        These writes cannot be waited for, and each of them may create the deleted folder again.
-        After a few seconds, this method gives up and leaves the remaining files for the next save
-        to delete.  As they include no commit file, they are never taken for a complete step.
+        Some writes of the save may still be running.  They cannot be waited for, and each may
+        create the deleted folder again.  After a few seconds, this method gives up, and the next
+        save deletes the remaining files.  These are never taken for a complete step, because they
+        include no commit file.
         """
         quiet = 0
         for _ in range(50):
@@ -399,8 +404,8 @@ class Checkpoints:
     def _failure(self, step: int, n_bytes: int, error: Exception) -> Exception:
         """Delete the files that a failed save has written, and return the error to raise.
 
-        That is `error` itself if another process has taken over the folder's lock (StoppedError),
-        else an InputError.
+        The result is `error` itself if it is an InputError or StoppedError, otherwise an InputError
+        that describes it.
 
         Args:
           step: the step that was being saved.
@@ -468,8 +473,8 @@ def _save_args(leaf: Any) -> ocp.SaveArgs:
 def _should_log(record: logging.LogRecord) -> bool:
     """Return whether to show a log record.
 
-    Returns False for failures that are also raised as exceptions, and for a warning about
-    host arrays that does not apply here.
+    Returns False for failures that are also raised as exceptions, and for one of Orbax's warnings
+    that is expected when host arrays are saved.
     """
     if record.name == "asyncio" and "was never retrieved" in record.getMessage():
         return False  # a read or write that failed after another one had

@@ -73,8 +73,8 @@ def read(
 def write(folder: str, state: dict[str, Any], config: Config) -> None:
     """Write a state, as `read` returns it, to `folder`/step_N, where N is the state's step.
 
-    The step appears complete or not at all.  If `folder` is local and does not exist yet, it only
-    appears together with the complete step.
+    The step appears complete or not at all.  If `folder` is local and does not exist yet, it is
+    created only when the step is complete.
 
     Raises:
       InputError: if the step already exists or storage fails.
@@ -104,7 +104,7 @@ def _save(folder: str, state: dict[str, Any], config: Config) -> None:
 
 
 def _bytes_in(folder: str, step: int) -> int:
-    """Return how many bytes of a running save have been written; 0 if `folder` is not local."""
+    """Return how many bytes the save of a step has written so far; 0 if `folder` is not local."""
     total = 0
     for name in os.listdir(folder) if os.path.isdir(folder) else []:
         if name.partition(".")[0] != f"step_{step}":

@@ -1,4 +1,4 @@
-"""Orbax handlers: one saves host arrays layer by layer, one coordinates several processes."""
+"""Orbax handlers, one to save host arrays layer by layer, one to coordinate several processes."""
 
 import contextlib
 import dataclasses
@@ -21,13 +21,13 @@ SAVE_SECONDS = 20 * 60  # time limit of a save
 
 
 class HostArrayHandler(handlers.NumpyHandler):
-    """Saves numpy arrays without copying them, and `LazyLeaf`s without reading them whole.
+    """Orbax handler that saves numpy arrays without copies, and `LazyLeaf`s layer by layer.
 
     Works only in a single process.  Does not use the OCDBT format, which would buffer everything
     being written.
 
     Args:
-      sums: a dict to which {leaf name: checksums} is added for each leaf as it is written.
+      sums: a dict to which the handler adds {leaf name: checksums} for each leaf that it writes.
     """
 
     def __init__(self, sums: dict[str, list[int]]):
@@ -57,7 +57,7 @@ async def _save(
 
     Args:
       values: the leaves.
-      infos, args: Orbax's description of each leaf, and its save options.
+      infos, args: for each leaf, Orbax's `ParamInfo` and its save options.
       sums: a dict to which {leaf name: checksums} is added.
     """
     # While one part is written, the next one is read.

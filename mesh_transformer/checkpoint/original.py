@@ -1,7 +1,7 @@
 """Reading and writing checkpoints of the original mesh-transformer-jax.
 
-A checkpoint consists of `step_N/shard_i/{0..15}.npz` and `meta.json`.  The files do not name their
-arrays, so this module defines the order and meaning of the arrays; `original_files` reads and
+A checkpoint consists of `step_N/shard_i/{0..15}.npz` and `meta.json`.  The files do not name the
+parameters, so this module defines the order and meaning of their arrays; `original_files` reads and
 writes the files.  A full checkpoint holds the step counts of Adam and of the learning-rate
 schedule, Adam's two moments, the parameters and the step.  A slim one holds only the parameters and
 the step.
@@ -42,11 +42,11 @@ _ROOT = "causal_transformer_shard/~/"
 
 
 class Rule(enum.Enum):
-    """How a parameter is divided among the shards of a checkpoint.
+    """How a parameter is divided among the shards of a checkpoint.  The values are descriptions.
 
-    Adam's moments follow the rule of their parameter, with two exceptions.  For a SUMMED parameter,
-    every shard holds the full moments.  For a FIRST parameter, shard 0 holds the moments, and the
-    other shards hold zeros.
+    Adam's moments are divided like their parameter, with two exceptions.  If the parameter is the
+    sum of the shards' arrays (SUMMED), every shard holds the full moments.  If only shard 0 holds
+    the parameter (FIRST), only shard 0 holds the moments, and the other shards hold zeros.
     """
 
     SPLIT = "each shard holds a block along one axis"
@@ -60,8 +60,8 @@ class Rule(enum.Enum):
 class Entry(NamedTuple):
     """One parameter in a mesh-transformer-jax checkpoint, and the leaf that holds it in our tree.
 
-    mesh-transformer-jax stores the parameters of each layer separately, so there is one entry per
-    layer.  Our tree stacks these parameters in a single leaf.
+    mesh-transformer-jax stores the parameters of each layer separately, so there is an `Entry` per
+    layer.  Our parameter tree stacks the layers in a single leaf.
 
     Attributes:
       name: mesh-transformer-jax's names of the module and the leaf, separated by a space.
@@ -149,7 +149,7 @@ def entries(config: Config, declared: Any) -> list[Entry]:
 def check_shards(
     config: Config, parameters: list[Entry], shards: int, where: str, remedy: str
 ) -> None:
-    """Raise InputError if the model cannot be split into this number of shards.
+    """Raise InputError if the model cannot be split into `shards` shards.
 
     Args:
       parameters: the model's parameters, from `entries`.
@@ -389,12 +389,12 @@ def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
 
     A full checkpoint holds Adam's moments, a slim one does not.
 
-    Returns:
-      " (N layers, full)" or " (N layers, slim)", or "" if no N fits.
-
     Args:
       held: the number of leaves in each shard.
       parameters: the parameters of the config's model, from `entries`.
+
+    Returns:
+      " (N layers, full)" or " (N layers, slim)"; "" if no number of layers fits.
     """
     others = sum(entry.layer is None for entry in parameters)
     per_layer = (len(parameters) - others) // config.layers
@@ -473,14 +473,15 @@ def _blocks(
 ) -> Iterator[tuple[str, Any, np.ndarray]]:
     """Read an entry from all shards, and yield its values in one or more blocks.
 
-    Each item is (description of the block for error messages, index expression that selects the
-    block in the unsharded parameter, values of the block).
-
     Args:
       group: "params", "mu" or "nu".
       number: the index of the entry in `source.entries`.
       dtype: the dtype that each shard's array must have.
       first_place: a description of the array that `dtype` was read from, for error messages.
+
+    Yields:
+      (description of the block for error messages, index that selects the block in the unsharded
+      parameter, values of the block).
     """
     entry, shards = source.entries[number], source.shards
     index, name = source.first[group] + number, f"{group}: {entry.name}"
@@ -508,8 +509,8 @@ def _blocks(
 def _joined(parts: list[np.ndarray], summed: bool) -> np.ndarray:
     """Return the sum of the shards' arrays in f32 if `summed`, otherwise their mean.
 
-    mesh-transformer-jax writes equal arrays to all shards.  To avoid rounding errors from adding
-    equal arrays, their sum is computed as a product, and their mean is the first array, unchanged.
+    mesh-transformer-jax writes equal arrays to all shards.  To avoid rounding errors, the sum of
+    equal arrays is computed as a product, and their mean is the first array, unchanged.
     """
     if all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
         return parts[0].astype(np.float32) * np.float32(len(parts)) if summed else parts[0]
@@ -522,7 +523,7 @@ def _leaves(
 ) -> list[Callable[[], Iterable[np.ndarray]]]:
     """Return one function per leaf of the checkpoint to write, in the order of the file format.
 
-    Each function returns the leaf's arrays, one per shard.
+    Each function computes and returns the arrays of its leaf, one per shard.
 
     Args:
       parameters: the model's parameters, from `entries`.

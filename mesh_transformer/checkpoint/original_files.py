@@ -42,7 +42,7 @@ def entry_numbers(folder: str, kind: str) -> list[int]:
 
 
 def step_folder(path: str) -> str:
-    """Return `path` itself if it is a step_<N>, else the newest step_<N> in this model folder.
+    """Return `path` itself if it is a step_<N>, else the newest step_<N> in the folder `path`.
 
     The newest step is the last one listed in meta.json.  If there is no meta.json, it is the one
     with the highest N.
@@ -90,7 +90,7 @@ def read_index(folder: str) -> dict[str, Any]:
     if not isinstance(steps, list) or not steps or not all(type(step) is int for step in steps):
         raise InputError(
             f"{path}: expected a mapping whose `checkpoints` is a list of steps, found "
-            f"{str(index)[:80]}; copy it again, or give the path of a step_<N>"
+            f"{str(index)[:80]}; copy this file again, or give the path of a step_<N> folder"
         )
     return index
 
@@ -126,7 +126,7 @@ def split(leaves: int) -> list[tuple[int, int]]:
 
 
 class Shard:
-    """One `shard_i` folder, whose leaves are read from disk on use."""
+    """One folder shard_<i> of a checkpoint, whose leaves (arrays) are read from disk on use."""
 
     def __init__(self, folder: str, shards: int) -> None:
         """List the leaves of a folder.
@@ -158,7 +158,7 @@ class Shard:
         return f"{path}: {member.removesuffix('.npy')} ({name})"
 
     def dtype(self, index: int, name: str, shape: tuple[int, ...]) -> np.dtype:
-        """Return the dtype of a leaf, from its header; see `read` for arguments and errors."""
+        """Return the dtype in a leaf's header; see `read` for the arguments and errors."""
         with self._opened(index, name, shape) as (_, dtype):
             return dtype
 
@@ -183,7 +183,10 @@ class Shard:
     def _opened(
         self, index: int, name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[Any, np.dtype]]:
-        """Check a leaf's header, then yield a stream that starts at the header, and the dtype."""
+        """Return a context manager that checks a leaf's header and yields (stream, dtype).
+
+        The stream starts at the header.
+        """
         path, member = self._places[index]
         try:
             with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
@@ -268,12 +271,12 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error):
         raise
     except Exception as error:  # numpy parses headers as Python, which may raise anything
-        raise ValueError(f"its header is not one of numpy's: {error}") from None
+        raise ValueError(f"its .npy header is damaged: {error}") from None
     return shape, dtype
 
 
 def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndarray]]]) -> None:
-    """Create the shards' folders and write the 16 pieces of each, leaf by leaf.
+    """Create the folders of all shards, and write 16 .npz files to each, leaf by leaf.
 
     Each file is byte for byte what `np.savez` would write.
 
@@ -309,7 +312,7 @@ def _write_piece(paths: Sequence[str], arrays: Iterator[list[np.ndarray]], count
 def _write_array(stream: Any, values: np.ndarray) -> None:
     """Write an array as `np.save` would, without the copies that `np.save` makes.
 
-    bfloat16, a dtype that numpy does not know, is written as "<V2".
+    The header of a bfloat16 array gives the dtype "<V2", because numpy does not know bfloat16.
     """
     values = np.asarray(values, order="C")
     header = {"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}

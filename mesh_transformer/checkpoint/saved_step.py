@@ -62,7 +62,7 @@ class SavedStep:
 
     @functools.cached_property
     def record(self) -> Integrity | None:
-        """The step's saved checksums; None if an earlier version saved the step without them."""
+        """The step's saved checksums; None if an earlier version of this library saved none."""
         with convert_failures(lambda error: self._unreadable(error, None)):
             return integrity.read(self.path)
 
@@ -92,14 +92,15 @@ class SavedStep:
 
     @functools.cached_property
     def leaves(self) -> dict[Path, Any]:
-        """The shape and dtype of each leaf, as {leaf path: metadata}; no array is read."""
+        """Orbax's metadata (shape, dtype and so on) of each leaf, by path; no array is read."""
         with replace_errors(self._damaged):  # Orbax has no exception class for damaged metadata
             return leaves(ocp.PyTreeCheckpointHandler().metadata(self.path / "state").tree)
 
     def open_leaf(self, path: Path) -> LazyLeaf:
         """Return one leaf as a `LazyLeaf`.
 
-        Checksums are verified on reading: per layer, or for the whole leaf if it has no layers.
+        If the step has checksums, each read verifies them: per layer, or for the whole leaf if it
+        has no layers.
 
         Raises:
           InputError: if the leaf cannot be opened.  Reading the `LazyLeaf` raises InputError if its
@@ -123,7 +124,7 @@ class SavedStep:
         return LazyLeaf(stored.shape, stored.dtype.numpy_dtype, read, layers=is_stacked(path))
 
     def restore(self, template: Any, *, only: Sequence[str] | None = None) -> Any:
-        """Restore the saved tree; each leaf is read directly into its sharding, and verified.
+        """Restore the saved tree, and read each leaf directly into its sharding.
 
         Args:
           template: nested dicts of jax.ShapeDtypeStruct with shardings, on any mesh.  The
@@ -133,8 +134,8 @@ class SavedStep:
 
         Raises:
           InputError: if a leaf is missing or unexpected, or differs from the template in shape or
-            integer dtype; this is checked before any array is read.  Also if the values of a leaf
-            differ from those that were saved.
+            integer dtype; this is checked before any array is read.  Also if the values that are
+            read do not match the checksums of the step.
         """
         template = template if only is None else {key: template[key] for key in only}
         expected = leaves(template)
@@ -192,7 +193,7 @@ class SavedStep:
 
     @functools.cached_property
     def _context(self) -> tuple[bool, tensorstore.Context]:
-        """Whether the arrays are in OCDBT format, and the tensorstore context to read them in."""
+        """Whether the arrays are in OCDBT format, and the tensorstore context to read them with."""
         with convert_failures(self._damaged):
             ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(self.path / "state")
         return ocdbt, ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
@@ -204,10 +205,10 @@ class SavedStep:
     def _unreadable(self, error: Exception, record: Integrity | None) -> Exception:
         """Return the error to raise for a failed read of this step.
 
-        An error whose class is not raised for failed reads, such as a TypeError, is returned
-        unchanged, unless a file of the step is damaged.  So are an InputError and an error of JAX's
-        devices.  Any other error becomes a DamagedError or, if the storage could not be accessed,
-        an InputError.
+        This is an InputError if the storage could not be accessed, or a DamagedError if the step's
+        files are damaged.  Three kinds of errors are returned unchanged: an InputError, an error of
+        JAX's devices and, if no damaged file is known, an error that indicates a bug, such as a
+        TypeError.
 
         Args:
           error: the exception that the read has raised.

@@ -17,7 +17,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def check_format(kind: str) -> None:
-    """Raise InputError if `kind` is not one of `FORMATS`."""
+    """Raise InputError if `kind` is not a checkpoint format: "original", "native" or "hf"."""
     if kind not in FORMATS:
         raise InputError(f"format is {kind!r}, expected one of {', '.join(FORMATS)}")
 
@@ -29,10 +29,10 @@ class Source:
     afterwards.
 
     Attributes:
-      path: the absolute path: a model folder, a step_N in one, or a Hugging Face folder.
+      path: the absolute path or URI of a model folder, a step_N or a Hugging Face folder.
       kind: the format: "original" (mesh-transformer-jax), "native" or "hf" (Hugging Face).
-      step: for native checkpoints, the step at `path`, or its newest step if `path` is a model
-        folder; None for other formats.
+      step: for native checkpoints, the step at `path` or, if `path` is a model folder, the newest
+        step in it; None for other formats.
     """
 
     def __init__(self, path: AnyPath, kind: Format | None = None):
@@ -63,7 +63,7 @@ class Source:
 
     @classmethod
     def of(cls, path: "AnyPath | Source") -> "Source":
-        """Return a `Source` for a path; if given a `Source`, return it unchanged."""
+        """Return the `Source` of a path; if `path` is a `Source` already, return it unchanged."""
         return path if isinstance(path, Source) else cls(path)
 
     def __fspath__(self) -> str:
@@ -104,8 +104,8 @@ class Source:
 def _is_original(folder: str) -> bool:
     """Return whether a folder holds a checkpoint of mesh-transformer-jax.
 
-    This is the case if the folder or a step in it has shards, or if its meta.json lists
-    checkpoints.
+    This is the case if the folder or a step in it has shards, or if the folder has a meta.json
+    that lists checkpoints.
     """
     steps = [name for name in files.names(folder) if step_number(name) is not None]
     folders = [folder, *(os.path.join(folder, step) for step in steps)]

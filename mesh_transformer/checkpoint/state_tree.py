@@ -1,4 +1,4 @@
-"""Operations on nested dicts of state, and checks that states match a config or a template."""
+"""Operations on states, which are nested dicts of arrays, and checks that they fit a config."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from mesh_transformer.util import InputError
 def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
     """Raise InputError if saved weights belong to a model that differs from the one in `config`.
 
-    Compares the configs, because the shapes of the weights do not show the number of heads, the
+    The configs are compared, because the shapes of the weights do not show the number of heads, the
     norm or the rotary dimensions.
 
     Args:
@@ -46,7 +46,7 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
 
 
 def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
-    """Raise InputError if a run with `config` cannot resume from a state saved with `saved`.
+    """Raise InputError if a run with `config` cannot resume from a saved state.
 
     Args:
       saved: the config, as a dict, that the state was saved with.
@@ -124,9 +124,13 @@ def cast_groups(
 
 
 def put_on_devices(host: Any, template: Any) -> Any:
-    """Copy a host state to the devices; return it in the template's shardings and dtypes.
+    """Copy a state from host memory to the devices, with the template's shardings and dtypes.
 
-    Leaves are read and copied one by one, and removed from `host`, to save host memory.
+    Leaves are copied one by one and removed from `host`, to save host memory.
+
+    Args:
+      host: nested dicts of numpy arrays or `LazyLeaf`s.
+      template: nested dicts of `ShapeDtypeStruct`s with shardings.
     """
     if isinstance(template, dict):
         return {key: put_on_devices(host.pop(key), leaf) for key, leaf in template.items()}
@@ -137,8 +141,8 @@ def put_on_devices(host: Any, template: Any) -> Any:
 def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
     """Return the leaves that a state is expected to have, as {path: array of zeros}.
 
-    Each array has the shape of its leaf.  Integer leaves have the expected dtype.  Floating leaves
-    are f32 here, but a state may hold them in another floating dtype.
+    The arrays only show the expected shapes and dtypes.  Floating leaves are f32 here, but a state
+    may hold them in another floating dtype.
 
     Args:
       declared: the `Declaration` of each parameter, as nested dicts.
@@ -157,16 +161,19 @@ def check_names(state: Any) -> None:
     names = [".".join(path) for path in leaves(state)]
     if len(set(names)) != len(names):
         duplicate = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two leaves of the state are both called {duplicate}")
+        raise ValueError(f"two leaves of the state are both called {duplicate}; rename a key")
 
 
 def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError if a checkpoint's leaves differ from the expected ones.
+    """Raise InputError if a checkpoint's leaves do not match the expected ones.
 
-    The checkpoint may have more top-level keys than expected.
+    Names, shapes and integer dtypes must be equal.  The checkpoint may have additional top-level
+    keys.
 
     Args:
       path: the checkpoint, for error messages.
+      saved: {leaf path: leaf or metadata} of the checkpoint.
+      expected: {leaf path: leaf or template}.
     """
     tops = {key[0] for key in expected}
     if missing := tops - {key[0] for key in saved}:
@@ -180,8 +187,7 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
 def check_state(state: dict[str, Any], declared: Any) -> None:
     """Raise InputError if a state's leaves do not match the declared parameters.
 
-    A leaf may be missing, be unexpected, or have another shape or dtype.  The state may lack Adam's
-    moments.
+    Names, shapes and integer dtypes must be equal.  The state may lack Adam's moments.
 
     Args:
       declared: the `Declaration` of each parameter, as nested dicts.
@@ -212,7 +218,7 @@ def _difference(actual: Any, expected: Any) -> str | None:
 
     Args:
       actual: the leaf; None if it is missing.
-      expected: the expected leaf; None if none is expected.
+      expected: the expected leaf; None if the leaf should not exist.
     """
     if actual is None:
         return f"is missing; the config expects shape {_shape(expected)}"

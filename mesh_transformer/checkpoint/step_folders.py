@@ -1,9 +1,9 @@
 """The folders `step_<N>` of a native model folder: which are complete, and which are left over.
 
 A model folder has no index file: its steps are found by listing it.  A step is complete if it has a
-commit file, which Orbax writes last.  A step folder that has Orbax's metadata file but no commit
-file is left over from an interrupted save or deletion, and the next writer deletes it.  Anything
-else named `step_*` is left alone.
+commit file, which Orbax writes last.  Without this file, a step folder is left over from an
+interrupted save or deletion if it has Orbax's temporary suffix or Orbax's metadata file, and the
+next writer deletes it.  Anything else named `step_*` is left alone.
 """
 
 import os
@@ -46,7 +46,7 @@ def committed_steps(folder: epath.Path) -> list[int]:
 
 
 def own_steps(folder: str) -> list[epath.Path]:
-    """Return the folders of all native steps in a model folder, committed or unfinished."""
+    """Return the step folders in a model folder: committed ones and unfinished ones."""
     with convert_storage_errors(f"model folder {folder}"):
         paths = entries(epath.Path(local_path(folder)))
         return [path for path in paths if is_committed(path) or is_unfinished(path)]

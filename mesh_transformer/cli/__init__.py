@@ -1,1 +1,1 @@
-"""The command-line scripts and their arguments."""
+"""The subcommands of the program `mesh-transformer`, and their flags."""

@@ -1,4 +1,4 @@
-"""Command-line flags shared by several scripts, and their conversion to library objects."""
+"""Command-line flags shared by several commands, and their conversion to configs and options."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ TPU_KEYS = ("tpu_zone", "tpu_generation", "tpu_runtime_version")
 
 
 class RunOptions(TypedDict):
-    """Keyword arguments of `training.loop.train` and `pod.restarts.train`."""
+    """Options of a training run, passed as keywords to `loop.train` or `restarts.train`."""
 
     max_steps: int | None
     tune_model_path: str | None
@@ -22,7 +22,7 @@ class RunOptions(TypedDict):
 
 
 def positive(text: str) -> int:
-    """Parse the text of a flag as a positive integer, for argparse."""
+    """Parse a flag's value as a positive integer; for use as argparse's `type`."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
@@ -111,11 +111,11 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
       InputError: if flags contradict each other, or the config is invalid.
     """
     if args.fresh_opt and args.tune_model_path is None:
-        raise InputError("--fresh-opt requires --tune-model-path; add it, or remove --fresh-opt")
+        raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
     for name in ("max_steps", "fresh_opt", "fall_back", "new"):
         if args.mode == "eval" and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} is for training; remove it or --mode eval")
+            raise InputError(f"{flag} is for training; remove {flag} or --mode eval")
     config = Config.load(args.config, args.version, settings(args))
     if config.total_steps is None and args.max_steps is not None:
         config = config.replace(total_steps=args.max_steps)  # the learning rate decays until then
@@ -150,7 +150,8 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
     """Return (path of the model, config) from the values of `model_parser`'s flags.
 
-    The config is None if neither --config nor --set is given.
+    The config is None if neither --config nor --set is given; the config stored with the model then
+    applies.
 
     Raises:
       InputError: if neither --config nor --model-path is given, if --version is given without
@@ -171,7 +172,7 @@ def add_key_arguments(parser: argparse.ArgumentParser):
     """Add the flags --batch, --accumulate, --zero and --remat, which override config keys.
 
     Returns:
-      The argument group of these flags, to which a script can add flags for further keys.
+      The argument group of these flags.  A command can add flags for more config keys to it.
     """
     keys = parser.add_argument_group("config keys to override")
     keys.add_argument("--batch", type=positive, help="sequences per replica and microbatch")
@@ -182,7 +183,7 @@ def add_key_arguments(parser: argparse.ArgumentParser):
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags shared by the scripts that create training records."""
+    """Add the flags shared by the commands that create training records."""
     parser.add_argument(
         "--output-dir",
         default=".",
@@ -203,11 +204,11 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the flags that choose the hosts to run the model on, and the timeouts for these hosts.
+    """Add the flags that choose the hosts to run the model on, and the timeouts of these hosts.
 
     Args:
-      required: whether --tpu or --local-hosts must be given.  If False, the model runs in the
-        script's own process when neither is given.
+      required: whether the user must give --tpu or --local-hosts.  If False and neither flag is
+        given, the model runs in the command's own process.
     """
     hosts = parser.add_mutually_exclusive_group(required=required)
     hosts.add_argument(
@@ -279,9 +280,9 @@ def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_tpu_arguments(args: argparse.Namespace) -> None:
-    """Raise InputError if a flag of `add_tpu_arguments` is given.
+    """Raise InputError if a flag of `add_tpu_arguments` is given, as all of them require `--tpu`.
 
-    This must be called only if `--tpu` is not given.
+    Call this only if `--tpu` is not given.
     """
     for name in (
         *TPU_KEYS,
@@ -301,8 +302,9 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
     """Return the spec of the TPU to create, and the options of the SSH login to its hosts.
 
-    Both are built from the values of the flags added by `add_tpu_arguments`.  The config supplies
-    the properties of the TPU for which no flag is given.
+    Args:
+      args: the values of `--tpu` and of the flags added by `add_tpu_arguments`.
+      config: determines the properties of the TPU that no flag sets, such as its zone.
     """
     changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
     ssh_flags = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}

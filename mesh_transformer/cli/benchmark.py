@@ -162,15 +162,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """Return the name of the preset to measure if --config is not given."""
+    """Return the name of the preset model (--model) to measure if --config is not given."""
     return args.model or MODEL_OF.get(args.hardware, "gpt-j-6b" if args.hardware else "tiny")
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Return the config to measure.
+    """Return the config to measure: that of --config or --model, changed by the other flags.
 
-    It is read from --config or from the preset, and then changed as the other flags say.  --dp and
-    --mp set the size of the mesh.
+    --dp sets the number of replicas in the mesh, and --mp the number of devices per replica.
     """
     name = model_name(args)
     if args.config is not None:
@@ -207,7 +206,7 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
     """Create a temporary folder, and delete it when the `with` block ends.
 
     Args:
-      parent: the folder in which to create it; None for the system's temporary folder.
+      parent: where to create the folder; None for the system's temporary folder.
     """
     if parent is not None and not parent.is_dir():
         raise InputError(f"--folder {parent} is not a folder; create it first")
@@ -223,7 +222,7 @@ def one_core() -> Iterator[None]:
     """
     if not hasattr(os, "sched_setaffinity"):
         raise InputError(
-            "--loader needs an operating system that can pin it to one core; use Linux"
+            "--loader must pin this process to one CPU core; run it on Linux, which allows this"
         )
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -234,12 +233,12 @@ def one_core() -> Iterator[None]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the measurement that the flags select, and return the object to print with --json."""
+    """Run the measurement that the flags select, and return the dict that --json prints."""
     config, mode = config_of(args), mode_of(args)
     if args.warmup < 0:
         raise InputError(f"--warmup is {args.warmup}, expected at least 0")
     if args.profile is not None and mode != "train":
-        raise InputError(f"--profile records train steps; remove it or --{mode}")
+        raise InputError(f"--profile records only train steps; remove --profile or --{mode}")
     if args.every_host and mode in ("checkpoint", "loader"):
         raise InputError(f"--{mode} measures a single host; remove --every-host")
 
@@ -295,9 +294,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_info(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
-    """Return the entries of the result that describe the measurement.
+    """Return a description of a measurement, which `measure` adds to its results.
 
-    They are the mode, model, config, mesh, hardware, software versions, date and command.
+    It contains the mode, model, config, mesh, hardware, software versions, date and command.
     """
     from mesh_transformer.model import flops
 

@@ -1,15 +1,18 @@
 """Create training records from prompts and completions, with loss on the completions only.
 
-Each input line is a JSON object with the strings `prompt` and `completion`.  No separator is added
-between the two; if one is wanted, include it in one of the strings.
+Each input line is a JSON object with the strings `prompt` and `completion`.  The two strings are
+tokenised separately and joined without a separator, so include any space or newline between them
+in one of the strings.
 
-A record holds one pair of prompt and completion, the end-of-text token, and padding.  Its features
-are those of Cerebras' records: `input_ids`, `labels` (the next tokens) and `input_mask`, which is 1
-where the label is a token of the completion or the end-of-text token after it.
+A record holds one prompt, its completion, the end-of-text token, and padding.  Its features are
+`input_ids`, `labels` (the next tokens) and `input_mask`, which is 1 where the label is a token of
+the completion or the end-of-text token after it.
 
-With `--pack`, a record holds as many pairs as fit.  A further feature, `segment_ids`, keeps the
-pairs apart, so that each pair trains as it would in its own record.  Less computation is then
-wasted on padding.  Records are in the order of the input lines.
+With `--pack`, a record holds as many pairs of prompt and completion as fit, which wastes less
+computation on padding.  An additional feature, `segment_ids`, numbers the pairs in a record.  Pairs
+do not attend to each other, so each trains as it would in its own record.
+
+Records are in the order of the input lines.
 """
 
 import argparse
@@ -64,9 +67,9 @@ class Text:
     prompt: int
 
     def __len__(self) -> int:
-        """The number of positions that the pair takes in a record.
+        """Return the number of positions that the pair takes in a record.
 
-        The end-of-text token is only a label and never an input, so it takes no position.
+        The end-of-text token takes no position, because it is only a label and never an input.
         """
         return len(self.tokens) - 1
 
@@ -88,10 +91,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def no_pairs_error(path: str, bad: BadInputHandler) -> InputError:
-    """Return the error to raise if the files at `path` have no pair that can be used."""
+    """Return the error to raise if the files at `path` have no usable prompt and completion.
+
+    Args:
+      bad: the handler that has counted the unusable lines, for the message.
+    """
     skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
     return InputError(
-        f'{path}: no pairs{skipped}; give files with lines like {{"prompt": "...", '
+        f'{path}: found no pairs{skipped}; give files with lines like {{"prompt": "...", '
         '"completion": "..."}'
     )
 
@@ -103,7 +110,7 @@ def read_pairs(
 
     Args:
       bad: called for each unusable line.
-      progress: called repeatedly with the number of bytes read since its last call.
+      progress: called repeatedly with the number of bytes read since the previous call.
     """
     with open_input(path, bad) as raw:
         before = 0
@@ -117,17 +124,21 @@ def read_pairs(
 
 
 def pair_of(value: Any, where: str) -> Pair:
-    """Return the pair of prompt and completion in the JSON value of an input line.
+    """Return the prompt and completion of an input line.
+
+    Args:
+      value: the parsed JSON of the line.
+      where: the file and number of the line, for the error message.
 
     Raises:
-      BadInputError: if a string is missing or the completion is empty; the message starts with the
-        location `where`.
+      BadInputError: if a string is missing or the completion is empty.
     """
     mapping = value if isinstance(value, dict) else {}
     texts = [mapping[key] for key in Pair._fields[1:] if isinstance(mapping.get(key), str)]
     if len(texts) < 2 or not texts[1]:
         raise BadInputError(
-            "no pair", f"{where}: expected strings `prompt` and `completion`, the latter not empty"
+            "no pair",
+            f"{where}: expected strings `prompt` and `completion`; only `prompt` may be empty",
         )
     return Pair(where, *map(replace_surrogates, texts))
 
@@ -135,9 +146,13 @@ def pair_of(value: Any, where: str) -> Pair:
 def read_records(
     pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler, *, pack: bool
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield records of the pairs, each as a dict of features (see `record`).
+    """Yield the training records of the pairs, each as a dict of features (see `record`).
 
     Each record holds one pair or, if `pack` is true, as many consecutive pairs as fit.
+
+    Args:
+      seq: tokens per record.
+      bad: called for each pair that is longer than `seq` tokens.
     """
     texts: list[Text] = []
     for text in tokenized(pairs, tokenizer, seq, bad):
@@ -150,7 +165,7 @@ def read_records(
 
 
 def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler) -> Iterator[Text]:
-    """Yield the tokenised pairs, except those longer than `seq`, for which `bad` is called."""
+    """Yield the tokenised pairs that fit in `seq` tokens, and call `bad` for each longer pair."""
     pairs = iter(pairs)
     while batch := list(islice(pairs, TOKENIZER_BATCH)):
         prompts, completions = (
@@ -174,7 +189,7 @@ def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np
 
     Args:
       texts: the tokenised pairs in the record; one pair if `pack` is false.
-      end: the end-of-text token, which also serves as padding.
+      end: the id of the end-of-text token, which also serves as padding.
     """
     columns = {
         "input_ids": [text.tokens[:-1] for text in texts],
@@ -194,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
-        raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; choose another")
+        raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; give another")
     bad = BadInputHandler(options.skip_bad)
     files = find_files(options.input_path, FILE_TYPES)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:

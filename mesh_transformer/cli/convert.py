@@ -1,4 +1,4 @@
-"""Convert checkpoints between mesh-transformer-jax's format, the native one and Hugging Face's.
+"""Convert checkpoints between the formats of mesh-transformer-jax, Hugging Face and this library.
 
 Example:
 mesh-transformer convert --from original step_383500 --to hf gpt-j --config 6B_roto_256
@@ -90,7 +90,11 @@ def main() -> None:
 def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
     """Return the config that --config and --set select, or None if neither flag is given.
 
-    With None, the conversion uses the config stored in the source checkpoint.
+    If the result is None, the conversion uses the config stored in the source checkpoint.
+
+    Args:
+      source: the path of the source checkpoint.
+      kind: the format of the source checkpoint.
     """
     changes = settings(args)
     if args.config:
@@ -101,7 +105,7 @@ def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert a checkpoint; with --verify, also compare the logits of source and target.
+    """Convert a checkpoint; with --verify, also compare the logits of both checkpoints.
 
     Raises:
       StoppedError: if the logits differ by more than rounding errors can explain.

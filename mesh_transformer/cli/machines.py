@@ -1,4 +1,4 @@
-"""Provide the hosts that a command's flags choose, and start the model on them."""
+"""Provide the hosts that a command's flags choose, and start a model on these hosts."""
 
 import argparse
 import contextlib
@@ -25,8 +25,8 @@ def machines_of(
     """Return a context manager that provides the hosts chosen by the command's flags.
 
     The hosts are those of a TPU (--tpu) or processes on this machine (--local-hosts).  The context
-    manager yields a function that returns the hosts.  Call the function before each attempt to run
-    on them, because it restarts Ray and recreates the TPU if necessary.
+    manager yields a function that returns the hosts.  Call this function before each attempt to
+    start the model, because it also restarts Ray and recreates the TPU if necessary.
 
     Args:
       args: the values of the flags added by `add_host_arguments`.
@@ -47,14 +47,14 @@ def running_model(
 ) -> "Iterator[CausalTransformer | RestartingCluster]":
     """Return a context manager that yields a network for inference, with the weights at `path`.
 
-    JAX's persistent compilation cache is enabled first.
+    This also enables JAX's persistent compilation cache.
 
     Args:
       args: the values of the flags added by `add_host_arguments`.  If neither --tpu nor
         --local-hosts is given, the network runs in this process.
-      config: the network's config; None to use the one stored at `path`.
-      only_generate: whether to call `CausalTransformer.only_generate`, which frees memory; the
-        network can then only generate and score.
+      config: the network's config; None to use the config stored at `path`.
+      only_generate: whether to free all memory that generation does not need.  The network can then
+        only generate and score (see `CausalTransformer.only_generate`).
     """
     from mesh_transformer.mesh.program import use_compilation_cache
 

@@ -1,4 +1,4 @@
-"""The command-line program mesh-transformer, whose subcommands are the modules of this folder."""
+"""The command-line program `mesh-transformer`; each subcommand is a module of this package."""
 
 import difflib
 import importlib
@@ -29,7 +29,7 @@ COMMANDS = {
 def main() -> int | None:
     """Run the subcommand that the first command-line argument names.
 
-    The arguments after its name are passed on to the subcommand.
+    The remaining arguments are passed to the subcommand.
 
     Returns:
       The exit status, where None means 0.
@@ -72,7 +72,7 @@ def usage() -> str:
 
 
 def description(name: str) -> str:
-    """Return the first line of the docstring of a subcommand's module, without the final dot."""
+    """Return a subcommand's one-line description: the first line of its module's docstring."""
     return (_module(name).__doc__ or "").partition("\n")[0].removesuffix(".")
 
 

@@ -18,7 +18,7 @@ CPU_MINUTES = 10
 
 
 def above_0(text: str) -> float:
-    """Convert a command-line value to a positive number; for the `type` of an argparse argument."""
+    """Parse a flag's value as a positive number; for use as argparse's `type`."""
     try:
         value = float(text)
     except ValueError:
@@ -77,7 +77,7 @@ def base_config(path: str, config: str) -> Config:
 
     Args:
       config: a config file, or the name of a config shipped with the library.  It is used only if
-        the model is a checkpoint of mesh-transformer-jax, because these do not store their config.
+        the model is a checkpoint of mesh-transformer-jax, because such checkpoints store no config.
     """
     source = Source(path)
     return Config.load(config) if source.kind == "original" else source.config
@@ -86,7 +86,7 @@ def base_config(path: str, config: str) -> Config:
 def check_same_tokenizer(train: str, val: str) -> None:
     """Raise InputError if training and validation records were created with different tokenizers.
 
-    The check is skipped if the tokenizer of either is unknown.
+    The check is skipped if either tokenizer is unknown.
 
     Args:
       train: the path of the index of the training records.
@@ -101,10 +101,10 @@ def check_same_tokenizer(train: str, val: str) -> None:
 
 
 def tokenizer_keys(name: str | None) -> dict[str, Any]:
-    """Return the config keys that select a tokenizer, with their values.
+    """Return the values of the config keys `tokenizer` and `n_vocab` for a tokenizer.
 
-    The keys are `tokenizer` and `n_vocab`.  The value of `n_vocab` is the tokenizer's number of
-    tokens, rounded up to a multiple of 256.  If `name` is None or "gpt2", the dict is empty.
+    `n_vocab` is the tokenizer's number of tokens, rounded up to a multiple of 256.  If `name` is
+    None or "gpt2", the dict is empty, so that the config keeps its own values.
     """
     if name in (None, "gpt2"):
         return {}

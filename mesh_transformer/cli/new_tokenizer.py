@@ -1,4 +1,4 @@
-"""Train a tokenizer on text files, for a model that is trained on this text alone."""
+"""Train a tokenizer on text files, for a model trained from scratch on the same files."""
 
 import argparse
 from collections.abc import Iterator
@@ -35,11 +35,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def texts(path: str, skip_bad: bool) -> Iterator[str]:
-    """Yield the text of a file or folder piece by piece, with a progress bar.
+    """Yield the text of a file, or of all files in a folder, piece by piece; show a progress bar.
 
     Raises:
-      InputError: if there is no text file at `path`, if a file cannot be read, or if input is
-        unusable and `skip_bad` is false.
+      InputError: if there is no text file at `path`, or if a file cannot be read.  Also if a
+        document in a file is damaged, unless `skip_bad` is true; it is then left out.
     """
     paths, bad = find_files(path, FILE_TYPES), BadInputHandler(skip_bad)
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:

@@ -68,17 +68,18 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
     Args:
       dp: the number of replicas; None if --dp is not given.
       mp: the number of devices per replica; None if --mp is not given.
-      default: the result if neither --dp nor --mp is given, or `devices` if that is smaller.
-      devices: the number of devices in the mesh.
+      default: the number of devices per replica if neither --dp nor --mp is given.  A default
+        above `devices` is reduced to `devices`.
+      devices: the number of devices of the slice, all of which the mesh must use.
 
     Raises:
-      InputError: if no mesh with the given dp and mp has exactly `devices` devices.
+      InputError: if dp times mp cannot be `devices`.
     """
     if mp is None:
         mp = min(default, devices) if dp is None else devices // max(dp, 1)
     if mp < 1 or devices % mp or dp not in (None, devices // mp):
         raise InputError(
-            f"no mesh with --dp {dp or 'any'} and --mp {mp} has the slice's {devices} devices; "
+            f"--dp {dp or 'any'} x --mp {mp} must equal the slice's {devices} devices; "
             "change --dp or --mp"
         )
     return mp
@@ -87,8 +88,12 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
 def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
     """Return the config keys that the command-line flags override, with their new values.
 
-    Without --search, the key cores_per_replica is always included.  With --search, it is included
-    only if --dp or --mp is given.
+    The key cores_per_replica (mp) is left out if --search is given without --dp and --mp, so that
+    the search can choose mp.
+
+    Args:
+      devices: the number of devices of the slice.
+      default_mp: the number of devices per replica if neither --dp nor --mp is given.
     """
     changes: dict[str, Any] = {
         "zero": args.zero,

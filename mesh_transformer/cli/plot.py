@@ -20,13 +20,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read a file metrics.jsonl, which holds one JSON object of metrics per line.
+    """Return the rows of a file metrics.jsonl, each a dict from metric names to values.
 
     Args:
       path: the file, or the model folder that contains it.
 
     Raises:
-      InputError: if the file cannot be read, is not in the JSON Lines format, or has no rows.
+      InputError: if the file cannot be read, is not in JSON Lines format, or has no rows.
     """
     if files.is_folder(path):
         path = os.path.join(path, NAME)
@@ -42,7 +42,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
             f"{path}: not a metrics.jsonl ({error}); give a model folder, or its metrics.jsonl"
         ) from None
     if not rows:
-        raise InputError(f"{path} has no rows yet; train first")
+        raise InputError(f"{path} has no rows yet; train the model first")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Generate text with a trained model, for one --prompt or for prompts that are typed in."""
+"""Generate text with a trained model, for one --prompt or for prompts typed interactively."""
 
 import argparse
 

@@ -1,16 +1,18 @@
 """Create training records from text files.
 
-Documents are tokenised once, file by file, and stored in a work folder next to the result, or in
-the current folder if the result is uploaded to a bucket.  Shuffling reorders only the indices of
-documents and sequences, and leaves the tokens on disk, so a corpus may be larger than memory.  If a
-run is interrupted at any point, the same command resumes it.  The result is then byte-identical to
-that of an uninterrupted run.
+Tokens and progress are first stored in the folder NAME.partial, where NAME is the name of the
+record set.  This folder is in the output folder or, if the output folder is in a bucket, in the
+current folder.  If the command is interrupted, the same command resumes, and writes the same bytes
+as an uninterrupted run.
 
-The records have the format of the original mesh-transformer-jax, and hold the same sequences as the
-records that it would write.  The order is also the same if the seed and the order of the files are
-the same.  There is one difference, at the end of each shuffled epoch.  The original drops the
-tokens that are left after the last full sequence, or that sequence if no tokens are left.  Here
-nothing is dropped, and the tokens that are left begin the next epoch.
+The text may be larger than memory, because the tokens stay on disk, and only the indices of
+documents and sequences are shuffled in memory.
+
+The records have the format of the original mesh-transformer-jax.  Given the same files in the same
+order and the same seed, the sequences and their order are also the same, with one exception.  At
+the end of each shuffled epoch, the original drops the incomplete last sequence, or the last
+complete one if none is incomplete.  This command drops neither: the tokens of an incomplete
+sequence begin the next epoch.
 """
 
 import argparse
@@ -110,16 +112,16 @@ def add_cleaning(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def work_folder(folder: Path, new: bool) -> Iterator[None]:
-    """Create the folder in which a record set is built, and lock it against other runs.
+    """Create a temporary folder in which to build a record set, and lock it against other runs.
 
     The folder is removed when the `with` block completes, or if the block raises InputError before
     any progress was saved.  In all other cases the folder remains, so that a later run can resume.
 
     Args:
-      new: whether to discard the progress of an earlier run.
+      new: whether to discard the progress of an earlier run in the same folder.
 
     Raises:
-      InputError: if another run holds the lock.
+      InputError: if another run has locked the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -127,7 +129,7 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(
-                f"{folder}: another run uses this folder; wait until it ends"
+                f"{folder}: another run uses this folder; wait until that run ends"
             ) from error
         if new or not (folder / PROGRESS).exists():
             for path in folder.iterdir():
@@ -147,14 +149,15 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
 
 
 def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
-    """Build a record set in the folder `work`, and move it to its final place.
+    """Build a record set in the folder `work`, then move or upload it to the output folder.
 
     Args:
-      base: the path of the finished record set, without a file extension.  If the record set is
-        uploaded to a bucket, this is a path in `work`, from which it is uploaded.
+      base: the local path of the finished record set, without a file extension.  If the output
+        folder is in a bucket, this path is inside `work`, and the files are uploaded from there.
+      work: a folder for temporary files, from `work_folder`.
 
     Returns:
-      A line of text that describes the result.
+      A one-line summary to print.
 
     Raises:
       InputError: if the input is unusable, or if there is not enough text for a single sequence.
@@ -211,7 +214,7 @@ def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -
     """Raise InputError if the record set already exists, but was created with other settings.
 
     Args:
-      manifest: the entries "tokenizer" and "options" of the new set's manifest.
+      manifest: the entries "tokenizer" and "options" of the new record set's manifest.
     """
     path = f"{os.path.join(options.output_dir, options.name)}.manifest.json"
     if not is_file(path):
@@ -253,7 +256,7 @@ def no_sequence_error(
     skipped_text = f" (skipped: {format_counts(skipped)})" if skipped else ""
     if not len(corpus.sizes):
         return InputError(
-            f"{options.input_path}: all its files are empty{skipped_text}; expected text"
+            f"{options.input_path}: all its files are empty{skipped_text}; add text to them"
         )
     found = f"{options.input_path}: found {len(corpus.tokens)} tokens{skipped_text}"
     if len(corpus.tokens) <= options.seq:
@@ -268,7 +271,7 @@ def no_sequence_error(
 
 
 def skipped_counts(sources: list[Source]) -> dict[str, int]:
-    """Return, for each reason, the number of items that were skipped in all source files."""
+    """Return the number of skipped items in all source files together, by reason."""
     counts: collections.Counter[str] = collections.Counter()
     for source in sources:
         counts.update(source.skipped)
@@ -313,13 +316,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
-        raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; choose another")
+        raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; give another")
     for one_set in [options] if options.name else by_file(options):
         make_set(one_set, tokenizer)
 
 
 def make_set(options: argparse.Namespace, tokenizer) -> None:
-    """Build the record set `options.name`, or resume building it, and print a summary."""
+    """Create the record set `options.name`, or resume an interrupted run, and print a summary."""
     name, output = options.name, options.output_dir
     check_bucket(output)
     work = Path("." if is_uri(output) else output) / f"{name}.partial"

@@ -1,8 +1,8 @@
 """Tokenised documents on disk, written by a run that can be interrupted and resumed at any point.
 
-Used by the command `mesh-transformer records`.  While text is tokenised, only a few batches of it
-are in memory at once.  The finished corpus takes 16 bytes of memory per document, because its
-tokens stay on disk.
+Used by the command `mesh-transformer records`.  Only a few batches of text are in memory while the
+text is tokenised.  The finished corpus takes 16 bytes of memory per document, because its tokens
+stay on disk.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ ENDS = np.dtype(np.int64)
 
 
 class Corpus:
-    """Concatenated tokenised documents.
+    """The tokens of all documents, concatenated.
 
     Args:
-      tokens: the tokens of all documents, [number of tokens].
+      tokens: the token ids, [number of tokens].
       ends: for each document, the position in `tokens` after its last token, [number of documents].
     """
 
@@ -52,7 +52,7 @@ class Source:
 
     Attributes:
       name: the file's name without its folder.
-      bytes: the file's size.
+      bytes: the file's size in bytes.
       changed: the file's modification time in nanoseconds.
       sha256: the hash of the file's content; empty until the whole file has been read.
       documents: the number of the file's documents in the corpus.
@@ -84,9 +84,9 @@ class Progress:
       settings: the settings that the corpus depends on, besides the text files.
       names: the names of all text files, in reading order.
       sources: the text files that are completely tokenised.
-      current: the file that is partly tokenised, or None.
+      current: the text file that is partly tokenised, or None.
       pieces: the number of pieces of the file `current` that are tokenised.  A piece is a document
-        or part of a long one.
+        or part of a long document.
       tokens: the number of valid tokens on disk; a resumed run discards any tokens after them.
       documents: the number of complete documents in the corpus.
       last_end: the number of tokens in all complete documents together.
@@ -124,7 +124,7 @@ class Progress:
     def checked(self, new: "Progress", files: list[str], folder: Path) -> "Progress":
         """Return this progress if the run described by `new` can resume from it.
 
-        Text files that are completely tokenised must be unchanged.  If the file that is partly
+        Text files that are completely tokenised must be unchanged.  If the text file that is partly
         tokenised was modified, the returned progress starts that file over.
 
         Args:
@@ -161,7 +161,7 @@ class Batch(NamedTuple):
     """A batch of pieces of text to be tokenised together.
 
     Attributes:
-      items: pieces in reading order; after the last piece of a file comes the file's `Source`.
+      items: pieces in reading order.  The last piece of a file is followed by the file's `Source`.
       current: the file that the last item belongs to; None in the last batch of a run.
     """
 
@@ -175,15 +175,19 @@ class Batch(NamedTuple):
 class Tokenizing:
     """A run that tokenises text files into a corpus.
 
-    If `folder` holds the progress of an interrupted run, this run resumes it.
+    If `folder` holds the progress of an interrupted run, this run resumes from it.
 
     Args:
-      folder: an existing folder, in which the corpus and its progress are stored.
+      folder: an existing folder, in which the corpus and the run's progress are stored.
       files: the paths of the text files, in reading order.
       settings: the settings that the corpus depends on, besides the text files.  An interrupted
         run can only be resumed with equal settings.
       clean: a function applied to each piece of text before tokenisation.
       skip_bad: whether to skip and count unusable input instead of raising InputError.
+
+    Raises:
+      InputError: at construction, if `folder` holds the progress of a different run (see
+        `Progress.checked`).
     """
 
     def __init__(
@@ -203,7 +207,11 @@ class Tokenizing:
             self.progress = Progress.load(folder / PROGRESS).checked(self.progress, files, folder)
 
     def run(self) -> Corpus:
-        """Tokenise all text that is not tokenised yet, and return the complete corpus."""
+        """Tokenise all text that is not tokenised yet, and return the complete corpus.
+
+        Raises:
+          InputError: if a text file cannot be read, or is unusable and `skip_bad` is false.
+        """
         progress = self.progress
         with (
             self._open_valid("tokens", progress.tokens * self.dtype.itemsize) as tokens,
@@ -274,9 +282,11 @@ class Tokenizing:
             yield Batch(items, None)
 
     def _items(self, file: str, source: Source, pieces: int, bar: tqdm) -> Iterator[Piece | Source]:
-        """Yield the cleaned pieces of a file without the first `pieces` ones, and then `source`.
+        """Yield the cleaned pieces of a file, and then `source` with `sha256` and `skipped` set.
 
-        Before `source` is yielded, its fields `sha256` and `skipped` are filled in.
+        Args:
+          source: the `Source` of the file.
+          pieces: the number of pieces to skip at the start, because they are tokenised already.
         """
         bad = BadInputHandler(self.skip_bad)
         all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
@@ -290,7 +300,13 @@ class Tokenizing:
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
     ) -> None:
-        """Append the tokens of a batch to the corpus files, and update the progress in memory."""
+        """Append a batch to the corpus files, and update the progress in memory.
+
+        Args:
+          encoded: the token ids of each piece in the batch.
+          tokens: the file of all tokens.
+          ends: the file of the documents' ends, as in `Corpus`.
+        """
         progress, rows = self.progress, iter(encoded)
         for item in batch.items:
             if isinstance(item, Source):
@@ -319,7 +335,7 @@ class Tokenizing:
     def _save(self, *written: IO[bytes]) -> None:
         """Flush the corpus files to disk, and then save the progress.
 
-        In this order, the saved progress never counts data that are not on disk.
+        The progress is saved last, so that it never counts tokens that are not on disk yet.
         """
         for file in written:
             file.flush()

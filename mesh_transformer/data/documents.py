@@ -1,4 +1,4 @@
-"""Reads documents from text files and archives, in pieces that fit in memory; cleans up text."""
+"""Reads documents from text files and archives, piece by piece, and cleans up text."""
 
 import collections
 import contextlib
@@ -81,7 +81,7 @@ MAX_PRINTED = 20  # skipped items that a `BadInputHandler` prints; further ones 
 
 
 class BadInputError(InputError):
-    """A document, a line or the rest of a file is unusable; the remaining input can still be read.
+    """Error for an unusable line or document, or a damaged file; other input can still be read.
 
     Attributes:
       reason: a short category, such as "not JSON"; skipped items are counted by category.
@@ -93,10 +93,13 @@ class BadInputError(InputError):
 
 
 class BadInputHandler:
-    """Handler to be called with a BadInputError for each unusable item of the input.
+    """Stops at unusable input, or skips and counts it.
 
-    If `skip` is false, the call raises InputError.  If `skip` is true, the call counts the item
-    under the error's reason.  It also prints the error, but only for the first MAX_PRINTED items.
+    Call the handler with a BadInputError for each unusable item.
+
+    Args:
+      skip: if false, each call raises InputError.  If true, each call counts the item by the
+        error's reason, and the first 20 (`MAX_PRINTED`) calls also print the error.
 
     Attributes:
       counts: the number of skipped items by reason.
@@ -108,7 +111,7 @@ class BadInputHandler:
 
     def __call__(self, error: BadInputError) -> None:
         if not self.skip:
-            raise InputError(f"{error}; fix it, or skip bad input with --skip-bad")
+            raise InputError(f"{error}; fix the input, or skip such input with --skip-bad")
         if self.count < MAX_PRINTED:
             tqdm.write(f"skipped: {error}")
         self.counts[error.reason] += 1
@@ -127,8 +130,8 @@ def format_counts(counts: dict[str, int]) -> str:
 def find_files(path: str, types: tuple[str, ...]) -> list[str]:
     """Return the paths of the input files at `path`.
 
-    If `path` is a file, the result is this path alone.  If `path` is a folder, the result lists the
-    folder's files, sorted by name.  Files in subfolders are left out.
+    If `path` is a file, the result contains only `path`.  If `path` is a folder, the result
+    contains the folder's files, sorted by name, without those in subfolders.
 
     Args:
       types: the accepted endings of file names; a folder's other files are left out.
@@ -145,14 +148,14 @@ def find_files(path: str, types: tuple[str, ...]) -> list[str]:
         raise InputError(f"{path}: no such file or folder; check the path")
     if not paths or not paths[0].endswith(types):
         raise InputError(
-            f"{path}: no text found, expected files ending in {', '.join(types)}; rename "
-            "plain text to .txt"
+            f"{path}: no text found, expected files ending in {', '.join(types)}; rename or "
+            "convert the files"
         )
     return paths
 
 
 def left_out(path: str, types: tuple[str, ...]) -> list[str]:
-    """Return the names of entries of the folder `path` that `find_files` leaves out.
+    """Return the names of the entries in the folder `path` that `find_files` leaves out.
 
     Hidden entries are not returned.  The result is empty if `path` is not a folder.
     """
@@ -186,8 +189,8 @@ def open_input(path: str, bad: BadInputHandler) -> Iterator[IO[bytes]]:
 class ZstandardReader(io.RawIOBase):
     """A stream of the decompressed contents of zstandard frames.
 
-    Unlike the reader of the zstandard package, it raises ZstdError if the last frame is incomplete
-    or if the input has no frames.
+    Unlike the zstandard package's own reader, this stream raises ZstdError if the last frame is
+    incomplete, or if the input has no frames.
     """
 
     def __init__(self, raw: IO[bytes]):
@@ -266,7 +269,7 @@ def not_utf8_error(where: str, invalid: bytes) -> BadInputError:
 def replace_surrogates(text: str) -> str:
     """Replace unpaired surrogates with `?`, because UTF-8 cannot encode them.
 
-    Text parsed from JSON can contain them.
+    Strings in JSON can contain unpaired surrogates as escapes, such as "\\ud800".
     """
     return text.encode(errors="replace").decode()
 
@@ -283,8 +286,8 @@ class Piece(NamedTuple):
 
     Attributes:
       is_end: whether this is the document's last piece.
-      is_bad: whether the document is unusable.  If true, the document's earlier pieces must be
-        dropped, and it has no further pieces.
+      is_bad: whether the document is unusable.  If true, the caller must drop the document's
+        earlier pieces; no further pieces of the document follow.
     """
 
     text: str
@@ -298,9 +301,10 @@ def read_pieces(
     """Yield the documents of a file, piece by piece.
 
     Args:
-      separator: the text that separates documents; empty documents are dropped.
+      separator: the text that separates documents, such as "<|endoftext|>"; empty documents are
+        dropped.
       bad: called for each unusable document or file.
-      progress: called repeatedly with the number of bytes read since its last call.
+      progress: called repeatedly with the number of bytes read since the previous call.
 
     Raises:
       InputError: if a document or the file is unusable and `bad` does not skip it.
@@ -323,8 +327,8 @@ def _checked(
 ) -> Iterator[Piece]:
     """Yield the pieces of a text's documents, without documents that are not valid UTF-8.
 
-    `bad` is called for each document that is not valid UTF-8.  If some pieces of the document have
-    already been yielded, the next piece has `is_bad` set, so that the caller drops the document.
+    `bad` is called for each invalid document.  If some pieces of an invalid document have already
+    been yielded, the next piece has `is_bad` set, so that the caller drops the document.
 
     Args:
       pieces: the pieces of all documents, as yielded by `split_documents`.
@@ -345,7 +349,7 @@ def _checked(
 
 
 def invalid_bytes(text: str) -> bytes:
-    """Return the first bytes that were not valid UTF-8 when `text` was decoded, or b"" if none.
+    """Return the first invalid UTF-8 bytes of the file that `text` was read from, or b"" if none.
 
     The text must have been decoded with the error handler `surrogateescape`.
     """
@@ -363,11 +367,14 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
 
     Yields (piece, is_end), where `is_end` marks the last piece of a document.
 
-    A long document is cut only where a visible character is followed by a newline or, if there is
-    no such newline, by a space.  The cut is before the newline or space.  The regular expression by
-    which GPT-2's tokenizer splits text never matches across such a cut, so tokenising the pieces
-    gives exactly the tokens of the document.  If there is no such place in MAX_UNCUT_CHARACTERS
-    characters, the document is cut anyway, and its tokens may then differ.
+    A long document is cut only directly before a newline or space that follows a visible character.
+    GPT-2's tokenizer never forms a token across such a place, so tokenising the pieces separately
+    gives the same tokens as tokenising the whole document.  If about a million characters
+    (`MAX_UNCUT_CHARACTERS`) have no such place, the document is cut anyway, and the tokens at the
+    cut may differ.
+
+    Args:
+      separator: the text that separates documents; empty documents are dropped.
     """
     rest, started, searched = "", False, 0
     while block := text.read(PIECE_CHARACTERS):
@@ -391,8 +398,8 @@ def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
 def _last_safe_cut(text: str, start: int) -> int:
     """Return the position of the last newline that directly follows a visible character.
 
-    If there is no such newline, return the position of the last such space.  If there is no such
-    space either, return 0.  Only positions from `start` on are searched.
+    If there is no such newline, return the position of the last space that directly follows a
+    visible character, or else 0.  Only positions from `start` on are searched.
     """
     for mark in "\n ":
         cut = text.rfind(mark, start)

@@ -1,4 +1,4 @@
-"""Functions to read, copy and move files, for local paths and paths in a bucket alike."""
+"""Functions to read, copy and move files, both local files and files in a bucket."""
 
 import contextlib
 import errno
@@ -57,7 +57,7 @@ def open_file(path: str) -> io.BufferedReader:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      InputError: from this call or a later read, if a bucket cannot be read.
+      InputError: if a file in a bucket cannot be read.  Later reads may raise this error, too.
     """
     if not is_uri(path):
         return open(path, "rb")
@@ -89,9 +89,10 @@ def status(path: str) -> tuple[int, int]:
 
 
 def _is_last(path: str) -> bool:
-    """Return whether a file is uploaded last, and deleted first.
+    """Return whether readers recognise a checkpoint or a record set by this file.
 
-    The format of a checkpoint is recognised by such a file, and a record set is read through it.
+    Examples are config.json and the index of a record set.  `upload` copies such files last and
+    deletes them first, so that readers never take an incomplete set of files for a complete one.
     """
     return os.path.basename(path) in ("meta.json", "config.json") or path.endswith(".index")
 
@@ -99,13 +100,14 @@ def _is_last(path: str) -> bool:
 def upload(folder: str, target: str, *, replace: bool = False) -> None:
     """Copy the files of a local folder, and of its subfolders, into a folder of a bucket.
 
-    The files that identify a model or a record set, such as config.json, are copied last.  If the
-    process is killed, the target lacks these files, so it is not mistaken for a complete one.
+    The files that identify a model or a record set, such as config.json, are copied last, so that
+    an incomplete upload is never mistaken for a complete model or record set.
 
     Args:
-      replace: whether to replace files that exist in the bucket.  Those that identify a model or a
-        record set are then deleted first, so that an older set is never mixed with the new one.  If
-        false, a failed upload deletes the files that it has copied so far.
+      target: the URI of the folder in the bucket.
+      replace: whether to replace files that exist in the bucket.  If true, existing files that
+        identify a model or a record set are deleted first, so that readers never see a mixture of
+        old and new files.  If false, a failed upload deletes the files that it has copied so far.
 
     Raises:
       InputError: if a file cannot be read or written.
@@ -147,11 +149,11 @@ def replace(path: str, target: str) -> None:
 
 @contextlib.contextmanager
 def output_folder(folder: str) -> Iterator[Path]:
-    """Return a context manager that yields a local folder in which to write the files of `folder`.
+    """Return a context manager that yields a local folder to write into, in place of `folder`.
 
-    If `folder` is local, it is created and yielded.  If `folder` is in a bucket, a temporary folder
-    is yielded.  When the `with` block ends without an error, the files in the temporary folder are
-    uploaded to `folder`, and replace files of the same names.
+    If `folder` is local, `folder` itself is created and yielded.  If `folder` is in a bucket, a
+    temporary folder is yielded.  When the `with` block ends without an error, the files in the
+    temporary folder are uploaded to `folder`, and replace files of the same names.
     """
     if not is_uri(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -190,7 +192,7 @@ def _remote(path: str) -> epath.Path:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file in a bucket, opened for reading; each request reads a range of its bytes.
+    """A file in a bucket, opened for reading; each request fetches a range of the file's bytes.
 
     Args:
       size: the file's size in bytes.
@@ -263,7 +265,7 @@ class _RemoteFile(io.RawIOBase):
 
 @functools.lru_cache(maxsize=1024)
 def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
-    """Return a file's last bytes, and cache them.
+    """Return the last bytes of a file in a bucket, from a cache if they were read before.
 
     Args:
       start: the position of the first byte to return.
@@ -276,7 +278,7 @@ def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
 
 
 def _read_range(path: str, start: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of a file from `start` on.
+    """Fill `target` with the bytes of a file in a bucket, starting at byte `start`.
 
     Raises:
       InputError: if the bytes cannot be read, or the file is too short.
@@ -289,7 +291,7 @@ def _read_range(path: str, start: int, target: memoryview) -> None:
         for (first, last), part in zip(spans, parts, strict=True):
             value = part.result().value
             if len(value) != last - first:
-                raise ValueError("it was replaced or truncated while it was read")
+                raise ValueError("the file was replaced or truncated while it was read")
             target[first - start : last - start] = value
     except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
         raise InputError(

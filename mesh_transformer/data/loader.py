@@ -1,4 +1,4 @@
-"""Data loader: reads batches from indexed TFRecords, and can resume from any record."""
+"""Data loader: reads batches from the TFRecord files of an index; can resume from any record."""
 
 import functools
 import os
@@ -22,28 +22,30 @@ CHOICES_PER_BLOCK = 4096
 class TFRecordNewInputs:
     """Iterator over batches of token records, endless or (`repeat=False`) over one epoch.
 
-    A batch is a dict of arrays, each of shape [*batch_size, T].  The keys `obs` and `target`
-    (uint32) are always present.  Two keys are present only if the records of at least one index
-    have them: `loss_mask` (uint8, 1 where a token bears loss) and `segment_ids` (int32).  For a
-    record that holds several texts, `segment_ids` has for each token the number of its text.
+    A batch is a dict of arrays, each of shape [*batch_size, T].  The keys `obs` (the tokens) and
+    `target` (the next tokens), both uint32, are always present.  Two more keys are present if the
+    records of at least one index have them: `loss_mask` (uint8, 1 where the target counts in the
+    loss) and `segment_ids` (int32, the number of the text that a token belongs to, for records that
+    pack several texts).
 
     Records are read in the index's order, or shuffled (see `RecordSet`).  A batch can span the end
     of a file or of an epoch, so the sequence of records is the same for any batch size.  A
     background thread reads a few batches ahead.
 
     Args:
-      index_path: the path of an index, or a mixture: a mapping from index paths to weights.  In a
-        mixture, each record is read from a randomly chosen index, with probability proportional to
-        its weight.  With `repeat`, each index restarts after its last record, independently of the
-        others.
+      index_path: the path of an index (a text file that lists TFRecord files), or a mixture: a
+        mapping from index paths to weights.  In a mixture, each record is read from a randomly
+        chosen index, with probability proportional to the index's weight.  With `repeat`, each
+        index restarts after its last record, independently of the others.
       batch_size: the leading dimensions of a batch.
       sample_size: T, the number of tokens per sequence.
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
-      repeat: whether to start another epoch after each one.
+      repeat: whether to read endlessly, epoch after epoch.
       partial: whether to return a smaller batch at the end if too few records remain for a full
         batch.  For use with `repeat` False; requires an integer `batch_size`.
-      columns: which batch rows to return, as indices into the last dimension of `batch_size`; None
-        for all rows.  The records of other rows are read from disk but not parsed.
+      columns: the batch rows to return, as indices into the last dimension of `batch_size`; None
+        for all rows.  For hosts that each feed only part of a batch.  The records of other rows are
+        read from disk but not parsed.
       shuffle_buffer: the number of records that are shuffled together; 0 for the index's order.
       seed: the random seed for mixing and shuffling.
       restore_state: the position to resume from, as returned by `state`.
@@ -104,7 +106,7 @@ class TFRecordNewInputs:
         return batch
 
     def _batches(self) -> Iterator[tuple[Row, "MixturePosition"]]:
-        """Yield (batch, position from which to read the next batch)."""
+        """Yield (batch, position of the record after the batch)."""
         records = self._mixture.records(self._place, repeat=self._repeat)
         count = int(np.prod(self._shape))
         while chunk := list(islice(records, count)):
@@ -174,7 +176,8 @@ def describe_batch(
 
     Args:
       train_set: the config's `train_set`.
-      before, after: the positions before and after the batch, from `TFRecordNewInputs.state`.
+      before, after: the positions before and after the batch, as `TFRecordNewInputs.state` returns
+        them.
     """
     indexes = [train_set] if isinstance(train_set, str) else list(train_set)
     positions = zip(before.get("sets", [before]), after.get("sets", [after]), strict=True)
@@ -196,7 +199,7 @@ class MixturePosition(NamedTuple):
     """A position in a `Mixture`, from which reading can resume.
 
     Attributes:
-      drawn: the number of records read so far, from all record sets together.
+      drawn: the number of records read so far, summed over all record sets.
       positions: the position in each record set.
     """
 
@@ -232,7 +235,8 @@ class Mixture:
     ) -> Iterator[tuple[Callable[[], Row], MixturePosition]]:
         """Yield (function, next position) for each record, starting at the position `place`.
 
-        The function takes no arguments; it parses the record and returns it as a `Row`.
+        The function takes no arguments.  It parses the record and returns a dict of arrays (see
+        `RecordSet.row`).
         """
         drawn, positions = place.drawn, list(place.positions)
         sources = [
@@ -249,10 +253,10 @@ class Mixture:
             yield row, MixturePosition(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
-        """Yield, without end, the index in `sets` of the record set to read the next record from.
+        """Choose the record set of each record: yield indices into `sets`, endlessly.
 
         Args:
-          drawn: the number of records of the mixture that were read before.
+          drawn: the number of records that were read from the mixture before.
         """
         while True:
             block, past = divmod(drawn, CHOICES_PER_BLOCK)

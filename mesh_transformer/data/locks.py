@@ -43,8 +43,8 @@ def lock_folder(folder: AnyPath) -> "LocalLock | BucketLock":
     A local folder is created if it does not exist.
 
     Raises:
-      InputError: if another process holds the lock (the message describes it), or if the folder
-        cannot be written.
+      InputError: if another process holds the lock (the message describes that process), or if the
+        folder cannot be written.
     """
     return BucketLock(folder) if is_uri(local_path(folder)) else LocalLock(folder)
 
@@ -120,13 +120,15 @@ class LocalLock:
 
 
 class BucketLock:
-    """A lock on a folder in a bucket, which this process renews until it is released.
+    """A lock on a folder in a bucket, which this process renews until the lock is released.
 
-    The lock is the object `.lock` in the folder.  A process reads the object, and then writes it
-    only if it has not changed since.  If several processes try this at once, only one succeeds.
-    If a process ends without releasing its lock, another process can take over the lock after the
-    object has not changed for `LEASE_SECONDS`.  A process that can see that the owner has ended,
-    because both are on the same machine, can take over the lock at once.  The clocks of different
+    The lock is the object `.lock` in the folder.  To take the lock, a process reads the object, and
+    then writes it on the condition that it has not changed since.  If several processes try this at
+    once, only one succeeds.
+
+    If the process that owns the lock ends without releasing it, another process can take over the
+    lock once the object has not changed for 60 seconds (`LEASE_SECONDS`).  A process on the same
+    machine can do so at once, because it can see that the owner has ended.  The clocks of different
     machines are never compared.
 
     Raises:
@@ -273,8 +275,8 @@ def _owner() -> dict[str, Any]:
 def _process_space() -> str | None:
     """Return an identifier of the machine's current boot and of this process's PID namespace.
 
-    Process ids are unique among the processes for which this returns the same.  Returns None if
-    it is unknown.
+    Two processes with equal identifiers have different process ids, unless one has ended.  Returns
+    None if the identifier is unknown.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -286,8 +288,8 @@ def _process_space() -> str | None:
 def _has_ended(content: bytes) -> bool:
     """Return whether a lock in a bucket is known to be unused.
 
-    This is the case if the process that owns the lock has ended, or if this process has released
-    the lock, but failed to delete its object.
+    A lock is unused if its owner has ended, or if this process has released the lock but failed to
+    delete the lock object.
 
     Args:
       content: the content of the lock object, which describes the owner.

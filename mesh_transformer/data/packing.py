@@ -1,8 +1,8 @@
 """Packing of tokenised documents into sequences of equal length, reshuffled for each epoch.
 
 Shuffling reorders the indices of documents and sequences, not their tokens.  It takes 40 bytes of
-memory per document (65 at the start of each later epoch) and 8 bytes per sequence.  The index file
-of a record set is written last, when all other files of the set are complete.
+memory per document (65 at the start of the second and later epochs) and 8 bytes per sequence.  The
+index file of a record set is written last, when all other files of the set are complete.
 """
 
 import hashlib
@@ -43,10 +43,11 @@ class PackingOptions(NamedTuple):
 
 
 class Packing:
-    """The sequences of one epoch, cut from the concatenation of `carry` and the documents.
+    """The sequences of one epoch.
 
-    `len(packing)` is the number of complete sequences.  `packing[i]` reads the tokens of sequence
-    `i` from the corpus.
+    `carry` and all documents are concatenated and cut into sequences of `length` tokens.
+    `len(packing)` is the number of complete sequences, and `packing[i]` reads the tokens of
+    sequence `i` from the corpus.
 
     Args:
       order: the indices of the documents, in the order in which they are concatenated.
@@ -160,10 +161,10 @@ def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any])
     """Move the record files to their final names, then write the manifest and the index.
 
     Args:
-      base: the folder and name of the record set; an ending is appended for the path of each file.
+      base: the path of the record set, to which each file's ending is appended.
       parts: (path, number of sequences) for each record file.
-      manifest: entries for the manifest; the total number of sequences and a list of the files are
-        added to them.
+      manifest: entries for the manifest.  The total number of sequences and a list of the record
+        files are added to these entries.
 
     Returns:
       The path of the index.

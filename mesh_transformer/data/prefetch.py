@@ -56,10 +56,10 @@ def _fill(ahead: queue.Queue, items: Iterator, stop: threading.Event) -> None:
 
 
 def _end_thread(thread: threading.Thread, ahead: queue.Queue, stop: threading.Event) -> None:
-    """Tell the thread to stop, and wait at most SECONDS_TO_END seconds for it to end.
+    """Ask a `Prefetch` thread to stop, and wait up to `SECONDS_TO_END` seconds until it ends.
 
-    If the thread is blocked because the queue is full, emptying the queue here unblocks it.  A slow
-    read in the thread is not interrupted.
+    A thread that is blocked by a full queue is unblocked by emptying the queue.  A slow read in the
+    thread is not interrupted.
     """
     stop.set()
     waited = 0.0

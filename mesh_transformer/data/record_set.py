@@ -1,4 +1,4 @@
-"""Reads records from the files that an index lists, in order or shuffled, from any record on."""
+"""Reads the records of the files that an index lists, in order or shuffled, from any position."""
 
 import dataclasses
 import functools
@@ -62,9 +62,9 @@ class SetSize(NamedTuple):
 
 
 def set_size(index_path: str) -> SetSize:
-    """Return the number of records of an index, and the tokens per sequence of the first record.
+    """Return the number of records of an index, and the tokens per sequence in the first record.
 
-    To read the records, the `seq` of a config must equal this number of tokens per sequence.
+    A config that reads these records must set `seq` to this number of tokens per sequence.
 
     Raises:
       InputError: if the index or a record file cannot be read, or the first record has no tokens.
@@ -89,7 +89,7 @@ def tokenizer_of(index_path: str) -> str | None:
     """Return the name of the tokenizer that the records of an index were created with.
 
     The name is read from NAME.manifest.json next to the index NAME.index.  Returns None if there is
-    no such file, or if an earlier version of the library wrote it, without the tokenizer's name.
+    no manifest, or if an earlier version of this library wrote a manifest without the name.
 
     Raises:
       InputError: if the manifest is damaged.
@@ -120,10 +120,10 @@ class RecordSet:
 
     There are two kinds of records; all features are int64:
 
-    * One feature `text`, [T + 1]: the tokens, all with loss.
-    * Features `input_ids`, `labels` (the next tokens) and `input_mask` (1 where a label bears
-      loss), [T] each.  A record that holds several texts also has `segment_ids`, [T], the number
-      of the text that each token belongs to.
+    * Plain text has one feature, `text`, [T + 1]: the tokens, all of which count in the loss.
+    * Other records have the features `input_ids`, `labels` (the next tokens) and `input_mask` (1
+      where the label counts in the loss), [T] each.  Records that pack several texts also have
+      `segment_ids`, [T]: the number of the text that each token belongs to.
 
     Args:
       seq: T, the number of tokens per sequence.
@@ -134,7 +134,8 @@ class RecordSet:
       seed: the random seed for shuffling.
 
     Attributes:
-      extras: the keys that rows have besides `obs` and `target`, inferred from the first record.
+      extras: the keys that parsed records have besides `obs` and `target`, inferred from the first
+        record.
     """
 
     def __init__(
@@ -178,12 +179,12 @@ class RecordSet:
 
         Raises:
           InputError: if the state is damaged, or does not match the index, the shuffle settings or
-            the size of the file.
+            the size of the record file at that position.
         """
         if state.get("index") != self.fingerprint:
             raise InputError(
                 f"index {self.index_path} lists other files than when the checkpoint was saved; "
-                "restore its lines or start over in another model folder"
+                "restore the index's lines or start over in another model folder"
             )
         saved = {key: state[key] for key in ("shuffle_buffer", "seed") if key in state}
         if saved != self._order():
@@ -223,11 +224,12 @@ class RecordSet:
         )
 
     def row(self, record: Record, extras: Collection[str] = ()) -> Row:
-        """Parse a record into a row (see `Row`).
+        """Parse a record into a dict of arrays, [T] each: `obs`, `target` and possibly more.
 
         Args:
-          extras: keys that the row must have besides `obs` and `target`.  Keys that the record
-            lacks are filled with ones: all tokens then bear loss and belong to one segment.
+          extras: further keys that the dict must have, such as `loss_mask` or `segment_ids`.  If
+            the record lacks such a key, the array is filled with ones: all targets then count in
+            the loss, and all tokens belong to the same text.
         """
         row = self._row(features(*record), record.where)
         for key in set(extras) - row.keys():
@@ -235,7 +237,7 @@ class RecordSet:
         return row
 
     def _files(self, epoch: int) -> list[int]:
-        """Return the indices of all files, in the order in which the epoch reads them."""
+        """Return the indices of all files, in the order in which the given epoch reads them."""
         if not self.shuffle:
             return list(range(len(self.paths)))
         return random(self.seed, "files", epoch).permutation(len(self.paths)).tolist()
@@ -243,9 +245,9 @@ class RecordSet:
     def _in_index_order(
         self, position: Position, repeat: bool
     ) -> Iterator[tuple[Record, Position]]:
-        """Yield (record, next position) for each record, without shuffling the records of a file.
+        """Yield (record, next position) for each record; records are not shuffled within a file.
 
-        The order of the files is that of `_files`.
+        The files are read in the order of `_files`.
         """
         while True:
             for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
@@ -280,7 +282,15 @@ class RecordSet:
                 return
 
     def _row(self, arrays: dict[str, np.ndarray | None], where: str) -> Row:
-        """Build a row from the features of a record, as returned by `features`."""
+        """Convert the features of a record to the dict that `row` returns.
+
+        Args:
+          arrays: the features by name, as returned by the function `features`.
+          where: the file and number of the record, for error messages.
+
+        Raises:
+          InputError: if the record lacks a feature, or a feature has a wrong length or value.
+        """
         if "text" in arrays or not self.extras:
             text = self._tokens("text", arrays, where, self.seq + 1)
             return {"obs": text[:-1], "target": text[1:]}
@@ -346,12 +356,12 @@ class RecordSet:
 
 
 def random(seed: int, stream: str, *place: int) -> np.random.Generator:
-    """Return a random generator that is determined by the arguments.
+    """Return a random generator that depends only on the arguments.
 
     A resumed run can therefore draw the same numbers again.
 
     Args:
-      stream: the purpose of the numbers, one of STREAMS.
+      stream: the purpose of the numbers: "files", "records" or "sets" (`STREAMS`).
       place: integers that distinguish the generators of one stream, such as the epoch.
     """
     return np.random.default_rng((seed % 2**64, STREAMS.index(stream), *place))

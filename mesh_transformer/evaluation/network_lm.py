@@ -26,16 +26,14 @@ Encoded = tuple[Any, list[int], list[int]]  # lm-eval's (texts, context tokens, 
 
 
 class StoppedEvaluationError(Exception):
-    """The caller has asked to stop the evaluation."""
+    """Raised by `NetworkLM` if its argument `stopped` returns True, to end the evaluation."""
 
 
 class NetworkLM(TemplateLM):
-    """lm-eval's model interface, implemented by a network.
-
-    For each token, the network returns the loss and whether the token was the most likely one.  It
-    does not return logits.
+    """lm-eval's model interface, implemented by a `Network`.
 
     Args:
+      tokenizer: the Hugging Face tokenizer of the model.
       stopped: called between batches; if it returns True, StoppedEvaluationError is raised.
     """
 
@@ -64,7 +62,7 @@ class NetworkLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the logprob of each complete text in nats.
+        """Return the total logprob of each text, in nats.
 
         Long texts are scored in windows of at most the model's `seq` tokens.
         """
@@ -86,7 +84,11 @@ class NetworkLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's logprob in nats, and whether greedy decoding produces it."""
+        """Return each continuation's logprob in nats, and whether greedy decoding produces it.
+
+        Args:
+          requests: for each continuation, a tuple (unused, context tokens, continuation tokens).
+        """
         texts = [
             _joined(context, continuation, self.max_length) for _, context, continuation in requests
         ]
@@ -122,7 +124,7 @@ class NetworkLM(TemplateLM):
         return [results[index] for index in range(len(texts))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate a continuation of each context, up to the first stop sequence of its task."""
+        """Generate an answer to each request, up to the first stop sequence of its task."""
         generations = [_Generation(request.args[1]) for request in requests]
         end = self.tokenizer.decode([self.eot_token_id])
         prompts = [
@@ -149,7 +151,7 @@ class NetworkLM(TemplateLM):
     def _prompt(self, context: str, length: int) -> np.ndarray:
         """Tokenize a context, dropping its first tokens if they would leave no room for an answer.
 
-        If the context is empty, the prompt is the prefix token.
+        If the context is empty, the end-of-text token is returned.
 
         Args:
           length: maximum number of tokens in the answer.
@@ -176,6 +178,9 @@ class NetworkLM(TemplateLM):
         """Generate the answers to a batch of prompts, and return their texts.
 
         Args:
+          prompts: the token ids of each prompt.
+          generations: the generation settings for each prompt.
+          seeds: the random seed for each prompt.
           end: the end-of-text token, as text.
         """
         batch = self.network.batch(self.network.batch_size)
@@ -204,8 +209,8 @@ class NetworkLM(TemplateLM):
 class DryRunLM(NetworkLM):
     """Stand-in for `NetworkLM` that checks lm-eval's requests without running a network.
 
-    The check is whether a model with the given config can answer each request.  The answers that
-    are returned are placeholders.
+    Raises InputError if a model with this config cannot answer a request.  Otherwise it returns
+    placeholder answers.
     """
 
     def __init__(self, config: Config, tokenizer: Any):
@@ -261,7 +266,8 @@ class _Generation:
         is `complete`, the final text is all of it.
 
         Args:
-          end: the end-of-text token, as text.
+          text: the answer so far.
+          end: the end-of-text token, as text; it also counts as a stop sequence.
           complete: whether the answer has reached its maximum length.
         """
         ends = [at for stop in (*self.until, end) if stop and (at := text.find(stop)) >= 0]
@@ -279,7 +285,7 @@ def _joined(context: list[int], continuation: list[int], longest: int) -> list[i
     if not 0 < len(continuation) <= longest:
         raise InputError(
             f"a continuation has {len(continuation)} tokens, expected 1 to {longest} (the model's "
-            "seq); leave out its task"
+            "seq); leave out the task that it belongs to"
         )
     return (context + continuation)[-(longest + 1) :]
 
@@ -296,12 +302,13 @@ def _groups(
     Args:
       lengths: number of tokens in each text.
       rows: number of rows in a batch; if `row_width` is given, the minimum number.
-      longest: maximum padded width.
+      longest: maximum number of tokens that a row is padded to.
       row_width: if given, batches of shorter texts get more rows, so that each batch has about
         `rows * row_width` tokens.
 
     Yields:
-      For each batch: its padded width, its number of rows, and the indices of its texts.
+      For each batch: the number of tokens per padded row, the number of rows, and the indices of
+      the batch's texts.
     """
     sizes = list(lengths)
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])

@@ -21,18 +21,22 @@ SEEDS = {"random": 0, "numpy": 1234, "fewshot": 1234}  # lm-eval's defaults
 
 
 class Tasks(NamedTuple):
-    """lm-eval tasks and all of their questions; `loaded` is the result of `TaskManager.load`."""
+    """Loaded lm-eval tasks, with all of their questions.
+
+    Attributes:
+      loaded: the result of lm-eval's `TaskManager.load`.
+    """
 
     loaded: Any
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """Dict from task name to lm-eval task, including the tasks that belong to groups."""
+        """Dict from task name to lm-eval task; it includes the tasks that belong to groups."""
         return self.loaded["tasks"]
 
 
 def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
-    """Load tasks by name or pattern.
+    """Load lm-eval tasks by name or pattern.
 
     Args:
       names: names of tasks, patterns of such names, or paths of YAML files.
@@ -42,7 +46,9 @@ def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
       InputError: if a task does not exist, or its questions cannot be loaded.
     """
     if include_path is not None and not os.path.isdir(include_path):
-        raise InputError(f"--include-path {include_path}: no such folder; give a folder of tasks")
+        raise InputError(
+            f"--include-path {include_path}: no such folder; give a folder with tasks as YAML files"
+        )
     # Try first without the thousands of tasks that lm-eval ships, because reading them takes
     # seconds.
     own = _match(_manager(include_path, shipped=False), names)
@@ -55,7 +61,7 @@ def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
         if not matches:
             raise InputError(
                 f"lm-eval has no task {name!r}; `lm-eval ls tasks` lists its tasks, and "
-                "--include-path adds a folder of your own"
+                "--include-path adds a folder with your own tasks"
             )
     return _load(manager, matched)
 
@@ -66,7 +72,10 @@ def _manager(include_path: str | None, shipped: bool) -> TaskManager:
 
 
 def _match(manager: TaskManager, names: Sequence[str]) -> dict[str, list[str]]:
-    """Map each name, which may be a pattern, to the names of the tasks that it matches."""
+    """Map each name or pattern to the names of the tasks that match it.
+
+    The path of a file is mapped to itself.
+    """
     return {name: [name] if os.path.isfile(name) else manager.match_tasks([name]) for name in names}
 
 
@@ -85,9 +94,10 @@ def _load(manager: TaskManager, matched: dict[str, list[str]]) -> Tasks:
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed the global random generators, which some tasks use for shuffling.
+    """Return a context manager that seeds the global random generators of Python and numpy.
 
-    The previous states of the generators are restored at the end.
+    Some lm-eval tasks shuffle with these generators.  At the end, the previous states of the
+    generators are restored.
     """
     before = random.getstate(), np.random.get_state()
     random.seed(SEEDS["random"])
@@ -110,9 +120,8 @@ def dry_run(
     """Check all questions that `evaluate` would ask, without running a model.
 
     Args:
-      num_fewshot: number of examples before each question; None: each task's default.
-      limit: number of questions per task or, below 1, a fraction of each task's questions; None:
-        all.
+      num_fewshot: number of examples before each question (default: each task's own default).
+      limit: number of questions per task or, below 1, a fraction of them (default: all).
 
     Raises:
       InputError: if a task has a question that cannot be asked, for example because the answer
@@ -139,9 +148,8 @@ def evaluate(
     """Evaluate a network on tasks, and return lm-eval's results with their standard errors.
 
     Args:
-      num_fewshot: number of examples before each question; None: each task's default.
-      limit: number of questions per task or, below 1, a fraction of each task's questions; None:
-        all.
+      num_fewshot: number of examples before each question (default: each task's own default).
+      limit: number of questions per task or, below 1, a fraction of them (default: all).
       stopped: function that is called between batches; if it returns True, `evaluate` stops and
         returns None.
 

@@ -26,12 +26,14 @@ class StoppedScoringError(Exception):
 
 @dataclasses.dataclass
 class Scores:
-    """Sums over the tokens of a validation set; tokens that the loss mask excludes do not count.
+    """Scores of a network on the target tokens of a validation set, as sums over the tokens.
+
+    Tokens that the loss mask excludes do not count.
 
     Attributes:
       nats: sum of the tokens' losses, in nats.
       tokens: number of tokens.
-      correct: number of tokens to which the network gave the highest probability of all tokens.
+      correct: number of tokens that were the network's most likely token at their position.
       bytes: number of bytes of the tokens' text; 0 if bytes are not counted.
     """
 
@@ -64,7 +66,11 @@ class Scores:
             self.bytes += int(bytes_of[sample["target"][mask]].sum())
 
     def row(self, name: str) -> str:
-        """Format the scores of the validation set `name` as a table row, below `HEADING`."""
+        """Return the scores as a row of the table with columns `HEADING`.
+
+        Args:
+          name: the name of the validation set, for the first column.
+        """
         likely = f"{math.exp(min(self.loss, 700)):12.4f} {self.correct / max(self.tokens, 1):9.2%}"
         bits = f"{self.nats / math.log(2) / self.bytes:14.4f}" if self.bytes else f"{'-':>14}"
         return f"{name:20} {self.tokens:12,} {self.loss:9.4f} {likely} {bits}"
@@ -76,7 +82,7 @@ HEADING = (
 
 
 def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
-    """Open a validation set, to read it once in the order of its index file `path`.
+    """Open the validation set with index file `path`, to be read once in the index's order.
 
     The last batch may be smaller than the others.
     """
@@ -142,7 +148,7 @@ def score(
 
 
 def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
-    """Load the weights at `path` into the network, and evaluate the network with them.
+    """Load the weights of the checkpoint at `path` into a network, and evaluate the network.
 
     Prints the scores on the validation sets in the config's `val_set`, and the results on the
     lm-eval tasks in the config's `eval_harness_tasks`.

@@ -1,6 +1,6 @@
 """Text generation on a mesh: compiled functions, and batches whose rows generate in parallel.
 
-Callers pass and receive token ids and row numbers; this module places the arrays on the devices.
+Callers pass and receive token ids and row numbers.  This module places the arrays on the devices.
 """
 
 import functools
@@ -36,9 +36,9 @@ def decode_specs(config: Config) -> decode.DecodeState:
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """Return a jitted function that converts a model's parameters to the weights for generation.
+    """Return a jitted function params -> weights that converts parameters for generation.
 
-    The parameters may have any sharding.
+    The parameters may have any sharding.  See `decode.weights_of` for the weights.
     """
     return jax.jit(
         functools.partial(decode.weights_of, config=config),
@@ -47,9 +47,10 @@ def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.DecodeState]:
-    """Return a jitted function (rows, slots) -> empty batch with `rows` rows.
+    """Return a jitted function (rows, slots) -> `DecodeState` of a batch without prompts.
 
-    `slots` is the number of positions in each row's KV cache.
+    `rows` is the number of rows on all replicas together, and `slots` the number of positions in
+    each row's KV cache.
     """
     return jax.jit(
         functools.partial(decode.empty, config),
@@ -59,7 +60,7 @@ def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.Dec
 
 
 def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
-    """Return a jitted function (batch, slots) -> the same batch with a larger KV cache.
+    """Return a jitted function (state, slots) -> the same state with a larger KV cache.
 
     `slots` is the new number of positions in each row's KV cache.
     """
@@ -68,10 +69,9 @@ def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState
 
 
 def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[..., Any]:
-    """Return a jitted function (weights, tokens, following) -> logprobs of `following`.
+    """Return `decode.score`, compiled as a function (weights, tokens, following) -> `Chosen`.
 
-    `following` contains the token after each of `tokens`.  See `decode.score`, also for
-    `alternatives` and for the type of the result, `Chosen`.
+    See `decode.score` for the arguments and for `alternatives`.
     """
     rows = P("dp")
     function = functools.partial(decode.score, alternatives=alternatives)
@@ -80,10 +80,9 @@ def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[...
 
 
 def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
-    """Return a jitted function (weights, batch, prompts) -> (batch, chosen) for prefill.
+    """Return `decode.prefill`, compiled as a function (weights, state, prompts) -> (state, chosen).
 
-    `chosen` contains the first token of each prompt's answer.  The old batch is donated.  See
-    `decode.prefill`, also for `alternatives`.
+    The `state` that is passed in is donated.  See `decode.prefill` for `alternatives`.
     """
     rows, state = P("dp"), decode_specs(config)
     prompts = decode.Prompts(rows, rows, rows, state.settings)
@@ -95,10 +94,9 @@ def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Cal
 def compile_decode(
     config: Config, mesh: Mesh, alternatives: int | None, most: int
 ) -> Callable[..., Any]:
-    """Return a jitted function (weights, batch, left, steps) -> (batch, chosen) for decoding.
+    """Return `decode.decode`, compiled: (weights, state, left, steps) -> (state, chosen).
 
-    `chosen` contains up to `steps` new tokens per row.  The old batch is donated.  See
-    `decode.decode` for all arguments.
+    The `state` that is passed in is donated.  See `decode.decode` for all arguments.
     """
     state = decode_specs(config)
     function = functools.partial(decode.decode, alternatives=alternatives, most=most)
@@ -119,9 +117,9 @@ PREFILL_TOKENS = 4096
 class Generator:
     """The compiled functions that generate text on a mesh, and the weights that they use.
 
-    The weights are a copy of the model's parameters in the form that generation needs.  LoRA
-    adapters are merged in, and with `int8_weights` the matrices are quantized.  The dtype is f32 on
-    CPUs, where bf16 matmuls are slow, and `config.dtype` on other devices.
+    The weights are a copy of the model's parameters, converted for generation.  LoRA adapters are
+    merged in, and with `int8_weights` the matrices are quantized.  The dtype is f32 on CPUs, where
+    bf16 matmuls are slow, and `config.dtype` on other devices.
     """
 
     def __init__(self, config: Config, mesh: Mesh, rows: Rows):
@@ -143,8 +141,8 @@ class Generator:
     def weights(self, params: Any | None) -> Weights:
         """Return the weights for generation, computed from `params`.
 
-        The weights are cached.  They are computed again only if `params` contains other arrays than
-        before.  If `params` is None, the cached weights are returned.
+        The result is cached.  It is computed again only if `params` contains other array objects
+        than in the previous call.  If `params` is None, the cached weights are returned.
 
         Raises:
           InputError: if `params` is None and no weights are cached.
@@ -160,23 +158,23 @@ class Generator:
         return self._made[1]
 
     def cache_weights(self, params: Any) -> None:
-        """Convert `params` to the form that generation uses, and keep only the converted copy.
+        """Convert `params` to the weights for generation, and keep only the converted copy.
 
-        The caller can then free the memory of `params`.  The copy is kept until the next call of
-        this method; `drop_weights` does not drop it.
+        The caller can then free the memory of `params`.  The copy is kept until `weights` or
+        `cache_weights` is called with parameters; `drop_weights` does not drop it.
         """
         self._made = (None, self.weights(params))
 
     def drop_weights(self) -> None:
         """Drop the cached weights and free their memory; call this before the parameters change.
 
-        This does not drop weights that were cached by `cache_weights`.
+        Weights that were cached by `cache_weights` are kept.
         """
         if self._made is not None and self._made[0] is not None:
             self._made = None
 
     def score(self, params: Any, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprobs of the tokens in texts; see `CausalTransformer.score`."""
+        """Return the logprobs of the tokens in each row; see `CausalTransformer.score`."""
         if tokens.shape[1] < 2:
             raise InputError(
                 f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
@@ -196,7 +194,10 @@ class Generator:
         )
 
     def batch(self, params: Any, rows: int) -> "Batch":
-        """Return a batch of `rows` rows in this process, all without a prompt.
+        """Return an idle `Batch` with `rows` rows in this process.
+
+        Args:
+          params: the model's parameters, or None to use the cached weights.
 
         Raises:
           InputError: if `rows` is not a positive multiple of the number of replicas in this
@@ -243,7 +244,7 @@ class Batch:
     """Rows that generate text in parallel, each with its own prompt, sampling settings and length.
 
     A row's tokens depend only on its own prompt, settings and seed.  With several processes, all
-    processes must make the same sequence of calls, each for its own rows.
+    processes must make the same sequence of calls, each process for its own rows.
 
     Attributes:
       rows: total number of rows in this process, divided equally among its replicas.
@@ -268,8 +269,8 @@ class Batch:
 
         A single process need not call this, because `insert` and `decode` grow the cache as needed.
         With several processes, the cache must have the same size in all of them.  Before each
-        `insert` or `decode`, call `reserve` with the largest number that any row of any process
-        needs.
+        `insert` or `decode`, call `reserve` with the largest number of tokens that any row of any
+        process needs.
         """
         slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
         if slots > self._state.slots:
@@ -294,14 +295,15 @@ class Batch:
           rows: the index of the row for each prompt.
           prompts: one array of token ids per prompt.  Only the last `config.window` tokens of a
             prompt are used.
-          lengths: number of tokens to generate per prompt, including the one chosen by this call.
+          lengths: number of tokens to generate per prompt, including the first one, which this call
+            chooses.
           settings: the sampling settings, with one value per prompt.
-          alternatives: number of most likely tokens to return, with logprobs; None returns neither
-            these tokens nor any logprobs.
-          longest: with several processes, the length of the longest prompt in any process.
-          most: with several processes, the largest number of prompts that any process inserts into
-            one replica.  A process that passes `most` may insert no prompts.  None uses the largest
-            number in this process, which must then be the same in all processes.
+          alternatives: number of most likely tokens to return with their logprobs; the chosen
+            tokens' logprobs are then returned too.  None returns no logprobs.
+          longest: length in tokens of the longest prompt in any process.  Required only with
+            several processes.
+          most: largest number of prompts that any process inserts into one replica.  Required only
+            if the processes insert different numbers of prompts; some may then insert none.
 
         Returns:
           A `Chosen` with the first token of each answer, as numpy arrays in the order of `prompts`.
@@ -345,8 +347,8 @@ class Batch:
           most: as for `insert`.
 
         Returns:
-          One array of prompt indices per prefill call.  Each array has the same number of indices
-          for every replica, in the order of the replicas.  Unused places contain -1.
+          One array of prompt indices per prefill call.  Each array has the same number of entries
+          for every replica, in the order of the replicas.  Unused entries are -1.
         """
         replica = np.asarray(rows) // (self.rows // self._replicas)
         queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
@@ -365,7 +367,7 @@ class Batch:
         return self._fetched(chosen)
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """Generate `steps` more tokens in every row, but at most the number that `left` allows.
+        """Generate up to `steps` more tokens in every row; no row exceeds its limit in `left`.
 
         Args:
           steps: number of tokens per row, from 1 to `MOST_STEPS` (32).

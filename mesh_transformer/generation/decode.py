@@ -1,13 +1,12 @@
 """Generation with a KV cache: pure functions on a batch whose rows are at different positions.
 
-A row's keys and values are stored in a ring buffer of S slots: position p is stored in slot
-p mod S.  When the buffer is full, each new position overwrites the oldest one.  `prefill` inserts
-prompts while the other rows wait, and `decode` generates tokens in all rows.  The layers are
-unrolled, and each has its own arrays, because a loop over stacked arrays would copy each layer's
-slice.
+A row's keys and values are stored in a ring buffer of S slots: position p is stored in slot p mod
+S.  When the buffer is full, each new position overwrites the oldest one.  `prefill` inserts prompts
+while the other rows wait, and `decode` generates tokens in all rows.  The layers are unrolled, and
+each has its own arrays, because a loop over stacked arrays would copy each layer's slice.
 
-Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt,
-S slots, D model, H heads, K head size, V vocabulary, M tokens of one call, N alternatives.
+Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt or
+text, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives.
 """
 
 from typing import Any, NamedTuple
@@ -80,7 +79,7 @@ def weights_of(params: gptj.Params, config: Config) -> Weights:
 
     The layers are unstacked, LoRA adapters are merged, and arrays are cast to `config.dtype`.  If
     the config sets `int8_weights`, the matrices of the layers and of the output head are quantized
-    instead.
+    instead of cast.
     """
     declared = weight_declarations(config)
 
@@ -116,9 +115,9 @@ def weight_specs(config: Config) -> Weights:
 
 
 def empty(config: Config, rows: int, slots: int) -> DecodeState:
-    """Return the state of a batch of `rows` rows without prompts, and `slots` cache slots per row.
+    """Return the state of a batch with `rows` rows, no prompts, and `slots` cache slots per row.
 
-    The arrays are global; jit this function with `out_shardings` to choose their layout.
+    The arrays are global; jit this function with `out_shardings` to choose their sharding.
     """
     shape = (rows, config.n_heads, slots, config.d_head)
 
@@ -141,9 +140,9 @@ def empty(config: Config, rows: int, slots: int) -> DecodeState:
 def grow(state: DecodeState, slots: int) -> DecodeState:
     """Return the same batch state with a larger KV cache, of `slots` slots per row.
 
-    Every row must have at most as many tokens as it has slots now.  A row with more tokens has
-    overwritten its oldest positions, and the other positions would be in the wrong slots of the
-    larger ring buffer.
+    No row may hold more tokens than the old cache has slots per row.  Such a row has already
+    overwritten its oldest positions, and the others would be in the wrong slots of the larger ring
+    buffer.
     """
     padding = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
     return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches))
@@ -157,10 +156,13 @@ def _forward(
     config: Config,
     par: Parallel,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Run the embedding and all layers; return the residual stream x_BTD and each layer's cache.
+    """Run the embedding and all layers, without the final norm.
 
-    The final norm is not applied.  If `caches` is None, the tokens attend only to each other, and
-    the returned caches hold only the keys and values of `tokens_BT`.
+    If `caches` is None, the tokens attend only to each other.
+
+    Returns:
+      The residual stream x_BTD, and one cache per layer: the updated cache or, if `caches` is None,
+      the keys and values of `tokens_BT`.
     """
     parts = gptj.transforms(config, par)
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
@@ -200,7 +202,7 @@ def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -
 
 
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Return the logits [B, V] of `x_BTD`, which has a single position (T = 1).
+    """Return the logits [B, V] of `x_BTD`, which must have a single position (T = 1).
 
     Every device gets the logits of the full vocabulary.
     """
@@ -209,10 +211,11 @@ def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Ar
 
 
 def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
-    """Return a `Chosen` that contains `token_B`.
+    """Return `token_B` as a `Chosen`, with logprobs if `alternatives` is not None.
 
-    Unless `alternatives` is None, it also contains logprobs and the `alternatives` most likely
-    tokens.
+    Args:
+      alternatives: number of most likely tokens to include with their logprobs.  With None, the
+        logprob of `token_B` is left out too.
     """
     if alternatives is None:
         return Chosen(token_B)
@@ -231,13 +234,14 @@ def score(
     config: Config,
     par: Parallel,
 ) -> Chosen:
-    """Return the logprobs of given texts, and the most likely tokens at each position.
+    """Return the logprob of each token in `following_BT`, and the most likely tokens in its place.
 
     No device holds the logits of the full vocabulary: each computes those of its own shard.
 
     Args:
+      tokens_BT: token ids of B texts.
       following_BT: the token that follows each of `tokens_BT` in its text.
-      alternatives: number of most likely tokens to return for each position.
+      alternatives: number of most likely tokens to return for each position, at least 1.
 
     Returns:
       A `Chosen` that contains `following_BT`, the logprobs of these tokens [B, T], and the most
@@ -270,8 +274,8 @@ def prefill(
     The previous contents of these rows are discarded.
 
     Args:
-      alternatives: number of most likely tokens to return, with logprobs; None returns neither
-        these tokens nor any logprobs.
+      alternatives: number of most likely tokens to return with their logprobs; the chosen tokens'
+        logprobs are then returned too.  None returns no logprobs.
 
     Returns:
       The new state and the chosen tokens [P].
@@ -316,7 +320,12 @@ def _step(
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
-    """Add each row's last token to the cache, and choose the next token of each active row."""
+    """Add each row's pending token to the cache, and choose the next token of each active row.
+
+    Args:
+      active_B: whether each row generates a token; the other rows stay as they are.
+      alternatives: as for `prefill`.
+    """
     last_B1 = state.length_B[:, None]
     slots_1S = jnp.arange(state.slots)[None]
     # The position that each slot holds: the newest one stored in this slot, up to the position of
@@ -356,9 +365,10 @@ def decode(
 
     Args:
       left_B: number of tokens that each row may still generate, int32; a row with 0 generates none.
-      steps: number of tokens per row, at most `most`.  Unlike `most`, it may be a traced value.
+      steps: number of tokens per row, at most `most`; may be traced, so one program serves any
+        number.
       alternatives: as for `prefill`.
-      most: size of the token axis of the result.
+      most: size of the token axis of the result, a Python int.
 
     Returns:
       The new state and the tokens [B, most].  In each row, only the first min(steps, left_B) tokens

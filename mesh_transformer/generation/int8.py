@@ -1,7 +1,8 @@
-"""Weights as 8-bit integers with one scale per output column, in a quarter of the memory of f32.
+"""Quantization of weights to 8-bit integers, with one scale per output column.
 
-This is used for generation only.  Rounding changes a weight by at most 1/254 of the largest
-magnitude in its column.  Norms, biases, embeddings and the KV cache are not quantized.
+Only generation uses it.  Quantized matrices take a quarter of the memory of f32.  Rounding changes
+a weight by at most 1/254 of the largest magnitude in its column.  Norms, biases, embeddings and the
+KV cache are not quantized.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ MAX_INT8 = 127
 class Int8(NamedTuple):
     """A quantized matrix, equal to `value` (int8) times `scale` (f32).
 
-    `scale` has size 1 along the input axis of the matrix.  In a tree of PartitionSpecs, the two
-    fields are the specs of these arrays.
+    `scale` has size 1 along the input axis of the matrix.  In a tree of PartitionSpecs, the fields
+    hold the specs of the two arrays.
     """
 
     value: Any
@@ -37,8 +38,10 @@ def _input_axis(declared: Declaration) -> int:
 def quantize(weights: Any, declared: Any) -> Any:
     """Quantize the matrices in a tree of weights to `Int8`.
 
-    Arrays without weight decay (norms, biases) are returned unchanged.  `declared` is a tree with
-    the `Declaration` of each array.
+    Arrays without weight decay (norms, biases) are returned unchanged.
+
+    Args:
+      declared: a tree with the `Declaration` of each array.
     """
 
     def quantized(d: Declaration, w: Array) -> Array | Int8:
@@ -55,7 +58,8 @@ def quantize(weights: Any, declared: Any) -> Any:
 def layout(declared: Any) -> Any:
     """Return the PartitionSpecs of the arrays that `quantize` returns.
 
-    `declared` is the same tree of declarations as for `quantize`.
+    Args:
+      declared: the same tree as for `quantize`.
     """
 
     def spec_of(d: Declaration) -> P | Int8:
@@ -68,14 +72,12 @@ def layout(declared: Any) -> Any:
 
 
 def restore(weights: Any, dtype: Any, after: Array) -> Any:
-    """Convert the `Int8` matrices in a tree of weights to `dtype`, just before their use.
-
-    A tree without `Int8` is returned unchanged.
+    """Dequantize the `Int8` matrices in a tree of weights to `dtype`; other arrays are unchanged.
 
     Args:
-      after: an array that is known only just before the weights are used, such as the layer's
-        input.  The result is made to depend on this array.  Otherwise the compiler would dequantize
-        all layers before the loop over tokens, and keep them in memory.
+      after: the input of the layer that uses the weights.  The result is made to depend on this
+        array.  Otherwise the compiler would dequantize all layers before the loop over tokens, and
+        keep the dequantized weights in memory.
     """
     zero = (0 * after.ravel()[0]).astype(jnp.int8)
 

@@ -1,4 +1,4 @@
-"""Checks of prompts and answer lengths on the host, before generation starts."""
+"""Validation of prompts and answer lengths on the host, before generation starts."""
 
 import operator
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from mesh_transformer.util import InputError, brief
 
 
 def longest_text(config: Config) -> int | None:
-    """Return the maximum total length of a prompt and its answer in tokens; None for no limit.
+    """Return the maximum total length of a prompt and its answer in tokens, or None for no limit.
 
-    Only models with `pe: "fixed"` have a limit, because they have `config.seq` position embeddings.
-    The limit is `config.seq` + 1, because the last token of an answer is never an input of the
-    model.
+    Only models with `pe: "fixed"` have a limit, because they have only `config.seq` position
+    embeddings.  The limit is `config.seq` + 1, because the last token of an answer is never an
+    input of the model.
     """
     return config.seq + 1 if config.pe == "fixed" else None
 
@@ -40,7 +40,7 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
     Args:
       ctx: token ids [B, T], right-aligned.
       ctx_length: number of prompt tokens in each row [B].
-      gen_length: number of tokens to generate, which is only checked.
+      gen_length: number of tokens to generate; it is validated, but not otherwise used.
 
     Raises:
       InputError: if the shapes do not match, a length is not a whole number from 1 to T, or
@@ -67,9 +67,13 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
 
 
 def _array(name: str, values: ArrayLike) -> np.ndarray:
-    """Return `values` as an array, or raise InputError if they are lists of different lengths.
+    """Return `values` as a numpy array.
 
-    `name` is the argument's name in the error message.
+    Args:
+      name: the name of the argument, for the error message.
+
+    Raises:
+      InputError: if `values` are nested lists of different lengths.
     """
     try:
         return np.asarray(values)

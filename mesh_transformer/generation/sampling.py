@@ -31,7 +31,7 @@ MOST_ROUNDS = 64
 
 
 class Range(NamedTuple):
-    """The dtype (on the device), default and inclusive bounds of a sampling setting."""
+    """The dtype, default and inclusive bounds of a sampling setting."""
 
     dtype: Any
     default: Any
@@ -74,7 +74,7 @@ class SamplerSettings(NamedTuple):
 def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> SamplerSettings:
     """Check sampling options and return them as numpy arrays [rows].
 
-    Floating-point settings are checked in the device's precision, f32.
+    Floating-point values are converted to f32 before their bounds are checked.
 
     Args:
       options: maps the names in `RANGES` to one number or to one number per row.  Settings that are
@@ -130,7 +130,7 @@ def _checked(name: str, options: Mapping[str, Any], rows: int | tuple[()]) -> np
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """The sampling settings of one text.
+    """The sampling settings of one generated text.
 
     See `RANGES` for their bounds and `nucleus_sample` for their meaning.  A `top_k` of None means
     no limit.  If `seed` is None, every text gets a new random seed.
@@ -176,12 +176,12 @@ EVALUATION_DEFAULTS = SamplingOptions(top_p=1.0, temp=0.0)
 
 
 def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
-    """Broadcast a setting, which is a scalar or has shape [B], to [B, 1]."""
+    """Broadcast a setting, a scalar or an array [B], to [B, 1]."""
     return jnp.broadcast_to(jnp.asarray(setting), logits_BV.shape[:1])[:, None]
 
 
 def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 0) -> Array:
-    """Return the logits in f32, with `REMOVED` for tokens outside the nucleus or the top k.
+    """Return the logits in f32, with -1e10 for tokens outside the nucleus or the top k.
 
     The nucleus is the smallest set of most likely tokens whose total probability (at temperature 1)
     exceeds `top_p`.  If `top_p` is 1 or more, the nucleus contains all tokens.  `top_k` is the
@@ -206,8 +206,8 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
 def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
     """Return each row's thresholds for top-p and top-k, as two arrays [B, 1].
 
-    * top-p: a token is kept only if the tokens ranked above it have at most this total probability.
-      The threshold is infinite if `top_p` is 1 or more.
+    * top-p: a token is kept only if the total probability of the tokens ranked above it is at most
+      this threshold.  The threshold is infinite if `top_p` is 1 or more.
     * top-k: the maximum number of tokens to keep.  It is the vocabulary size if `top_k` is 0 or
       less.
     """
@@ -219,11 +219,7 @@ def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array
 
 
 def _argmax(logits_BV: Array) -> Array:
-    """Return the first index of each row's maximum, like `jnp.argmax`, but faster on CPUs.
-
-    `jnp.argmax` reduces over pairs of value and index.  This function reduces over values first,
-    and then over indices.
-    """
+    """Return the first index of each row's maximum, like `jnp.argmax`, but faster on CPUs."""
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
     is_largest_BV = logits_BV == jnp.max(logits_BV, axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_largest_BV, tokens_V, tokens_V[-1]), axis=-1)
@@ -232,8 +228,8 @@ def _argmax(logits_BV: Array) -> Array:
 def top_tokens(logits_V: Array, count: int) -> tuple[Array, Array]:
     """Return the `count` largest logits [..., count] and their token ids, like `jax.lax.top_k`.
 
-    The function splits the vocabulary into blocks, and searches only the `count` blocks with the
-    largest maxima.  These blocks contain the `count` largest logits.
+    To save time, only the `count` blocks of the vocabulary with the largest maxima are searched.
+    These blocks contain the `count` largest logits.
     """
     vocabulary = logits_V.shape[-1]
     size = math.ceil(vocabulary**0.5)
@@ -273,7 +269,8 @@ def softmax_sample(key: Array, logits_BV: Array, temp: ArrayLike = 1.0) -> Array
 def _add_gumbel_noise(key: Array, logits_BV: Array, temp: ArrayLike) -> Array:
     """Return scores whose argmax is a draw from softmax(logits / temp).
 
-    For a temperature of about 0, the scores are the logits themselves.
+    In rows with a temperature of about 0, the scores are the logits themselves.  `key` is as in
+    `softmax_sample`.
     """
     temp_B1 = _per_row(temp, logits_BV)
     greedy_B1 = temp_B1 < GREEDY_BELOW
@@ -326,7 +323,8 @@ def _draw_from_nucleus(
     success, a row gets its most likely token.
 
     Args:
-      draw: function (round number, mask of the tokens to draw from) -> tokens [B].
+      draw: function (round number, mask of the tokens to draw from) -> tokens [B].  The mask is an
+        array [B, V], or True for all tokens.
       top_p_B1: first result of `_limits`.
       top_k_B1: second result of `_limits`.
     """
@@ -362,7 +360,7 @@ def _draw_from_nucleus(
 
 
 def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
-    """Draw one token per row from softmax(logits): first a block, then a token in this block.
+    """Draw one token per row from softmax(logits): first a block of tokens, then a token in it.
 
     This needs about 2 sqrt(V) values of Gumbel noise per row instead of V.  The largest logit of
     each row must be 0.
@@ -385,10 +383,14 @@ def finite(logits_BV: Array) -> Array:
 
 
 def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
-    """Make tokens that a row has already seen less likely (Keskar 2019).
+    """Apply the repetition penalty (Keskar 2019) to the tokens that each row has already seen.
 
     Positive logits are divided by the penalty and negative ones multiplied by it, so that a penalty
     above 1 lowers both.  As in Hugging Face's `generate`, the prompt's tokens count as seen.
+
+    Args:
+      seen_BV: whether the row's prompt or answer contains each token.
+      penalty: one number for all rows, or an array [B].
     """
     penalty_B1 = _per_row(penalty, logits_BV)
     lowered_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
@@ -400,18 +402,17 @@ def choose(
 ) -> Array:
     """Choose each row's next token, uint32 [B].
 
-    The repetition penalty is applied first, then top-p, top-k and temperature.  A step is skipped
-    if no row's settings require it.
+    The repetition penalty is applied first, then top-p, top-k and temperature.  Operations that no
+    row's settings require are skipped at run time.
 
-    Token number `generated_B` of a row's answer (from 0) is drawn with the random key
-    `fold_in(key(seed), generated_B)`.  A draw uses only about 2 sqrt(V) random numbers, because
-    generating one for each token of the vocabulary would take longer than the layers of a small
-    model.
+    The draw of token number n of a row's answer (from 0) depends on the random key
+    `fold_in(key(seed), n)`.  A draw uses only about 2 sqrt(V) random numbers, because generating
+    one for each token of the vocabulary would take longer than the layers of a small model.
 
     A row with NaN logits still gets a token in bounded time, and does not affect other rows.
 
     Args:
-      generated_B: number of tokens chosen so far in each row.
+      generated_B: number of tokens chosen so far in each row, which is the n of the random key.
       seen_BV: whether the row's prompt or answer contains each token.
     """
     logits_BV = finite(logits_BV)

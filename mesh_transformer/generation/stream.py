@@ -24,16 +24,16 @@ def stream_tokens(
 ) -> Iterator[np.ndarray]:
     """Insert prompts into the first rows of an idle batch, and yield the tokens of their answers.
 
-    Each item is an array [prompts, n].  The first item holds the first token of each answer
-    (n = 1), and each later item holds the tokens of one decode call.  If an answer ends before
-    the others, its row of the later items holds meaningless tokens.
+    Each item is an array [prompts, n].  The first item holds the first token of each answer (n =
+    1), and each later item holds the tokens of one decode call.  Rows of answers that have ended
+    hold meaningless tokens.
 
     Args:
       batch: a `network.Batch`.
       lengths: number of tokens to generate; one number for all prompts, or one per prompt.
       most: maximum number of tokens per row in one decode call (the maximum n).
-      seconds: target time of a decode call, reached by adapting n; None decodes `most` tokens per
-        call.
+      seconds: target duration of a decode call in seconds, to which n is adapted; None decodes
+        `most` tokens per call.
       insert: function to call instead of `batch.insert`.
     """
     count = len(prompts)

@@ -51,9 +51,9 @@ class TextStream:
         return self._until_stop(piece)
 
     def _shorten(self) -> None:
-        """Remove tokens whose text can no longer change from the list of pending tokens.
+        """Shorten the list of pending tokens by removing those whose text is final.
 
-        This limits the length of the list if the tokens' bytes never form a valid character.
+        This bounds the length of the list if the tokens' bytes never form a valid character.
         """
         text = self._pending()
         for cut in range(len(self._tokens) - 1, 0, -1):
@@ -83,7 +83,7 @@ class TextStream:
         return piece
 
     def _pending(self) -> str:
-        """Return the text of the pending tokens, whose text may still change."""
+        """Return the text of the pending tokens; later tokens may still change it."""
         return self._text_after(self._before, self._tokens)
 
     def _text_after(self, before: list[int], tokens: list[int]) -> str:
@@ -92,7 +92,7 @@ class TextStream:
         return self._decode(before + tokens)[len(prefix) :] if tokens else ""
 
     def _until_stop(self, piece: str) -> str:
-        """Return the text that earlier calls held back, followed by `piece`, up to a stop sequence.
+        """Return the text held back by earlier calls, then `piece`, up to a stop sequence.
 
         If the end of this text may be the beginning of a stop sequence, that end is held back.
         """

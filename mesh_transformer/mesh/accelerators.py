@@ -24,12 +24,14 @@ class Hardware:
     A device is one chip, except on TPU v2, v3 and 7x, where it is one core (half a chip).
 
     Attributes:
-      name: the short name that users give, such as "v5e".
-      kind: text that the `device_kind` of matching devices contains, starting at a word boundary.
-      peak: dense bf16 FLOP/s.
+      name: short name, such as "v5e"; the argument of the function `hardware`.
+      kind: text in JAX's `device_kind` that identifies the hardware, such as "TPU v5 lite".  It
+        must start at a word boundary.
+      peak: peak FLOP/s of dense matmuls, in bf16 except for CPUs.
       hbm: memory bandwidth in bytes/s.
-      interconnect: total bytes/s that the device can send over all its interconnect links.
-      links: number of interconnect links; a ring along one axis of a torus uses two of them.
+      interconnect: bytes/s that the device can send over all its interconnect links together.
+      links: number of interconnect links.  A ring along one axis of a torus uses two of them.  For
+        GPUs and CPUs the value is 2, because a ring can use their full bandwidth.
       source: where the figures come from.
     """
 
@@ -42,7 +44,10 @@ class Hardware:
     source: str
 
     def part(self, count: int) -> "Hardware":
-        """Return the specifications of one of `count` equal parts of this device."""
+        """Return the specifications of one of `count` equal parts of this device.
+
+        For example, a CPU can be divided into `count` virtual devices.
+        """
         return dataclasses.replace(
             self,
             peak=self.peak / count,
@@ -92,11 +97,14 @@ class Device(Protocol):
 
 
 def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
-    """Return the specifications of the accelerator `name`, or of this machine's CPUs for "cpu".
+    """Return the specifications of an accelerator, or of this machine's CPUs.
 
-    Accelerators are looked up in the table `HARDWARE`, whose peaks are for bf16, whatever `dtype`
-    is.  For "cpu", the memory bandwidth and the peak of matmuls in `dtype` are measured, once per
-    process.
+    The specifications of CPUs are measured, once per process.
+
+    Args:
+      name: "cpu", or the name of an entry of the table `HARDWARE`, such as "v5e".
+      dtype: dtype of the matmuls that measure the peak FLOP/s of CPUs.  It is ignored for
+        accelerators, whose peak is always for bf16.
 
     Raises:
       InputError: if the name is unknown.
@@ -112,10 +120,9 @@ def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """Return the row of the table `HARDWARE` that matches `device`.
+    """Return the entry of the table `HARDWARE` for a JAX device, or None if there is no entry.
 
-    Returns None for devices that are not in the table: CPUs, unlisted accelerators, and MIG
-    instances, which are parts of a GPU.
+    CPUs and MIG instances (parts of an NVIDIA GPU) have no entry.
     """
     matching = (row for row in HARDWARE if re.search(rf"\b{row.kind}", device.device_kind))
     whole = device.platform != "cpu" and not re.search(r"\bMIG\b", device.device_kind)
@@ -125,8 +132,8 @@ def hardware_of(device: Device) -> Hardware | None:
 def _run_seconds(function: Callable[[], Any], runs: int = 5, at_least: float = 0.0) -> list[float]:
     """Call `function` repeatedly, and return how many seconds each call takes.
 
-    The function is called at least `runs` times, and until all calls together have taken `at_least`
-    seconds.  An additional first call, for warm-up, is not timed.
+    `function` is called at least `runs` times, and until all calls together have taken at least
+    `at_least` seconds.  An untimed call before them serves as warm-up.
     """
     function()
     seconds: list[float] = []
@@ -143,11 +150,15 @@ def _measured_flops(dtype: str) -> float:
 
 
 def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.05) -> float:
-    """Measure the total FLOP/s of this machine's CPU cores, with matmuls in `dtype`.
+    """Measure the FLOP/s that all CPU cores of this machine together reach in matmuls.
 
-    For each size, two square matrices are multiplied at least three times, and for at least
-    `seconds` seconds in total.  Returns the FLOP/s of the fastest size, computed from its median
-    time.
+    Args:
+      dtype: dtype of the matrices.
+      sizes: sizes n of the n x n matrices to multiply.
+      seconds: minimum time to spend on each size.  At least three matmuls of each size are timed.
+
+    Returns:
+      The FLOP/s of the fastest size, computed from its median time.
     """
     device = jax.local_devices(backend="cpu")[0]
     multiply = jax.jit(jnp.matmul)
@@ -162,10 +173,10 @@ def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.
 
 @functools.cache
 def _measured_copy(size: int = 2**28) -> float:
-    """Measure memory bandwidth, in bytes/s (reads plus writes), by copying on all CPU cores.
+    """Measure memory bandwidth in bytes/s (reads plus writes) by copying on all CPU cores.
 
     Args:
-      size: total bytes to copy.
+      size: bytes to copy, on all cores together.
     """
     threads = os.cpu_count() or 1
     sources = [np.ones(size // threads, np.uint8) for _ in range(threads)]
@@ -183,15 +194,15 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A TPU generation: its names on Google Cloud, and the properties that the compiler needs.
+    """A TPU generation: its properties on Google Cloud, and those needed to compile for it.
 
     Attributes:
-      cloud_name: the first part of accelerator types, such as "v5litepod" in "v5litepod-8".
-      runtime_version: the TPU software version for JAX.
-      units: how much one JAX device adds to the number at the end of an accelerator type.  On v2,
-        v3, v4 and v5p that number counts cores; a JAX device is one core on v2 and v3, but two
-        cores on v4 and v5p.
-      dimensions: number of dimensions of the grid that links the chips.
+      cloud_name: first part of Google Cloud's accelerator types, such as "v5litepod" in
+        "v5litepod-8".
+      runtime_version: the TPU software version to use with JAX.
+      units: the number at the end of an accelerator type, divided by the number of JAX devices.  It
+        is 2 on v4 and v5p, where that number counts cores and a JAX device has two cores.
+      dimensions: number of dimensions of the grid of chips in a slice: 2 or 3.
       devices: JAX devices per chip.
       hbm: bytes of memory available to a program on one device; the compiler enforces this limit.
       cheap_tier: the discounted price tier.  Google may reclaim TPUs of this tier at any time.
@@ -231,9 +242,13 @@ CLOUD_GENERATIONS = {generation.cloud_name: generation for generation in GENERAT
 
 
 def accelerator_type(generation: str, devices: int) -> str:
-    """Return Google Cloud's accelerator type of a TPU slice with `devices` JAX devices.
+    """Return Google Cloud's accelerator type of a TPU slice.
 
     For example, the accelerator type for ("v4", 8) is "v4-16".
+
+    Args:
+      generation: TPU generation, such as "v5e", or Google Cloud's name for it, such as "v5litepod".
+      devices: number of JAX devices in the slice.
 
     Raises:
       InputError: if the generation is unknown.

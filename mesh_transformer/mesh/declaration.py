@@ -1,4 +1,7 @@
-"""Parameter declarations: shape, layout over mp, and how training treats each parameter."""
+"""Parameter declarations: shape, sharding over mp, and how training treats each parameter.
+
+mp is the model-parallel mesh axis, and dp the data-parallel one.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,19 +15,20 @@ from jax.sharding import PartitionSpec as P
 
 @dataclass(frozen=True)
 class Declaration:
-    """Properties of one parameter, which determine its layout, weight decay and conversion.
+    """Properties of a parameter that determine its sharding, training and checkpoint conversion.
 
     Attributes:
       shape: the global shape.
       spec: the PartitionSpec over mp.
       decay: whether weight decay applies to the parameter.
-      summed: whether this is a bias that the original mesh-transformer-jax stores once per shard.
-        The original adds these copies in a psum over mp, so each copy is 1 / mp of the bias
-        that is stored here.
-      adapter: whether this is a LoRA factor.
-      frozen: whether training leaves the parameter unchanged.  In a LoRA run, all parameters
-        except the adapters are frozen.
-      stacked: whether the parameters of all layers are stacked along the first axis.
+      summed: whether this is a bias that the original mesh-transformer-jax stores once per mp
+        shard.  The original sums these copies over mp, so each copy is this library's bias divided
+        by mp.
+      adapter: whether this is one of the two factors of a LoRA adapter.
+      frozen: whether training leaves the parameter unchanged.  In a LoRA run, all parameters except
+        the adapters are frozen.
+      stacked: whether the first axis of the array is the layer axis, along which the parameters of
+        all layers are stacked.
     """
 
     shape: tuple[int, ...]
@@ -36,22 +40,31 @@ class Declaration:
     stacked: bool = False
 
     def stack(self, layers: int) -> "Declaration":
-        """Return the declaration of this parameter stacked over all layers on a new first axis."""
+        """Return the declaration of the array in which this parameter is stacked over all layers.
+
+        The layer axis is the first axis of that array.
+
+        Args:
+          layers: number of layers.
+        """
         spec = P(None, *self.spec)
         return replace(self, shape=(layers, *self.shape), spec=spec, stacked=True)
 
     def unstack(self) -> "Declaration":
-        """Return the declaration of one layer's part of a stacked parameter."""
+        """Return the declaration of one layer's slice of this stacked parameter."""
         assert self.stacked
         spec = P(*tuple(self.spec)[1:])
         return replace(self, shape=self.shape[1:], spec=spec, stacked=False)
 
     def zero_axis(self, dp: int) -> int | None:
-        """Return the axis that ZeRO splits over dp, or None if ZeRO does not split this parameter.
+        """Return the array axis that ZeRO splits over dp, or None if ZeRO does not split the array.
 
-        The axis is the longest one whose size is a multiple of dp, excluding the layer axis and
-        the axis split over mp.  ZeRO does not split parameters that have no such axis or that are
-        not split over mp; most of these are small.
+        The axis is the longest one whose size is a multiple of dp, excluding the layer axis and the
+        axis split over mp.  ZeRO does not split parameters that have no such axis or that are not
+        split over mp; most of these are small.
+
+        Args:
+          dp: number of data-parallel replicas.
         """
         axes = tuple(self.spec)
         if "mp" not in axes:
@@ -64,7 +77,13 @@ class Declaration:
         return max(free, key=lambda axis: self.shape[axis], default=None)
 
     def at_rest(self, dp: int) -> P:
-        """Return the ZeRO PartitionSpec of this parameter and its Adam moments between steps."""
+        """Return the PartitionSpec that this parameter has between steps with ZeRO.
+
+        The parameter's Adam moments have the same PartitionSpec.
+
+        Args:
+          dp: number of data-parallel replicas.
+        """
         split = self.zero_axis(dp)
         return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
 
@@ -88,9 +107,14 @@ def map_declared(function: Callable[..., Any], declared: Any, *trees: Any) -> An
 
 
 def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
-    """Split the nested dicts `tree` into two: its trained leaves, and its frozen leaves.
+    """Split a nested dict of parameters into two: the trained ones, and the frozen ones.
 
-    `declared` contains the `Declaration` of each leaf and has the same structure as `tree`.
+    Args:
+      declared: the `Declaration` of each leaf, in the structure of `tree`.
+      tree: the nested dict.
+
+    Returns:
+      A nested dict with the trained leaves, and one with the frozen leaves.
     """
     trained, frozen = {}, {}
     for name, node in declared.items():
@@ -116,9 +140,10 @@ _declarations: ContextVar[dict[str, dict[str, Declaration]] | None] = ContextVar
 
 @contextlib.contextmanager
 def record_declarations() -> Iterator[dict[str, dict[str, Declaration]]]:
-    """Return a context manager that yields a dict of the parameters declared inside the context.
+    """Record the parameters that are declared inside this context manager.
 
-    The dict has the form {module: {name: declaration}}.  `param` adds the declarations to it.
+    The context manager yields a dict of the form {module: {name: declaration}}.  Each call of
+    `mesh.parallel.param` inside the context adds an entry to it.
     """
     declared: dict[str, dict[str, Declaration]] = {}
     token = _declarations.set(declared)
@@ -129,7 +154,10 @@ def record_declarations() -> Iterator[dict[str, dict[str, Declaration]]]:
 
 
 def declare(module: str, name: str, declaration: Declaration) -> None:
-    """Record a parameter's declaration, if called inside `record_declarations`."""
+    """Record the declaration of a parameter of the Haiku module called `module`.
+
+    This does nothing outside `record_declarations`.
+    """
     declarations = _declarations.get()
     if declarations is not None:
         declarations.setdefault(module, {})[name] = declaration

@@ -1,4 +1,4 @@
-"""The (dp, mp) device mesh, and shardings on it."""
+"""The device mesh with axes dp (data parallel) and mp (model parallel), and shardings on it."""
 
 import contextlib
 import os
@@ -15,11 +15,11 @@ from mesh_transformer.util import InputError
 
 
 def use_virtual_devices(count: int) -> None:
-    """Make the CPU backend provide `count` virtual devices, unless a number is already set.
+    """Make JAX's CPU backend provide `count` virtual devices, unless their number is already set.
 
     This function does nothing if JAX's backends have already started, or if `XLA_FLAGS` or
-    `jax_num_cpu_devices` already sets the number.  If there is an accelerator, it remains the
-    default backend.
+    `jax_num_cpu_devices` already sets the number.  On a machine with an accelerator, the
+    accelerator remains the default backend.
     """
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if chosen or jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]
@@ -30,7 +30,9 @@ def use_virtual_devices(count: int) -> None:
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return the (dp, mp) mesh over `devices` (default: all), with mp = cores_per_replica.
+    """Return the (dp, mp) mesh over `devices` (default: all JAX devices).
+
+    mp is `config.cores_per_replica`, and dp is the number of devices divided by mp.
 
     Raises:
       InputError: if the number of devices is not a multiple of `config.cores_per_replica`.

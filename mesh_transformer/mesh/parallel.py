@@ -1,12 +1,13 @@
-"""Collectives and layouts for model code: one interface with two ways to partition over mp.
+"""Collectives and array layouts for model code, with two ways to partition over the mesh.
 
 The mesh has two axes: dp (data parallel) and mp (model parallel).  Model code runs inside
 `shard_map` and accesses the mesh only through a `Parallel`.  Collectives over dp are always
 explicit: f32 reductions, and ZeRO's gathers and scatters.  The two subclasses of `Parallel` differ
 in how they partition over mp:
 
-* `Manual` also makes Megatron's collectives over mp explicit.  Each array is this device's shard.
-* `Auto` lets the compiler partition over mp.  Each array is global over mp.
+* `Manual` also makes Megatron's collectives over mp explicit.  Model code sees this device's shard
+  of each array.
+* `Auto` lets the compiler partition over mp.  Model code sees arrays that are split over dp only.
 
 The code of layers and training steps works with either subclass.
 """
@@ -30,10 +31,10 @@ from mesh_transformer.mesh.declaration import Declaration, declare, is_spec, map
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_cast(x: Array, axis: int, dtype: Any) -> Array:
-    """Cast f32 shards to `dtype` and all-gather them over dp along `axis`.
+    """Cast f32 shards to `dtype` and all-gather them over dp along the array axis `axis`.
 
-    The gradient is summed over dp in f32.  Without this custom gradient rule, JAX would sum it in
-    `dtype`.
+    The gradient of x is summed over dp in f32.  Without this custom gradient rule, JAX would sum it
+    in `dtype`.
     """
     return lax.all_gather(x.astype(dtype), "dp", axis=axis, tiled=True)
 
@@ -62,18 +63,18 @@ class Parallel(abc.ABC):
 
     The type of each array lists the mesh axes along which the array varies, that is, differs
     between devices (see `check_vma` of `shard_map`).  The residual stream [B, T, D] is replicated
-    on all devices of a replica.  With `split_stream` it is instead split by position over mp
+    on all devices of a replica.  With `split_stream`, it is instead split by position (T) over mp
     (sequence parallelism, Korthikanti 2022).
 
-    In all methods `declared` is a tree of the parameters' declarations.
+    In all methods, `declared` is a tree with the `Declaration` of each parameter.
 
     Attributes:
-      axes: the mesh axes for which the program calls collectives itself; the compiler partitions
-        over the other mesh axes.
-      mp: the number of shards over mp that the program sees; 1 if the compiler partitions over mp.
-      dp: the number of data-parallel replicas.
-      replicas: the number of separate gradients per microbatch: `dp`, or 1 with ZeRO 3, whose
-        backward pass already sums over dp.
+      axes: the mesh axes over which collectives are explicit; the compiler partitions over the
+        other mesh axes.
+      mp: size of the mesh axis mp; 1 if the compiler partitions over mp.
+      dp: number of data-parallel replicas.
+      replicas: number of separate gradients per microbatch: `dp`, or 1 with ZeRO 3, whose backward
+        pass already sums over dp.
       attention: the backend for attention over a whole sequence (`attention_backend`).
       zero_stage: 0 (no ZeRO), 1 or 3.
       split_stream: whether the residual stream is split by position over mp.
@@ -107,24 +108,28 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def fan_out(self, x: Array) -> Array:
-        """Return x, [B, T, D], as the input of matmuls that are split over mp (Megatron's f).
+        """Prepare activations x, [B, T, D], as input of matmuls whose weights are split over mp.
 
-        With `split_stream`, this all-gathers the positions of x over mp.  The backward pass sums
-        the gradient over mp.
+        This is Megatron's operator f: the identity, whose backward pass sums the gradient over mp.
+        With `split_stream`, it instead all-gathers x over mp along T, and the backward pass
+        reduce-scatters the gradient.
         """
 
     @abc.abstractmethod
     def join(self, x: Array) -> Array:
-        """Sum x, [B, T, D], over mp, and return it in the residual stream's layout (Megatron's g).
+        """Sum x, [B, T, D], over mp, and return the sum in the layout of the residual stream.
 
-        In the backward pass, every device receives the full, unsharded gradient.
+        This is Megatron's operator g: an all-reduce, whose backward pass is the identity.  With
+        `split_stream`, it instead reduce-scatters x along T, and the backward pass all-gathers the
+        gradient.
         """
 
     @abc.abstractmethod
     def own_positions(self, x: Array) -> Array:
         """Return x, [B, T, D], at the positions that this device's residual stream contains.
 
-        x must contain all positions.  Without `split_stream`, the result contains all of them too.
+        x must contain all positions.  Without `split_stream`, the residual stream also contains all
+        positions, so x is returned unchanged.
         """
 
     @abc.abstractmethod
@@ -133,7 +138,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def max(self, x: Array) -> Array:
-        """Return the maximum of x over mp, without a gradient."""
+        """Return the elementwise maximum of x over mp, which cannot be differentiated."""
 
     @abc.abstractmethod
     def rank(self) -> Array | int:
@@ -145,7 +150,9 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def shard(self, x: Array, *axes: str | None) -> Array:
-        """Return x; if the compiler partitions over mp, constrain its sharding over mp.
+        """Constrain how the compiler shards x over mp, and return x.
+
+        If the compiler does not partition over mp, x is returned unchanged.
 
         Args:
           axes: for each array axis, the mesh axis that splits it, or None.
@@ -153,19 +160,20 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
-        """Wrap `function`, which calls collectives over dp, to act on one mp shard of its argument.
+        """Wrap a function that calls collectives over dp, so that it runs on each mp shard.
 
         Args:
-          spec: the layout of the argument.
+          function: maps an array to an array with the same sharding over mp.
+          spec: the PartitionSpec of the array.
         """
 
     def on_blocks(
         self, function: Callable[..., Any], in_axes: Any, out_axes: Any
     ) -> Callable[..., Any]:
-        """Wrap `function` to act on the mp shards of its arguments, with `check_vma` disabled.
+        """Wrap `function` to run on each mp shard of its arguments, with `check_vma` disabled.
 
         This is for kernels that do not declare along which mesh axes their outputs vary.  All
-        results are typed as varying along all mesh axes that the program sees.
+        results are typed as varying along all axes in `self.axes`.
 
         Args:
           in_axes: for each argument, a tuple with the mesh axis that splits each array axis, or
@@ -200,7 +208,10 @@ class Parallel(abc.ABC):
         return jax.tree.map(visible, specs, is_leaf=is_spec)
 
     def _as_varying(self, x: Array, *axes: str | None) -> Array:
-        """Return x typed as varying along `axes`; axes that are not in `self.axes` are ignored."""
+        """Return x typed as varying along the mesh axes `axes`.
+
+        Axes that are not in `self.axes` are ignored.
+        """
         varying = tuple(axis for axis in self.axes if axis in axes)
         return lax.pcast(x, varying, to="varying") if varying else x
 
@@ -208,7 +219,7 @@ class Parallel(abc.ABC):
         """Return zeros that are split over the mesh axes in `axes` and typed as varying along them.
 
         Args:
-          shape: the local shape (see `local`).
+          shape: the local shape, as returned by `local`.
           axes: for each array axis, the mesh axis that splits it, or None.
         """
         return self.shard(self._as_varying(jnp.zeros(shape, dtype), *axes), *axes)
@@ -221,7 +232,7 @@ class Parallel(abc.ABC):
         return declaration.zero_axis(self.dp)
 
     def at_rest(self, declared: Any) -> Any:
-        """Return the PartitionSpec of each parameter and of its Adam moments between steps."""
+        """Return the PartitionSpec that each parameter and its Adam moments have between steps."""
 
         def layout(d: Declaration) -> P:
             return d.spec if self._zero_axis(d) is None else d.at_rest(self.dp)
@@ -229,11 +240,11 @@ class Parallel(abc.ABC):
         return map_declared(layout, declared)
 
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
-        """Convert the state's parameters to `dtype` for the forward pass, once per step.
+        """Cast the parameters to `dtype` for the forward pass; call this once per step.
 
-        ZeRO splits some parameters over dp.  With ZeRO 1, this method also all-gathers those
-        parameters.  With ZeRO 3, those parameters stay split, and the trained ones among them stay
-        in f32 until `collect` casts them, so that their gradients are in f32.
+        With ZeRO 1, the parameters that ZeRO splits over dp are also all-gathered.  With ZeRO 3,
+        they stay split until `collect` gathers them.  Until then the trained ones also stay in f32,
+        so that their gradients are in f32.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
@@ -247,13 +258,14 @@ class Parallel(abc.ABC):
         return map_declared(copy, declared, params)
 
     def mark_varying(self, params: Any, declared: Any) -> Any:
-        """Type replicated parameters as varying over mp if their gradients vary over mp.
+        """Type replicated parameters as varying over mp, to sum all their gradients at once.
 
-        This affects the adapters that mp does not split and, with `split_stream`, all other
-        parameters that mp does not split.  JAX all-reduces a parameter's gradient over mp at the
-        point where the parameter's type changes.  This method changes the types once per
-        microbatch, so JAX all-reduces all these gradients together, in f32, instead of once per
-        layer.
+        JAX all-reduces the gradient of a replicated parameter over mp at the point where the
+        parameter's type changes to varying.  By default, that point is inside every layer.  If this
+        method is called once per microbatch, there is only one all-reduce per microbatch, in f32.
+
+        The method affects LoRA adapters that mp does not split and, with `split_stream`, all
+        parameters that mp does not split.
         """
 
         def one(d: Declaration, x: Array) -> Array:
@@ -268,6 +280,9 @@ class Parallel(abc.ABC):
         """Return the parameters in `dtype`, all-gathered over dp but still split over mp.
 
         Call this right before using the parameters.
+
+        Args:
+          params: the result of `compute_copy`, or a part of it.
         """
 
         def whole(d: Declaration, x: Array) -> Array:
@@ -289,7 +304,7 @@ class Parallel(abc.ABC):
         return map_declared(zeros, declared, params)
 
     def mean(self, grads: Any, declared: Any) -> Any:
-        """Return the mean of the gradients over dp, in the layout of the state between steps."""
+        """Return the mean of the gradients over dp, in the sharding that `at_rest` returns."""
 
         def sum_over_replicas(d: Declaration, g: Array) -> Array:
             axis = self._zero_axis(d)
@@ -314,7 +329,8 @@ class Parallel(abc.ABC):
         """Sum the scalars in the tree `squares` over all leaves and over devices.
 
         Args:
-          axes: for each leaf, the mesh axes to sum over.
+          axes: a tree with a tuple of mesh axes for each scalar; the scalar is summed over these
+            axes.
         """
         by_axes: dict[tuple[str, ...], list[Array]] = {}
         jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
@@ -322,12 +338,11 @@ class Parallel(abc.ABC):
         return jnp.sum(jnp.stack(sums))
 
     def total(self, squares: Any, declared: Any) -> Array:
-        """Sum the scalars in the tree `squares` over all leaves and all shards of each leaf.
+        """Sum one scalar per parameter over all parameters and all of their shards.
 
         Args:
-          squares: one scalar per parameter, such as the sum of squares of its gradient.  Each
-            scalar is computed from the shard that this program sees, in the layout between steps
-            (`at_rest`).
+          squares: one scalar per parameter, such as the sum of squares of the parameter's gradient.
+            Each scalar is computed from this device's shard, in the layout that `at_rest` returns.
         """
 
         def axes(d: Declaration) -> tuple[str, ...]:
@@ -337,13 +352,19 @@ class Parallel(abc.ABC):
         return self._total(squares, map_declared(axes, declared))
 
     def microbatch_grads(self, grads: Any, declared: Any) -> Any:
-        """Return one microbatch's gradients on this replica; with ZeRO 3, their mean over dp."""
+        """Return one microbatch's gradients on this replica; with ZeRO 3, their mean over dp.
+
+        With ZeRO 3, the backward pass sums over dp, so there are no gradients of a single replica.
+        """
         # With ZeRO 3 the backward pass has already summed most leaves over dp.  `mean` sums the
         # other leaves and divides all of them by dp.
         return self.mean(grads, declared) if self.zero_stage == 3 else grads
 
     def microbatch_total(self, squares: Any, declared: Any) -> Array:
-        """Same as `total`, for scalars computed from the result of `microbatch_grads`."""
+        """Same as `total`, for scalars computed from the result of `microbatch_grads`.
+
+        Except with ZeRO 3, the result differs between replicas.
+        """
         if self.zero_stage == 3:
             return self.total(squares, declared)
         mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
@@ -409,10 +430,7 @@ class Auto(Parallel):
 
 
 class Manual(Parallel):
-    """A `Parallel` that partitions over dp and mp explicitly; each array is this device's shard.
-
-    Without `split_stream`, `fan_out` is a `pcast` to varying over mp, whose transpose is a psum.
-    """
+    """A `Parallel` that partitions over dp and mp explicitly; each array is this device's shard."""
 
     axes = ("dp", "mp")
 
@@ -479,7 +497,7 @@ def param(
     Args:
       shape: the global shape.
       axes: for each array axis, the mesh axis that splits it, or None.
-      decay: whether weight decay applies (only matrices decay, as in mesh-transformer-jax).
+      decay: whether weight decay applies; as in mesh-transformer-jax, set this for matrices only.
       summed: see `Declaration.summed`.
       adapter: see `Declaration.adapter`.
     """

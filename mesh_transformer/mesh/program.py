@@ -22,9 +22,9 @@ CACHE_VARIABLE = "MESH_TRANSFORMER_CACHE"
 def use_compilation_cache() -> None:
     """Enable JAX's persistent compilation cache.
 
-    The cache is in `$MESH_TRANSFORMER_CACHE` or, if this variable is not set, in the user's cache
-    folder.  If the variable is empty, the cache is not enabled.  If a cache folder is already set
-    in JAX's configuration, it is kept.
+    The cache is in the folder `$MESH_TRANSFORMER_CACHE` or, if this variable is not set, in the
+    user's cache folder.  If the variable is empty, the cache is not enabled.  If JAX's
+    configuration already sets a cache folder, that folder is used instead.
     """
     folder = os.environ.get(CACHE_VARIABLE, str(cache_folder() / "compiled"))
     if not folder or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
@@ -38,13 +38,14 @@ def use_compilation_cache() -> None:
 
 
 def _write_in_every_process() -> None:
-    """Make every process write to the cache; by default JAX lets only process 0 write.
+    """Make every process write to JAX's compilation cache, instead of process 0 only.
 
-    JAX's default suits storage that all processes share.  A local cache folder is on each host's
-    own disk, so with JAX's default all hosts but the first would recompile their programs at every
-    start.  On CPUs, moreover, each process compiles different programs.  JAX has no setting for
-    this, so this function wraps a private JAX function.  In a JAX version that lacks the private
-    function, nothing changes.
+    By default only process 0 writes, which suits storage that all processes share.  A local cache
+    folder is on each host's own disk, so all hosts but the first would recompile their programs at
+    every start.  On CPUs, moreover, each process compiles different programs.
+
+    JAX has no setting for this, so this function wraps a private JAX function.  In a JAX version
+    that lacks the private function, nothing changes.
     """
     try:
         from jax._src import compiler, distributed
@@ -65,13 +66,14 @@ def _write_in_every_process() -> None:
 
 
 def compile_together() -> None:
-    """Make every process wait, after it has compiled a program, until all have compiled it.
+    """Make every process wait, after each compilation, until all processes have compiled.
 
-    This is for programs that run on the CPUs of several processes.  There, a process fails if
-    its first collective waits more than 30 s for another process, and JAX has no setting for this
-    timeout.  On a busy machine, the processes' compilation times can differ by more than 30 s.  JAX
-    has no public hook that runs after a compilation, so this function wraps a private JAX function.
-    In a JAX version that lacks the private function, nothing changes.
+    This is for programs that run on the CPUs of several processes.  There, a process fails if its
+    first collective waits more than 30 s for another process, and JAX has no setting for this
+    timeout.  On a busy machine, the processes' compilation times can differ by more than 30 s.
+
+    JAX has no public hook that runs after a compilation, so this function wraps a private JAX
+    function.  In a JAX version that lacks the private function, nothing changes.
     """
     try:
         from jax._src import compiler, distributed
@@ -99,7 +101,7 @@ ASYNC_KINDS = ("TPU v5", "TPU v6")
 
 
 def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
-    """Return the XLA options for compiling training steps for the mesh; None if there are none."""
+    """Return the XLA options for compiling a training step for `mesh`; None if there are none."""
     device = mesh.devices.flat[0]
     if device.platform != "tpu":
         return None
@@ -122,8 +124,11 @@ def parallel_of(
 ) -> Parallel:
     """Return the `Parallel` (interface to the mesh's collectives) that the config selects.
 
-    The key `partitioning` selects its class.  On a mesh of one device, the result has no
+    The config key `partitioning` selects its class.  On a mesh of one device, the result has no
     collectives.
+
+    Args:
+      attention, split_stream: see `Parallel`.
     """
     if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)
@@ -144,8 +149,8 @@ def partitioned(
     """Return a function of global arrays that runs `function`, partitioned over the mesh.
 
     Args:
-      function: called with the arguments of the returned function and with the keyword arguments
-        `config` and `par`, where `par` is the result of `parallel_of`.
+      function: called with the arguments of the returned function, and with the keyword arguments
+        `config` and `par`.  `par` is the `Parallel` that supplies its collectives.
       in_specs: the PartitionSpecs of the arguments.
       out_specs: the PartitionSpecs of the results.
       attention: the backend for attention over whole sequences (see `attention_backend`).
@@ -180,7 +185,10 @@ def compiled(
     *,
     attention: str = "xla",
 ) -> Callable[..., Any]:
-    """Partition `function` over the mesh with `partitioned`, and jit it with the same layouts."""
+    """Return the result of `partitioned`, jitted with `in_specs` and `out_specs` as shardings.
+
+    For the arguments, see `partitioned` and `jax.jit`.
+    """
     return jax.jit(
         partitioned(function, config, mesh, in_specs, out_specs, attention=attention),
         in_shardings=named(mesh, in_specs),

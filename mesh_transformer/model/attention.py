@@ -1,6 +1,6 @@
 """Attention: rotary embedding, masks, softmax attention, KV cache updates and fused kernels.
 
-For attention over whole sequences, `attention_backend` selects one of these backends per program:
+For attention over whole sequences, `attention_backend` selects one of these backends:
 
 * `xla`: plain softmax attention.
 * `blocks`: softmax attention over one block of queries at a time, which never materialises the
@@ -10,8 +10,9 @@ For attention over whole sequences, `attention_backend` selects one of these bac
 
 `attend_function` then returns a function that computes attention with the selected backend.
 
-Array names end in their shape: B batch, T query, S cache or key, H heads this program sees, K head
-size, R rotated part of a head, I coordinates of an index.
+Array names end in their shape: B batch, T query, S cache or key, H heads, K head size, R rotated
+part of a head, I the number of axes that an index addresses.  H is the number of heads of one
+device (with `Manual`) or of the whole model (with `Auto`); see `Parallel`.
 """
 
 import functools
@@ -51,7 +52,7 @@ _ONE_POSITION = jax.lax.ScatterDimensionNumbers(
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, or their PartitionSpecs, in the axis order of `attend`."""
+    """One layer's keys and values, [B, H, S, K] each, or the PartitionSpecs of these arrays."""
 
     k_BHSK: Any
     v_BHSK: Any
@@ -60,7 +61,11 @@ class LayerCache(NamedTuple):
 def block_length(length: int) -> int:
     """Return the number of queries per block for the attention backend `blocks`.
 
-    A sequence has `BLOCKS` blocks, or fewer if these would have less than `LANES` queries each.
+    A sequence is split into 8 (`BLOCKS`) blocks, or into fewer if a block would otherwise have less
+    than 128 (`LANES`) queries.
+
+    Args:
+      length: the number of tokens in a sequence.
     """
     return max(-(-length // BLOCKS), LANES)
 
@@ -68,7 +73,7 @@ def block_length(length: int) -> int:
 def rotate(x_BTHK: Array, positions_BT: Array, dims: int) -> Array:
     """Apply rotary embedding (Su 2021) to the first `dims` entries of each head, in f32.
 
-    The pairs that are rotated are interleaved: entries 0 and 1, 2 and 3, and so on.
+    As in GPT-J, adjacent entries are rotated together: entries 0 and 1, 2 and 3, and so on.
     """
     frequency_R = 10000.0 ** (-np.arange(0, dims, 2) / dims)
     angle_BTR = positions_BT[..., None].astype(jnp.float32) * frequency_R.astype(np.float32)
@@ -80,7 +85,7 @@ def rotate(x_BTHK: Array, positions_BT: Array, dims: int) -> Array:
 
 
 def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Array:
-    """Return the f32 bias_BHTS, with H = 1: 0 where a query may attend to a key, else `MASKED`.
+    """Return the f32 bias_BHTS, with H = 1: 0 where a query may attend to a key, else -1e10.
 
     A query attends to its own position and the `window` - 1 positions before it.  Keys at negative
     positions are padding, to which no query attends.
@@ -91,10 +96,12 @@ def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Ar
 
 
 def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Array:
-    """Compute softmax attention of T queries over S keys, for the heads this program holds.
+    """Compute softmax attention of T queries over S keys, and return it as [B, T, H, K].
 
-    `bias_BHTS` contains the mask and any relative position bias.  Scores and softmax are computed
-    in f32; the inputs of both matmuls are in the compute dtype.
+    Scores and softmax are computed in f32; the inputs of both matmuls are in the compute dtype.
+
+    Args:
+      bias_BHTS: the mask plus any relative position bias, added to the scores.
     """
     scale = q_BTHK.shape[-1] ** -0.5
     if q_BTHK.shape[1] == 1:
@@ -112,11 +119,11 @@ def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Arr
 
 
 def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
-    """Write the key and value of one position per batch row into the cache, in place.
+    """Return the cache with the key and value of one position per batch row replaced.
 
     Args:
       new: the keys and values to write, with S = 1.
-      slot_B: the cache slot to write to, for each row.
+      slot_B: for each batch row, the position in the cache (index along S) to write to.
     """
     if len(slot_B) == 1:
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
@@ -176,7 +183,7 @@ def attention_backend(config: Config, device: Device) -> str:
 
 
 def _obstacle(name: str, config: Config, device: Device) -> str | None:
-    """Return why the backend `name` cannot be used, or None if it can.
+    """Return the reason why the backend `name` cannot be used, or None if it can.
 
     The reason is a phrase to follow the backend's name, such as "requires a TPU, ...".
     """
@@ -217,10 +224,10 @@ def _cudnn_obstacle(config: Config, device: Device) -> str | None:
 
 @functools.cache
 def _cudnn_disagrees(head_size: int) -> str | None:
-    """Return why cuDNN's attention cannot be used on this machine, or None if it can.
+    """Return the reason why cuDNN's attention cannot be used on this machine, or None.
 
-    The check compares the outputs and gradients of cuDNN and XLA on a small batch.  It is needed
-    because the kernels available on a GPU depend on its driver and on cuDNN's version.
+    This compares the outputs and gradients of cuDNN and XLA on a small batch, because the kernels
+    that are available depend on the GPU, its driver and cuDNN's version.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (1, LANES, 2, head_size)
@@ -258,14 +265,17 @@ def attend_function(
 ) -> Attend | None:
     """Return a function that computes causal attention over whole sequences.
 
-    The backend is `par.attention`.  If its kernel does not support `length` or packed texts, the
-    function uses `blocks` for more than `LONG` tokens, and `xla` for fewer.  For `xla` the result
-    is None, and the caller uses `attend` with a bias.
+    The backend is `par.attention`.  If that backend does not support `length` or packed texts,
+    `blocks` is used for sequences of more than 2048 (`LONG`) tokens, and `xla` for shorter ones.
 
     Args:
       length: the number of tokens in a sequence.
-      text_BT: if several texts are packed into a sequence, the index of the text that each position
-        belongs to, else None.  A position attends only to positions of the same text.
+      text_BT: for sequences that pack several texts, the index of the text that each position
+        belongs to; otherwise None.  A position attends only to positions of the same text.
+
+    Returns:
+      A function (q_BTHK, k_BHSK, v_BHSK) -> attended_BTHK.  For the backend `xla`, None: the caller
+      must then call `attend` with a bias.
 
     Raises:
       InputError: if texts are packed and `config.attention` is "cudnn", which cannot separate them.
@@ -298,9 +308,8 @@ def attend_function(
 def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
     """Wrap `kernel` to run on each device's heads and to use the kernel's own gradient.
 
-    The forward pass of the custom gradient also returns the kernel's vjp function.  That function
-    is a pytree of the arrays saved for the backward pass.  Each array stays on the device that
-    computed it.
+    The wrapper is a `jax.custom_vjp`.  The forward pass saves the kernel's vjp function as a pytree
+    of residuals, each of which stays on the device that computed it.
     """
     heads: Axes = (None, "mp")
     saved: Axes = ("mp",)
@@ -365,9 +374,13 @@ def _splash(
 def _blocks(
     window: int, text_BT: Array | None, q_BTHK: Array, k_BHSK: Array, v_BHSK: Array
 ) -> Array:
-    """Compute causal attention over one block of queries at a time.
+    """Compute causal attention for one block of queries at a time, to save memory.
 
-    Each block uses only the keys that at least one of its queries may attend to.
+    Each block of queries uses only the keys that at least one of these queries may attend to.
+
+    Args:
+      window: the number of positions that a query may attend to, including its own.
+      text_BT: see `attend_function`.
     """
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     block = block_length(length)

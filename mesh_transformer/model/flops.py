@@ -1,9 +1,8 @@
 """Parameter counts, FLOPs per token, and utilisation (MFU and HFU).
 
 The 6N rule is from Kaplan et al. 2020: with N parameters, a token takes 2N FLOPs in the forward
-pass and 4N in the backward pass.  Half of these 4N are for the gradients of the weights.  The
-attention term, MFU and HFU follow Chowdhery et al. 2022 (PaLM), appendix B.  In formulas, L is the
-number of layers, H the number of heads, K the head size and T the sequence length.
+pass and 4N in the backward pass (2N for the gradients of the weights, and 2N for the gradients of
+the activations).  The attention term, MFU and HFU follow Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
 import math
@@ -19,9 +18,9 @@ from mesh_transformer.model.attention import block_length
 def matmul_params(config: Config) -> int:
     """Return the number of parameters in weight matrices: layers, embedding and output head.
 
-    The embedding is counted to allow comparison with the original mesh-transformer-jax, which
-    computes it as a one-hot matmul.  This library uses a lookup instead, so `flops_per_token`
-    overstates the FLOPs that this library executes, by 3 percent for GPT-J-6B.
+    The embedding is counted for comparison with the original mesh-transformer-jax, where it is a
+    one-hot matmul.  In this library it is a lookup without FLOPs, so `flops_per_token` overstates
+    the FLOPs executed by 3 percent for GPT-J-6B.
     """
     embedding_and_head = 2 * config.n_vocab * config.d_model
     return config.layers * _layer_matrices(config) + embedding_and_head
@@ -30,7 +29,8 @@ def matmul_params(config: Config) -> int:
 def n_params(config: Config) -> int:
     """Return the number of parameters of the model, without LoRA adapters.
 
-    Each bias counts once, even if the original mesh-transformer-jax stores a copy on every shard.
+    Each bias is counted once, although the original mesh-transformer-jax stores some biases on
+    every shard.
     """
     declared = gptj.declarations(config.merged())
     return sum(math.prod(d.shape) for d in jax.tree.leaves(declared, is_leaf=is_declaration))
@@ -60,15 +60,15 @@ def palm_flops_per_token(config: Config) -> int:
 def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
     """Return the FLOPs per token that a training step executes, including recomputation.
 
-    The embedding is a lookup, which is not counted.  What the backward pass recomputes depends on
-    the config's `remat`:
+    The embedding is a lookup and is not counted.  The config's `remat` determines which matmuls the
+    backward pass recomputes:
 
-    * full: the forward pass of each layer, except the layer's output matmuls, because no gradient
-      needs their results.
+    * full: those of the forward pass of each layer, except the layer's output matmuls, because no
+      gradient needs their results.
     * dots: the two matmuls of attention; the outputs of all other matmuls are saved.
     * none: no matmul.
 
-    For any `remat`, logits that are computed in chunks are recomputed.  Attention scores are also
+    For any `remat`, logits that are computed in chunks are recomputed, and attention scores are
     recomputed if the attention backend does not save them.
 
     Args:
@@ -88,9 +88,9 @@ def _attention_flops_per_token(config: Config, attention: str) -> int:
     """Return the FLOPs per token of the attention matmuls.
 
     There are 2 matmuls in the forward pass and 4 in the backward pass.  Unless `remat` is none, the
-    2 forward matmuls are recomputed.  If the backend does not save the scores, its backward pass
-    executes one more matmul to recompute them.  Kernels (splash and cudnn) never save the scores;
-    `blocks` saves them only if `remat` is none.
+    2 forward matmuls are recomputed.  If the backend does not save the attention scores, one more
+    matmul recomputes them in the backward pass.  The kernels (splash and cudnn) never save the
+    scores, and `blocks` saves them only if `remat` is none.
     """
     scores_saved = attention == "xla" or (attention == "blocks" and config.remat == "none")
     products = 6 + 2 * (config.remat != "none") + (not scores_saved)
@@ -102,9 +102,9 @@ def attended_pairs(config: Config, attention: str) -> int:
     """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
     The number depends on the attention backend.  `xla` computes all pairs.  `blocks` splits the
-    queries into blocks, and computes all pairs of a block's queries with the keys that any of these
-    queries attends to.  For kernels (splash and cudnn), only the unmasked pairs are counted,
-    although kernels also compute the masked pairs of tiles that are only partly masked.
+    queries into blocks, and pairs all queries of a block with all keys that any of these queries
+    may attend to.  For the kernels (splash and cudnn), only unmasked pairs are counted, although
+    the kernels also compute the masked pairs of tiles that are only partly masked.
     """
     length, window = config.seq, min(config.window, config.seq)
     if attention == "xla":
@@ -123,14 +123,19 @@ def attended_pairs(config: Config, attention: str) -> int:
 def decode_flops_per_token(config: Config) -> int:
     """Return the forward FLOPs of one token that attends to `seq` positions.
 
-    The embedding is a lookup, which is not counted.
+    The embedding is a lookup and is not counted.
     """
     matrices = matmul_params(config) - config.n_vocab * config.d_model
     return 2 * matrices + 4 * config.layers * config.n_heads * config.d_head * config.seq
 
 
 def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
-    """Return model FLOPs utilisation, 0 to 1; `peak` is the total peak FLOP/s of all devices."""
+    """Return model FLOPs utilisation, 0 to 1, based on `palm_flops_per_token`.
+
+    Args:
+      tokens_per_sec: tokens per second, on all devices together.
+      peak: the total peak FLOP/s of all devices.
+    """
     return tokens_per_sec * palm_flops_per_token(config) / peak
 
 
@@ -138,6 +143,7 @@ def hfu(config: Config, tokens_per_sec: float, peak: float, attention: str = "xl
     """Return hardware FLOPs utilisation, 0 to 1, based on `hardware_flops_per_token`.
 
     Args:
+      tokens_per_sec: tokens per second, on all devices together.
       peak: the total peak FLOP/s of all devices.
       attention: the attention backend, as returned by `attention_backend`.
     """

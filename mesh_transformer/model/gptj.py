@@ -5,7 +5,7 @@ In each function, `par` is the `Parallel` that partitions the computation over t
 Parameters are nested dicts, {part: {module: {name: array}}}.  The arrays of the part "layers" are
 stacked over all layers on a first axis L.  The first table lists all parameters.  X/mp is an axis
 of size X that is split over mp, and normal(s) is a normal distribution with standard deviation s,
-truncated at two s.  A parameter with an entry in the last column exists only with this config key.
+truncated at two s.  A parameter with an entry in the last column exists only with this setting.
 The second table lists the scale and offset of each kind of norm, as "shape: initial value".
 
     parameter                        shape           initial value       if
@@ -113,9 +113,9 @@ def init(config: Config, key: Array) -> Params:
 
 @functools.cache
 def declarations(config: Config) -> Params:
-    """Return the `Declaration` of every parameter, in the structure of the parameters.
+    """Return the `Declaration` (shape, layout and role) of every parameter, as nested dicts.
 
-    The declarations of "layers" describe the stacked arrays of all layers.
+    The declarations of the part "layers" describe arrays that are stacked over all layers.
     """
     with record_declarations() as declared:
         shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
@@ -153,11 +153,14 @@ def frozen(config: Config) -> Params:
 
 
 def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
-    """Wrap `run` so that the backward pass recomputes what the remat policy `kept` does not save.
+    """Wrap `run` so that the backward pass recomputes what the remat policy does not save.
 
     Even the policy "none" recomputes the operations between matmuls, because writing their results
-    to memory and reading them back would take longer.  That policy recomputes no matmul and no
-    collective over mp.
+    to memory and reading them back would take longer.  However, this policy recomputes no matmul
+    and no collective over mp.
+
+    Args:
+      kept: the remat policy: "full", "dots" or "none".
     """
     policies = jax.checkpoint_policies
     policy = {
@@ -177,8 +180,8 @@ def segment_runs(segments: Array) -> tuple[Array, Array]:
     """Find the runs of equal segment numbers along the last axis.
 
     Returns:
-      For each position, the index of its run, and the position's index within the run.  Both arrays
-      have the shape [..., T].
+      (runs, positions), of shape [..., T] each: for each token, the index of its run, and the
+      token's position within that run.  Both count from 0.
     """
     index_T = jnp.arange(segments.shape[-1])
     begins = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
@@ -227,11 +230,11 @@ def logits(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Array:
-    """Return next-token logits_BTV in f32 for this program's shard of the vocabulary.
+    """Return next-token logits_BTV in f32, split over mp along the vocabulary.
 
     Args:
       segments_BT: a segment number per position, for sequences that pack several texts.  Each run
-        of equal numbers is one text.  Its positions start at 0, and its tokens attend only to
+        of equal numbers is one text.  Positions start at 0 in each text, and tokens attend only to
         tokens of the same text.
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)

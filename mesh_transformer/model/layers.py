@@ -1,16 +1,17 @@
 """GPT-J's Haiku modules: embedding, norms, transformer layer and output projection.
 
-The same code runs on every mesh; `Parallel` supplies the collectives.  "This program" is the code
-inside `shard_map`.  It sees either one mp shard of each array, or all of them (see `Parallel`).
+The same code runs on every mesh, inside `shard_map`; `Parallel` supplies the collectives.  Arrays
+are either one mp shard (`Manual`) or global over mp (`Auto`).  Axes that are split over mp, such as
+H and V, therefore have either their local or their global size.
 
-Array names end in their shape: B batch, T query, S cache or key, D model, H heads this program
-sees, K head size, R rank of an adapter, F feed-forward, C columns (or rows) of one head in the
-fused weights of the geglu block, N columns of a projection, V vocabulary this program sees,
-L layers, G norm groups.
+Array names end in their shape: B batch, T query, S cache or key, D model, H heads, K head size,
+R rank of an adapter, F feed-forward, C columns (or rows) of one head in the fused weights of the
+geglu block, N columns of a projection, V vocabulary, L layers, G norm groups.
 
 The output of a norm has a first axis G, the norm groups.  With most norms, G is 1.  The norm
-layernorm-desync has a different scale and offset for each mp shard.  Its output therefore contains
-one normed copy of the input, called a norm group, for each mp shard that this program sees.
+layernorm-desync has a different scale and offset for each mp shard.  Its output therefore has a
+separately normed copy of the input, called a norm group, for each shard that the code sees: 1 copy
+with `Manual`, and mp copies with `Auto`.
 """
 
 from typing import NamedTuple
@@ -31,7 +32,7 @@ T5_MAX_DISTANCE = 128
 
 
 class Context(NamedTuple):
-    """Inputs that all layers share: the queries' positions, and which keys they may attend to."""
+    """Inputs that all layers share: the positions of the tokens, the mask and the cache slots."""
 
     positions_BT: Array
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
@@ -48,15 +49,16 @@ def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
 
 
 def _output_init(config: Config) -> hk.initializers.Initializer:
-    """Return the initialiser of matrices whose products are added to the residual stream."""
+    """Return the initialiser of weights whose outputs are added to the residual stream."""
     return hk.initializers.TruncatedNormal(stddev=2 / config.layers / config.d_model**0.5)
 
 
 class Norm(hk.Module):
-    """The norm that the config selects, computed in f32 and combined with `Parallel.fan_out`.
+    """The norm that the config selects, computed in f32.
 
-    Calling the module returns x_GBTD: G normed copies of x.  G is 1, except for the norm
-    layernorm-desync, which returns one copy per mp shard (see the module docstring).
+    Calling the module returns x_GBTD: G normed copies of x, as inputs of matmuls that are split
+    over mp (see `Parallel.fan_out`).  G is 1 for all norms except layernorm-desync (see the module
+    docstring).
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -88,9 +90,11 @@ class Norm(hk.Module):
         )
 
     def _rms(self, x_BTD: Array) -> Array:
-        """Divide x by its 2-norm plus 1e-5 and multiply by a learned scale.
+        """Apply rmsnorm or scalenorm: divide x by its 2-norm plus 1e-5 and multiply by a scale.
 
-        As in the original mesh-transformer-jax, the scale is initialised to sqrt(D).
+        The learned scale has shape [D] (rmsnorm) or [] (scalenorm).  As in the original
+        mesh-transformer-jax, it is initialised to sqrt(D).  The "-bias" variants also add a learned
+        offset.
         """
         width = x_BTD.shape[-1]
         shape, axes = ((width,), (None,)) if self.kind.startswith("rms") else ((), ())
@@ -165,9 +169,9 @@ class Linear(hk.Module):
 def t5_bucket(distance: Array) -> Array:
     """Return the T5 bucket (Raffel 2020) of a query's distance to an earlier key.
 
-    Each distance up to 15 has its own bucket; larger distances share logarithmically spaced
-    buckets.  The buckets of distances below 128 are tabulated in NumPy, because a logarithm in f32
-    rounds differently between backends.  All larger distances are in the last bucket.
+    Each distance up to 15 has its own bucket, larger distances share logarithmically spaced
+    buckets, and all distances from 128 on share the last bucket.  The buckets come from a table
+    computed in NumPy, because a logarithm in f32 rounds differently between backends.
     """
     steps = np.arange(T5_MAX_DISTANCE)
     exact = T5_BUCKETS // 2
@@ -178,7 +182,10 @@ def t5_bucket(distance: Array) -> Array:
 
 
 class RelativePosition(hk.Module):
-    """T5's causal relative position bias, with 32 buckets and one table for all layers."""
+    """T5's causal relative position bias, with 32 buckets and one table for all layers.
+
+    Calling the module returns the f32 bias_BHTS.
+    """
 
     def __init__(self, config: Config, par: Parallel):
         super().__init__(name="relative")
@@ -196,10 +203,10 @@ class RelativePosition(hk.Module):
 
 @jax.custom_vjp
 def lookup(w_VD: Array, row_BT: Array) -> Array:
-    """Return the rows of a table at the indices `row_BT`.
+    """Return the rows of a table at the indices `row_BT`, as [B, T, D].
 
-    The table's gradient is summed in f32, because the gradient of a row that is looked up often is
-    the sum of thousands of terms.
+    The table's gradient is summed in f32, because a frequent token adds thousands of terms to the
+    gradient of one row.
     """
     return w_VD[row_BT]
 
@@ -220,7 +227,8 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 class Embedding(hk.Module):
     """Token embedding, split by vocabulary over mp.
 
-    If the config's `pe` is "fixed", learned position embeddings are added.
+    If the config's `pe` is "fixed", learned position embeddings are added.  Calling the module
+    returns the residual stream x_BTD.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -248,15 +256,15 @@ class Embedding(hk.Module):
 class TransformerLayer(hk.Module):
     """Attention and feed-forward in parallel on the same normed input.
 
-    The two outputs are added first, so that a single sum over mp suffices.
+    The outputs of both are added before they are summed over mp, so that one sum over mp suffices.
 
     Calling the module with a KV cache requires one new token per batch row.  The token's key and
-    value are written to the cache at `context.slot_B`, and the token attends to the whole cache.
-    Without a cache, the tokens attend to each other.
+    value are written to the cache at `context.slot_B`, and the token attends to all cached
+    positions that `context.bias_BHTS` does not mask.  Without a cache, tokens attend to each other.
 
     Returns:
-      What the layer adds to the residual stream, and a cache: the updated cache or, if no cache was
-      given, the keys and values of the tokens.
+      The layer's contribution to the residual stream, [B, T, D], and a cache: the updated cache or,
+      if no cache was given, the keys and values of the tokens.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -300,9 +308,9 @@ class TransformerLayer(hk.Module):
         """Compute the geglu block, with one fused input matmul and one fused output matmul.
 
         Both weights have an axis H (heads).  For each head, the input weight contains the columns
-        of its q, k and v, and the columns of 1/H of the feed-forward gate and value.  The output
-        weight contains the matching rows.  The order of the weights' entries therefore does not
-        depend on the mesh.
+        of q, k and v, and a share of 1/H of the columns of the feed-forward gate and value.  The
+        output weight contains the matching rows.  The order of the weights' entries therefore does
+        not depend on the mesh.
         """
         c, par = self.config, self.par
         hidden = c.d_ff // c.n_heads
@@ -332,8 +340,11 @@ class TransformerLayer(hk.Module):
     def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
         """Project x, [B, T, *inputs], to [B, T, D], without the sum over mp.
 
-        `inputs` contains the global sizes of the input axes.  The first of these axes is split over
-        mp, so the result is a partial sum, which the caller must sum over mp.
+        The result is a partial sum, which the caller must sum over mp.
+
+        Args:
+          name: the weight's parameter name, without the module.
+          inputs: the global sizes of the input axes.  The first of these axes is split over mp.
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
@@ -372,9 +383,9 @@ class TransformerLayer(hk.Module):
 
 
 class Projection(hk.Module):
-    """The last norm, which maps x_BTD to x_GBTD, and the output head.
+    """The last norm, from x_BTD to x_GBTD, and the output head, from x_GBTD to f32 logits_BTV.
 
-    The head maps x_GBTD to f32 logits_BTV for this program's shard of the vocabulary.
+    The logits are split over mp along the vocabulary.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -383,7 +394,7 @@ class Projection(hk.Module):
         self.par = par
 
     def __call__(self, x: Array, *, norm: bool = True, head: bool = True) -> Array:
-        """Apply the norm if `norm` is set, then the output head if `head` is set."""
+        """Apply the norm if `norm` is true, then the output head if `head` is true."""
         if norm:
             x = Norm(self.config, self.par)(x)
         if head:

@@ -1,4 +1,4 @@
-"""LoRA (Hu 2021): low-rank adapters of weights, and merging them into the weights."""
+"""LoRA (Hu 2021): low-rank adapters of weights, and a function to merge them into the weights."""
 
 import math
 from typing import Any
@@ -19,15 +19,15 @@ def adapter_names(weight: str) -> tuple[str, str]:
 def factors(
     config: Config, par: Parallel, target: str, weight: str, shape: tuple[int, ...], axes: Axes
 ) -> tuple[Array, Array] | None:
-    """Return the LoRA factors (Hu 2021) of a weight, or None if the config does not adapt it.
+    """Return the LoRA factors (Hu 2021) of a weight, or None if the config adds no adapter to it.
 
     The factors are a, [in, R], and b, [R, out], which become parameters of the current Haiku
-    module.  The factor b is initialised to zero.  The caller adds `config.lora_scale` * x @ a @ b
-    to the product of x and the weight.
+    module.  The factor b is initialised to zero.  The caller must add
+    `config.lora_scale` * x @ a @ b to the product of x and the weight.
 
     A weight may have several input axes or several output axes.  If mp splits the weight's first
-    axis, only the last axis is an output.  Otherwise only the first axis is an input.  Each axis is
-    split in the factors as it is in the weight.
+    axis, all axes but the last are inputs.  Otherwise all axes but the first are outputs.  The
+    factors split each of these axes over the mesh in the same way as the weight.
 
     Args:
       target: the weight's name in `config.lora_targets`.
@@ -50,13 +50,14 @@ def factors(
 
 
 def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
-    """Return what an adapter adds to a linear layer's output, [B, T, columns].
+    """Return an adapter's contribution to a linear layer's output, [B, T, columns].
 
     The columns are split over mp.  As in `layers.Linear`, they are also divided into G equal
     blocks, and the input of block g is x_GBTD[g].
 
     Args:
       adapter: the LoRA factors (a, b).
+      scale: the factor by which the contribution is scaled, `config.lora_scale`.
     """
     a_DR, b = adapter
     b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
@@ -70,6 +71,7 @@ def merged(modules: dict[str, Any], scale: float) -> dict[str, Any]:
 
     Args:
       modules: the layer's parameters, {module: {name: array}}.
+      scale: the factor by which adapters are scaled, `config.lora_scale`.
 
     Returns:
       The parameters without the adapters.  Weights that had adapters are in f32; all other

@@ -1,7 +1,8 @@
 """Cross entropy over a vocabulary split over mp, computed in chunks of positions to save memory.
 
-Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary this
-program sees, G norm groups, D model.
+Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary, G norm
+groups, D model.  V is the vocabulary's size per mp shard (`Manual`) or in all (`Auto`), see
+`Parallel`.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,8 @@ class Losses(NamedTuple):
 
     Attributes:
       loss_BT: -log p of the target.
-      log_sum_BT: log of the sum of exp(logit - largest logit).  Its square is the z-loss of the
-        original mesh-transformer-jax, before scaling by `config.z_loss`.
+      log_sum_BT: log of the sum of exp(logit - largest logit).  As in the original
+        mesh-transformer-jax, the z-loss is `config.z_loss` times the mean of the squared values.
       correct_BT: whether the target is the token with the largest logit.  If several tokens share
         the largest logit, the first of them counts.
     """
@@ -49,9 +50,10 @@ class _Part(NamedTuple):
 
 
 def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
-    """Compute the loss's intermediate values from a shard of the logits.
+    """Compute the loss's intermediate values from the logits of one shard of the vocabulary.
 
-    `first` is the first token id of the shard.
+    Args:
+      first: the first token id of the shard.
     """
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     sum_BT = jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1)
@@ -76,7 +78,11 @@ def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
 
 
 def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses:
-    """Compute the losses from the f32 logits of this program's shard of the vocabulary."""
+    """Compute the losses from f32 logits that are split over mp along the vocabulary.
+
+    Args:
+      targets_BT: the target token ids, numbered over the whole vocabulary.
+    """
     first = par.rank() * logits_BTV.shape[-1]
     return _joined(_part(logits_BTV, targets_BT, first), targets_BT, par)
 
@@ -87,7 +93,11 @@ def chunked_cross_entropy(
     """Compute `cross_entropy(head(x_GBTD), targets_BT, par)` in chunks, to save memory.
 
     The logits of only `chunk` positions are computed at a time, and the backward pass recomputes
-    them.  The loop over chunks has no collectives.
+    them.  The collectives over mp run once, after the loop over the chunks.
+
+    Args:
+      head: the output head, from x_GBTD to f32 logits_BTV.
+      chunk: the number of positions per chunk.
     """
     length = x_GBTD.shape[2]
     if length <= chunk:
@@ -122,7 +132,7 @@ def losses(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Losses:
-    """Compute the losses at every position; see `gptj.logits` for `segments_BT`."""
+    """Compute the model's losses at every position; see `gptj.logits` for `segments_BT`."""
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
     projection = transforms(config, par)["proj"].apply
@@ -139,11 +149,13 @@ def losses(
 class LossWeights(NamedTuple):
     """Weight of each position in the mean losses of a batch.
 
-    Each array has mean 1 over the batch of all replicas, or is 0 everywhere if no position counts.
+    Each array has mean 1 over the global batch, or is 0 everywhere if no position counts in the
+    loss.
 
     Attributes:
-      every_BT: weights for the loss.
-      last_BT: weights for the metric `last_loss`, nonzero only at the last position of each text.
+      every_BT: weights for the loss, nonzero at all positions that count.
+      last_BT: weights for the metric `last_loss`, nonzero only at the last position that counts in
+        each text.
     """
 
     every_BT: Array
@@ -153,8 +165,12 @@ class LossWeights(NamedTuple):
 def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> LossWeights:
     """Return weights [..., T] that restrict the mean loss of a batch to positions with `mask` 1.
 
-    The result's `last_BT` is nonzero only at the last position with `mask` 1 in each sequence or,
-    if `segments` is given, in each segment.  If `mask` is 0 everywhere, all weights are 0.
+    If `mask` is 0 everywhere in the global batch, all weights are 0.
+
+    Args:
+      mask: 1 at positions that count in the loss, else 0, [..., T].
+      segments: segment numbers, [..., T], for sequences that pack several texts (see
+        `gptj.logits`).  By default, each sequence is one text.
     """
     every, length = mask.astype(jnp.float32), mask.shape[-1]
     runs = jnp.zeros_like(mask, jnp.int32) if segments is None else segment_runs(segments)[0]
@@ -178,10 +194,10 @@ def train_loss(
     weights: LossWeights | None = None,
     segments_BT: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return the mean loss that training minimises, and the mean loss of the last positions alone.
+    """Return the mean loss that training minimises, and the mean loss at only the last positions.
 
     The last positions are those where `weights.last_BT` is not 0 or, without `weights`, the last
-    position of each sequence.  Both means include the z-loss.
+    position of each sequence.  Both means include the same z-loss.
     """
     result = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
     if weights is None:

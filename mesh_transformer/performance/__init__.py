@@ -1,1 +1,1 @@
-"""Benchmarks on the devices present, and memory and speed estimates for other devices."""
+"""Benchmarks on the available devices, and memory and speed estimates for other devices."""

@@ -42,11 +42,13 @@ class Variant:
     """A variant of the train step.  The default values give the library's own step.
 
     Attributes:
+      name: label of the variant in the results.
       keys: config keys to change, and their values.
-      separate_all_reduces: whether `Parallel.fan_out` is replaced by the identity.  JAX then
-        all-reduces one gradient per use of the normalised activations, instead of their sum.
+      separate_all_reduces: whether each matmul that reads the normalised activations has its own
+        all-reduce of their gradient.  By default, these gradients are added first, and all-reduced
+        once.
       unrolled: whether the scan over layers is unrolled.
-      no_donation: whether the old state is not donated to the step, but kept in memory.
+      no_donation: whether the old state is kept in memory during the step instead of donated to it.
       no_remat: whether remat is switched off.  The backward pass then recomputes nothing and reads
         everything that the forward pass computed.
     """
@@ -85,10 +87,10 @@ def variants(config: Config, mesh: Mesh) -> list[Variant]:
 
 
 class SeparateAllReduces(Manual):
-    """`Manual` with a `fan_out` that returns its argument unchanged.
+    """A `Manual` whose `fan_out` returns x unchanged.
 
-    JAX then casts x to varying over mp separately for each use of x, and the gradient of each use
-    has its own psum.
+    JAX then casts x to varying over mp separately for each use of x, so the gradient of each use
+    has its own psum.  The normal `fan_out` needs only one psum, of the sum of these gradients.
     """
 
     def fan_out(self, x: Array) -> Array:
@@ -97,10 +99,10 @@ class SeparateAllReduces(Manual):
 
 @contextlib.contextmanager
 def patched_library(variant: Variant) -> Iterator[None]:
-    """Return a context manager that patches the library for a variant.
+    """Context manager that patches the library to implement a variant.
 
-    The patches are only for optimisations that have no config key.  The train step must be traced
-    inside the context.
+    Only optimisations that have no config key are patched.  The train step must be traced inside
+    the context.
     """
     scan, jit, checkpoint = jax.lax.scan, jax.jit, jax.checkpoint
     unrolled = 0
@@ -189,6 +191,9 @@ def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
     In each round every variant runs one step, and the variants take turns at being first.  All
     variants update the same state.
 
+    Args:
+      rounds: number of timed steps per variant.
+
     Returns:
       The results for all variants, as JSON-serialisable values.
 
@@ -245,8 +250,8 @@ def _summary(compiled: Compiled, seconds: list[float], library: list[float]) -> 
 
     Args:
       seconds: the variant's step time in each round.
-      library: the step time of the library's own step in each round.  The ratios in the result are
-        `seconds` divided by `library`, round by round.
+      library: the step time of the library's own step in each round.  The results contain the ratio
+        of `seconds` to `library` for each round, and the median ratio.
     """
     ratios = [own / baseline for own, baseline in zip(seconds, library, strict=True)]
     return {

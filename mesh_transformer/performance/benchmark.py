@@ -1,4 +1,4 @@
-"""Benchmarks of training and decoding with a config, on the devices present.
+"""Benchmarks of training and decoding with a config, on the available devices.
 
 The library's own compiled functions are timed with the host's clock.  Each timing ends when the
 devices have finished.  Byte counts are per device unless stated otherwise.
@@ -59,12 +59,12 @@ def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
     """Return the peak FLOP/s and memory bandwidth of a mesh; None if its hardware is unknown.
 
     Accelerators are looked up in the table `accelerators.HARDWARE`.  CPU devices are virtual
-    devices of one machine, whose limits are measured.
+    devices of one machine, so the limits of the whole machine are measured.
 
     Args:
       name: name of the hardware to assume for every device of the mesh; None for the actual
         hardware.
-      dtype: dtype of the matmuls with which a CPU's FLOP/s are measured.
+      dtype: dtype of the matmuls that measure a CPU's FLOP/s.
     """
     if name is None:
         device = mesh.devices.flat[0]
@@ -103,7 +103,7 @@ class Speed:
 def speed(
     config: Config, tokens: int, seconds: float, peak: float | None, attention: str = "xla"
 ) -> Speed:
-    """Compute throughput and utilisation from a step's time.
+    """Compute throughput and utilisation from the time of a train step.
 
     Args:
       tokens: number of tokens per step, on all devices together.
@@ -141,8 +141,8 @@ class Training:
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
     """Return this process's rows of a batch of random tokens for one train step.
 
-    Both `obs` and `target` have shape [A, B, T]: microbatches, rows of this process, and sequence
-    length.  Processes that share a replica get the same tokens.
+    The dict's arrays `obs` and `target` have shape [A, B, T]: A microbatches, B rows of this
+    process, T tokens.  Processes that share a replica get the same tokens.
     """
     count = config.per_replica_batch * len(rows.replicas)
     shape = (config.gradient_accumulation_steps, count, config.seq + 1)
@@ -152,7 +152,7 @@ def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.nda
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Call a function.  Return the seconds until its result was ready, and the result."""
+    """Call a function; return the seconds until its result is ready, and the result."""
     began = time.perf_counter()
     result = jax.block_until_ready(function())
     return time.perf_counter() - began, result
@@ -160,7 +160,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 @dataclasses.dataclass
 class _Run:
-    """A compiled train step with its state and batches.
+    """A compiled train step, with its current state and the batches to run it on.
 
     Attributes:
       seconds: time of each step so far.
@@ -210,10 +210,10 @@ def measure_training(
 
     Args:
       limit: peak FLOP/s and memory bandwidth of the mesh (see `limits`); None if unknown.  A CPU's
-        peak is measured again before and after each timed step, because it depends on what else
-        the machine runs.
+        peak is measured again before and after each timed step, because it depends on the other
+        load of the machine.
       count: number of timed steps.
-      warmup: number of untimed steps that follow the first step.
+      warmup: number of untimed steps between the first step and the timed steps.
       profile: folder for a profiler trace of a few additional steps; None for no trace.
     """
     steps.check_zero(config, mesh)
@@ -258,8 +258,8 @@ def measure_training(
 def peak_memory(mesh: Mesh, compiled: Any) -> tuple[int, str]:
     """Return the peak memory of one device in bytes, and the source of this figure.
 
-    The figure comes from the device's own statistics.  For devices without such statistics, such as
-    CPUs, it comes from the compiler.
+    The figure comes from the device's own statistics or, for devices without them, such as CPUs,
+    from the compiler.
     """
     stats = mesh.local_devices[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
@@ -282,9 +282,9 @@ class Decoding:
       tokens_per_second: tokens generated per second in all rows together.
       weight_bytes: bytes of weights that each device reads per step: all but the embedding table.
       cache_bytes: bytes of cached keys and values that each device reads per step, on average.
-      limit_seconds: time to read the weights and the cache once at the full memory bandwidth; None
-        if the bandwidth is unknown.
-      share_of_limit: `limit_seconds` divided by `token_seconds`.
+      limit_seconds: lower bound of the time of a decode step: the time to read the weights and the
+        cache once at the full memory bandwidth.  None if the bandwidth is unknown.
+      share_of_limit: `limit_seconds` divided by `token_seconds`; None if the bandwidth is unknown.
     """
 
     rows: int
@@ -302,14 +302,13 @@ class Decoding:
 def measure_decoding(
     config: Config, mesh: Mesh, bandwidth: float | None, *, prompt: int, tokens: int
 ) -> Decoding:
-    """Time the prefill of `per_replica_batch` prompts per replica, and greedy decoding after it.
+    """Time prefill and greedy decoding of a batch with `per_replica_batch` rows per replica.
 
     Args:
       bandwidth: memory bandwidth of all devices together in bytes/s; None if unknown.
       prompt: prompt tokens per row.
-      tokens: minimum number of timed tokens per row.  Each decode call generates up to `MOST_STEPS`
-        tokens per row, and only whole calls are timed.  An untimed call before them includes the
-        compilation.
+      tokens: minimum number of tokens per row whose decoding is timed.  The number is rounded up to
+        whole decode calls, which generate up to `MOST_STEPS` (32) tokens per row.
 
     Raises:
       InputError: if the prompt and the new tokens together exceed the config's window.
@@ -318,8 +317,8 @@ def measure_decoding(
     new = 1 + (1 + calls) * length
     if prompt + new > config.window:
         raise InputError(
-            f"decode: a prompt of {prompt} tokens and {new} new ones exceed the window of "
-            f"{config.window}; reduce --tokens or --prompt, or increase --seq"
+            f"decode: a prompt of {prompt} tokens and {new} new ones (warm-up included) exceed the "
+            f"window of {config.window}; reduce --tokens or --prompt, or increase --seq"
         )
     rows = Rows(mesh)
     count = config.per_replica_batch * len(rows.replicas)
@@ -365,7 +364,7 @@ def measure_decoding(
 
 
 def _fresh_params(config: Config, mesh: Mesh) -> Any:
-    """Return random parameters on the mesh, without optimizer state."""
+    """Return newly initialised parameters, sharded over the mesh, without optimizer state."""
 
     def params(key: jax.Array) -> Any:
         return steps.all_params(steps.init_state(config, key))
@@ -380,6 +379,7 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     A decode step generates one token in every row.
 
     Args:
+      generator: a generator whose weights are cached.
       positions: average number of filled cache positions per row.
     """
     weights, config = generator.weights(None), generator.config

@@ -36,7 +36,7 @@ class Operation:
 
 
 def record(folder: str) -> Any:
-    """Return a context manager that records a profiler trace of the devices to `folder`."""
+    """Return a context manager that records a profiler trace of the devices in a folder."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of Python calls would slow the program down
     return jax.profiler.trace(folder, profiler_options=options)
@@ -45,12 +45,14 @@ def record(folder: str) -> Any:
 def operations(folder: str) -> list[Operation]:
     """Return the operations in the newest trace under a folder, longest total time first.
 
+    The operations inside loops and calls are included, but the loops and calls themselves are not.
+
     Raises:
       InputError: if there is no trace.
     """
     traces = sorted(Path(folder).rglob("*.xplane.pb"), key=os.path.getmtime)
     if not traces:
-        raise InputError(f"{folder} contains no *.xplane.pb; record a trace there first")
+        raise InputError(f"{folder} contains no profiler trace (*.xplane.pb); record one first")
     seconds: dict[str, float] = defaultdict(float)
     runs: dict[str, int] = defaultdict(int)
     for line in _lines(jax.profiler.ProfileData.from_file(str(traces[-1]))):
@@ -72,10 +74,10 @@ Event = tuple[str, float, float]  # name, start, end; times in nanoseconds
 def _lines(trace: Any) -> Iterator[list[Event]]:
     """Yield the device operations of a profiler trace, as one list per timeline.
 
-    A trace has one plane per device and one for the host's CPU.  A plane has several lines
-    (timelines).  On a TPU only the line "XLA Ops" is used, because the other lines show the same
-    work again.  A GPU has one line per stream.  The CPU has one line per thread, and an event on
-    it is an operation only if the event has the stat `hlo_op`.
+    A trace has one plane per device and one for the host's CPU.  A plane has several timelines,
+    called lines.  On a TPU, only the line "XLA Ops" is used, because the other lines show the same
+    work again.  A GPU has one line per stream.  The CPU has one line per thread, and only those of
+    its events that have the stat `hlo_op` are operations.
     """
     for plane in trace.planes:
         kind = next((prefix for prefix in _LINES if plane.name.startswith(prefix)), None)

@@ -35,9 +35,8 @@ class Collective:
       groups: the sets of devices that exchange data with each other; empty if all devices are one
         group.
       where: JAX's name of the operation (`op_name`).
-      chain: empty if the collective is one operation.  If the compiler has split it into several
-        operations, each of them has a `Collective`, and those for the same array have the same
-        nonempty `chain`.
+      chain: empty, unless the compiler has split the collective into several operations.  Each of
+        them then has a `Collective`, and those of the same array have the same `chain`.
     """
 
     kind: str
@@ -59,7 +58,7 @@ class Collective:
 
 
 def width(dtype: str) -> int:
-    """Return the bytes per element of a dtype, given its HLO name, such as "bf16"."""
+    """Return the bytes per element of a dtype, given the dtype's HLO name, such as "bf16"."""
     return _BYTES.get(dtype) or max(int(dtype[1:]) // 8, 1)
 
 
@@ -90,7 +89,10 @@ def groups_of(text: str) -> Groups:
 
 
 def _collectives_of(line: str) -> list[Collective]:
-    """Return one `Collective` per array in a line of HLO; none if it is not a collective."""
+    """Return one `Collective` per array that the operation in a line of HLO transfers.
+
+    The list is empty if the operation is not a collective.
+    """
     match = _COLLECTIVE.search(line)
     if match is None:
         return []
@@ -215,8 +217,8 @@ def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
 def trip_count(computations: dict[str, list[str]], line: str) -> int | None:
     """Return the number of iterations of the `while` loop in a line of HLO; None if it is unknown.
 
-    The number is read from the line if the line states it.  If not, and if the loop's condition
-    contains only one integer constant, this constant is returned.
+    If the line does not state the number, but the loop's condition contains exactly one integer
+    constant, the result is this constant.
 
     Args:
       computations: the program's computations, as the function `computations` returns them.
@@ -280,11 +282,13 @@ class Operation:
     The result of an operation may consist of several arrays.
 
     Attributes:
+      kind: HLO's name for the kind of operation, such as "fusion".
       bytes: total size of the result's arrays that are in device memory.
       whole: total size in bytes of all the result's arrays, in any memory.
-      operands: names of the operations whose results it reads.
-      called: name of the computation that it calls; None if it calls none.
+      operands: names of the operations whose results this operation reads.
+      called: name of the computation that this operation calls; None if it calls none.
       root: whether this is the ROOT operation, which gives the result of its computation.
+      line: the line of HLO text.
     """
 
     name: str
@@ -315,7 +319,7 @@ class Operation:
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Compute the size in bytes of an HLO type, which is an array type or a tuple of them.
+    """Compute the size in bytes of an HLO type: an array type, or a tuple of array types.
 
     Returns:
       The total size of the arrays in device memory, and the total size of all arrays.
@@ -356,11 +360,13 @@ def _original(operations: dict[str, Operation], operation: Operation) -> Operati
 
 
 class Program:
-    """Memory traffic of a compiled program, computed from its HLO text.
+    """Memory traffic of a compiled program, estimated from its HLO text.
 
     The compiler splits some collectives into several operations, which overlap with other work.
-    `_bytes_moved_by_split_collectives` counts the memory traffic of these collectives.
-    `_moved_in`, and the methods that `_moved_in` calls, leave it out.
+    The memory traffic of such a collective is counted as if it were one operation.
+
+    Args:
+      text: the program's HLO text, as returned by `as_text()` of the compiled function.
     """
 
     def __init__(self, text: str):
@@ -418,7 +424,7 @@ class Program:
         return total
 
     def _moved_by(self, name: str, operation: Operation) -> int:
-        """Return the bytes that `operation`, in the computation `name`, reads and writes."""
+        """Return the bytes that an operation of the computation `name` reads and writes."""
         siblings = self._operations[name]
         operands = [siblings[operand] for operand in operation.operands if operand in siblings]
         if operation.kind in SLICES:
@@ -439,7 +445,11 @@ class Program:
 
     @staticmethod
     def _moved_by_start(operation: Operation, operands: list[Operation]) -> int:
-        """Return the bytes that a copy-start or slice-start operation reads and writes."""
+        """Return the bytes that a copy-start or slice-start operation reads and writes.
+
+        Args:
+          operands: the operations whose results it reads.
+        """
         sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
         source = operands[0]
         moved = sizes[1] - source.whole  # the result is a tuple of the target and the source
@@ -453,7 +463,11 @@ class Program:
         return self._bytes_used(name, parameter)
 
     def _bytes_used(self, name: str, value: Operation) -> int:
-        """Return how many bytes of the result of `value` the fused computation `name` reads."""
+        """Return how many bytes of an operation's result the fused computation `name` reads.
+
+        Args:
+          value: the operation, which belongs to the same computation.
+        """
         total = 0
         for user in self._operations[name].values():
             if value.name not in user.operands or user.is_piece:

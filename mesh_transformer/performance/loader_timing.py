@@ -1,9 +1,12 @@
 """Timings of the data loader: its throughput compared with tf.data, and its time to resume.
 
 A set of small records is written.  The loader and a plain tf.data pipeline then read the records
-alternately.  To time resuming, loaders are created that resume alternately from two saved
-positions.  The first position is near the start of the first epoch.  The second is the same
-position in the second epoch, after all records have been read once.
+alternately.
+
+To time resuming, loaders are created that resume alternately from two saved positions.  The first
+position is near the start of the first epoch.  The second is the same position in the second epoch,
+after all records have been read once.  A loader that reads all earlier records again takes longer
+from the second position.
 """
 
 import functools
@@ -32,13 +35,14 @@ SHUFFLE_BUFFER = 1000  # resuming is timed without shuffling, and with this shuf
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
-    """Write `records` records to `FILES` files, and an index of the files.
+    """Write `records` random records to `FILES` files, and an index of the files.
 
     The number of distinct records is `records` / `FILES`, but at most `MAX_DISTINCT_RECORDS`.
     Every file contains all distinct records, repeated as often as necessary.
 
     Args:
-      seq: sequence length.
+      folder: folder for the files and the index.
+      seq: sequence length in tokens.
 
     Returns:
       The path of the index.
@@ -76,8 +80,8 @@ def time_alternately(
       label: text of the progress bar.
 
     Returns:
-      The median seconds of `first`, the median seconds of `second`, and the median ratio.  A ratio
-      is the seconds of `first` divided by the seconds of `second` in the same round.
+      The median seconds of `first`, the median seconds of `second`, and the median over the rounds
+      of the ratio of `first` to `second`.
     """
     for call in (first, second):
         call()  # not timed, so that one-time costs do not count
@@ -97,7 +101,11 @@ def read_with_tf_data(paths: list[str], batches: int, seq: int) -> None:
 
 
 def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str, Any]:
-    """Return the state of a loader after it has read `records` records, to pass to `resume`."""
+    """Return the state of a loader after it has read `records` records, to pass to `resume`.
+
+    Args:
+      options: further arguments of `TFRecordNewInputs`.
+    """
     with closing(TFRecordNewInputs(index, 1000, seq, **options)) as loader:
         for _ in tqdm(range(records // 1000), "reading", unit="k records", leave=False):
             loader.get_samples()
@@ -109,7 +117,12 @@ def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str,
 
 
 def resume(index: str, seq: int, state: dict[str, Any], **options: Any) -> None:
-    """Create a loader that resumes from `state`, and read one batch."""
+    """Create a loader that resumes from `state`, and read one batch.
+
+    Args:
+      state: the state of a loader, as returned by `state_after`.
+      options: further arguments of `TFRecordNewInputs`.
+    """
     with closing(TFRecordNewInputs(index, BATCH, seq, restore_state=state, **options)) as loader:
         loader.get_samples()
 
@@ -120,15 +133,15 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
     Args:
       folder: folder to write the records to.
       records: number of records to write.
-      seq: sequence length.
+      seq: sequence length in tokens.
       rounds: number of times that each timing is repeated.
 
     Returns:
       A dict of medians over the rounds.  For throughput, it has the rates at which the loader and
-      tf.data read, and the ratio of the rates.  For resuming, it has two times in seconds, each
-      from the creation of a loader to its first batch: one of a loader that resumes in the second
-      epoch, and one of a loader that resumes at the same position in the first epoch.  The ratio of
-      the two times is given too.  The figures of resuming are given with and without shuffling.
+      tf.data read, and how many times as fast the loader is.  For resuming, it has the seconds
+      until the first batch of a loader that resumes in the second epoch, and of one that resumes at
+      the same position in the first epoch, and the ratio of the two times.  The figures of resuming
+      are given with and without shuffling.
     """
     index = write_index(folder, records, seq)
     paths = [str(folder / f"{part}.tfrecords") for part in range(FILES)]

@@ -13,7 +13,7 @@ def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str
 
     Args:
       keys: keys that the object must have, with their required values; None allows any value.
-      printed_by: the script and its flags, which error messages name.
+      printed_by: the script and its flags, for error messages.
 
     Raises:
       InputError: if the file cannot be read, or contains no JSON object with these keys and values.
@@ -36,7 +36,7 @@ def read_object(path: str, *, keys: dict[str, Any], printed_by: str) -> dict[str
 def pyplot() -> Any:
     """Return matplotlib's pyplot, set up to write files without a display.
 
-    SVG files contain text as text, not as outlines.  The ids in them are the same in every run.
+    SVG files contain text as text, not as outlines, and the same ids in every run.
     """
     import matplotlib
 
@@ -49,7 +49,10 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, picture: str) -> None:
-    """Write a figure as PNG or SVG, depending on the file name's suffix.
+    """Write a figure as PNG or SVG, depending on the suffix of the file name.
+
+    Args:
+      picture: path of the file.  An existing file is replaced only when the new one is complete.
 
     Raises:
       InputError: for any other suffix.

@@ -66,6 +66,7 @@ class Plan:
     Bytes are per device.
 
     Attributes:
+      dp, mp: number of data-parallel replicas, and of devices per replica.
       state_bytes: parameters and optimizer state.
       hbm_bytes: memory that a program may use on one device.
       fits: whether `peak_bytes` is at most `hbm_bytes`.
@@ -155,8 +156,8 @@ def mesh_of(config: Config, topology: Slice) -> Mesh:
     mp = config.cores_per_replica
     if topology.devices % mp:
         raise InputError(
-            f"topology {topology.name} has {topology.devices} devices, which mp {mp} does not "
-            "divide; change --mp"
+            f"topology {topology.name} has {topology.devices} devices, but mp is {mp}; set --mp to "
+            f"a divisor of {topology.devices}"
         )
     return topology.mesh(topology.devices // mp, mp)
 
@@ -165,7 +166,8 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     """Compile a config's training step for a slice, and predict its memory, collectives and speed.
 
     Args:
-      config: its `cores_per_replica` is mp.  dp is the number of devices divided by mp.
+      config: the config.  The mesh has mp = `cores_per_replica` devices per replica, and dp =
+        (number of devices) / mp replicas.
       topology: the devices to compile for.
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.
@@ -215,7 +217,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
 def _traffic_and_speed(
     text: str, config: Config, mesh: Mesh, hardware: Hardware, tokens: int
 ) -> tuple[Traffic, Estimate]:
-    """Return the collectives in the HLO text of a training step, and its estimated speed.
+    """Return the collectives in the HLO text of a training step, and the step's estimated speed.
 
     Args:
       tokens: tokens per step of all devices together.
@@ -235,11 +237,10 @@ def _traffic_and_speed(
 def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
     """Compile a jitted function, and return its peak memory and HLO text.
 
-    The function is compiled for the devices that its abstract arguments are placed on.
-
     Args:
       topology: name of the slice, for error messages.
-      args: abstract arrays with shardings.
+      args: the function's arguments, as abstract arrays with shardings.  The function is compiled
+        for the devices of these shardings.
       fast: whether to compile with reduced optimisation (`FAST_OPTIONS`); ignored except for TPUs.
 
     Raises:
@@ -265,7 +266,7 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
 
 
 def _platform(args: Any) -> str:
-    """Return the platform, such as "tpu", of the devices that abstract arrays are placed on."""
+    """Return the platform, such as "tpu", of the devices in the shardings of abstract arrays."""
     leaves = (leaf for leaf in jax.tree.leaves(args) if leaf.sharding is not None)
     return next(iter(next(leaves).sharding.device_set)).platform
 
@@ -299,12 +300,13 @@ class DecodePlan:
     One decode step generates one token in every row.  Bytes are per device.
 
     Attributes:
+      dp, mp: number of data-parallel replicas, and of devices per replica.
       rows: batch rows of all replicas together.
       cache_length: number of positions in the KV cache of each row.
       state_bytes: weights and cache.
       read_bytes: bytes that every step must read: the cache, and the weights except the embedding.
-      bytes_per_step: bytes that one compiled step reads and writes, computed by `hlo.Program`;
-        None if the compiler rejected the program because it needs too much memory.
+      bytes_per_step: bytes that one compiled step reads and writes (see `hlo.Program`); None if the
+        compiler rejected the program because it needs too much memory.
       tokens_per_second: two estimates for all rows together, which assume that memory bandwidth is
         the only limit.  The first counts `read_bytes` per step and is an upper bound.  The second
         counts `bytes_per_step`, and is None if `bytes_per_step` is None.
@@ -360,7 +362,8 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     The batch has `per_replica_batch` rows per replica, and each row has a cache of `seq` positions.
 
     Args:
-      config: its `cores_per_replica` is mp.  dp is the number of devices divided by mp.
+      config: the config.  The mesh has mp = `cores_per_replica` devices per replica, and dp =
+        (number of devices) / mp replicas.
       topology: the devices to compile for.
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.

@@ -6,8 +6,8 @@ Nothing is compiled.  The rules are:
   count for up to 4 epochs (Muennighoff et al. 2023, Scaling data-constrained language models).
   Parameters of the embedding and the output head are not counted: with GPT-2's vocabulary they
   outnumber all others in small models, but most of them are never used by a small corpus.
-* Learning rate: that of the GPT-3 model of this size (Brown et al. 2020, table 2.1), and a higher
-  one for models smaller than all GPT-3 models.  Fine-tuning uses 0.4 times this rate.  For
+* Learning rate: that of the GPT-3 model of the same size (Brown et al. 2020, table 2.1).  Models
+  smaller than all GPT-3 models get a higher one.  Fine-tuning uses 0.4 times this rate.  For
   GPT-J-6B, trained with 1.2e-4, this gives about the 5e-5 that its authors recommend.
 * Batch: the size that gives 1000 steps in all (200 for fine-tuning), but at least 2**10 tokens per
   step and at most 2**19 (2**15 for fine-tuning).
@@ -62,7 +62,10 @@ class Size:
         }
 
     def body(self) -> int:
-        """Return 12LD^2, roughly the number of parameters without embedding and output head."""
+        """Return 12 L D^2 (L layers of width D).
+
+        This is roughly the number of parameters without embedding and output head.
+        """
         return 12 * self.layers * self.d_model**2
 
 
@@ -83,7 +86,7 @@ ARCHITECTURE = (
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The devices to train on.
+    """The devices to train on, all of the same kind.
 
     Attributes:
       name: name of the devices in messages, such as v3-8 or cpu.
@@ -113,7 +116,8 @@ class Device:
 def device_of(devices: Slice) -> Device:
     """Return the `Device` that describes a TPU slice or this machine's devices.
 
-    CPUs, and GPUs without bf16 (compute capability below 8), compute in float32.
+    Its `dtype` is "float32" for CPUs and for GPUs without bf16 (compute capability below 8), and
+    otherwise "bfloat16".
     """
     platform = devices.platform if isinstance(devices, LocalDevices) else "tpu"
     is_slow = platform == "cpu" or not _has_bf16(devices)
@@ -186,7 +190,9 @@ def recipe(
     minutes: float | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Recipe:
-    """Choose a config for training on a set of records.  The config lacks only file paths.
+    """Choose a config for training on a set of records.
+
+    The config has every key that training needs, except the paths of files and folders.
 
     Args:
       corpus: the size of the training set.
@@ -195,7 +201,7 @@ def recipe(
       base: the config of the model to fine-tune; None to train from scratch.
       size: the name of one of `SIZES`; None to choose it.
       epochs: passes over the training set; None for 4, or for 1 if a base model is fine-tuned.
-      minutes: maximum training time; ignored unless the devices are CPUs.
+      minutes: maximum training time on CPUs; ignored on other devices.
       changes: config keys and values set by the user, which override those that would be chosen.
 
     Raises:
@@ -226,7 +232,7 @@ def recipe(
 
 
 def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
-    """Return the config keys for fine-tuning: the base's architecture, and `request.fixed`."""
+    """Return the config keys for fine-tuning: the base's architecture, then `request.fixed`."""
     kept = base.as_dict()
     keys = {key: kept[key] for key in ARCHITECTURE if kept[key] is not None} | request.fixed
     keys["n_vocab"] = request.changes.get("n_vocab", base.n_vocab)
@@ -236,7 +242,11 @@ def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
 
 
 def _choose_size(request: _Request) -> tuple[Size, str]:
-    """Choose the model size to train from scratch; return it with a line of text that says why."""
+    """Choose the size of a model that is trained from scratch.
+
+    Returns:
+      The size, and a line of text that explains the choice.
+    """
     epochs = min(request.epochs, USEFUL_EPOCHS)
     allowed = request.tokens * epochs / TOKENS_PER_PARAMETER
     if request.size is not None:
@@ -266,8 +276,8 @@ def _choose_size(request: _Request) -> tuple[Size, str]:
 def _most_tokens(config: Config, request: _Request) -> float:
     """Estimate how many tokens can be trained on in `request.minutes`.
 
-    Only the speed of CPUs is estimated, for microbatches of about `LEAST_TOKENS` tokens.  For other
-    devices, and without a time limit, the result is infinity.
+    Only the speed of CPUs is estimated, for microbatches of about `LEAST_TOKENS` tokens.  The
+    result is infinity for other devices, and if there is no time limit.
     """
     device = request.device
     if request.minutes is None or device.hardware is None or device.platform != "cpu":
@@ -336,6 +346,7 @@ def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int
     """Return the sequences per step, a power of two, for a run that trains on `tokens` tokens.
 
     Args:
+      corpus: the size of the training set.
       is_base: True if the run fine-tunes a base model, False if it trains from scratch.
     """
     steps = FINE_TUNING_STEPS if is_base else STEPS
@@ -345,11 +356,11 @@ def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int
 
 
 def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any], int]:
-    """Choose mesh, remat and microbatch size, with about `sequences` sequences per step.
+    """Choose mesh, remat and microbatch size for about `sequences` sequences per step.
 
-    The first setting that fits is chosen.  Replicas of few devices are tried first.  For each
-    number of devices per replica, settings without remat are tried before those with it, and large
-    microbatches before small ones.
+    The first setting that fits is chosen.  Small numbers of devices per replica are tried first.
+    For each number, settings without remat are tried before those with it, and large microbatches
+    before small ones.
 
     Returns:
       The config keys, and the estimated bytes per device.
@@ -382,9 +393,9 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
     if rejected is not None and least == math.inf:
         raise rejected
     raise InputError(
-        f"the model needs at least {least / GIB:.1f} GiB per device on {device.name}, which has "
-        f"{device.memory / GIB:.1f} GiB; choose a smaller --size, a larger --topology, or train "
-        "adapters with --set lora_rank=8"
+        f"the model needs at least {least / GIB:.1f} GiB per device, but on {device.name} a config "
+        f"may use at most {device.budget / GIB:.1f} of {device.memory / GIB:.1f} GiB; choose a "
+        "smaller --size, a larger --topology, or train adapters with --set lora_rank=8"
     )
 
 
@@ -399,9 +410,9 @@ def _memory(config: Config, device: Device) -> int:
 def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:
     """Return the number of batches per validation; 0 without a validation set.
 
-    A validation reads the whole validation set if that takes at most 100 batches, and at most one
-    batch per 30 training steps of the run.  Otherwise it reads only as many batches as these limits
-    allow, but at least one.  The limits keep validation short compared with training.
+    A validation reads the whole validation set, but at most 100 batches, and at most one batch per
+    30 training steps of the run.  It reads at least one batch.  The limits keep validation short
+    compared with training.
 
     Args:
       steps: training steps of the run.

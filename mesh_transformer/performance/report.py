@@ -1,7 +1,7 @@
 """Text and Markdown tables for the results of scripts/benchmark.py; see docs/benchmarks.md.
 
-A result is a JSON object with the measurements of one run of the script.  Its key `mode` says what
-was measured, which determines the columns of the table.
+A result is a JSON object with the measurements of one run of the script.  Its key `mode` names the
+kind of benchmark, which determines the columns of the table.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ Cell = tuple[str, Callable[[dict[str, Any]], str]]
 def lines(result: dict[str, Any]) -> str:
     """Format a benchmark result as lines of readable text.
 
-    The text has one line per column of the table for the result's mode, followed by the profiled
-    operations, if any.  For an ablation, lines that describe the run are followed by a table with
-    one row per variant.
+    The text has one line per column of the Markdown table for the result's mode, followed by the
+    profiled operations, if any.  The text of an ablation consists of lines that describe the run,
+    and a table with one row per variant.
     """
     if result["mode"] == "ablate":
         where = [f"{title}: {text(result)}" for title, text in _COMMON_COLUMNS]
@@ -37,7 +37,7 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def row(result: dict[str, Any]) -> str:
-    """Format a benchmark result as a row of the Markdown table for its mode.
+    """Format a benchmark result as a row of the Markdown table for the result's mode.
 
     An ablation gives several rows, one per variant.
     """

@@ -28,8 +28,8 @@ class Estimate:
     Attributes:
       hbm_traffic_bytes: bytes that the step reads from and writes to memory (see `hlo.Program`).
       link_bytes: bytes that the step sends over the device's links.
-      link_seconds: two times for sending `link_bytes`: with all links of the device busy, and with
-        two links busy.
+      link_seconds: the times for sending `link_bytes` with all links of the device busy, and with
+        only two links busy.
       step_seconds, tokens_per_second, mfu, hfu: two values each.  The first assumes that compute,
         memory and links overlap fully; the second assumes no overlap.
       source: where the hardware's figures come from.
@@ -168,7 +168,8 @@ class Traffic:
 
     Attributes:
       layer_forward: number of all-reduces of activations per layer in the forward pass.
-      layer_backward: number of all-reduces of activations per layer in the backward pass.
+      layer_backward: number of all-reduces of activations per layer in the backward pass; 0 in a
+        decode step.
       bytes_by_kind: for each kind of collective, the size in bytes of its results on one device,
         summed over one step.
       exchanges: one `Exchange` for each combination of kind, mesh axis, dtype and place in the
@@ -218,8 +219,8 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
 def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
     """Return the collectives of a compiled decode step, given its HLO text.
 
-    The program has no loop over layers.  The number of activation all-reduces per layer is
-    therefore the number in the whole program divided by the number of layers.
+    The layers are unrolled, so the number of activation all-reduces per layer is computed as the
+    number in the whole program divided by the number of layers.
     """
     program = hlo.parse(text)
     exchanges = _exchanges(program, config, mesh)
@@ -246,8 +247,8 @@ def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:
 def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
     """Whether a loop is the loop over layers.
 
-    This is a loop with one iteration per layer.  If two loops with that many iterations are nested
-    directly in each other, only the inner one is the loop over layers.
+    This is a loop with one iteration per layer.  If one such loop is nested directly in another,
+    only the inner one is the loop over layers.
     """
     deeper = any(_is_over_layers(inner, config) for inner in loop.loops)
     return loop.trips == config.layers and not deeper
@@ -256,7 +257,7 @@ def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
 def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
     """Group a program's collectives by place, kind, axis and dtype, and add up each group.
 
-    Collectives in which each device is alone exchange no data and are left out.
+    Collectives whose groups consist of a single device exchange no data and are left out.
     """
     sums: dict[tuple[str, str, str, str], list[int]] = {}
 
@@ -284,7 +285,7 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
 
 
 def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
-    """Return where the collectives of a loop run: "layer", "microbatch" or "loop".
+    """Return where in the step the collectives of a loop run: "layer", "microbatch" or "loop".
 
     Args:
       outer: the place of the code that contains the loop.

@@ -27,10 +27,11 @@ class StepEstimate:
     """Analytic estimate of one training step.  Seconds and bytes are per device.
 
     Attributes:
+      dp, mp: number of data-parallel replicas, and of devices per replica.
       accumulation: number of microbatches per step.
       compute_seconds: time for the FLOPs of the step at the hardware's peak.
-      memory_seconds: time to read and write memory at its full bandwidth.
-      mp_bytes, dp_bytes: bytes that the collectives over mp, or over dp, send over the links.
+      memory_seconds: time for the step's memory traffic at the full memory bandwidth.
+      mp_bytes, dp_bytes: bytes that the device sends in collectives over mp, and in those over dp.
       mp_seconds, dp_seconds: time to send these bytes over the two links that a ring uses.
       memory_bytes: lower bound of the memory needed.
     """
@@ -55,12 +56,12 @@ class StepEstimate:
 
     @property
     def exchange(self) -> float:
-        """Time of all communication over the links, divided by the compute time."""
+        """Time of all communication between devices, divided by the compute time."""
         return (self.mp_seconds + self.dp_seconds) / self.compute_seconds
 
 
 def estimate_step(config: Config, hardware: Hardware, devices: int) -> StepEstimate:
-    """Estimate a config's training step on `devices` devices.
+    """Estimate the time and memory of a config's training step on `devices` devices.
 
     mp is the config's `cores_per_replica`, and dp is the number of devices divided by mp.
     """
@@ -101,8 +102,8 @@ class _Device:
 def attention_on(config: Config, hardware: Hardware) -> str:
     """Return the name of the attention backend that the config selects on `hardware`.
 
-    If the hardware does not support that backend, the result is "xla".  A table of several TPU
-    generations can therefore include hardware without the backend.
+    The result is "xla" if the config names a backend that the hardware does not support, so that
+    one table can compare all TPU generations.
     """
     platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
     if hardware.kind == "cpu":
@@ -115,7 +116,7 @@ def attention_on(config: Config, hardware: Hardware) -> str:
 
 
 def _mp_bytes(config: Config, tokens: int, mp: int) -> int:
-    """Return the bytes that a device sends over the mp axis for `tokens` tokens of its replica.
+    """Return the bytes that a device sends over the mesh axis mp for its replica's `tokens` tokens.
 
     Activations are all-reduced twice per layer (forward and backward), once for the embedding, and
     once for the output head.
@@ -130,7 +131,7 @@ def _width(config: Config) -> int:
 
 
 def _dp_bytes(part: int, dp: int, zero: int, accumulation: int) -> int:
-    """Return the bytes that a device sends over the dp axis in a step.
+    """Return the bytes that a device sends over the mesh axis dp in a step.
 
     Without ZeRO, the f32 gradients are all-reduced once per step.  With ZeRO 1, the f32 gradients
     are reduce-scattered and the bf16 weights are all-gathered, once per step.  With ZeRO 3 both
@@ -193,8 +194,8 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     more memory.  Both include the parameters and the optimizer state.  The end of the forward pass
     adds the weights in the compute dtype and everything saved for the backward pass.  The update
     adds the f32 gradients.  With several microbatches, the gradient sum is in memory during the
-    forward pass too.  With LoRA, the state is the frozen weights in the compute dtype; adapters are
-    not counted.
+    forward pass too.  With LoRA, the state consists of the frozen weights in the compute dtype;
+    adapters are not counted.
 
     Args:
       devices: number of devices; mp is the config's `cores_per_replica`.
@@ -219,7 +220,7 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
 def saved_activation_bytes(config: Config, attention: str) -> int:
     """Return the bytes per token that a device saves for the backward pass of one layer.
 
-    These depend on the config's `remat`:
+    The saved arrays depend on the config's `remat`:
 
     * "full": the layer's input.
     * "dots": also q, k, v and the hidden activations of the feed-forward block.
@@ -253,6 +254,8 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """Communication time compared with compute time, for growing mp and dp.
+
+    mp is the number of devices per replica, and dp the number of replicas.
 
     Attributes:
       generation, mp, sequences: TPU generation, mp and sequences per step that all estimates in
@@ -304,7 +307,7 @@ class Scaling:
 
 
 def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
-    """Compare communication with computation for a config.
+    """Estimate communication and compute times of a config on several TPU generations.
 
     Args:
       config: its `cores_per_replica` is the mp of `Scaling.steps`.
@@ -371,7 +374,7 @@ def _step_cells(estimates: list[StepEstimate]) -> list[str]:
 
 
 def _mp_share(config: Config, generation: str, mp: int) -> float:
-    """Return the ratio of two estimated times: communication along the axis mp, and compute."""
+    """Return the estimated time of communication over mp, divided by the compute time."""
     hardware = accelerators.hardware(generation)
     seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
     return seconds * hardware.peak * mp / _flops_per_token(config, hardware)
@@ -380,7 +383,7 @@ def _mp_share(config: Config, generation: str, mp: int) -> float:
 def _break_even(config: Config, generation: str, zero: int) -> float:
     """Return the tokens per replica for which communication over dp takes as long as computation.
 
-    `Scaling.break_even_tokens` describes the value.
+    See `Scaling.break_even_tokens`.
     """
     hardware = accelerators.hardware(generation)
     sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
@@ -394,7 +397,7 @@ def _flops_per_token(config: Config, hardware: Hardware) -> int:
 
 
 def sequences_per_step(config: Config) -> int:
-    """Return the number of sequences per step of a config, on all its replicas together."""
+    """Return a config's number of sequences per step, on all replicas together."""
     assert config.tpu_size is not None
     replicas = config.tpu_size // config.cores_per_replica
     return config.per_replica_batch * replicas * config.gradient_accumulation_steps

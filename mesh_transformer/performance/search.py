@@ -30,7 +30,7 @@ SEARCHED_KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The settings that a search compiled for a slice, and counts of the settings that it skipped.
+    """The settings that a search compiled for a slice, and counts of those that it did not compile.
 
     A setting is a choice of dp, mp, ZeRO stage, remat and batch size.
 
@@ -98,7 +98,7 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
     All variants have the config's number of sequences per step.
 
     Args:
-      fixed: config keys, with the values that all variants must have.
+      fixed: config keys and values that all variants must have.
     """
     fixed = fixed or {}
     sequences = sequences_per_step(config)
@@ -139,11 +139,12 @@ def search(
 ) -> SearchResult:
     """Search for the mp, ZeRO stage, remat and batch size that train fastest on a slice.
 
-    Settings are compiled in the order of their analytic estimates, fastest first, with reduced
-    optimisation.  The search ends when `limit` settings fit, or when three times `limit` do not.
+    All settings have the config's number of sequences per step.  They are compiled in the order of
+    their analytic estimates, fastest first, with reduced optimisation.  The search ends when
+    `limit` settings fit, or when three times `limit` do not.
 
     Args:
-      fixed: config keys, with the values that all settings must have.
+      fixed: config keys and values that all settings must have.
       limit: number of fitting settings after which the search ends.
       in_full: whether to compile the fastest `FULL_COMPILES` settings again with full optimisation,
         as in training.
@@ -157,7 +158,7 @@ def search(
         raise InputError(
             f"topology {topology.name}: no setting for its {topology.devices} devices gives the "
             f"config's {sequences_per_step(config)} sequences per step; change per_replica_batch "
-            "or gradient_accumulation_steps, or set fewer of the settings with flags"
+            "or gradient_accumulation_steps, or fix fewer settings with flags such as --mp"
         )
     hardware = topology.hardware(config.dtype)
     estimates = [
@@ -190,8 +191,11 @@ def _shard_if_too_large(
 ) -> tuple[StepEstimate, Config]:
     """Shard the activations of a setting that needs too much memory.
 
-    Returns the analytic estimate of the setting, and the setting.  The setting is unchanged if it
-    fits, if mp is 1 or does not divide `seq`, or if `fixed` contains the key `shard_activations`.
+    The setting stays unchanged if it fits, if mp is 1 or does not divide `seq`, or if `fixed`
+    contains the key `shard_activations`.
+
+    Returns:
+      The analytic estimate of the resulting setting, and the setting.
     """
     estimate = estimate_step(config, hardware, topology.devices)
     mp = config.cores_per_replica
@@ -223,7 +227,7 @@ class _Outcomes:
 
 
 def _compile(promising: list[Config], topology: Slice, limit: int) -> _Outcomes:
-    """Compile settings in the given order with reduced optimisation, and return the outcomes.
+    """Compile settings in the order of the list with reduced optimisation, and return the outcomes.
 
     Stops when `limit` settings fit, or when three times `limit` do not fit.
 
@@ -281,9 +285,10 @@ def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
 
 
 def _is_larger(config: Config, other: Plan) -> bool:
-    """Whether a setting is known to need at least as much memory as the plan `other`.
+    """Return whether `config` certainly needs at least as much memory as the plan `other`.
 
-    Only settings with the same mp, ZeRO stage and sharding of activations can be compared.
+    Returns False if they differ in mp, ZeRO stage or sharding of activations, because their memory
+    can then not be compared.
     """
     comparable = (
         config.cores_per_replica == other.mp

@@ -1,6 +1,7 @@
 """Devices to plan for: TPU slices, which need not be present, or this machine's own devices.
 
-The TPU compiler `libtpu` describes the devices of a TPU slice, even on a machine without a TPU.
+The TPU compiler `libtpu` provides descriptions of a slice's devices, even on a machine without a
+TPU.
 """
 
 import math
@@ -61,7 +62,7 @@ class Topology:
     def hardware(self, dtype: str) -> Hardware:
         """Return the peak FLOP/s and the bandwidths of one device.
 
-        The peak is for bf16, whatever `dtype` is.
+        The peak is for bf16; `dtype` is ignored.
         """
         return accelerators.hardware(self.generation, dtype)
 
@@ -73,7 +74,7 @@ class Topology:
         return Mesh(_device_grid(self._describe(), (dp, mp)), ("dp", "mp"))
 
     def _describe(self) -> list[Any]:
-        """Return descriptions of the slice's devices, which libtpu provides.
+        """Return JAX's descriptions of the slice's devices, which need not be present.
 
         Raises:
           InputError: if libtpu is missing or rejects the slice.
@@ -112,6 +113,7 @@ class LocalDevices:
     """Devices of this machine, such as its GPUs, or its CPU divided into virtual devices.
 
     Attributes:
+      name: name in messages, such as "cpu-8".
       platform: "cpu", "gpu" or "tpu".
       devices: number of JAX devices.
     """
@@ -133,7 +135,7 @@ class LocalDevices:
             kind = self._list()[0].device_kind
             raise InputError(
                 f"topology {self.name}: {kind} does not report how much memory a program may use "
-                "(memory_stats); choose a TPU"
+                "(memory_stats); choose a TPU topology such as v3-8"
             )
         return stats["bytes_limit"]
 
@@ -145,7 +147,10 @@ class LocalDevices:
     def hardware(self, dtype: str) -> Hardware:
         """Return the peak FLOP/s and the bandwidths of one device.
 
-        For a CPU they are measured; the peak is measured with matmuls in `dtype`.
+        For CPUs these figures are measured.
+
+        Args:
+          dtype: dtype of the matmuls that measure a CPU's peak; ignored for other devices.
 
         Raises:
           InputError: if a GPU or TPU is not in the table of accelerators.
@@ -156,8 +161,8 @@ class LocalDevices:
         if hardware is None:
             kind = self._list()[0].device_kind
             raise InputError(
-                f"topology {self.name}: {kind} is not in the hardware table; choose a TPU, or add "
-                "the device to accelerators.HARDWARE"
+                f"topology {self.name}: {kind} is not in the hardware table; choose a TPU topology "
+                "such as v3-8, or add the device to accelerators.HARDWARE"
             )
         return hardware
 
@@ -189,7 +194,7 @@ def local_devices(name: str) -> LocalDevices | None:
             return LocalDevices(name, "gpu", len(jax.local_devices(backend="gpu")))
         except RuntimeError:
             raise InputError(
-                "topology is 'gpu', but JAX finds no GPU; choose cpu or a TPU"
+                "topology is 'gpu', but JAX finds no GPU; choose cpu or a TPU such as v3-8"
             ) from None
     count = int(match[1] or 1)
     use_virtual_devices(count)

@@ -1,4 +1,4 @@
-"""`ClusterBatch`: a batch of prompts that generate together, with rows on all hosts of a mesh."""
+"""`ClusterBatch`: a batch for text generation whose rows are spread over the hosts of a cluster."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from mesh_transformer.util import HostError, InputError
 
 
 class Cluster(Protocol):
-    """The attributes and methods that `ClusterBatch` requires; `TPUCluster` has them."""
+    """The interface that `ClusterBatch` requires of a cluster; `TPUCluster` implements it."""
 
     config: Config
     dp: int
@@ -33,29 +33,32 @@ class Cluster(Protocol):
 
 
 class ClusterBatch:
-    """A batch of prompts that generate together on all hosts of a `TPUCluster`.
+    """A batch for text generation whose rows are spread over the hosts of a `TPUCluster`.
 
-    The methods are the same as those of `generation.batch.Batch`.  Each host holds the rows of its
-    replicas.  Calls go to all hosts at once, but each host receives only the prompts for its own
-    rows.  The driver computes array sizes over all prompts, so that all hosts compile the same
-    programs.  The driver also checks the prompts, because an error on only some hosts would leave
-    the other hosts waiting.
+    Create one with `TPUCluster.batch`.  The methods are those of `generation.batch.Batch`, but rows
+    are numbered across all hosts.  Each host holds the rows of its data-parallel replicas, and
+    receives only the prompts for these rows.  Invalid prompts raise InputError before any host is
+    called, so the cluster stays usable.
+
+    Args:
+      rows: total number of rows, a positive multiple of the number of replicas.
 
     Attributes:
-      rows: total number of rows; each replica holds an equal block of them, in replica order.
+      rows: total number of rows, divided into one block of equal size per replica.
       left: number of tokens that each row may still generate, int32 [rows].
 
     Raises:
-      InputError: from every method that calls the hosts, once a newer batch has replaced this one.
-      HostError: from every method that calls the hosts, if a host fails or if the hosts' results
-        contradict each other.
+      InputError: from `reserve`, `insert` and `decode`, if `TPUCluster.batch` has since created a
+        newer batch, because the hosts hold only the newest one.
+      HostError: from the same methods, if a host fails or if the hosts' results contradict each
+        other.
     """
 
     def __init__(self, cluster: Cluster, rows: int):
         if rows < 1 or rows % cluster.dp:
             raise InputError(
-                f"generate: the batch has {rows} rows, expected a positive multiple of the "
-                f"{cluster.dp} replicas"
+                f"generate: the batch has {rows} rows, expected a positive multiple of "
+                f"{cluster.dp}, the number of replicas; add or remove rows"
             )
         self.rows = rows
         self.left = np.zeros(rows, np.int32)
@@ -66,7 +69,7 @@ class ClusterBatch:
         cluster.call("batch", *[(len(own),) for own in self._host_rows])
 
     def reserve(self, positions: int) -> None:
-        """Grow the cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
+        """Grow the KV cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
         self._call("reserve", *[(positions,)] * len(self._host_rows))
 
     def insert(
@@ -101,10 +104,7 @@ class ClusterBatch:
         return chosen
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
-        """Make `rows` idle, so that they generate no more tokens.
-
-        The hosts release the rows in the next call of `decode`.
-        """
+        """Make `rows` idle, so that they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:

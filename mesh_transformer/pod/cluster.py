@@ -5,9 +5,9 @@
                                    device runs step n   <-->   device runs step n
     float(loss n)    <-- loss --
 
-The driver sends the batch of the next step while the hosts still run the current one.  If any host
-fails, all hosts are shut down and the driver raises one HostError.  `restarts.train` then creates
-a new cluster and resumes from the newest checkpoint.
+The driver (the process that creates the cluster) sends the batch of the next step while the hosts
+still run the current step.  If a host fails, all hosts are shut down and the driver raises one
+HostError.  `restarts.train` then creates a new cluster and resumes from the newest saved state.
 """
 
 import dataclasses
@@ -44,12 +44,12 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 
 @dataclasses.dataclass
 class DispatchedStep:
-    """A training step that has been dispatched to the hosts.
+    """A training step that `TPUCluster.train` has dispatched to the hosts.
 
     Attributes:
       step: number of the step.
       dispatched: Ray references to the results of the `train` calls, one per host.
-      values: measurements of the step; None until they have been read.
+      values: metrics of the step; None until `TPUCluster.read` has fetched them.
       ended: whether all hosts have reported that the step has finished.
     """
 
@@ -60,7 +60,7 @@ class DispatchedStep:
 
 
 class PendingMetric:
-    """One measurement of a training step; `float(metric)` waits until the step has finished."""
+    """One metric of a training step; `float(metric)` waits until the step has finished."""
 
     def __init__(
         self, read: Callable[[DispatchedStep], dict[str, float]], reading: DispatchedStep, name: str
@@ -71,9 +71,9 @@ class PendingMetric:
         return self._read(self._reading)[self._name]
 
     def is_ready(self) -> bool:
-        """Return whether the driver knows that the step has finished.
+        """Return whether the step is known to have finished.
 
-        The driver learns this only when it reads the measurements of this or an earlier step.
+        A finished step may give False until metrics of this step or an earlier one are read.
         """
         return self._reading.ended or self._reading.values is not None
 
@@ -87,14 +87,14 @@ METRICS = (*MEASURED, "learning_rate", "skipped")
 
 
 class TPUCluster:
-    """A model on all `hosts`, with the methods of `CausalTransformer`.
+    """A model that runs on all `hosts`, with the methods of `CausalTransformer`.
 
     The methods take and return the batch rows of all replicas.
 
     Args:
       heartbeat: declare a host dead after this many silent seconds.
-      patience: maximum seconds for one call, including compilation.
-      copies: where `keep` keeps the state (default: nowhere).
+      patience: maximum seconds for one call to the hosts, including compilation.
+      copies: the `HostCopies` that hold the copies made by `keep`; None disables `keep`.
 
     Raises:
       HostError: from every method, if a host dies, hangs or fails.  All hosts are then shut down.
@@ -140,17 +140,17 @@ class TPUCluster:
         self.peak_flops: float | None = host_info[0]["peak_flops"]
 
     def _start(self) -> list[dict[str, Any]]:
-        """Connect the host processes and create the mesh.
+        """Wait for the host processes to start, and create one mesh over all of them.
 
-        JAX's coordinator gets a new port in each cluster, because a process of an earlier mesh may
-        still try to connect to the old port.
+        JAX's coordinator gets a new port in each cluster, because a process of an earlier cluster
+        may still try to connect to the old port.
 
         Returns:
           The result of `NetworkRunner.start` on each host.
         """
         pids = self._submit("pid")
         if ray.wait(pids, num_returns=len(pids), timeout=SECONDS_TO_START)[1]:
-            raise self.failed(fallback=f"host processes not started after {SECONDS_TO_START:.0f} s")
+            raise self.failed(fallback=f"host processes did not start in {SECONDS_TO_START:.0f} s")
         self._pids = self._results(pids)
         address = self.hosts[0].address
         port = self._results([self._actors[0].free_port.remote(address)])[0]
@@ -174,7 +174,7 @@ class TPUCluster:
     def open_train_set(self) -> TFRecordNewInputs | ClusterTrainSet:
         """Open the config's training set.
 
-        The hosts read the records if the config sets `hosts_read`; otherwise the driver does.
+        If the config sets `hosts_read`, the hosts read the records; otherwise this process does.
         """
         if self.config.hosts_read:
             return ClusterTrainSet(self)
@@ -183,24 +183,24 @@ class TPUCluster:
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """Dispatch one training step and return without waiting for it.
 
-        If the measurements of `MOST_UNREAD` earlier steps have not been read yet, the call first
-        waits for the oldest of these steps.
+        If the metrics of `MOST_UNREAD` earlier steps have not been read yet, the call first waits
+        for the oldest of these steps.
 
         Args:
-          sample: token ids `obs` and `target` [A, B, T], or `READ_ON_HOSTS` for the batch that the
-            hosts have read themselves.
+          sample: as for `CausalTransformer.train`, or `READ_ON_HOSTS` to train on the next batch
+            that the hosts have read themselves (see `ClusterTrainSet`).
 
         Returns:
-          The measurements of `CausalTransformer.train`, plus the step's duration on each host as
-          `host_seconds/<rank>`.  Each value is a `PendingMetric`, so `float(value)` waits for the
-          step.
+          The metrics of `CausalTransformer.train`, plus the step's duration in seconds on each host
+          as `host_seconds/<rank>`.  Each value is a `PendingMetric`, so `float(value)` waits for
+          the step.
         """
         shares: list[tuple[Any]] = [(None,)] * len(self.hosts)
         if sample is not READ_ON_HOSTS:
             if sample["obs"].shape[1] % self.dp:
                 raise InputError(
-                    f"train: the batch has {sample['obs'].shape[1]} sequences, "
-                    f"expected a multiple of the {self.dp} replicas"
+                    f"train: a microbatch has {sample['obs'].shape[1]} sequences, "
+                    f"expected a multiple of {self.dp}, the number of replicas"
                 )
             shares = self._shares(sample, axis=1)
         if len(self._unread) >= MOST_UNREAD:
@@ -212,9 +212,9 @@ class TPUCluster:
         return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
 
     def read(self, reading: DispatchedStep) -> dict[str, float]:
-        """Wait for a dispatched step and return its measurements.
+        """Wait until the step `reading` has finished on all hosts, and return its metrics.
 
-        If earlier steps have not been read yet, their measurements are read first.
+        Unread metrics of earlier steps are fetched first.
         """
         while reading.values is None:
             oldest = self._unread.popleft()
@@ -230,13 +230,13 @@ class TPUCluster:
         return reading.values
 
     def _merge_reports(self, step: int, measured: list[StepReport]) -> dict[str, float]:
-        """Merge the hosts' reports about a step into one dict of measurements.
+        """Merge the hosts' reports about one step into a dict of metrics.
 
-        The dict has the measurements, which must be the same on all hosts, and the duration of the
-        step on each host as `host_seconds/<rank>`.
+        The dict has the metrics, which must be the same on all hosts, and the duration of the step
+        in seconds on each host as `host_seconds/<rank>`.
 
         Raises:
-          HostError: if the measurements are not bit-identical, or belong to another step.
+          HostError: if the hosts' metrics are not bit-identical, or not those of `step`.
         """
         texts = [repr((host.step, host.numbers)) for host in measured]  # NaN equals NaN
         if len(set(texts)) > 1 or measured[0].step != step:
@@ -261,7 +261,7 @@ class TPUCluster:
         }
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprobs of the given tokens; see `CausalTransformer.score`."""
+        """Return each token's logprob given the tokens before it; see `CausalTransformer.score`."""
         shares = self._shares(self._padded(tokens))
         results = self.call("score", *[(*share, alternatives) for share in shares])
         return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*results, strict=True)))
@@ -282,7 +282,7 @@ class TPUCluster:
     def batch(self, rows: int) -> ClusterBatch:
         """Return a batch of idle rows for generation; see `CausalTransformer.batch`.
 
-        The new batch replaces the previous one on the hosts.
+        The hosts hold only the newest batch; methods of an older batch raise InputError.
 
         Args:
           rows: total number of rows; a multiple of the number of replicas.
@@ -291,49 +291,48 @@ class TPUCluster:
         return self.newest_batch
 
     def only_generate(self) -> None:
-        """Keep only the weights for generation; see `CausalTransformer.only_generate`."""
+        """Free all state but the weights for generation; see `CausalTransformer.only_generate`."""
         self.call("only_generate")
 
     def claim(self, folder: str) -> None:
         """Lock a model folder against other writers; see `CausalTransformer.claim`.
 
         Raises:
-          InputError: if the hosts do not share `folder`, or if it cannot be locked.
+          InputError: if the hosts do not share `folder`, or if the folder cannot be locked.
         """
         self._check_shared(folder)
         self.call("claim", *[(local_path(folder),)] * len(self.hosts))
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        """Start to save the state as a checkpoint in a model folder; see `CausalTransformer.save`.
+        """Start saving the state to a checkpoint in a model folder; see `CausalTransformer.save`.
 
         The checkpoint is committed only if every host has saved its part.
         """
         self._call_together("save", *[(local_path(folder), aux)] * len(self.hosts))
 
     def wait(self) -> None:
-        """Wait for the last save; see `CausalTransformer.wait`."""
+        """Wait until the last save has finished; raises InputError if the save has failed."""
         self._call_together("wait")
 
     def _call_together(self, method: str, *arguments: tuple[Any, ...]) -> None:
         """Call a method that either succeeds on all hosts or fails on all of them.
 
-        After the first host has failed, the other hosts get `patience` seconds to fail as well.
+        If one host raises InputError, the other hosts get `patience` seconds to finish the call.
         """
         self.save_failed = False
         self._results(self._submit(method, *arguments), agree=self.patience)
 
     def keep(self, aux: dict[str, Any]) -> str:
-        """Start to copy the state to the memory of the hosts; a later `restore` may use the copy.
+        """Start copying the state to the hosts' memory, where a later `restore` can find it.
 
-        Every part of the state is kept by two hosts, in processes that outlive this cluster.  The
-        copy before this one is kept until this one is complete.  Does nothing if there are no
-        `copies`.
+        Waits for the previous copy first.  Every part of the state is kept on two hosts, in
+        processes that outlive this cluster.  Does nothing if the cluster has no `copies`.
 
         Args:
-          aux: a JSON-serialisable dict, which `restore` returns.
+          aux: a JSON-serialisable dict whose entries `restore` returns.
 
         Returns:
-          Why the copy before this one is not complete; "" if it is.
+          The error that stopped the previous copy; "" if that copy is complete or there was none.
         """
         if self.copies is None:
             return ""
@@ -352,8 +351,8 @@ class TPUCluster:
     def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
         """Resume from the newest checkpoint of a model folder; see `CausalTransformer.restore`.
 
-        If the hosts' memory holds a complete state of a later step (see `keep`), that is restored.
-        The returned dict then has the entry {"unsaved": True}.
+        If the hosts' memory holds a complete copy of a later step (see `keep`), that copy is
+        restored instead, and the returned dict has the entry {"unsaved": True}.
 
         Raises:
           InputError: if the hosts do not share `folder`, or if the checkpoint cannot be used.
@@ -370,9 +369,9 @@ class TPUCluster:
         return aux
 
     def _check_shared(self, folder: str) -> None:
-        """Raise InputError if `folder` is not on a disk that all machines share.
+        """Raise InputError if `folder` is a local folder that the hosts do not share.
 
-        If each machine had its own disk, a save would wait forever for the other hosts' files.
+        Without a shared folder, a save would wait forever for the files of the other hosts.
         """
         if "://" in folder or len({host.address for host in self.hosts}) == 1:
             return
@@ -383,8 +382,8 @@ class TPUCluster:
         if not all(seen):
             self.kill()
             raise InputError(
-                f"{folder}: host {seen.index(False)} does not see the files of host 0 there; give "
-                "a folder that all hosts share, such as gs://bucket/model"
+                f"{folder}: host {seen.index(False)} does not see a file of host 0 in this folder; "
+                "give a folder that all hosts share, such as gs://bucket/model"
             )
 
     def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
@@ -408,7 +407,7 @@ class TPUCluster:
             self.kill()
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """Pad `rows` with copies of the first row to a multiple of the number of replicas."""
+        """Append copies of the first row until the number of rows is a multiple of `dp`."""
         missing = -len(rows) % self.dp
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
@@ -434,12 +433,12 @@ class TPUCluster:
         return [(of(replicas),) for replicas in self.replicas]
 
     def _joined(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray:
-        """Assemble a batch from the rows of each host, and return its first `count` rows."""
+        """Assemble a batch from each host's rows (`parts`), and return its first `count` rows."""
         positions = process_rows(self.replicas, len(parts[0]) // len(self.replicas[0]))
         return self.gathered(parts, positions)[:count]
 
     def gathered(self, parts: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> np.ndarray:
-        """Assemble a batch from the rows of each host; see `placement.gathered`.
+        """Assemble a batch in which the row `positions[host][i]` is `parts[host][i]`.
 
         Raises:
           HostError: if hosts returned different values for the same row.  All hosts are shut down.
@@ -450,10 +449,10 @@ class TPUCluster:
             raise self.failed(str(error)) from None
 
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """Call a method of every host's `NetworkRunner` and return the results.
+        """Call a method of every host's `NetworkRunner`, and return one result per host.
 
         Args:
-          arguments: one tuple of arguments per host; omit it if the method takes none.
+          arguments: one tuple of arguments per host; may be omitted if the method takes none.
         """
         return self._results(self._submit(method, *arguments))
 
@@ -479,11 +478,11 @@ class TPUCluster:
             raise
 
     def _results(self, refs: list[Any], agree: float = SECONDS_TO_AGREE) -> list[Any]:
-        """Wait for calls on the hosts and return their results.
+        """Wait for the calls that `_submit` has sent to the hosts, and return their results.
 
-        If a call fails on any host, the first failure is raised and all hosts are shut down.  The
-        hosts stay alive only if the failure is an InputError and the other hosts finish the same
-        call within `agree` seconds.
+        If a call fails on a host, the error is raised and all hosts are shut down.  The hosts keep
+        running only if the error is an InputError and all other hosts finish or fail the same call
+        within `agree` seconds.
         """
         deadline = time.monotonic() + self.patience
         while True:
@@ -493,19 +492,22 @@ class TPUCluster:
                 if gone := self._unresponsive_hosts(self.heartbeat):
                     raise self._lost("; ".join(gone)) from None
                 if time.monotonic() > deadline:
-                    raise self.failed(f"a call took more than {self.patience:.0f} s") from None
+                    raise self.failed(
+                        f"a call to the hosts took more than {self.patience:.0f} s; if the hosts "
+                        "are only slow, increase --patience"
+                    ) from None
             except exceptions.RayTaskError as error:
                 raise self._translate_error(error, refs, agree) from None
             except exceptions.RayError as error:
-                lost = f"a call was lost ({type(error).__name__})"
+                lost = f"a call to the hosts was lost ({type(error).__name__})"
                 raise self.failed(fallback=lost) from None
 
     def _translate_error(
         self, error: exceptions.RayTaskError, refs: list[Any], agree: float
     ) -> Exception:
-        """Return the exception that the driver raises for an exception on a host.
+        """Return the exception to raise on the driver for an exception that a host has raised.
 
-        Shuts down the hosts if the failure requires it; see `_results`.
+        Shuts down the hosts if necessary; see `_results`, also for `refs` and `agree`.
         """
         cause = error.cause
         if isinstance(cause, STORE_FULL):
@@ -522,7 +524,7 @@ class TPUCluster:
         return self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
 
     def _unresponsive_hosts(self, seconds: float) -> list[str]:
-        """Return a description of each host that does not respond within `seconds`."""
+        """Return a line such as "host 1 died" for each host that does not respond in time."""
         pings = [actor.pid.options(concurrency_group="health").remote() for actor in self._actors]
         ray.wait(pings, num_returns=len(pings), timeout=seconds)
         problems = []
@@ -541,7 +543,7 @@ class TPUCluster:
         The text of the error begins with a list of the hosts that do not respond.
 
         Args:
-          message: text that follows the list.
+          message: text that follows this list.
           fallback: text of the error if there is no `message` and all hosts respond.
         """
         gone = self._unresponsive_hosts(SECONDS_TO_ANSWER)
@@ -561,7 +563,7 @@ class TPUCluster:
     def _disk_full_error(self, where: str) -> StoppedError:
         """Shut down all hosts and return a StoppedError that says that a disk is full.
 
-        It is not a HostError, because a restart would not help.
+        The error is not a HostError, because a restart would not help.
 
         Args:
           where: the machine whose disk is full.
@@ -569,7 +571,7 @@ class TPUCluster:
         self.kill()
         return StoppedError(
             f"Ray's object store on {where} is full, and so is the disk that it spills to "
-            "(RAY_TMPDIR, else /tmp); free some space there and start again"
+            "(RAY_TMPDIR, else /tmp); free space on this disk and start again"
         )
 
     def kill(self) -> None:

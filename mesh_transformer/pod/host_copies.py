@@ -1,8 +1,8 @@
-"""`HostCopies`: copies of a run's state in the memory of its hosts.
+"""`HostCopies`: copies of a training run's state, kept in the memory of the run's hosts.
 
-Each host has a keeper: a process that outlives the model's process on that host, and that holds the
-blocks which `checkpoint.blocks.plan` assigns to it.  The driver owns the keepers, so they end with
-it.
+A restart after a host failure can resume from such a copy instead of an older checkpoint.  On each
+host, a `Keeper` process holds a part of each copy.  This process keeps running when the model's
+process on the same host fails.  All keepers end when the driver process ends.
 """
 
 import itertools
@@ -28,9 +28,10 @@ SECONDS_TO_ANSWER = 30.0  # for a keeper to answer a call; one that takes longer
 
 
 class HostCopies:
-    """The copies of one run's state, and the hosts' keepers.
+    """Copies of one training run's state in its hosts' memory, for restarts after a host failure.
 
-    Give the same object to every `TPUCluster` of the run.
+    Pass the same object to every `TPUCluster` of the run.  One `Keeper` process per host holds a
+    part of each copy.  All copies are lost when the driver process ends.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class HostCopies:
         self._head = ""  # Ray's node id of the driver, which changes when Ray is started again
 
     def place(self, hosts: Sequence[Host]) -> None:
-        """Give each host a keeper on its own machine; keepers that live there already stay."""
+        """Start a `Keeper` process for each host that has none on its machine yet."""
         head = ray.get_runtime_context().get_node_id()
         if head != self._head:
             self.keepers, self._nodes, self._moved, self._kept = [], [], [], {}
@@ -69,13 +70,14 @@ class HostCopies:
         self._moved = [keeper for keeper in (*self._moved, *left) if keeper in alive]
 
     def begin(self, step: int, aux: dict[str, Any]) -> int:
-        """Begin a copy of a step's state, and free all others but the newest complete one.
+        """Begin a new copy; free all older copies except the newest complete one.
 
         Args:
-          aux: what belongs to the state; a JSON-serialisable dict.
+          step: training step of the state that is copied.
+          aux: the `aux` dict that a checkpoint of this state would have; JSON-serialisable.
 
         Returns:
-          The copy's number, with which the hosts send its blocks.
+          The number of the new copy, to pass to `NetworkRunner.keep` on all hosts.
         """
         self._begun, self._offers = next(self._numbers), 0
         self._kept = {n: kept for n, kept in self._kept.items() if n == self._complete}
@@ -85,13 +87,20 @@ class HostCopies:
         return self._begun
 
     def complete(self) -> None:
-        """Note that all blocks of the newest copy have arrived."""
+        """Mark the newest copy as complete; call this once all hosts have sent their blocks."""
         if self._begun in self._kept:
             self._complete = self._begun
         self._moved = []  # Ray ends an actor that nothing refers to
 
     def newer_than_saved(self, folder: str) -> Copy | None:
-        """Return the newest complete copy if a model folder has no step that is as new, or None."""
+        """Return the newest complete copy if it is newer than the newest checkpoint, else None.
+
+        The same copy is returned at most `MOST_OFFERS` times, in case restoring that copy makes the
+        hosts fail.
+
+        Args:
+          folder: the model folder that contains the checkpoints.
+        """
         had_copies = bool(self._kept)
         copy = self.newest()
         if copy is None:
@@ -110,9 +119,9 @@ class HostCopies:
         return copy
 
     def newest(self) -> Copy | None:
-        """Return the newest copy whose blocks are all held by living keepers, or None.
+        """Return the newest copy that running keepers still hold completely; None if there is none.
 
-        All others are forgotten.
+        All other copies are dropped.
         """
         totals: dict[int, int] = {}
         places: dict[int, dict[Block, list[Any]]] = {}
@@ -130,10 +139,11 @@ class HostCopies:
         return Copy(number, *self._kept[number], places[number])
 
     def _answers(self, call: Callable[[Any], Any]) -> dict[Any, Any]:
-        """Make a call to each keeper, and return {keeper: result} of those that answer.
+        """Call every keeper, and return {keeper: result} for the keepers that answer in time.
 
         Args:
-          call: function of a keeper that makes the call and returns Ray's reference to the result.
+          call: function that starts a remote call on the keeper that is passed to it, and returns
+            Ray's reference to the result.
         """
         refs = {keeper: call(keeper) for keeper in (*self._moved, *self.keepers)}
         if not refs:

@@ -1,4 +1,4 @@
-"""Waiting for the hosts of a mesh to join Ray, and starting and killing their processes."""
+"""Wait for the hosts of a mesh to join the Ray cluster; start and kill the hosts' processes."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ SECONDS_TO_KILL = 10.0  # for the other machines to kill their processes
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine, or a part of one, that runs one process of the mesh.
+    """A machine, or a part of a machine, that runs one process of the mesh.
 
     Attributes:
-      node: Ray's node id of the machine.
+      node: the machine's node id in the Ray cluster.
       address: IP address at which the other hosts reach this host.
       devices: number of virtual CPU devices; None to use the machine's accelerators.
     """
@@ -38,9 +38,10 @@ class Host:
 
 
 def local_hosts(config: Config, count: int) -> list[Host]:
-    """Return `count` hosts on this machine, each with an equal share of the `tpu_size` devices.
+    """Return `count` hosts on this machine, with `tpu_size` virtual CPU devices in total.
 
-    `count` must divide the config's `tpu_size`.
+    The config's `tpu_size` must be a multiple of `count`, because all hosts get the same number of
+    devices.
     """
     assert config.tpu_size is not None
     this_node = ray.get_runtime_context().get_node_id()
@@ -50,9 +51,9 @@ def local_hosts(config: Config, count: int) -> list[Host]:
 def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]:
     """Wait until the machines at `addresses` have joined this Ray cluster; return them as `Host`s.
 
-    The result is in the order of `addresses`.  Ray still lists a vanished machine for some seconds.
-    If a new machine has joined at the same address, this function waits until Ray
-    lists only the new one.
+    The result is in the order of `addresses`.  If a machine was replaced by another one with the
+    same address, Ray lists both for some seconds.  This function then waits until Ray lists only
+    the new machine.
 
     Raises:
       HostError: if the machines have not all joined within `seconds`.
@@ -67,19 +68,20 @@ def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]
                 return [Host(nodes[address][0], address) for address in addresses]
             if time.monotonic() > deadline:
                 raise HostError(
-                    f"host {missing[0]} has not joined within {seconds:.0f} s; check that it can "
-                    "reach this machine's ports and runs the same version of Ray"
+                    f"host {missing[0]} has not joined the Ray cluster within {seconds:.0f} s; "
+                    "check that the host can reach this machine's ports and runs the same version "
+                    "of Ray"
                 )
             time.sleep(1.0)
 
 
 def missing_hosts(addresses: Sequence[str]) -> list[str]:
-    """Return those of `addresses` at which Ray does not list exactly one living machine."""
+    """Return the addresses at which Ray lists no running machine, or more than one."""
     return [address for address, nodes in _nodes_at(addresses).items() if len(nodes) != 1]
 
 
 def _nodes_at(addresses: Sequence[str]) -> dict[str, list[str]]:
-    """Return Ray's node ids of the living machines at each address."""
+    """Return {address: Ray's node ids of the running machines at that address}."""
     alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(RESOURCE)]
     return {
         address: [node["NodeID"] for node in alive if node["NodeManagerAddress"] == address]
@@ -88,7 +90,10 @@ def _nodes_at(addresses: Sequence[str]) -> dict[str, list[str]]:
 
 
 def start_process(rank: int, host: Host) -> Any:
-    """Start a `NetworkRunner` on a host; return the Ray actor without waiting for it to start."""
+    """Start the `NetworkRunner` of process `rank` on `host`, and return its Ray actor.
+
+    This function does not wait until the process has started.
+    """
     variables = {}
     if host.devices is not None:
         # Remove the driver's device count; `NetworkRunner.start` sets the host's own.
@@ -105,12 +110,13 @@ def start_process(rank: int, host: Host) -> Any:
 def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[Host]) -> None:
     """End the hosts' processes, and send SIGKILL to those that Ray cannot end.
 
-    Ray cannot end a process that is suspended (SIGSTOP).  When this function returns, the processes
-    on all reachable machines have stopped writing files and making calls.
+    Ray cannot end a process that is suspended (SIGSTOP).  Once this function has returned, the
+    processes on all reachable machines no longer write files, so new processes can be started.
 
     Args:
-      pids: process ids in the order of `hosts`; empty if they are not known yet, in which
-        case only Ray can end the processes.
+      actors: Ray actors of the processes.
+      pids: process ids in the order of `hosts`; empty if they are not known yet, in which case no
+        process is sent SIGKILL.
     """
     for actor in actors:
         ray.kill(actor)
@@ -127,9 +133,10 @@ def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[H
 
 
 def _kill_remaining(pids: list[int]) -> None:
-    """Give Ray `SECONDS_TO_END` to end processes of this machine, and then kill the remaining ones.
+    """Give Ray up to `SECONDS_TO_END` to end these local processes, and then kill the rest.
 
-    They are not killed at once, because Ray prints an error for each process that it has not ended.
+    The processes are not killed at once, because Ray prints an error for each process that dies
+    before Ray has ended it.
     """
     deadline = time.monotonic() + SECONDS_TO_END
     while pids and time.monotonic() < deadline:
@@ -149,5 +156,5 @@ def _exists(pid: int) -> bool:
 
 
 def on(host: Host) -> dict[str, Any]:
-    """Return the Ray options that place a task or an actor on `host` and nowhere else."""
+    """Return the Ray options that make a task or an actor run on the machine of `host`."""
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(host.node, soft=False)}

@@ -1,6 +1,7 @@
-"""`Keeper`, which holds a host's part of the copies in memory, and the transfer of blocks to it.
+"""Processes that hold copies of a training state in the hosts' memory, and the data transfer.
 
-A keeper is a process that outlives the model's process on its host; see `host_copies`.
+Each host runs one such process, a `Keeper`.  The keeper keeps running when the model's process on
+the same host fails; see `host_copies`.
 """
 
 import itertools
@@ -19,44 +20,54 @@ SECONDS_PER_BLOCK = 120.0  # for a block to arrive; a keeper that takes longer c
 
 
 class Keeper:
-    """Holds blocks of the newest two copies, by the copy's number; runs as a Ray actor."""
+    """Ray actor that holds blocks of the newest copies of a training state in a host's memory.
+
+    A block is a part of one array.  Every copy has a number, which `HostCopies.begin` returns.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[int, dict[Block, np.ndarray]] = {}
         self._totals: dict[int, int] = {}
 
     def pid(self) -> int:
-        """Return the id of this process on its machine."""
+        """Return the process id (PID) of this actor."""
         return os.getpid()
 
     def keep(self, number: int, total: int, block: "Block", content: np.ndarray) -> None:
-        """Store a block of a copy that has `total` blocks."""
+        """Store one block of a copy.
+
+        Args:
+          number: the copy's number.
+          total: number of different blocks in the whole copy, over all keepers.
+          block: the block's position in the state.
+          content: the block's bytes (uint8).
+        """
         # Copied, because the argument is in Ray's object store, where it ends with its sender.
         self._copies.setdefault(number, {})[block] = content.copy()
         self._totals[number] = total
 
     def retain(self, numbers: Collection[int]) -> None:
-        """Free all copies but those with these numbers."""
+        """Keep only the blocks of the copies with these numbers, and free all other blocks."""
         for other in self._copies.keys() - set(numbers):
             del self._copies[other], self._totals[other]
 
     def held(self) -> "dict[int, tuple[int, list[Block]]]":
-        """Return for each copy how many blocks it has, and which of them are here."""
+        """Return {copy number: (number of blocks in the whole copy, the blocks stored here)}."""
         return {number: (self._totals[number], list(own)) for number, own in self._copies.items()}
 
     def read(self, number: int, block: "Block") -> np.ndarray:
-        """Return the content of a block of a copy."""
+        """Return the bytes (uint8) of one block of the copy with this number."""
         return self._copies[number][block]
 
 
 class Copy(NamedTuple):
-    """A complete state that keepers hold.
+    """A complete copy of a training state, which `Keeper` processes hold in memory.
 
     Attributes:
-      number: the copy's number; every call of `HostCopies.begin` has its own.
-      step: the state's step.
-      aux: the entries that a checkpoint's `aux` would have; see `CausalTransformer.save`.
-      keepers: the keepers of each block.
+      number: unique number of the copy, from `HostCopies.begin`.
+      step: training step of the state.
+      aux: the same entries as in the `aux` dict of a checkpoint; see `CausalTransformer.restore`.
+      keepers: for each block, the Ray actors of the keepers that hold it.
     """
 
     number: int
@@ -71,13 +82,14 @@ def send(
     blocks: "Iterable[tuple[Block, Sequence[int], np.ndarray]]",
     keepers: Sequence[Any],
 ) -> None:
-    """Send blocks of a copy to keepers, and wait until all have arrived.
+    """Send this process's blocks of a copy to keepers, and wait until all of them are stored.
 
     Args:
       number: the copy's number.
-      total: number of blocks of the whole state.
-      blocks: the blocks, the ranks of the hosts whose keepers get each, and its content.
-      keepers: the keeper of each host.
+      total: number of different blocks in the whole copy, over all processes.
+      blocks: for each block to send, a tuple of the block, the ranks of the hosts whose keepers
+        store it, and its bytes (uint8).
+      keepers: the Ray actor of each host's keeper, by rank.
     """
     import ray
 
@@ -93,7 +105,13 @@ def send(
 
 
 def receive(copy: Copy, rank: int, blocks: "Iterable[Block]") -> Iterator[np.ndarray]:
-    """Yield the contents of blocks of a copy; `rank` chooses among the keepers of a block."""
+    """Fetch blocks of a copy from the keepers, and yield each block's bytes (uint8) in order.
+
+    Args:
+      rank: rank of this process.  Processes of different ranks ask different keepers for the same
+        block, which spreads the load.
+      blocks: the blocks to fetch.
+    """
     import ray
 
     def request(place: int, block: "Block") -> Any:

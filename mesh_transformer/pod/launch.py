@@ -28,12 +28,14 @@ BATCHES_IN_STORE = 8  # half for training steps in flight, half for validation a
 def build_model(
     config: Config, hosts: "list[Host]", *original: object, **options: Any
 ) -> "TPUCluster":
-    """Return a `TPUCluster` for the config on `hosts`; it has no weights yet.
+    """Return a new `TPUCluster` on `hosts`, which has no parameters yet.
+
+    The caller must then call the cluster's `init`, `load` or `restore`.
 
     Args:
-      original: any further positional argument raises InputError, because only calls written for
-        the original mesh-transformer-jax have one.
-      options: passed to `TPUCluster`.
+      original: must be empty.  Any further positional argument, as in calls that were written for
+        the original mesh-transformer-jax, raises InputError.
+      options: keyword arguments of `TPUCluster`, such as `heartbeat`.
     """
     if original or hosts is None or isinstance(hosts, str):
         raise InputError(
@@ -46,10 +48,11 @@ def build_model(
 
 
 def new_copies(config: Config) -> "HostCopies | None":
-    """Return what a run's clusters need to keep its state in memory; None if the config does not.
+    """Return a new `HostCopies` if the config sets `memory_every`, else None.
 
-    Give the result to `build_model` as `copies`, for each cluster of the run.  Call this while the
-    machines exist (see `local_machines` and `tpu_machines`).
+    A `HostCopies` keeps copies of the training state in the hosts' memory.  Pass it as the argument
+    `copies` to every call of `build_model` in a training run.  Call this function inside the `with`
+    block of `local_machines` or `tpu_machines`, because Ray must not be imported earlier.
     """
     if config.memory_every is None:
         return None
@@ -65,7 +68,7 @@ def local_machines(
 
     The context manager yields a function that returns the hosts.  Call the function before each
     attempt to create a `TPUCluster`; the function restarts Ray if necessary.  Ray and the hosts'
-    processes end when the `with` block ends, or when this process ends.
+    processes are killed when the `with` block ends, or when this process ends.
 
     Raises:
       InputError: immediately, before the `with` block, if `count` does not divide the config's
@@ -75,7 +78,7 @@ def local_machines(
     if count < 1 or config.tpu_size % count:
         raise InputError(
             f"--local-hosts is {count}, which does not divide the config's tpu_size "
-            f"{config.tpu_size}; give a divisor of it"
+            f"{config.tpu_size}; give a divisor of {config.tpu_size}"
         )
     return _local_machines(config, count)
 
@@ -99,7 +102,11 @@ def tpu_machines(
 
     The TPU is created when the `with` block begins and deleted when the block ends.  The context
     manager yields a function that returns the hosts.  Call the function before each attempt to
-    create a `TPUCluster`.  If Google Cloud has preempted the TPU, the function creates it again.
+    create a `TPUCluster`.  If Google Cloud has preempted the TPU, the function creates a new one.
+    A TPU that a killed process left behind is reused, as described for `adopt` in `TpuVm`.
+
+    Args:
+      ssh: how to log in to the hosts (default: `SshOptions()`).
 
     Raises:
       InputError: immediately, before the `with` block, if the TPU's number of devices is not the
@@ -107,8 +114,8 @@ def tpu_machines(
     """
     if spec.devices != config.tpu_size:
         raise InputError(
-            f"the TPU {spec.accelerator_type} has {spec.devices} devices, expected the config's "
-            f"tpu_size {config.tpu_size}; choose another TPU or change tpu_size"
+            f"TPU type {spec.accelerator_type} has {spec.devices} devices, but the config's "
+            f"tpu_size is {config.tpu_size}; choose another TPU type or change tpu_size"
         )
     return _tpu_machines(config, TpuVm(spec, ssh=ssh, adopt=True))
 
@@ -144,9 +151,10 @@ def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Hos
 
 @contextlib.contextmanager
 def _stop_after(hours: float | None) -> Iterator[None]:
-    """Send this process SIGTERM if the `with` block lasts longer than `hours`.
+    """Send SIGTERM to this process if the `with` block lasts longer than `hours`.
 
-    On SIGTERM, the process saves its work and deletes its TPU.  None means no time limit.
+    On SIGTERM, a training run saves a checkpoint and deletes its TPU.  If `hours` is None, there is
+    no time limit.
     """
     if hours is None:
         yield
@@ -174,12 +182,13 @@ def _is_gone(tpu: TpuVm) -> bool:
 
 
 def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
-    """Return the TPU's hosts once all of them have joined the Ray cluster at `head`.
+    """Start Ray on the TPU's hosts; return the hosts once all have joined the Ray cluster.
 
     Args:
       head: "HOST:PORT" of the Ray head.
-      known: addresses of the hosts if they have joined before, else empty.  Ray is not started
-        again on those that are still in the cluster, as that would end their `HostCopies`.
+      known: addresses of the hosts if all have joined before, else empty.  Ray is then started only
+        on hosts that have left the cluster.  A restart of Ray on the other hosts would end the
+        copies of the state in their memory.
     """
     from mesh_transformer.pod.hosts import joined_hosts, missing_hosts
 
@@ -190,7 +199,7 @@ def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
 
 
 def _object_store(config: Config) -> int:
-    """Return a size in bytes for Ray's object store, enough for the driver's batches in flight."""
+    """Return a size in bytes for Ray's object store that suffices for all batches in flight."""
     assert config.tpu_size is not None
     sequences = config.per_replica_batch * config.tpu_size // config.cores_per_replica
     tokens = sequences * config.gradient_accumulation_steps * config.seq

@@ -2,8 +2,8 @@
 
 `python -m mesh_transformer.pod.ray_head BYTES` starts a head with an object store of BYTES bytes
 and prints `address: HOST:PORT`.  The head ends when its standard input is closed, or when one of
-Ray's own servers dies.  The head's standard input is a pipe from the driver, so the pipe is closed
-even if the driver is killed with SIGKILL.
+Ray's own servers dies.  The head's standard input is a pipe from the driver.  This pipe is closed
+whenever the driver ends, even if SIGKILL kills the driver.
 
 `RayHead` starts the head in a new session, so that Ctrl-C in the terminal reaches only the driver.
 The driver does not start the head with `ray.init`, because `ray.init` would remove the driver from
@@ -49,11 +49,14 @@ DRIVER_ENVIRONMENT = {
 
 
 class RayHead:
-    """A running Ray head to which this process is connected; use it as a context manager.
+    """Context manager that starts a Ray head and connects this process to the head.
 
-    Other machines need a token to join the cluster.  RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH can
-    provide the token; otherwise `RayHead` creates one and sets RAY_AUTH_TOKEN.  A token created by
-    Ray itself would be in a file that other users can read.
+    Other machines need a token to join the Ray cluster.  The environment variable RAY_AUTH_TOKEN or
+    RAY_AUTH_TOKEN_PATH can provide the token.  Otherwise `RayHead` creates a token and sets
+    RAY_AUTH_TOKEN.
+
+    Args:
+      object_store: size of Ray's object store on this machine, in bytes.
 
     Attributes:
       address: "HOST:PORT" of the head.
@@ -122,7 +125,7 @@ class RayHead:
         self.close()
 
     def revive(self) -> None:
-        """Start a new head, with a new `address`, if the head process has died."""
+        """Start a new head if the head process has died; `address` then changes."""
         if self._process.poll() is None:
             return
         cause = self._last_log_line() or f"exit status {self._process.returncode}"
@@ -159,7 +162,7 @@ def _require_token() -> None:
     """
     if "RAY_AUTH_MODE" not in os.environ:
         if "ray" in sys.modules:
-            raise RuntimeError("ray was imported before RayHead was created; create RayHead first")
+            raise RuntimeError("ray is already imported; create RayHead before importing ray")
         os.environ["RAY_AUTH_MODE"] = "token"
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -192,12 +195,16 @@ def main() -> None:
 
 
 def _servers() -> dict[int, str]:
-    """Return {process id: name} of Ray's servers (`SERVERS`) in this session."""
+    """Return {process id: name} of Ray's servers (`SERVERS`) in this process's session."""
     return {pid: name for pid, name in _members(os.getsid(0)).items() if name in SERVERS}
 
 
 def _watch(servers: dict[int, str]) -> None:
-    """Wait until standard input is closed or a server dies; print the name of the dead server."""
+    """Wait until standard input is closed or a server dies; print the name of a dead server.
+
+    Args:
+      servers: {process id: name} of the servers to watch.
+    """
     watched = {os.pidfd_open(pid): name for pid, name in servers.items()}
     ready, _, _ = select.select([sys.stdin.fileno(), *watched], [], [])
     if ready[0] in watched:
@@ -205,9 +212,12 @@ def _watch(servers: dict[int, str]) -> None:
 
 
 def _members(session: int) -> dict[int, str]:
-    """Return {process id: name} of all processes in a session (Linux only).
+    """Return {process id: name} of all processes in an operating system session (Linux only).
 
     Processes that end during the scan are left out.
+
+    Args:
+      session: session id, as returned by `os.getsid`.
     """
     names = {}
     for path in Path("/proc").glob("[0-9]*"):
@@ -218,10 +228,10 @@ def _members(session: int) -> dict[int, str]:
 
 
 def _kill_session(session: int) -> None:
-    """Kill every process of a session.  If this process belongs to the session, it is killed last.
+    """Kill every process of an operating system session (this process last, if it is a member).
 
-    Ray's own shutdown leaves some processes running for up to a minute, and never ends suspended
-    workers (SIGSTOP).
+    Ray's own shutdown is not enough: it leaves some processes running for up to a minute, and never
+    ends suspended workers (SIGSTOP).
     """
     members = sorted(_members(session), key=lambda pid: pid == os.getpid())
     for pid in members:

@@ -32,10 +32,11 @@ Result = TypeVar("Result")
 
 
 class RestartingCluster:
-    """A `TPUCluster` for servers; all hosts are started again after a host failure.
+    """A `TPUCluster` for servers that restarts all hosts after a host failure.
 
-    If a host fails during `batch` or `eval`, or has failed earlier, all hosts are started again and
-    the call is retried.  `score` is not retried.
+    If a host fails during `batch` or `eval`, or has failed earlier, all hosts are restarted and the
+    call is retried.  If a host fails during `score` or during a method of a batch, HostError is
+    raised, and the next call of `batch` or `eval` restarts the hosts.
 
     Args:
       make: function that returns a new cluster with its weights loaded.
@@ -51,16 +52,21 @@ class RestartingCluster:
     def batch(self, rows: int) -> ClusterBatch:
         """Return a batch of idle rows for generation, retrying after a host failure.
 
+        Args:
+          rows: total number of rows, a multiple of the number of replicas.
+
         Raises:
-          HostError: if all `ATTEMPTS` attempts fail.
+          HostError: if all `ATTEMPTS` attempts fail, or if `close` has been called.
         """
         return self._call_with_retries(lambda cluster: cluster.batch(rows))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Compute the losses of predicting `target` from `obs`, retrying after a host failure.
 
+        The arguments and the results are those of `CausalTransformer.eval`.
+
         Raises:
-          HostError: if all `ATTEMPTS` attempts fail.
+          HostError: if all `ATTEMPTS` attempts fail, or if `close` has been called.
         """
         return self._call_with_retries(lambda cluster: cluster.eval(sample))
 
@@ -75,7 +81,7 @@ class RestartingCluster:
             try:
                 if self._cluster.ended:
                     if self._closed:
-                        raise HostError("the hosts have been shut down")
+                        raise HostError("the hosts have been shut down because `close` was called")
                     print("restarting all hosts", file=sys.stderr, flush=True)
                     self._cluster = self._make()
                     if self._closed:  # another thread called `close` during the start
@@ -94,11 +100,11 @@ class RestartingCluster:
         return self._cluster.batch_size
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        """Return the logprobs of the given tokens; see `TPUCluster.score`."""
+        """Return the logprob of each token given the tokens before it; see `TPUCluster.score`."""
         return self._cluster.score(tokens, alternatives)
 
     def close(self) -> None:
-        """Shut down the hosts immediately, even during a call, and start no new ones later."""
+        """Shut down the hosts immediately, even during a call, and never restart them."""
         self._closed = True
         self._cluster.kill()
 
@@ -120,9 +126,11 @@ def train(
 ) -> None:
     """Run `training.loop.train`, and restart it on a new network after each host failure.
 
-    Every attempt resumes from the newest checkpoint.  The wait between attempts doubles from 1 s up
-    to `LONGEST_WAIT`.  An attempt makes progress if it reaches a step that no earlier attempt has
-    reached.
+    Every attempt resumes from the newest saved state.  The wait before a new attempt is 1 s at
+    first, and doubles after each failure without progress, up to `LONGEST_WAIT` seconds.  An
+    attempt makes progress if it reaches a step that no earlier attempt has reached.
+
+    The arguments not listed here are those of `training.loop.train`.
 
     Args:
       make: function that returns a new network; called for each attempt.
@@ -150,7 +158,12 @@ def train(
 
 
 def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
-    """Run `validation.validate`, and restart it on a new network after each host failure."""
+    """Run `validation.validate`, and restart it on a new network after each host failure.
+
+    Args:
+      make, retries: as for `train`.
+      path: path of the model to validate.
+    """
 
     def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)
@@ -166,7 +179,8 @@ def _run_with_retries(
 ) -> None:
     """Call `attempt` with a new network from `make`, and repeat this after each host failure.
 
-    `train` describes the waits between attempts and the meaning of `retries`.
+    See `train` for the waits between two attempts, and for `retries`.  `ledger` counts the seconds
+    of the waits and of the calls of `make`.
     """
     furthest, failures = -1, 0
     while True:
@@ -202,11 +216,12 @@ def delete_run(folder: str, *, yes: bool) -> None:
     """Delete a run's checkpoints and metrics; other files in the folder are kept.
 
     Args:
+      folder: the run's model folder.
       yes: delete without asking the user for confirmation.
 
     Raises:
-      InputError: if the user declines or cannot be asked because standard input is not a terminal,
-        if another process writes to the folder, or if a file cannot be deleted.
+      InputError: if the user declines, if the user cannot be asked because standard input is not a
+        terminal, if another process writes to the folder, or if a file cannot be deleted.
     """
     folder = local_path(folder)
     steps, metrics = own_steps(folder), epath.Path(folder) / NAME
@@ -222,14 +237,17 @@ def delete_run(folder: str, *, yes: bool) -> None:
             metrics.unlink(missing_ok=True)
         except OSError as error:
             failed_path = error.filename or folder
-            raise InputError(f"--new: {failed_path} cannot be deleted: {reason(error)}") from None
+            raise InputError(
+                f"--new: {failed_path} cannot be deleted: {reason(error)}; delete it manually"
+            ) from None
 
 
 def check_records(config: Config) -> None:
-    """Raise InputError if the driver cannot read the config's training or validation records.
+    """Raise InputError if this process cannot read the config's training or validation records.
 
-    The driver calls this before it creates a TPU.  If the config sets `hosts_read`, the training
-    records are not checked, because only the hosts need access to them.
+    Call this before creating a TPU, so that a wrong path is reported before the TPU costs money.
+    If the config sets `hosts_read`, the training records are not checked, because only the hosts
+    need access to them.
     """
     if not config.hosts_read:
         open_train_set(config, 1).close()
@@ -241,12 +259,12 @@ def check_records(config: Config) -> None:
 def _ask(folder: str, names: list[str]) -> None:
     if not sys.stdin.isatty():
         raise InputError(
-            f"--new would delete {', '.join(names)} in {folder}, but standard input is "
-            "not a terminal, so it cannot be confirmed; add --yes"
+            f"--new would delete {', '.join(names)} in {folder}, but cannot ask for confirmation "
+            "because standard input is not a terminal; add --yes to delete without confirmation"
         )
     try:
         answer = input(f"--new will delete {', '.join(names)} in {folder}. Continue? [y/N] ")
     except EOFError:  # Ctrl-D
         answer = "no"
     if answer.strip().lower() not in ("y", "yes"):
-        raise InputError(f"nothing was deleted in {folder}; omit --new to resume its run")
+        raise InputError(f"nothing was deleted in {folder}; omit --new to resume the run there")

@@ -57,9 +57,12 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def bypass_proxy(address: str) -> None:
-    """Make this process connect to `address` directly, even if the environment sets a proxy.
+    """Make this process's gRPC connections to `address` direct, even if a proxy is configured.
 
-    This affects gRPC connections.  It adds the address to the variables `no_proxy` and `NO_PROXY`.
+    The address is added to the environment variables `no_proxy` and `NO_PROXY`.
+
+    Args:
+      address: IP address or host name, without a port.
     """
     for name in ("no_proxy", "NO_PROXY"):
         others = [other for other in os.environ.get(name, "").split(",") if other]
@@ -72,15 +75,15 @@ FORWARDED = {"init", "score", "generate", "only_generate", "claim", "own_aux", "
 
 
 class StepReport(NamedTuple):
-    """What a host reports about a training step.
+    """One host's report about one training step.
 
     Attributes:
       step: number of the step.
-      seconds: duration of the step on this host.
-      numbers: measurements of the step by name.
+      seconds: duration of the step on this host, in seconds.
+      numbers: the step's metrics, by name.
       ended: number of later steps that have also finished on this host.
-      save_failed: whether the last save has failed on this host.
-      notice: whether this host has received SIGTERM, because its machine is about to go away.
+      save_failed: whether the last save of a checkpoint has failed on this host.
+      notice: whether this host has received SIGTERM, a sign that its machine will be shut down.
     """
 
     step: int
@@ -92,19 +95,20 @@ class StepReport(NamedTuple):
 
 
 class NetworkRunner:
-    """One process of a mesh, which runs the model's methods on its own batch rows.
+    """Runs a `CausalTransformer` in one process of a mesh, on that process's own batch rows.
 
-    `start` must be called first.  All processes of a mesh must get the same calls in the same
-    order.  `train` only dispatches a step.  The driver fetches the step's measurements later with
-    `metrics`, so that the device never waits for the driver.
+    Call `start` first.  All processes of a mesh must receive the same calls in the same order.
+    `train` dispatches a step without waiting for it; a later call of `metrics` waits for the step
+    and returns its metrics.
     """
 
     def __init__(self, rank: int, *, own_process: bool = False):
         """Create a runner for the process with this rank.
 
         Args:
-          own_process: whether nothing else runs in this process.  SIGTERM then does not end the
-            process, but is reported (`StepReport.notice`).
+          rank: index of this process in the mesh, from 0.
+          own_process: whether nothing else runs in this process.  If so, SIGTERM does not end the
+            process, but is reported in `StepReport.notice`.
         """
         if own_process:  # Ray calls only the constructor on the main thread
             signal.signal(signal.SIGTERM, self._receive_notice)
@@ -121,7 +125,7 @@ class NetworkRunner:
         self._sending: Future[None] | None = None  # of the last `keep`
 
     def pid(self) -> int:
-        """Return the id of this process on its machine."""
+        """Return the process id (PID) of this runner."""
         return os.getpid()
 
     @_one_line_errors
@@ -147,12 +151,13 @@ class NetworkRunner:
           config: the config's keys and values.
           coordinator: "host:port" where process 0 listens.
           processes: number of processes in the mesh.
-          heartbeat: a process is declared dead after this many silent seconds.  The others then
-            exit.
+          heartbeat: number of silent seconds after which a process is declared dead and all other
+            processes exit.
           devices: number of virtual CPU devices to use; None to use the machine's accelerators.
 
         Returns:
-          The model's `replicas`, `dp`, `batch_size`, `noise_batches` and `peak_flops`.
+          A dict with the attributes `replicas`, `dp`, `batch_size`, `noise_batches` and
+          `peak_flops` of the model; see `CausalTransformer`.
         """
         use_compilation_cache()
         if devices is not None:
@@ -179,7 +184,7 @@ class NetworkRunner:
         }
 
     def _receive_notice(self, number: int, frame: object) -> None:
-        """Record that the machine is about to go away; the process itself keeps running."""
+        """Handle SIGTERM: record it for the next `StepReport`; the process keeps running."""
         self._notice = True
 
     @property
@@ -191,15 +196,16 @@ class NetworkRunner:
     @property
     def _running(self) -> Batch:
         if self._batch is None:
-            raise InputError("the host has no running batch yet; call batch first")
+            raise InputError("the host has no batch, or training has ended it; call batch first")
         return self._batch
 
     @_one_line_errors
     def forward(self, method: str, *arguments: Any) -> Any:
-        """Call the `CausalTransformer`'s method named `method`, and return its result.
+        """Call a method of this process's `CausalTransformer`, and return the result.
 
         Args:
-          method: one of `FORWARDED`.
+          method: name of the method, one of `FORWARDED`.
+          arguments: positional arguments of the method.
         """
         return getattr(self._started, method)(*arguments)
 
@@ -211,10 +217,11 @@ class NetworkRunner:
 
         Args:
           train_set: path of the training set, or a dict {path: weight} for a mixture.
-          state: state to resume from (default: begin at the first record).
+          state: position to resume from, as returned by `TFRecordNewInputs.state`; None begins at
+            the first record.
 
         Returns:
-          The training set's state, which says where in the records it is.
+          The new position in the records, as from `TFRecordNewInputs.state`.
         """
         network = self._started
         if self._train_set is not None:
@@ -232,7 +239,7 @@ class NetworkRunner:
         """Read the next batch and keep it for a later `train(None)`.
 
         Returns:
-          The training set's state, which says where in the records it is.
+          The position in the records after this batch, as from `TFRecordNewInputs.state`.
         """
         if self._train_set is None:
             raise InputError("the host has no open training set; call open_train_set first")
@@ -244,8 +251,9 @@ class NetworkRunner:
         """Dispatch one training step and return without waiting for it.
 
         Args:
-          sample: arrays [A, B, T] with this process's rows.  If None, the step uses the oldest
-            batch from `read` that has not been used yet.
+          sample: the rows of this process, with the keys of the argument of
+            `CausalTransformer.train`.  If None, the step uses the oldest batch from `read` that has
+            not been used yet.
         """
         network = self._started
         if sample is None:
@@ -259,7 +267,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def metrics(self) -> StepReport:
-        """Wait for the oldest step whose measurements were not returned yet, and return them."""
+        """Wait for the oldest step that has not been reported yet, and return its report."""
         step, values = self._unread.popleft()
         numbers = {name: float(value) for name, value in values.items()}
         ended = self._clock.record_finished((metrics for _, metrics in self._unread), read=1)
@@ -273,13 +281,13 @@ class NetworkRunner:
 
     @_one_line_errors
     def batch(self, rows: int) -> None:
-        """Create a batch of `rows` idle rows in this process; it replaces the previous batch."""
+        """Create a batch of `rows` idle rows in this process, replacing the previous batch."""
         self._batch = None  # freed first, so that memory never holds two batches
         self._batch = self._started.batch(rows)
 
     @_one_line_errors
     def reserve(self, positions: int) -> None:
-        """Grow the cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
+        """Grow the KV cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
         self._running.reserve(positions)
 
     @_one_line_errors
@@ -314,14 +322,15 @@ class NetworkRunner:
     ) -> tuple[np.ndarray, Chosen]:
         """Generate up to `steps` more tokens in each of this process's rows; see `Batch.decode`.
 
-        Before that, cache positions are reserved and idle rows are released.
+        Before that, the KV cache is enlarged if necessary, and the rows in `idle` are released.
 
         Args:
-          needed: number of positions to reserve, enough for the longest row in any process.
-          idle: rows of this process to release before decoding.
+          steps, alternatives: as for `Batch.decode`.
+          needed: number of cache positions per row, enough for the longest row in any process.
+          idle: rows of this process that generate no more tokens.
 
         Returns:
-          The number of tokens that each row may still generate, and the new tokens.
+          The number of tokens that each row may still generate, [rows], and the new tokens.
         """
         self._running.reserve(needed)
         self._running.release(idle)
@@ -330,7 +339,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def create_marker(self, path: str) -> None:
-        """Create an empty file; a host that sees the file shares this host's disk."""
+        """Create an empty file at `path`, to test which other hosts share this host's disk."""
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "xb"):
@@ -338,12 +347,12 @@ class NetworkRunner:
         except OSError as error:
             raise InputError(
                 f"host {self.rank} cannot write to {os.path.dirname(path)}: {error.strerror}; "
-                "choose another folder or fix its permissions"
+                "choose another folder or fix the permissions"
             ) from None
 
     @_one_line_errors
     def marker_exists(self, path: str) -> bool:
-        """Return whether a file exists on this host."""
+        """Return whether this host can see a file at `path`."""
         return os.path.exists(path)
 
     @_one_line_errors
@@ -356,18 +365,21 @@ class NetworkRunner:
         """Resume from the newest checkpoint of a model folder; see `CausalTransformer.restore`.
 
         Returns:
-          The checkpoint's step, and its `aux`.
+          The step, and the checkpoint's `aux` dict (None if the folder has no checkpoint).
         """
         aux = self._started.restore(folder, base)
         return self._started.step, aux
 
     @_one_line_errors
     def keep(self, number: int, keepers: Sequence[Any]) -> None:
-        """Copy this process's blocks of the state, and send them to keepers in the background.
+        """Copy this process's part of the state from its devices to the memory of hosts.
+
+        When this method returns, the state has been read from the devices, so training may
+        continue.  The data are sent to the hosts' keepers in the background; see `wait_for_copies`.
 
         Args:
-          number: the copy's number.
-          keepers: the keeper of each process's host; see `keeper`.
+          number: number of the copy, from `HostCopies.begin`.
+          keepers: the Ray actor of each host's `Keeper`, by rank.
         """
         state = self._started.saved_state()
         if {block.path for block in self._plan} != leaves(state).keys():
@@ -377,7 +389,11 @@ class NetworkRunner:
 
     @_one_line_errors
     def wait_for_copies(self) -> str:
-        """Wait until all blocks of the last `keep` have arrived; return why not, or ""."""
+        """Wait until the keepers have stored all data that the last call of `keep` sends.
+
+        Returns:
+          The error that prevented this, or "" if all data have been stored.
+        """
         sending, self._sending = self._sending, None
         try:
             if sending is not None:
@@ -389,7 +405,11 @@ class NetworkRunner:
 
     @_one_line_errors
     def restore_copy(self, copy: Copy, base: str | None) -> None:
-        """Resume from a state in the memory of hosts; see `TPUCluster.restore`."""
+        """Resume from a copy of the state in the memory of hosts; see `TPUCluster.restore`.
+
+        Args:
+          base: the new path of the LoRA adapters' base model, if that model has moved.
+        """
         network, where = self._started, f"step {copy.step} in memory"
         check_same_run(network.config, copy.aux["config"], where)
         read = functools.partial(receive, copy, self.rank)

@@ -18,8 +18,8 @@ class ClusterTrainSet:
     """A training set whose batches are read by the hosts, and not by the driver process.
 
     Each host opens a `TFRecordNewInputs` for its own batch rows, so all hosts must have access to
-    the files.  The batches and states are the same as if one process read all rows.  A run may
-    therefore resume with another number of hosts, or with the driver reading all rows.
+    the files.  The batches and the results of `state` are the same as if one process read all rows.
+    A run may therefore resume with another number of hosts, or with the driver reading all rows.
 
     Raises:
       InputError: if opening or reading the training set raises InputError on any host.
@@ -55,17 +55,17 @@ class ClusterTrainSet:
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, a position that was returned by the method `state`."""
+        """Continue reading from a position that the method `state` returned earlier."""
         self._open(state)
 
     def close(self) -> None:
-        """Do nothing: each host closes its own reader when it opens another one or ends."""
+        """Do nothing, because the readers on the hosts close by themselves."""
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call `method` on all hosts, and store the training set's state that they return.
+        """Call a `NetworkRunner` method on all hosts, and store the position that it returns.
 
         Raises:
-          HostError: if the hosts return different states.
+          HostError: if the hosts return different positions in the training set.
         """
         states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
         if any(state != states[0] for state in states):

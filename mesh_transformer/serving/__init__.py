@@ -1,1 +1,1 @@
-"""Serving: continuous batching, the HTTP interface, its web page, and an interactive prompt."""
+"""Serving: continuous batching, an HTTP server with a web page, and an interactive prompt."""

@@ -15,10 +15,10 @@ Finish = Literal["stop", "length"]
 
 
 class TokenTexts:
-    """Maps token ids to the strings that represent them in the logprobs of an answer.
+    """Maps token ids to the strings that represent them in a response's logprobs.
 
     Attributes:
-      end: the id of the end-of-text token, or None.
+      end: the id of the end-of-text token, or None if the tokenizer has none.
       longest: length of the longest token, in characters.
     """
 
@@ -29,9 +29,10 @@ class TokenTexts:
         self._cache: dict[int, str] = {}
 
     def __getitem__(self, number: int) -> str:
-        """Return a token's text, or `bytes:\\x..` if the token is only part of a character.
+        """Return the string that represents the token with the id `number`.
 
-        OpenAI's API uses the same strings.
+        This is usually the token's text.  A token that is only part of a character is represented
+        as `bytes:\\x..`, as in OpenAI's API.
         """
         if number not in self._cache:
             self._cache[number] = self._word(number)
@@ -55,7 +56,7 @@ class TokenTexts:
 
 
 class TokenOffset(NamedTuple):
-    """A token, and the position in an answer's text where the token begins, in characters."""
+    """A token and its offset in an answer's text, in characters."""
 
     token: Token
     offset: int
@@ -70,7 +71,7 @@ class Piece:
     Attributes:
       text: the piece's text.
       token_offsets: the piece's tokens, with their offsets in the complete answer.
-      finish: for the last piece, why the answer has ended; None for earlier pieces.
+      finish: for the last piece, why the answer has ended ("stop" or "length"); else None.
     """
 
     text: str
@@ -82,6 +83,7 @@ class Offsets:
     """Computes the offset of each token in a text, in characters, one token at a time.
 
     Args:
+      words: the tokenizer's token texts.
       start: offset of the first token.
     """
 
@@ -91,7 +93,7 @@ class Offsets:
         self._length = start  # length of the text that is not held back
 
     def push(self, number: int) -> int:
-        """Add the next token, whose id is `number`, and return its offset."""
+        """Add the token with the id `number`, and return the token's offset."""
         before, word = self._length, self._words[number]
         self._length += len(self._stream.push([number]))
         if word.startswith(PART):
@@ -101,16 +103,19 @@ class Offsets:
         return max(before, self._length - len(word))
 
     def finish(self) -> int:
-        """Return the length of the complete text; call this after the last token."""
+        """Return the length of the complete text, in characters; call this after the last token."""
         self._length += len(self._stream.finish())
         return self._length
 
 
 class Echo:
-    """A prompt that is repeated at the beginning of its answers (`echo` in OpenAI's API).
+    """A prompt that answers repeat at their beginning (the field `echo` in OpenAI's API).
 
-    An instance holds the prompt's text, tokens and token offsets.  All answers to the prompt share
-    one instance.  Its construction takes time proportional to the prompt's length.
+    All answers to the prompt share one instance, which holds the prompt's text, tokens and token
+    offsets.  Construction takes time proportional to the prompt's length.
+
+    Args:
+      prompt: token ids [T].
     """
 
     def __init__(self, words: TokenTexts, prompt: Sequence[int]):
@@ -136,14 +141,13 @@ class Answer:
     """The text of a request's answer, built from the engine's updates.
 
     Args:
-      stop: stop sequences: strings that end the text and are not included in it.
-      end: the id of the token that ends the answer and is not included in its text, or None.
-      echo: the prompt, if the answer begins with the prompt, else None.  `echo` is read only in the
-        first call of `feed`, so that another answer to the same prompt can first add the prompt's
-        logprobs to `echo`.
+      stop: stop sequences: strings that end the answer and are not part of the text.
+      end: the id of a token that ends the answer and is not part of the text, or None.
+      echo: the prompt, if the answer begins with the prompt, else None.  Logprobs may be added to
+        `echo` until the first call of `feed`.
 
     Attributes:
-      tokens: number of generated tokens, including those of a stop sequence.
+      tokens: number of generated tokens, including `end` and the tokens of a stop sequence.
       finish: why the answer has ended, or None if it has not.
     """
 
@@ -161,7 +165,7 @@ class Answer:
         """Add the engine's next update, and return the next piece of the answer.
 
         Text that later tokens could still change, or that may be the beginning of a stop sequence,
-        is held back for a later piece.  The text ends before the first stop sequence.
+        is held back for a later piece.
         """
         text, echo, self._echo = "", self._echo, None
         if echo is not None:

@@ -60,8 +60,8 @@ def create_app(
     Args:
       keys: the API keys that clients may use.
       origins: allowed CORS origins.
-      hosts: Host headers that are allowed besides the defaults of `KnownHosts`.  The header is
-        checked only if clients need no API key.
+      hosts: names to accept in the Host header, in addition to those that `KnownHosts` always
+        accepts.  The Host header is checked only if clients need no API key.
     """
 
     @contextlib.asynccontextmanager
@@ -90,9 +90,9 @@ def create_app(
 class KnownHosts:
     """Middleware that refuses requests whose Host header is neither an IP address nor a local name.
 
-    Local names are localhost, its subdomains and this machine's host name.  The check prevents DNS
-    rebinding: an attacker changes the domain of a web page so that it resolves to this machine, and
-    the page then sends requests to a server without API keys from a visitor's browser.
+    Local names are localhost, its subdomains and this machine's host name.  The check protects
+    servers without API keys from DNS rebinding.  In such an attack, a web page's domain is changed
+    to resolve to this machine, so that the page can use the server from a visitor's browser.
 
     Args:
       hosts: further names to accept in the Host header; "*" accepts all names.
@@ -108,7 +108,8 @@ class KnownHosts:
             # Browsers always send a Host header; HTTP/1.0 health checks do not.
             if host is not None and not self._allows(name := self._name(host)):
                 message = (
-                    f"the Host {name[:80]!r} is not allowed; start the server with --allow-host"
+                    f"the Host header {name[:80]!r} is not allowed; start the server with "
+                    "--allow-host NAME to allow a name"
                 )
                 await ApiError(421, message).response()(scope, receive, send)
                 return
@@ -116,12 +117,12 @@ class KnownHosts:
 
     @staticmethod
     def _name(host: str) -> str:
-        """Return the name in a Host header in lower case, without the port."""
+        """Return the lower-case host name in the Host header `host`, without the port."""
         name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
         return name.strip().rstrip(".").lower()
 
     def _allows(self, name: str) -> bool:
-        """Return whether `name` is an IP address, a local name or in the constructor's `hosts`."""
+        """Return whether `name` is an IP address, a local name or one of the accepted `hosts`."""
         if "*" in self._names or name in self._names or name.endswith(".localhost"):
             return True
         with contextlib.suppress(ValueError):
@@ -134,7 +135,7 @@ class ShutdownResponses:
     """Middleware that sends an error to clients whose requests are cancelled at shutdown.
 
     The error is a response with status 503.  If an event stream has already begun, the error is
-    sent as its last event.
+    sent as the stream's last event.
     """
 
     def __init__(self, app: ASGIApp):
@@ -164,7 +165,7 @@ class ShutdownResponses:
 
 
 class CountResponses:
-    """Middleware that counts responses by path and status."""
+    """Middleware that counts responses by path and status in the server's metrics."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self.app = app
@@ -319,5 +320,5 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _body_of(kind: type[CompletionRequest] | type[ContextRequest]) -> dict[str, Any]:
-    """Return the OpenAPI description of an endpoint's request body, which has the type `kind`."""
+    """Return the OpenAPI description of an endpoint whose request body has the type `kind`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

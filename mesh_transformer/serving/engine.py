@@ -1,8 +1,8 @@
-"""Continuous batching: requests join and leave a batch while other requests in it are running.
+"""Continuous batching: requests join and leave a batch while its other requests are running.
 
-One worker thread makes all calls of the network.  Between two decode calls it makes at most one
-prefill call or scoring call.  This limits how long the requests that are already in the batch must
-wait.
+One worker thread runs the network for all requests.  Between two decode calls, the thread makes at
+most one prefill or scoring call, which limits the delay for the requests that are already in the
+batch.
 """
 
 import collections
@@ -36,7 +36,13 @@ log = logging.getLogger(__name__)
 
 
 class Token(NamedTuple):
-    """A token and, if requested, its logprob and the most likely tokens at its position."""
+    """A token and, if requested, its logprob and the most likely tokens at its position.
+
+    Attributes:
+      number: the token's id.
+      logprob: the token's log probability; None if not requested, and for a prompt's first token.
+      top: (token id, logprob) pairs of the most likely tokens, most likely first.
+    """
 
     number: int
     logprob: float | None = None  # in nats
@@ -44,12 +50,12 @@ class Token(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """An update that the engine delivers on a running request.
+    """An update on a running request, delivered by the engine.
 
     Attributes:
       tokens: newly generated tokens.
-      prompt: the prompt's tokens with their logprobs, in the first update of a request whose
-        `score` is true; None in all other updates.
+      prompt: the prompt's tokens with their logprobs.  None if the request does not set `score`,
+        and in all updates but the first.
       ended: whether this is the last update of the request.
       error: the exception that has ended the request, or None.
     """
@@ -67,12 +73,13 @@ class Request:
     Attributes:
       prompt: token ids [T].
       length: maximum number of tokens to generate; 0 is allowed only if `score` is true.
-      deliver: called with each `Progress` in the worker thread; must not block.
-      stop: the id of a token that ends the answer early, or None; this token is also delivered.
+      settings: the sampling settings of the answer.
+      deliver: callback that the engine's worker thread calls with each `Progress`; must not block.
+      stop: the id of a token that ends the answer early, or None.  This token is also delivered.
       logprobs: whether generated tokens are delivered with logprobs.
       score: whether the prompt's tokens are delivered too, with logprobs.
-      cancelled: set by `Engine.cancel`.
-      began: time of the request's arrival, by `time.perf_counter`.
+      cancelled: whether `Engine.cancel` has been called for this request.
+      began: when the request was created, as a value of `time.perf_counter`.
       generated: number of tokens generated so far.
     """
 
@@ -89,10 +96,10 @@ class Request:
 
 
 class QueueFullError(Exception):
-    """The queue has no room for the requests.
+    """The engine's queue has no room for the submitted requests.
 
     Attributes:
-      retry_after: estimated seconds until there is room, an integer.
+      retry_after: estimated time until the queue has room, in whole seconds.
     """
 
     def __init__(self, waiting: int, retry_after: int):
@@ -112,9 +119,11 @@ class Engine:
     Args:
       rows: maximum number of requests in the batch; a multiple of the network's number of replicas.
       queue: maximum number of waiting requests.
-      steps: maximum number of tokens per row in a decode call; the queue is checked between calls.
-      stall_seconds: maximum duration of one turn (a prefill or scoring call, then a decode call);
-        a longer turn counts as a stall.  Call `warm_up` first, so that no turn has to compile.
+      steps: maximum number of tokens per row in a decode call.  New requests join the batch only
+        between decode calls.
+      stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
+        call, then a decode call) has stalled.  Call `warm_up` before `start`, so that no turn
+        includes a compilation.
 
     Attributes:
       failure: the exception that has stopped the engine permanently, or None.
@@ -161,7 +170,7 @@ class Engine:
 
     @property
     def health_problem(self) -> str | None:
-        """The reason why the network cannot answer now (it has failed or stalled), or None."""
+        """Why the network cannot answer now (a failure or a stall), or None if it can."""
         if self.failure is not None:
             return str(self.failure)
         began = self._turn_began
@@ -175,7 +184,7 @@ class Engine:
         self._worker.start()
 
     def warm_up(self) -> None:
-        """Compile all programs that requests will need; call it while no requests are served."""
+        """Compile all programs that requests will need; call this while no requests are served."""
         config = self.network.config
         window = config.window
         widths = [min(MIN_WIDTH * 2**n, window) for n in range(window.bit_length())]
@@ -210,9 +219,9 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request.
+        """Cancel a request, so that no more updates on the request are delivered.
 
-        No more updates are delivered, except one whose delivery has already begun.
+        An update whose delivery has already begun may still arrive after this call.
         """
         with self._wake:
             request.cancelled = True
@@ -236,7 +245,7 @@ class Engine:
         return not self._worker.is_alive()
 
     def _retry_after(self) -> int:
-        """Estimate the seconds until the queue has room, from how fast recent requests finished."""
+        """Estimate the seconds until the queue has room from the rate of finished requests."""
         if len(self._finished) < 2:
             return 1
         rate = len(self._finished) / max(time.perf_counter() - self._finished[0], 1e-3)
@@ -269,7 +278,7 @@ class Engine:
             self._turn_began = None
 
     def _end_running(self, error: Exception) -> None:
-        """End the requests that were being served, and deliver `error` to them."""
+        """End all requests of the current turn, with `error` as their last update."""
         served = set(self._admitted) | set(self._active.values())
         self._admitted = []
         self._active.clear()
@@ -277,7 +286,7 @@ class Engine:
             self._deliver(request, Progress(ended=True, error=error))
 
     def _start_over(self) -> None:
-        """Make a new batch and compile all programs; if this fails, stop the engine permanently."""
+        """Create a new batch and compile all programs; on failure, stop the engine permanently."""
         try:
             self._batch = self._new_batch()
             self.warm_up()  # restarted hosts have no compiled programs
@@ -286,7 +295,7 @@ class Engine:
             self._fail(failure)
 
     def _fail(self, failure: Exception) -> None:
-        """Stop the engine permanently, and end the waiting requests with an error."""
+        """Stop the engine permanently because of `failure`; end waiting requests with an error."""
         with self._wake:
             self.failure = failure
             waiting = list(self._waiting)
@@ -303,8 +312,8 @@ class Engine:
     def _next_requests(self) -> list[Request]:
         """Remove the next turn's requests from the front of the queue, and return them.
 
-        The result is one request to score, or the requests for one prefill call.  It is empty if
-        no request is waiting or no row is free.
+        The result is either one request to score or the requests for one prefill call.  The result
+        is empty if no request is waiting, or if no batch row is free for a prefill.
         """
         if self._waiting and self._waiting[0].score:
             return [self._waiting.popleft()]
@@ -321,7 +330,7 @@ class Engine:
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
-        """Free the rows of cancelled requests, prefill or score new ones, then decode tokens."""
+        """Free the rows of cancelled requests, prefill or score new requests, then decode."""
         for row in [row for row, request in self._active.items() if request.cancelled]:
             self._free(row)
         admitted = self._admitted
@@ -334,9 +343,9 @@ class Engine:
             self._decode()
 
     def _score(self, request: Request) -> None:
-        """Deliver a prompt's tokens with their logprobs; the first token has no logprob.
+        """Deliver the prompt's tokens with their logprobs; the first token has no logprob.
 
-        If the request must also generate tokens, it is put back at the front of the queue.
+        A request that must also generate tokens is put back at the front of the queue.
         """
         scores = self._score_text(request.prompt)
         self._metrics.prompt_tokens(len(request.prompt))
@@ -348,14 +357,14 @@ class Engine:
                 self._waiting.appendleft(request)  # to the front, where it was before
 
     def _score_text(self, text: np.ndarray) -> Any:
-        """Return the logprobs of all tokens of a text except the first, as a `Chosen` tuple."""
+        """Return the logprobs of token ids `text[1:]` as a `Chosen` tuple; `text` is [T]."""
         width = bucket(len(text) - 1, MIN_WIDTH, self.network.config.seq)
         padded = np.zeros((1, width + 1), np.int32)
         padded[0, : len(text)] = text
         return _part(self.network.score(padded, ALTERNATIVES), (0, slice(len(text) - 1)))
 
     def _prefill(self, admitted: list[Request]) -> None:
-        """Put requests into free rows and deliver their first tokens."""
+        """Put requests into free batch rows, and deliver the first token of each answer."""
         began = time.perf_counter()
         rows = [row for row in range(self.rows) if row not in self._active][: len(admitted)]
         chosen = self._batch.insert(
@@ -373,7 +382,7 @@ class Engine:
             self._advance(row, request, _tokens(_part(chosen, slice(index, index + 1))))
 
     def _decode(self) -> None:
-        """Make one decode call and deliver the new tokens of all rows."""
+        """Make one decode call, and deliver the new tokens of all active rows."""
         began = time.perf_counter()
         left = [request.length - request.generated for request in self._active.values()]
         # If requests are waiting, decode only until the first row is free for one of them.
@@ -406,7 +415,7 @@ class Engine:
 
 
 def _part(chosen: Any, index: Any) -> Any:
-    """Return a `Chosen` tuple in which each array is indexed with `index`."""
+    """Return a `Chosen` tuple with `x[index]` in place of each array x of `chosen`."""
     return type(chosen)(*(None if x is None else x[index] for x in chosen))
 
 

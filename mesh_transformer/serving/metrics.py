@@ -12,12 +12,12 @@ TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """The Prometheus metrics of one server, in a registry of their own.
+    """The Prometheus metrics of one server, in a separate registry.
 
     Gauges of the current state, such as the queue length, are computed at each scrape.
 
     Args:
-      rows: number of batch rows, which is one of the metrics.
+      rows: number of batch rows, which is reported as a gauge.
     """
 
     def __init__(self, rows: int):
@@ -69,7 +69,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def decode(self, seconds: float, steps: int) -> None:
-        """Record the duration of a decode call, in which all rows advanced by `steps` tokens."""
+        """Record the duration of a decode call and its number of steps."""
         self._step.observe(seconds / steps)
 
     def generated(self, count: int) -> None:
@@ -80,7 +80,7 @@ class Metrics:
             self._recent.popleft()
 
     def tokens_per_second(self) -> float:
-        """Return the generated tokens per second of all requests in the last `RATE_SECONDS`."""
+        """Return the tokens generated per second by all requests, over the last `RATE_SECONDS`."""
         since = time.monotonic() - RATE_SECONDS
         return sum(count for when, count in self._recent.copy() if when >= since) / RATE_SECONDS
 

@@ -31,7 +31,11 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Settings(SamplingOptions):
-    """The sampling settings of an answer, its maximum length, and the text that ends it.
+    """The settings of the REPL: sampling, maximum length of an answer, and stop text.
+
+    Attributes:
+      length: maximum number of tokens per answer.
+      stop: a text that ends the answer, or None.
 
     Raises:
       InputError: at construction, for a value out of range.
@@ -46,7 +50,7 @@ class Settings(SamplingOptions):
         check_length(self.length)
 
     def changed(self, command: str) -> "Settings":
-        """Return a copy changed by a command that the user has typed, such as "/temp 0.7".
+        """Return a copy of the settings, changed by a user's command such as "/temp 0.7".
 
         Raises:
           InputError: if the setting does not exist, or the value is invalid.
@@ -67,7 +71,7 @@ class Settings(SamplingOptions):
             raise InputError(f"/{name} {value}: expected {expected}") from None
 
     def __str__(self) -> str:
-        """Return one line per setting: a command with its value ("/temp 0.7"), and its meaning."""
+        """Return one line per setting: command and value ("/temp 0.7"), then a description."""
         shown = {name: "none" if value is None else value for name, value in asdict(self).items()}
         rows = [
             (f"/{name} {shown[name]}".replace("\n", "\\n"), COMMANDS[name]) for name in COMMANDS
@@ -76,7 +80,7 @@ class Settings(SamplingOptions):
 
 
 class Repl:
-    """A REPL for prompting a network; everything except the answers is printed to stderr.
+    """A REPL that prints a network's answers to stdout, and everything else to stderr.
 
     Attributes:
       settings: the settings of the next answer.
@@ -122,7 +126,7 @@ class Repl:
         _message(f"[{generated} tokens, {generated / (time.perf_counter() - start):.1f} tokens/s]")
 
     def answer(self, prompt: str) -> Iterator[tuple[str, int]]:
-        """Yield the pieces of an answer as they are generated, each with its number of tokens.
+        """Yield (text, number of tokens) for each piece of the answer as it is generated.
 
         The answer ends after `settings.length` tokens, at the stop text, or at the end-of-text
         token.
@@ -178,5 +182,5 @@ def _line_editing() -> Iterator[None]:
 
 
 def _message(line: str) -> None:
-    """Print a line that is not part of an answer to stderr."""
+    """Print to stderr a line that is not part of an answer."""
     print(line, file=sys.stderr)

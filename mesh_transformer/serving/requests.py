@@ -1,4 +1,4 @@
-"""Checks of HTTP requests: API keys, limits on size and time, body fields, and error responses."""
+"""Validation of HTTP requests (API key, size, arrival time, fields), and error responses."""
 
 import asyncio
 import hashlib
@@ -73,7 +73,8 @@ class Keys:
     """The API keys that clients may use.
 
     Args:
-      path: a file with one key per line, or None if clients need no key.
+      path: a file with one key per line, or None if clients need no key.  Lines that begin with #
+        are ignored.
 
     Raises:
       InputError: at construction, if the file cannot be read or contains no key.
@@ -86,10 +87,13 @@ class Keys:
         try:
             lines = Path(path).read_text("utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--api-key-file {path} cannot be read ({error})") from None
+            raise InputError(
+                f"--api-key-file {path} cannot be read ({error}); give a text file with one key "
+                "per line"
+            ) from None
         keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not keys:
-            raise InputError(f"--api-key-file {path} contains no key, expected one per line")
+            raise InputError(f"--api-key-file {path} contains no key; write one key per line")
         self._digests = [_digest(key.encode()) for key in keys]
 
     @property
@@ -98,10 +102,10 @@ class Keys:
         return self._digests is not None
 
     def check(self, request: Request) -> None:
-        """Raise ApiError with status 401 unless the request has one of the keys.
+        """Raise ApiError with status 401 if clients need a key and the request has no valid key.
 
-        The check's duration does not depend on the key that was sent, so it reveals nothing about
-        the valid keys.
+        The check takes the same time for every key, so its duration reveals nothing about the
+        valid keys.
         """
         if self._digests is None:
             return
@@ -123,7 +127,7 @@ def _digest(key: bytes) -> bytes:
 
 
 async def read_json(request: Request) -> bytes:
-    """Return the raw body of a request, whose content type must be JSON.
+    """Return the raw body of a request with the content type application/json.
 
     Raises:
       ApiError: with status 415 for another content type, 413 for a body of more than `BODY_BYTES`,
@@ -147,9 +151,12 @@ async def read_json(request: Request) -> bytes:
                 elif size > DRAINED_BYTES:
                     break
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
+        raise ApiError(
+            408,
+            f"the body did not arrive within {BODY_SECONDS:.0f} seconds; send the request again",
+        ) from None
     if size > BODY_BYTES:
-        raise ApiError(413, f"the body is longer than {BODY_BYTES} bytes")
+        raise ApiError(413, f"the body is longer than {BODY_BYTES} bytes; send a shorter one")
     return bytes(body)
 
 
@@ -196,8 +203,8 @@ class StreamOptions(_StrictModel):
 class CompletionRequest(_StrictModel):
     """The body of `POST /v1/completions`.
 
-    The fields are those of OpenAI's API, except for three additions: `top_k`, `repetition_penalty`
-    and `ignore_eos`.
+    The fields are those of OpenAI's API, and three more: `top_k`, `repetition_penalty` and
+    `ignore_eos`, which continues an answer after the end-of-text token.
     """
 
     model: str | None = _field(None, TEXT)
@@ -242,8 +249,8 @@ class CompletionRequest(_StrictModel):
 class ContextRequest(_StrictModel):
     """The body of `POST /complete`.
 
-    In the original mesh-transformer-jax, the keys are `context`, `top_p` and `temp`, all of which
-    are required.  Here, only `context` is required.
+    The original mesh-transformer-jax requires `context`, `top_p` and `temp`, and has no other keys.
+    Here, only `context` is required.
     """
 
     context: str = _field(..., TEXT)
@@ -258,7 +265,7 @@ class ContextRequest(_StrictModel):
 def parse(kind: type[Body], body: bytes) -> Body:
     """Parse a JSON body as a request of type `kind`.
 
-    A key whose value is null is treated as if it were absent, so it takes its default.
+    An optional key whose value is null takes its default.
 
     Raises:
       ApiError: with status 400, if the body is invalid; the message describes the first error.
@@ -291,7 +298,7 @@ def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
     """Parse a request body, which must be a JSON object.
 
     Args:
-      kind: the type of the request; it determines the example in the error message.
+      kind: the type of the request, which selects the example in the error message.
 
     Raises:
       ApiError: with status 400, if the body is not a JSON object.
@@ -316,9 +323,10 @@ EXAMPLES = {
 
 
 def invalid(key: str, value: Any, expected: str) -> ApiError:
-    """Return the error, with status 400, for the invalid value of a key in a request body.
+    """Return an ApiError with status 400 for an invalid value in a request body.
 
     Args:
+      key: the key that has the invalid value.
       expected: description of the valid values.
     """
     return ApiError(400, f"{key}: found {_shown(value)}, expected {expected}", param=key)
@@ -333,10 +341,10 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
     """Return the prompts in a `prompt` field as a list.
 
     As in OpenAI's API, the field is one prompt or a list of prompts.  A prompt is a text or a list
-    of token ids; a list of prompts must not contain both.
+    of token ids.  All prompts in a list must be of the same kind.
 
     Raises:
-      ApiError: with status 400, for any other value.
+      ApiError: with status 400, for any other value, or for more than `MOST_CHOICES` prompts.
     """
     prompts = [prompt] if isinstance(prompt, str) or _all(prompt, int) else prompt
     if isinstance(prompts, list) and prompts and len(prompts) <= MOST_CHOICES:

@@ -1,4 +1,4 @@
-"""The server process: its socket, uvicorn, time limits for slow clients, a limit on connections."""
+"""The HTTP server process: socket, uvicorn, time limits for clients, and a connection limit."""
 
 import asyncio
 import contextlib
@@ -30,12 +30,12 @@ SPARE_DESCRIPTORS = 32  # file descriptors reserved for uses other than connecti
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open and return a socket that listens on an address.
+    """Open and return a socket that listens on `host` and `port`.
 
-    Connections wait in the socket's backlog until a server accepts them.
+    Clients can connect immediately, but are served only once a server runs on the socket.
 
     Raises:
-      InputError: if the address is invalid or not available.
+      InputError: if the host or port is invalid or not available.
     """
     if not 0 <= port < 2**16:
         raise InputError(f"--port {port}: expected 0 to {2**16 - 1}")
@@ -59,7 +59,10 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
     """Serve `app` until SIGTERM or Ctrl-C, then finish the running answers.
 
-    Answers that take longer than `drain_seconds` to finish are cut off.
+    Args:
+      listening: the result of `listen`.
+      drain_seconds: maximum time to finish the running answers.  Answers that take longer are cut
+        off.
     """
     # After shutdown, uvicorn raises the signal again.  With the default handler, SIGTERM would then
     # kill the process.
@@ -74,7 +77,11 @@ def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
 
 
 def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
-    """Return a uvicorn server that logs only errors; start it with `run(sockets=...)`."""
+    """Return a uvicorn server that logs only errors; start it with `run(sockets=...)`.
+
+    Args:
+      drain_seconds: maximum time to finish the running answers at shutdown.
+    """
     config = uvicorn.Config(
         app,
         http=TimeoutProtocol,
@@ -108,12 +115,11 @@ Awaited = Literal["next", "head", "body", "reading"] | None  # what the server w
 
 
 class TimeoutProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections whose clients keep the server waiting.
+    """HTTP/1.1 protocol that closes the connections of clients that keep the server waiting.
 
-    There are time limits for beginning the next request, for sending a request's head, for sending
-    the rest of a body after the response has been sent, and for reading a response.  When a new
-    connection exceeds the maximum number, the connection that has kept the server waiting longest
-    is closed.
+    A client has limited time to begin the next request, to send a request's head, to read a
+    response, and to send the rest of a body after the response.  If there are more than `most`
+    connections, the one that has kept the server waiting longest is closed.
 
     Attributes:
       most: maximum number of connections; None until the first connection is made.
@@ -154,10 +160,10 @@ class TimeoutProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_deadline(self) -> None:
-        """Set a deadline if the client must send a request, or its head or body, next.
+        """Set the deadline by which the client must send the next part of a request.
 
-        If the server is not waiting for the client, remove the deadline.  A deadline for reading a
-        response is left unchanged.
+        If the server is not waiting for such a part, the deadline is removed.  A deadline for
+        reading a response is left unchanged.
         """
         answered = self.cycle is not None and self.cycle.response_complete
         if self._awaited == "reading" or self.transport.is_closing():

@@ -41,10 +41,10 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """A model that answers HTTP requests through an engine.
+    """Answers HTTP requests to one model, with an engine that generates the tokens.
 
     Args:
-      name: the model name that clients see and send.
+      name: the model's name in requests and responses.
       most_tokens: maximum number of tokens per answer.
     """
 
@@ -66,7 +66,7 @@ class Service:
         self.engine.start()
 
     def close(self, seconds: float) -> None:
-        """Stop the engine; wait at most `seconds` seconds until the engine has stopped."""
+        """Close the engine, and wait at most `seconds` seconds for it to stop."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close(seconds)
 
@@ -88,14 +88,14 @@ class Service:
         """Begin the answers to a `POST /v1/completions` request, as in OpenAI's API.
 
         Raises:
-          ApiError: if the request is not valid for this model, or the engine does not accept it.
+          ApiError: if the request is invalid for this model, or if the engine rejects the request.
         """
         self.check_model(body.model)
         count, length = body.n, body.max_tokens
         if body.best_of not in (None, count):
             raise invalid("best_of", body.best_of, f"the value of n ({count}), or no value")
         if not length and not body.echo:
-            raise invalid("max_tokens", length, "at least 1, as echo is not true")
+            raise invalid("max_tokens", length, "at least 1 unless echo is true")
         self._check_length(length, "max_tokens")
         prompts = [await self._tokens(prompt, length) for prompt in prompts_of(body.prompt)]
         room = self.engine.rows + self.engine.queue
@@ -119,10 +119,10 @@ class Service:
     async def continuation(self, body: ContextRequest) -> "Completion":
         """Begin the answer to a `POST /complete` request, as in the original mesh-transformer-jax.
 
-        If the context is longer than the model's window, only its last tokens are used.
+        If the context is longer than the model's window, only the context's last tokens are used.
 
         Raises:
-          ApiError: if the request is not valid for this model, or the engine does not accept it.
+          ApiError: if the request is invalid for this model, or if the engine rejects the request.
         """
         length = body.length or min(ORIGINAL_LENGTH, self.most_tokens)
         self._check_length(length, "length")
@@ -144,10 +144,12 @@ class Service:
         """Return a prompt's token ids [T].
 
         Args:
+          prompt: a text or a list of token ids.
           length: number of tokens to generate after the prompt.
 
         Raises:
-          ApiError: if the prompt or its answer is too long for the model, or a token id is invalid.
+          ApiError: if a token id is invalid, or if the prompt, or the prompt together with its
+            answer, is too long for the model.
         """
         window = self.engine.network.config.window
         # Such a text is refused without tokenizing it, which would take long.
@@ -177,7 +179,7 @@ class Service:
         return tokens or [self.words.end or 0]
 
     def _checked(self, tokens: Sequence[int], length: int) -> np.ndarray:
-        """Return the token ids of a prompt as an array.
+        """Check the token ids of a prompt, and return them as an array [T].
 
         Args:
           length: number of tokens to generate after the prompt.
@@ -192,7 +194,7 @@ class Service:
             raise ApiError(
                 400,
                 f"prompt: token id {str(outside[0])[:20]} is outside the vocabulary of "
-                f"{config.n_vocab}",
+                f"{config.n_vocab} tokens; use the model's own tokenizer",
                 param="prompt",
             )
         longest = longest_text(config)
@@ -213,7 +215,7 @@ class _Choice:
 
     Attributes:
       prompt: token ids [T].
-      request: the request to the engine; several choices may share one request.
+      request: the engine's request; several choices may share one request.
       answer: the answer's text so far; None until the engine has accepted the request.
     """
 
@@ -223,7 +225,11 @@ class _Choice:
 
 
 class Completion:
-    """The answers to one client's request, as the engine generates them."""
+    """The answers to one HTTP request, which arrive from the engine in pieces.
+
+    Args:
+      body: the HTTP request.
+    """
 
     def __init__(self, service: Service, body: CompletionRequest):
         self._service = service
@@ -240,13 +246,12 @@ class Completion:
         }
 
     def add(self, prompt: np.ndarray, length: int, options: Sequence[SamplingOptions]) -> None:
-        """Add answers to a prompt, one per element of `options`; they start when `begin` is called.
-
-        If the client needs the prompt's logprobs, only the first answer's request computes them.
-        If `length` is 0, all answers share one request to the engine.
+        """Add one answer to a prompt per element of `options`; `begin` starts the answers.
 
         Args:
+          prompt: token ids [T].
           length: maximum number of tokens to generate per answer.
+          options: the sampling settings of each answer.
         """
         body, first = self._body, len(self._choices)
         indices = range(first, first + len(options))
@@ -265,7 +270,7 @@ class Completion:
             self._choices += [_Choice(prompt, request) for _ in group]
 
     def _deliver(self, indices: Sequence[int], progress: engines.Progress) -> None:
-        """Pass an update from the engine's thread to the event loop."""
+        """Pass an update on the answers `indices` from the engine's thread to the event loop."""
         # RuntimeError: the event loop is closed, because the server stopped before its requests
         # had finished.
         with contextlib.suppress(RuntimeError):
@@ -303,7 +308,7 @@ class Completion:
         """Yield (index of the answer, piece) for the pieces of all answers, as they are generated.
 
         Raises:
-          ApiError: if the engine has stopped or the model fails.
+          ApiError: if the engine has stopped (status 503), or the model fails (500).
         """
         answers = await self._answers()
         running = set(range(len(answers)))
@@ -312,7 +317,7 @@ class Completion:
             if isinstance(progress.error, StoppedEngineError):
                 raise _stopped(progress.error) from progress.error
             if progress.error is not None:
-                raise ApiError(500, "the model failed during generation") from progress.error
+                raise ApiError(500, "the model failed; send the request again") from progress.error
             for index in running.intersection(indices):
                 piece = answers[index].feed(progress)
                 if piece.finish is not None:
@@ -345,7 +350,11 @@ class Completion:
         return self._parts(joined)
 
     async def _parts(self, joined: Sequence[Piece]) -> AsyncIterator[str]:
-        """Yield the JSON response in parts of about `PART_CHARACTERS` characters."""
+        """Yield the JSON response in parts of about `PART_CHARACTERS` characters.
+
+        Args:
+          joined: the complete answers.
+        """
         part = json.dumps(self._head)[:-1] + ', "choices": ['
         for index, piece in enumerate(joined):
             part += (", " if index else "") + json.dumps(self._choice(index, piece))
@@ -406,10 +415,9 @@ def _stopped(error: StoppedEngineError) -> ApiError:
 
 
 def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] | None:
-    """Return a dict from texts of tokens to their logprobs, or None if the token has no logprob.
+    """Return {token text: logprob} for the token of `spot` and the `count` most likely tokens.
 
-    The dict contains the token itself and the `count` most likely tokens at its position.  The
-    first token of a prompt has no logprob.
+    Returns None if the token has no logprob, such as the first token of a prompt.
     """
     if spot.token.logprob is None:
         return None

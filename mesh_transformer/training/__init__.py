@@ -1,1 +1,1 @@
-"""The optimizer, the training step, the training loop and its metrics."""
+"""The optimizer, the training step, the training loop and the metrics of a run."""

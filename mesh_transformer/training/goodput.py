@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and how much of it is goodput: steps whose results are kept."""
+"""Time accounting of a run; goodput is the share of time spent on steps whose results are kept."""
 
 import contextlib
 import os
@@ -23,13 +23,14 @@ PREFIX = "seconds/"  # of the metrics' names
 
 
 class Ledger:
-    """Divides the time since its creation among `KINDS`: each moment belongs to exactly one kind.
+    """Measures how many seconds a run spends on each of `KINDS`.
 
-    The counts continue over all processes of a run, because `resume` reads those of the earlier
-    processes from the metrics.
+    Each moment counts towards exactly one kind, at first "start".  To include the time of a run's
+    earlier processes, call `resume`.
 
     Args:
-      elapsed: seconds that have passed before, such as those of the program's imports.
+      elapsed: seconds to add to "start" for the time before this object was created, such as that
+        of the program's imports.
 
     Attributes:
       seconds: seconds by kind.
@@ -42,7 +43,7 @@ class Ledger:
         self._resumed = False
 
     def switch(self, kind: str) -> str:
-        """Attribute the time from now on to `kind`; return the previous kind."""
+        """Count the time from now on towards `kind`; return the previous kind."""
         now = time.monotonic()
         self.seconds[self._kind] += now - self._last
         self._last, previous, self._kind = now, self._kind, kind
@@ -50,7 +51,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def spending(self, kind: str) -> Iterator[None]:
-        """Attribute the time inside this context to `kind`."""
+        """Count the time inside this context towards `kind`, then return to the previous kind."""
         previous = self.switch(kind)
         try:
             yield
@@ -58,10 +59,14 @@ class Ledger:
             self.switch(previous)
 
     def resume(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
-        """Continue the counts of the run's metrics, whose steps after `step` will be repeated.
+        """Continue the counts of a run that resumes from a checkpoint.
+
+        The first call adds the seconds of the run's earlier processes, which are part of `rows`.
+        Every call moves the seconds of the steps after `step` from "steps" to "lost", because the
+        run repeats these steps.
 
         Args:
-          rows: all rows of the metrics, those after `step` included.
+          rows: all rows of the metrics, including those after `step`.
           step: the restored step.
         """
         self.switch(self._kind)
@@ -80,7 +85,7 @@ class Ledger:
         self.seconds["steps"] = kept
 
     def metrics(self, *, complete: bool) -> dict[str, float]:
-        """Return the seconds of steps as a metric; if `complete`, those of all kinds."""
+        """Return the metric `seconds/steps`; if `complete`, the metrics of all kinds."""
         self.switch(self._kind)
         kinds = [kind for kind in KINDS if self.seconds[kind] or kind == "start"]
         return {
@@ -89,7 +94,7 @@ class Ledger:
         }
 
     def summary(self) -> str:
-        """Return one line with the total time and the share of each kind."""
+        """Return one line with the total time, and the percentage of each kind."""
         self.switch(self._kind)
         total = sum(self.seconds.values())
         shares = [

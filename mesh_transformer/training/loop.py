@@ -53,23 +53,23 @@ def train(
     If the newest checkpoint is damaged, DamagedError is raised.  With `fall_back`, the damaged
     checkpoint is renamed to step_N.damaged, and training resumes from the newest intact one.
 
-    The run's time is counted by `ledger` (default: one that begins now).  Its counts are metrics of
-    each row that precedes a save or a validation, and of the last one.  They are printed at the
-    end.
+    `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
+    logged before each save or validation and at the end, when a summary is also printed.
 
     A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
     or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
-    training, a checkpoint is saved first, unless the error is a StoppedError.  A failed save is
-    reported and retried while training continues.  No other process may write to `folder` during
-    training.
+    training, a checkpoint is saved first, unless the error is a StoppedError.  If a save fails, the
+    failure is reported and the save is retried later, while training continues.  No other process
+    may write to `folder` during training.
 
     Raises:
-      InputError: if an input cannot be used, or if the last save fails twice.
+      InputError: if an input cannot be used, if the last save fails twice, or if any save fails and
+        the config's `on_save_failure` is "stop".
       StoppedError: if a loss or gradient norm is not finite and the config does not set
         `skip_nonfinite`, or if `max_skipped` updates in a row were skipped.  That step and later
-        ones are not saved.  Also if a host fails after a signal was received.
-      HostError: if a host fails, or is told to end (SIGTERM), before any signal was received.  In
-        the second case, a checkpoint has been saved.
+        steps are not saved.  Also if a host fails after this process has received a signal.
+      HostError: if a host fails, or receives SIGTERM, before this process has received a signal.
+        If it was SIGTERM, a checkpoint was saved first.
     """
     config, folder = network.config, local_path(folder)
     base = None if tune_model_path is None else os.fspath(tune_model_path)
@@ -161,6 +161,7 @@ def _restore(
 ) -> dict[str, Any] | None:
     """Restore the newest checkpoint in `folder`, and return the result of `network.restore`.
 
+    `base` is the new path of a LoRA run's base model, or None if the base model has not moved.
     With `fall_back`, damaged checkpoints are renamed, and the newest intact one is restored.
     """
     while True:
@@ -170,7 +171,7 @@ def _restore(
             if error.previous is None or os.path.dirname(error.step) != folder:
                 raise
             if not fall_back:
-                message = f"{error}; --fall-back does the latter"
+                message = f"{error}; --fall-back resumes from that step"
                 raise DamagedError(message, *error.args[1:]) from None
             name = set_aside(error.step)
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
@@ -210,7 +211,7 @@ def closing(network: NetworkLike) -> Iterator[NetworkLike]:
 
 
 def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) -> None:
-    """Load the model at `path` into the network, or initialise fresh weights if `path` is None."""
+    """Load the model at `path`, or create one if `path` is None; see `train` for `fresh_opt`."""
     if path is None:
         network.init()
     else:
@@ -266,7 +267,10 @@ class _Step(NamedTuple):
 
 
 class _Run:
-    """The training loop of one call of `train`, with the state that all steps share."""
+    """The training loop of one call of `train`, with the state that all steps share.
+
+    `total` is the step to train to, and `logged` the last step whose metrics have been logged.
+    """
 
     def __init__(
         self,
@@ -331,9 +335,9 @@ class _Run:
 
     @contextlib.contextmanager
     def _summary(self) -> Iterator[None]:
-        """Print where the run's time went when the run ends.
+        """Print how the run spent its time when the context ends.
 
-        Nothing is printed if no step was trained, or if the run may continue on other hosts.
+        Nothing is printed after a HostError, or after an error before the first completed step.
         """
         first = self.network.step
         try:
@@ -347,7 +351,7 @@ class _Run:
         self.bar.write(self.ledger.summary())
 
     def _step(self, received: list[int]) -> None:
-        """Run one update; then validate and save, if they are scheduled for this step."""
+        """Run one update, then any validation or save that is scheduled for this step."""
         network, config = self.network, self.config
         before = self.loader.state()
         with self.ledger.spending("data"):
@@ -357,7 +361,7 @@ class _Run:
         self._log(self._rows(IN_FLIGHT))
         if network.notice and not received:
             self._save_before_end()
-            raise HostError(f"{network.notice}, so its machine is about to go away")
+            raise HostError(f"{network.notice}, so its machine is about to shut down")
         if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
             self._validate(received)
         if config.memory_every and network.step % config.memory_every == 0:
@@ -392,8 +396,8 @@ class _Run:
     def _rows(self, left: int) -> Iterator[dict[str, float]]:
         """Return an iterator over the metrics rows of the pending steps except the `left` newest.
 
-        The call waits until these steps have finished.  The iterator then builds one row at a time.
-        If building a row raises StoppedError, the caller can already have logged the earlier rows.
+        The call waits until these steps have finished.  The iterator builds one row at a time, so
+        that earlier rows can be logged even if building a later row raises StoppedError.
         """
         read = []
         while len(self.pending) > left:
@@ -454,8 +458,8 @@ class _Run:
             count = self.skipped["in_row"]
             remedy = f"{count} updates in a row were skipped; lower lr, or check the data"
         raise StoppedError(
-            f"{problem}; this step is not saved, and any checkpoint in {self.folder} is of an "
-            f"earlier one; {remedy}"
+            f"{problem}; this step is not saved, and any checkpoints in {self.folder} are of "
+            f"earlier steps; {remedy}"
         )
 
     def _log(self, rows: Iterable[dict[str, float]]) -> None:
@@ -469,7 +473,7 @@ class _Run:
             self.bar.update()
 
     def _validate(self, received: list[int]) -> None:
-        """Validate the network, and log the pending metrics; the newest row gets the results."""
+        """Validate the network; log the pending metrics, with the results in the newest row."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
@@ -478,8 +482,8 @@ class _Run:
     def _score(self, newest: dict[str, Any], received: list[int]) -> None:
         """Validate on all validation sets and lm-eval tasks, and log the results with `newest`.
 
-        If a signal or an error interrupts the validation, `newest` is logged without results.  When
-        the run is resumed, it validates that step again.
+        If a signal or an error interrupts the validation, `newest` is logged without results, and
+        the resumed run validates that step again.
 
         Args:
           newest: the newest step's metrics row.
@@ -529,7 +533,7 @@ class _Run:
                 self._save_later(error)
 
     def _keep(self) -> None:
-        """Start copying the state to the memory of the hosts, if the network has any."""
+        """Start copying the state to the memory of the hosts, if the network has several."""
         self._log(self._rows(0))  # raises if a loss is not finite
         with self.ledger.spending("save"):
             problem = self.network.keep(self._state())
@@ -538,11 +542,7 @@ class _Run:
         self.clock.restart()
 
     def _state(self) -> dict[str, Any]:
-        """Return the loop's own state, which is saved beside the network's.
-
-        It is the training set's position, the averages of the noise scale, the counts of skipped
-        updates and the id of the wandb run.
-        """
+        """Return the loop's own state, which each checkpoint holds beside the network's state."""
         return {
             "loader": self.loader.state(),
             "noise": self.noise.state(),

@@ -36,8 +36,8 @@ class MetricsLog:
     can be written.
 
     Attributes:
-      earlier: the step and the seconds (`goodput.Ledger`) of each row that the file had before,
-        including the rows that were removed.
+      earlier: one dict per row that the file contained when the log was opened, including removed
+        rows.  Each dict has the row's `step` and `seconds/*` metrics (see `goodput.Ledger`).
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class MetricsLog:
         """Open the log to continue after `restored_step`; rows of later steps are removed.
 
         Args:
+          folder: the model folder.
           wandb: the result of `start_wandb`: the upload to begin, or None for no upload.
           wandb_id: the id of the wandb run to resume, or None for a new wandb run.
 
@@ -109,7 +110,7 @@ class MetricsLog:
             self._uploads.request()
 
     def close(self) -> None:
-        """Close the file, the uploads and the wandb run; wait a limited time for them to finish."""
+        """Close the log, and wait a limited time for the last uploads to finish."""
         try:
             self._flush()
         except OSError as error:
@@ -122,7 +123,9 @@ class MetricsLog:
 
 
 def start_wandb(folder: str, config: Config) -> WandbUpload | None:
-    """Start the process that uploads a run's metrics to wandb; call this before loading any data.
+    """Start the process that uploads a run's metrics to wandb.
+
+    Call this before loading any data, because the process takes seconds to start.
 
     Returns None if the config sets no `wandb_project`, or if wandb is disabled in the environment.
     Also returns None if the API key is missing or malformed; this is reported on stderr.
@@ -160,12 +163,12 @@ def _paths(folder: str) -> tuple[str, epath.Path | None]:
 
 
 class _Rows(NamedTuple):
-    """The rows of a metrics file.
+    """The rows of a metrics file up to some step.
 
     Attributes:
-      lines: the complete lines up to a step.
-      reached: the greatest step among them, 0 if there are none.
-      times: step and seconds of all rows, those after that step included.
+      lines: the rows up to that step, as lines of JSON.
+      reached: the last step in `lines`; 0 if there are no lines.
+      times: the `step` and `seconds/*` metrics of every row in the file, including later rows.
     """
 
     lines: list[str]
@@ -191,7 +194,7 @@ def _rows_so_far(path: str, remote: epath.Path | None, last: int) -> _Rows:
 
 
 def _rows_up_to(text: str, last: int) -> _Rows:
-    """Return the rows of `text`; its incomplete lines are left out."""
+    """Return the rows of `text` up to step `last`, without incomplete lines."""
     lines, reached, times = [], 0, []
     for line in text.splitlines():
         try:
@@ -264,12 +267,10 @@ def _print_error(line: str) -> None:
 
 
 class StepClock:
-    """Measures the seconds that each step takes while several steps are in flight.
+    """Measures the duration of each training step while several steps are in flight.
 
-    A step's time is taken when the step finishes, not when its metrics are read.  The time between
-    two calls of `record_finished` is divided equally among the steps that finished in that time.
-    The seconds of all steps therefore add up to the time from `restart` to the end of the last
-    step.
+    The time between two calls of `record_finished` is divided equally among the steps that finished
+    in that time.  The durations of all steps therefore add up to the time since `restart`.
     """
 
     def __init__(self) -> None:
@@ -284,11 +285,10 @@ class StepClock:
         """Record which steps have finished; return the number of finished steps in `unread`.
 
         Args:
-          unread: one dict of metrics per step whose metrics have not been read, in step order.  A
-            step counts as finished if the method `is_ready` of its metric `loss` returns True.
-          read: number of steps before these whose metrics have been read, but whose durations have
-            not been returned by `pop_seconds` yet.  They have finished, but are not counted in the
-            result.
+          unread: the metrics of each step whose metrics have not been read, oldest step first.  A
+            step has finished if the method `is_ready` of its metric `loss` returns True.
+          read: number of steps before `unread` whose metrics have been read, but whose durations
+            `pop_seconds` has not returned yet.  The returned number does not include these steps.
         """
         finished = sum(1 for _ in takewhile(lambda metrics: metrics["loss"].is_ready(), unread))
         new = read + finished - len(self._seconds)
@@ -299,7 +299,7 @@ class StepClock:
         return finished
 
     def pop_seconds(self) -> float:
-        """Remove and return the recorded seconds of the oldest finished step."""
+        """Remove and return the duration of the oldest finished step, in seconds."""
         return self._seconds.popleft()
 
 
@@ -314,7 +314,7 @@ class NoiseScale:
     Args:
       alpha: weight of the newest step in the moving averages.
       small: the small batch size, in sequences.
-      big: the big batch size, in sequences; if it equals `small`, there is no estimate.
+      big: the big batch size, in sequences.  If `big` equals `small`, nothing can be estimated.
     """
 
     def __init__(self, alpha: float, small: int, big: int):
@@ -325,7 +325,7 @@ class NoiseScale:
         self.trace: float | None = None
 
     def update(self, small_square: float, big_square: float) -> dict[str, float]:
-        """Add one step's estimates to the averages; return the available `noise/*` metrics.
+        """Add one step's estimates to the averages; return the metrics `noise/*`.
 
         Args:
           small_square: mean squared gradient norm of the small batches.

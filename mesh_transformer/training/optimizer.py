@@ -35,9 +35,12 @@ def gpt3_schedule(
 
 
 def schedule_changes(config: Config, saved: dict[str, Any]) -> str:
-    """Describe how the learning rate's schedule differs from that of a run's saved config.
+    """Describe how the learning rate schedule differs from the one in a saved config.
 
-    The default of `anneal_steps` depends on `total_steps`, so an extended run has another schedule.
+    The default of `anneal_steps` depends on `total_steps`, so extending a run changes its schedule.
+
+    Args:
+      saved: the config stored in a checkpoint, as a dict.
 
     Returns:
       The keys with their old and new values; "" if the schedule is the same.
@@ -51,17 +54,15 @@ def schedule_changes(config: Config, saved: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Clipping by global norm, Adam, and weight decay of matrices, decoupled from the gradient.
+    """Gradient clipping by global norm, Adam, and decoupled weight decay of the matrices.
 
-    The learning rate is that of `gpt3_schedule`.
-
-    Gradients must be means over microbatches and replicas, in f32, and sharded like the state.
+    The learning rate follows `gpt3_schedule`.  Gradients must be means over microbatches and
+    replicas, in f32, and sharded like the state.
 
     The original mesh-transformer-jax stores some biases once per shard and uses the sum of the
-    copies.  This library stores one bias, which is that sum.  To reproduce training with c copies,
-    set the config's `original_bias_copies` to c.  Each of the original's copies takes a full Adam
-    step and is counted in the gradient norm.  The optimizer therefore multiplies the bias's Adam
-    step, and its share of the squared gradient norm, by c.
+    copies.  This library stores only the sum.  To reproduce the original's training with c copies,
+    set the config's `original_bias_copies` to c.  For these biases, the optimizer then multiplies
+    the Adam step and the contribution to the squared gradient norm by c.
 
     Attributes:
       declared: a tree with the `Declaration` of every trained parameter.  `Declaration.summed`
@@ -79,7 +80,7 @@ class Optimizer:
         return optax.scale_by_adam(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_eps)
 
     def init(self, params: Any) -> OptState:
-        """Return Adam's initial state, with zero moments of the parameters' shapes.
+        """Return Adam's initial state, with zero moments in the parameters' shapes.
 
         The moments are in f32 or, if the config sets `bf16_optimizer`, in bf16.
         """
@@ -94,8 +95,8 @@ class Optimizer:
     def squares(self, grads: Any) -> Any:
         """Return each leaf's contribution to the squared gradient norm, in f32.
 
-        Inside a `shard_map`, these are contributions of the device's own shards; they are not
-        summed over devices.
+        Inside a `shard_map`, each device computes the contributions of its own shards, without a
+        sum over devices.
         """
 
         def square(declaration: Declaration, g: Array) -> Array:

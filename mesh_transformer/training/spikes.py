@@ -1,4 +1,4 @@
-"""Detection of loss spikes: gradient norms far above the median of recent ones."""
+"""Detection of loss spikes by gradient norms far above the median of recent steps."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,9 +13,9 @@ def fresh_norms() -> Array:
 
 
 def is_spike(norms: Array, norm: Array, factor: float) -> Array:
-    """Return whether a gradient norm is more than `factor` times the median of recent ones.
+    """Return whether the gradient norm `norm` is more than `factor` times the median of `norms`.
 
-    The result is False if the window `norms` has fewer than `LEAST` norms.
+    The result is False if the window `norms` has fewer than `LEAST` nonzero entries.
     """
     kept = jnp.sum(norms > 0)
     median = jnp.sort(norms)[jnp.minimum(WINDOW - kept + kept // 2, WINDOW - 1)]
@@ -23,10 +23,12 @@ def is_spike(norms: Array, norm: Array, factor: float) -> Array:
 
 
 def with_norm(norms: Array, norm: Array, step: Array) -> Array:
-    """Return the window `norms` with its oldest norm replaced by `norm`.
+    """Return the window `norms` with the oldest gradient norm replaced by `norm`.
 
-    `norm` is the gradient norm of the update after `step` completed updates.  Norms of skipped
-    updates are added too.  If the norms stay at a higher level, their median therefore reaches that
-    level after a while.  A norm that is not finite is not added.
+    A `norm` that is not finite is not added.  Add the norms of skipped updates too, so that the
+    median adapts if the norms stay at a higher level.
+
+    Args:
+      step: number of updates completed before the one with the gradient norm `norm`.
     """
     return jnp.where(jnp.isfinite(norm), norms.at[step % WINDOW].set(norm), norms)

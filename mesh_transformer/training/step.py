@@ -83,9 +83,9 @@ def gradients(
     The gradients are averaged over the A microbatches and over dp, with all sums in f32.
 
     Args:
-      params, frozen: the parameters that are trained and all others (see `init_state`).
+      params, frozen: the trained parameters and all other parameters (see `init_state`).
       batch: `obs` and `target` [A, B, T], and optionally `loss_mask` and `segment_ids` (see
-        `CausalTransformer.train`).  Inside a `shard_map`, these are the device's own sequences.
+        `CausalTransformer.train`).  Inside a `shard_map`, B counts only the device's sequences.
     """
     declared = gptj.trained(config)
     params = par.compute_copy(params, declared, config.dtype)
@@ -184,13 +184,13 @@ def _attention(config: Config, mesh: Mesh) -> str:
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
-    """Return the losses of a batch, and at which positions the model predicts the target.
+    """Return the losses and correct predictions of a batch; see `CausalTransformer.eval`.
 
     As in the original mesh-transformer-jax, the losses do not include the z-loss.
 
     Args:
-      batch: `obs` and `target` [B, T], and optionally `segment_ids`.  Inside a `shard_map`, these
-        are the device's own sequences.
+      batch: `obs` and `target` [B, T], and optionally `segment_ids`.  Inside a `shard_map`, B
+        counts only the device's sequences.
     """
     params = par.compute_copy(params, gptj.declarations(config), config.dtype)
     segments = batch.get("segment_ids")
@@ -204,7 +204,7 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
 
 
 def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Array:
-    """Return next-token logits [B, T, V] in f32, over the whole vocabulary."""
+    """Return the next-token logits [B, T, V], in f32, after each of `tokens` [B, T]."""
     params = par.compute_copy(params, gptj.declarations(config), config.dtype)
     return par.gather(gptj.logits(params, tokens, config, par))
 
@@ -229,8 +229,8 @@ def check_zero(config: Config, mesh: Mesh) -> None:
 def gradient_replicas(config: Config, mesh: Mesh) -> int:
     """Return the number of separate gradients that are computed per microbatch.
 
-    This is the number of replicas, or 1 with ZeRO 3.  The metric `grad_norm_micro` is the mean of
-    these gradients' norms.
+    This is the number of replicas, or 1 with ZeRO 3.  The metric `grad_norm_micro` is the mean norm
+    of these gradients.
     """
     return parallel_of(config, mesh).replicas
 

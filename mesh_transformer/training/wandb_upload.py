@@ -166,7 +166,12 @@ class WandbUpload:
 
 
 def warn(problem: str, path: str) -> None:
-    """Print why a run's metrics are not uploaded, where they are, and what to do."""
+    """Print to stderr why a run's metrics are not uploaded to wandb, and what to do.
+
+    Args:
+      problem: the reason, such as the result of `key_problem`.
+      path: the run's metrics.jsonl.
+    """
     _print_error(
         f"wandb: {problem}; training continues, and its metrics are in {path} "
         "(log in with `wandb login`, or set WANDB_MODE to offline or disabled)"
@@ -180,8 +185,8 @@ def _print_error(line: str) -> None:
 def key_problem() -> str | None:
     """Return a description of the problem if the wandb API key is missing or malformed, else None.
 
-    The key is searched for in the same places as wandb does, but without importing wandb, which
-    takes seconds.  The server is not contacted.  The result is also None if no key is needed.
+    This function checks the places where wandb looks for the key, without the slow import of wandb
+    and without contacting the server.  It also returns None if no key is needed.
     """
     if not is_online() or _setting("identity_token_file"):
         return None
@@ -199,16 +204,16 @@ def key_problem() -> str | None:
 
 
 def is_well_formed(key: str) -> bool:
-    """Return whether an API key, or a token used in its place, has a form that wandb accepts.
+    """Return whether an API key, or a JSON web token in place of a key, has a valid form.
 
-    A key may begin with a prefix that ends in a dash; keys for a company's own wandb server do.
+    A key may begin with a prefix and a dash, as the keys of self-hosted wandb servers do.
     """
     prefix, dash, secret = key.partition("-")
     return bool(re.fullmatch(r"[\w-]{40,}", secret if dash else prefix) or re.fullmatch(TOKEN, key))
 
 
 def is_online() -> bool:
-    """Return whether wandb contacts its server in the mode that the user has set for wandb."""
+    """Return whether wandb contacts its server; the user can turn this off with WANDB_MODE."""
     return _setting("mode") not in ("offline", "dryrun", "disabled")
 
 
@@ -230,7 +235,7 @@ def _setting(name: str) -> str | None:
 
 
 def _netrc_password(file: str, hosts: Sequence[str]) -> str | None:
-    """Return the password for the first of `hosts` in a .netrc file; None if there is none."""
+    """Return a .netrc file's password for the first listed of `hosts`; None if none is listed."""
     try:
         content = netrc.netrc(file)
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
@@ -242,8 +247,9 @@ def _netrc_password(file: str, hosts: Sequence[str]) -> str | None:
 def main() -> None:
     """Send the rows of a metrics file to wandb until standard input is closed.
 
-    This checks the API key, and then waits for the first line of standard input.  The line is a
-    JSON object with the file's path and the settings of the wandb run (see `WandbUpload.begin`).
+    This function checks the API key, and then waits for the first line of standard input.  The line
+    is a JSON object with the file's path and the settings of the wandb run (see
+    `WandbUpload.begin`).
     Rows that are in the file when standard input is closed are still sent.
     """
     out = os.dup(1)

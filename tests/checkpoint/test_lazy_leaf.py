@@ -50,7 +50,7 @@ def test_lazy_leaf_converts_to_an_array(layers):
     assert reads == ([0, 1, 2, 3] if layers else [None])
     np.testing.assert_array_equal(leaf[1:, 2], values[1:, 2])
     assert np.asarray(leaf, np.float64).dtype == np.float64
-    with pytest.raises(ValueError, match="without a copy"):
+    with pytest.raises(ValueError, match="cannot be converted with copy=False"):
         np.array(leaf, copy=False)
 
 

@@ -536,14 +536,14 @@ DAMAGE = [
         flip,
         r"0\.npz: arr_0 \(params: .*linear b\) is damaged: Bad CRC-32.*; expected shape \(64,\)",
     ),
-    (header((b"}", b"(")), r"arr_1 \(.*linear w\) is damaged: its header is not one of numpy's: "),
+    (header((b"}", b"(")), r"arr_1 \(.*linear w\) is damaged: its .npy header is damaged: "),
     (
         header((b"'descr'", b"'descr ")),
-        r"arr_1 \(.*\) is damaged: its header is not one of numpy's: ",
+        r"arr_1 \(.*\) is damaged: its .npy header is damaged: ",
     ),
     (
         header((b": ", b":)")),
-        r"arr_1 \(.*linear w\) is damaged: its header is not one of numpy's: ",
+        r"arr_1 \(.*linear w\) is damaged: its .npy header is damaged: ",
     ),
     (pickled, r"0\.npz: arr_1 \(.*linear w\) is a pickled object.* refused as unsafe"),
     (put(lambda w: w[:-1]), r"0\.npz: arr_1 \(.*\) has shape \(63, 64\), expected \(64, 64\)"),

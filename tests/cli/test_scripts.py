@@ -357,7 +357,7 @@ BAD_VALUES = [
     ({"train_set": "{}/binary.index"}, r"index {}/binary.index: not text; "),
     (
         {"train_set": "{}/missing.index"},
-        r"{}/missing_one.tfrecords: no such file; index {}/missing.index lists it",
+        r"{}/missing_one.tfrecords: no such file; index {}/missing.index lists this file",
     ),
     (
         {"train_set": "{}/truncated.index"},

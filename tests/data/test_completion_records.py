@@ -73,7 +73,7 @@ BAD = [
     ('{"prompt": "a"', "line 2 is not JSON"),
     ('{"prompt": "a"}', "line 2: expected strings `prompt` and `completion`"),
     ('{"prompt": "a", "completion": 3}', "line 2: expected strings `prompt` and `completion`"),
-    ('{"prompt": "a", "completion": ""}', "line 2: expected strings .* the latter not empty"),
+    ('{"prompt": "a", "completion": ""}', "line 2: expected strings .* only `prompt` may be empty"),
     ("[1]", "line 2: expected strings `prompt` and `completion`"),
     (
         '{"prompt": "a b c d e f g h i j", "completion": " k l m"}',

@@ -121,6 +121,6 @@ def test_commands_report_an_unreachable_bucket_in_one_line(where, closed_port, t
     [line] = process.stderr.splitlines()
     expected = UNREACHABLE
     if where == "config":
-        expected = r"config gs://no-such-bucket/run.json is a URI, but .* copy it here first"
+        expected = r"config gs://no-such-bucket/run.json is a URI, but .* download it first"
     assert re.fullmatch(f"error: {expected}", line)
     assert (process.returncode, process.stdout) == (2, "")

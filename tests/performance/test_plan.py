@@ -68,7 +68,7 @@ def test_missing_mesh_sizes_are_computed(dp, mp, expected):
 
 @pytest.mark.parametrize(("dp", "mp"), [(3, None), (16, None), (0, None), (2, 2), (None, 3)])
 def test_a_mesh_that_does_not_fit_the_slice_is_refused(dp, mp):
-    with pytest.raises(InputError, match=r"no mesh with .* has the slice's 8 devices"):
+    with pytest.raises(InputError, match=r"--dp .* must equal the slice's 8 devices"):
         script.replica_size(dp, mp, default=4, devices=8)
 
 

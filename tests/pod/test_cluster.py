@@ -161,7 +161,7 @@ def test_running_batch_matches_a_single_process(cluster, single):
             )
     with pytest.raises(InputError, match="steps is 33, expected 1 to 32"):
         cluster_batch.decode(33)
-    with pytest.raises(InputError, match="has 3 rows, expected a positive multiple of the 2 repl"):
+    with pytest.raises(InputError, match="has 3 rows, expected a positive multiple of 2, the num"):
         cluster.batch(3)
     cluster.batch(2)
     with pytest.raises(InputError, match="a newer batch has replaced this one on the hosts"):
@@ -247,7 +247,7 @@ def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, 
 
 def test_bad_input_raises_one_line_and_the_cluster_stays_usable(cluster):
     batch = random_batch(CONFIG, 2, 3)
-    with pytest.raises(InputError, match="the batch has 3 sequences, expected a multiple of the 2"):
+    with pytest.raises(InputError, match="a microbatch has 3 sequences, expected a multiple of 2,"):
         cluster.train(batch)
     with pytest.raises(
         InputError, match=r"^obs holds token id 64, outside the vocabulary"
@@ -278,7 +278,7 @@ def test_folder_that_hosts_do_not_share_is_refused(cluster, monkeypatch, tmp_pat
     monkeypatch.setattr(cluster, "_actors", actors)
     monkeypatch.setattr(cluster, "kill", lambda: None)
     with pytest.raises(
-        InputError, match="shared: host 1 does not see the files of host 0 there; give"
+        InputError, match="shared: host 1 does not see a file of host 0 in this folder; give"
     ):
         cluster.restore(str(tmp_path / "shared"))
     assert list((tmp_path / "shared").iterdir()) == []
@@ -400,7 +400,7 @@ def test_a_cluster_falls_back_to_the_newest_intact_step(machines, tmp_path, caps
     train("whole", 6)
     train("run", 4)
     damage_step(tmp_path / "run" / "step_4")
-    message = r"step_4.* or use step_2, the newest step before it; --fall-back does the latter"
+    message = r"step_4.* or use step_2, .* step before it; --fall-back resumes from that step"
     with pytest.raises(InputError, match=message):
         train("run", 6)
     train("run", 6, fall_back=True)

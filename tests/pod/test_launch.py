@@ -221,7 +221,7 @@ def test_permanent_error_ends_the_run(machines, attempt, error):
 
 def test_wrong_tpu_size_and_missing_ssh_key_are_refused_at_once():
     spec = TpuSpec("pod", "us-central2-b", "v4-8")
-    with pytest.raises(InputError, match="v4-8 has 4 devices, expected the config's tpu_size 8"):
+    with pytest.raises(InputError, match="v4-8 has 4 devices, but the config's tpu_size is 8"):
         launch.tpu_machines(CONFIG, spec)
     with pytest.raises(InputError, match="SSH key nowhere is missing"):
         launch.tpu_machines(

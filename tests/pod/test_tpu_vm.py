@@ -126,7 +126,7 @@ def test_hosts_delete_the_tpu_after_max_hours(api, make, queued):
         assert f"https://tpu.googleapis.com/v2/{end}'" in script
         tpu._ready_since -= 3 * 3600
         api.preempt()
-        with pytest.raises(StoppedError, match="--max-hours 2 have passed, so it is not created"):
+        with pytest.raises(StoppedError, match="--max-hours 2 have passed, so the TPU is not"):
             tpu.recreate()
     with make(name="other") as tpu:
         assert "startup-script" not in requests_of(api, tpu_v2.CreateNodeRequest)[-1].node.metadata
@@ -655,9 +655,9 @@ def test_second_signal_during_the_deletion_prints_the_command(api, tmp_path, num
     ("changes", "message"),
     [
         ({"name": "Pod_1"}, "TPU name is 'Pod_1'"),
-        ({"name": "-pod"}, "a letter first"),
+        ({"name": "-pod"}, "beginning with a letter"),
         ({"zone": "europe-west4"}, "zone is 'europe-west4'.*with its letter"),
-        ({"accelerator_type": "v5e-8"}, "calls it 'v5litepod-8'"),
+        ({"accelerator_type": "v5e-8"}, "give the API's name for this type, 'v5litepod-8'"),
         ({"accelerator_type": "v4-7"}, "even number"),
         ({"accelerator_type": "a100-8"}, "give a generation of v2, v3"),
         ({"accelerator_type": "v3-0"}, "'v3-0'"),
@@ -710,7 +710,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize("endpoint", ["tpu.example.com", "http://127.0.0.1:1/", "https:///"])
 def test_invalid_endpoint_is_named(monkeypatch, endpoint):
     monkeypatch.setenv(tpu_api.ENDPOINT, endpoint)
-    with pytest.raises(InputError, match="; give https://HOST:PORT/, or unset it") as error:
+    with pytest.raises(InputError, match="; set it to https://HOST:PORT/ or unset it") as error:
         new_client()
     assert endpoint in str(error.value)
 

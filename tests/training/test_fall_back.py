@@ -31,7 +31,7 @@ def test_training_falls_back_to_the_newest_intact_step(tmp_path, capsys):
     with pytest.raises(DamagedError) as caught:
         train(config, folder, 10)
     assert str(caught.value).startswith(f"checkpoint {folder}/step_8")
-    assert str(caught.value).endswith("the newest step before it; --fall-back does the latter")
+    assert str(caught.value).endswith("step before it; --fall-back resumes from that step")
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     train(config, folder, 10, fall_back=True)
     lines = capsys.readouterr().err

@@ -305,7 +305,7 @@ def test_a_host_that_announces_its_end_saves_this_step_first(counter, tmp_path):
         network.notice = before_step.get(step, "")
 
     network.before_step = before
-    with pytest.raises(HostError, match=r"^host 1 received SIGTERM, so its machine is about to go"):
+    with pytest.raises(HostError, match=r"^host 1 received SIGTERM, so its machine is about to"):
         loop.train(network, str(tmp_path))
     assert sorted(saved) == [6]
     assert network.calls[-2:] == ["wait", "close"]

@@ -28,17 +28,17 @@ class PreemptedError(StoppedError):
 
 
 class CapacityError(StoppedError):
-    """The zone has no capacity for this TPU at present."""
+    """The zone currently has no capacity for this TPU."""
 
 
 class UnavailableError(HostError):
-    """The Cloud TPU API did not answer, but may still have carried out the request."""
+    """The Cloud TPU API did not answer; it may or may not have carried out the request."""
 
 
 class QuotaError(InputError):
     """The project's quota does not allow this TPU.
 
-    A TPU that was deleted shortly before may still count towards the quota.
+    The same request may succeed later, because a deleted TPU counts towards the quota for a while.
     """
 
 
@@ -49,8 +49,8 @@ def new_client() -> "tpu_v2.TpuClient":
     with "https://HOST:PORT/".  The connection always uses TLS.
 
     Raises:
-      InputError: if google-cloud-tpu or the credentials are missing, or if the variable's value is
-        invalid.
+      InputError: if the package google-cloud-tpu or the credentials are missing, or if the
+        environment variable's value is invalid.
     """
     try:
         from google.api_core.client_options import ClientOptions
@@ -74,7 +74,7 @@ def new_client() -> "tpu_v2.TpuClient":
 def _host_and_port(endpoint: str) -> str:
     parts = urlsplit(endpoint)
     if parts.scheme != "https" or not parts.netloc:
-        raise InputError(f"{ENDPOINT} is {endpoint!r}; give https://HOST:PORT/, or unset it")
+        raise InputError(f"{ENDPOINT} is {endpoint!r}; set it to https://HOST:PORT/ or unset it")
     return parts.netloc
 
 
@@ -82,7 +82,7 @@ def default_project() -> str:
     """Return the Google Cloud project of this machine's default credentials.
 
     Raises:
-      InputError: if there is no project.
+      InputError: if there are no default credentials, or if no default project is configured.
     """
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
@@ -99,6 +99,10 @@ def default_project() -> str:
 
 class TpuApi:
     """Cloud TPU API requests for one TPU and, if `spec.queued`, for its queued resource.
+
+    Args:
+      client: the API client (default: the result of `new_client`).
+      signals: the `Signals` object whose handlers are deferred during each request.
 
     Raises:
       InputError: if the request or the credentials are invalid.
@@ -121,7 +125,7 @@ class TpuApi:
         return self._read(self._client.get_node, self._node_name)
 
     def queued(self) -> "tpu_v2.QueuedResource | None":
-        """Return the queued resource; None if it does not exist or if `spec.queued` is False."""
+        """Return the TPU's queued resource (its request in Google's queue) if any, else None."""
         if not self.spec.queued:
             return None
         return self._read(self._client.get_queued_resource, self._queued_name)
@@ -152,7 +156,7 @@ class TpuApi:
     def create(
         self, labels: Mapping[str, str], metadata: Mapping[str, str], queue_seconds: float
     ) -> str:
-        """Request the TPU and return the name of the API's operation.
+        """Request the TPU and return the name of the API's long-running operation.
 
         The operation ends when the TPU has been created.  For a queued TPU, the operation ends when
         the request has entered the queue.
@@ -160,7 +164,7 @@ class TpuApi:
         Args:
           labels: labels of the TPU.
           metadata: metadata of the TPU's hosts.
-          queue_seconds: time after which a queued request expires.
+          queue_seconds: time in seconds after which a queued request expires.
         """
         from google.cloud import tpu_v2
 
@@ -208,11 +212,11 @@ class TpuApi:
         )
 
     def delete_node(self) -> None:
-        """Request deletion of the node; temporary errors are ignored."""
+        """Request deletion of the TPU (a node) without waiting; temporary errors are ignored."""
         self._delete(lambda: self._client.delete_node(name=self._node_name, timeout=RPC_SECONDS))
 
     def delete_queued(self) -> None:
-        """Request deletion of the queued resource; temporary errors are ignored."""
+        """Request deletion of the queued resource and its TPU; temporary errors are ignored."""
         request = {"name": self._queued_name, "force": True}  # `force`: delete the node too
         self._delete(
             lambda: self._client.delete_queued_resource(request=request, timeout=RPC_SECONDS)
@@ -222,7 +226,10 @@ class TpuApi:
         """Send a delete request.
 
         Temporary errors are ignored, because the caller repeats the request until the resource is
-        gone.  A resource that does not exist is not an error either.
+        gone.  Deleting a resource that does not exist is not an error.
+
+        Args:
+          request: function without arguments that sends the request.
         """
         from google.api_core import exceptions
 
@@ -232,9 +239,9 @@ class TpuApi:
             request()
 
     def operation_done(self, name: str) -> bool:
-        """Return whether the API's operation `name` has ended.
+        """Return whether the API's long-running operation `name` has ended.
 
-        If the operation has failed, the matching exception is raised (see `translate_error`).
+        If the operation has failed, the matching exception from `translate_error` is raised.
         """
         operation = self._read(self._client.get_operation, name)
         if operation is not None and operation.HasField("error"):
@@ -251,8 +258,8 @@ class TpuApi:
         """Return the exception to raise for a failed request to create the TPU.
 
         Args:
-          status: the API's error.
-          default: the message to use if the API's error has none.
+          status: the error that the API has reported.
+          default: the message to use if `status` has none.
         """
         from google.api_core import exceptions
 
@@ -265,7 +272,7 @@ class TpuApi:
         The list is empty if the host has not published its keys yet, or if the request fails.
 
         Args:
-          host: number of the host in the TPU.
+          host: number of the host in the TPU, from 0.
         """
         from google.api_core import exceptions
 
@@ -288,11 +295,11 @@ class TpuApi:
     def _translated(
         self, transient: tuple[type[Exception], ...] = (), *, creating: bool = False
     ) -> Iterator[None]:
-        """Return a context manager that translates the API's exceptions into this package's.
+        """Return a context manager that turns the API's exceptions into this package's exceptions.
 
         Args:
           transient: exceptions that are raised unchanged.
-          creating: whether the `with` block requests the TPU; see `translate_error`.
+          creating: whether the `with` block requests a new TPU; see `translate_error`.
         """
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
@@ -304,7 +311,7 @@ class TpuApi:
         except exceptions.RetryError as error:
             raise UnavailableError(
                 f"the Cloud TPU API gave no answer for {RETRY_SECONDS:g} s "
-                f"({_line(error.cause)}); check that it is reachable"
+                f"({_line(error.cause)}); check that the API is reachable"
             ) from error
         except exceptions.NotFound as error:
             if not creating:
@@ -321,7 +328,7 @@ class TpuApi:
     def translate_error(self, error: "GoogleAPICallError", creating: bool = False) -> Exception:
         """Return this package's exception for an API error.
 
-        The message says what was requested, what the API answered, and what to do.
+        The exception's message names the TPU, quotes the API and, where possible, says what to do.
 
         Args:
           creating: whether the request was to create the TPU.  If such a request is invalid, the
@@ -376,7 +383,7 @@ class TpuApi:
 class _UninterruptedClient:
     """A Cloud TPU API client whose requests are not interrupted by signals.
 
-    A signal that arrives during a request is handled when the request has ended.
+    A signal that arrives during a request is handled once the request has ended.
     """
 
     def __init__(self, client: "tpu_v2.TpuClient", signals: Signals):

@@ -1,4 +1,4 @@
-"""Install the package and Ray's token on the hosts of a TPU, and start a Ray worker on each."""
+"""Install this package and Ray's token on the hosts of a TPU, and start a Ray worker on each."""
 
 import gzip
 import io
@@ -51,9 +51,12 @@ PACKAGE_SUFFIXES = {".py", ".json", ".html", ".css", ".js", ".svg"}
 
 
 def package_archive(root: Path = ROOT) -> bytes:
-    """Return a .tar.gz of the files that a host needs to install the package.
+    """Return a .tar.gz of the files that a host needs to install this package.
 
     The same files always give the same bytes.
+
+    Args:
+      root: the folder of the repository checkout.
 
     Raises:
       InputError: if one of the files is missing.
@@ -61,8 +64,8 @@ def package_archive(root: Path = ROOT) -> bytes:
     missing = [name for name in REQUIRED_FILES if not (root / name).is_file()]
     if missing:
         raise InputError(
-            f"{root / missing[0]} is missing, but TPU hosts install from it; run this from a "
-            "checkout of mesh-transformer"
+            f"{root / missing[0]} is missing, but is needed to install the package on TPU hosts; "
+            "start the run from a checkout of mesh-transformer"
         )
     package = sorted((root / "mesh_transformer").rglob("*"))
     files = [root / name for name in REQUIRED_FILES]
@@ -81,9 +84,12 @@ def package_archive(root: Path = ROOT) -> bytes:
 
 
 def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
-    """Copy the package to each host.
+    """Copy this package to each host.
 
-    The host's old copy is replaced only once all files of the new copy have been unpacked.
+    An older copy on the host is replaced only once all files of the new copy have been unpacked.
+
+    Args:
+      root: the folder of the repository checkout.
     """
     hosts.put(package_archive(root), f"{FOLDER}/package.tgz")
     steps = (
@@ -96,10 +102,10 @@ def copy_package(hosts: Hosts, root: Path = ROOT) -> None:
 
 
 def ray_token() -> str:
-    """Return the token of the driver's Ray cluster.
+    """Return the authentication token of the driver's Ray cluster.
 
-    Like Ray, this reads the variable RAY_AUTH_TOKEN.  If it is not set, this reads the file that
-    RAY_AUTH_TOKEN_PATH names (default ~/.ray/auth_token).
+    The token is the environment variable RAY_AUTH_TOKEN or, if that is not set, the content of the
+    file that RAY_AUTH_TOKEN_PATH names (default ~/.ray/auth_token).
 
     Raises:
       InputError: if there is no token, or if other users can read the file.
@@ -111,29 +117,29 @@ def ray_token() -> str:
     path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
     if not path.is_file():
         raise InputError(
-            f"Ray's token is not in RAY_AUTH_TOKEN and {path} does not exist; create it with "
-            "`ray get-auth-token --generate > /dev/null`"
+            f"RAY_AUTH_TOKEN is not set, and Ray's token file {path} does not exist; unset "
+            "RAY_AUTH_TOKEN_PATH and run `ray get-auth-token --generate > /dev/null`"
         )
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise InputError(f"Ray's token {path} can be read by others; run `chmod 600 {path}`")
+        raise InputError(f"Ray's token file {path} can be read by others; run `chmod 600 {path}`")
     token = path.read_text("utf-8").strip()
     if not token:
-        raise InputError(f"Ray's token {path} is empty; write it again with `ray get-auth-token`")
+        raise InputError(f"Ray's token file {path} is empty; write the Ray cluster's token there")
     return token
 
 
 def start_ray(
     hosts: Hosts, address: str, token: str, *, seconds: float = 1800.0, show: bool = False
 ) -> None:
-    """Copy the package to every host, install it and start a Ray worker there.
+    """Copy this package to every host, install it there, and start a Ray worker.
 
-    The token is written to a file that only its owner can read; it is never part of a command line.
-    The hosts use the same Python minor version as the driver.
+    The token is written to a file that only its owner can read, and is never part of a command
+    line.  The hosts use the same Python minor version as this process.
 
     Args:
       address: "ip:port" of the Ray head.
-      token: the head's token; see `ray_token`.
-      seconds: time limit for the installation and the start of Ray.
+      token: authentication token of the Ray cluster; see `ray_token`.
+      seconds: time limit, in seconds, for the installation and the start of Ray.
       show: print the hosts' output as it arrives.
     """
     copy_package(hosts)

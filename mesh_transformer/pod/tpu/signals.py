@@ -46,16 +46,14 @@ class Signals:
         self.discard_dropped()
 
     def discard_dropped(self) -> None:
-        """Discard the exception that `_keep_dropped` stored, so that `defer` does not raise it."""
+        """Discard an exception that Python has dropped, so that `defer` does not raise it later."""
         self._dropped = None
 
     def _keep_dropped(self, unraisable: Any) -> None:
-        """Store an exception that a signal handler raised and Python would drop.
+        """Store a signal handler's exception that Python drops, so that `defer` raises it later.
 
-        This method is a `sys.unraisablehook`.
-
-        If a signal arrives during a destructor or some callbacks, Python drops the exception that
-        the signal's handler raises.  `defer` raises the stored exception later.
+        This method is a `sys.unraisablehook`.  If a signal arrives during a destructor or some
+        callbacks, Python drops the exception that the signal's handler raises and calls the hook.
         """
         if isinstance(unraisable.exc_value, (KeyboardInterrupt, SystemExit)):
             self._dropped = unraisable.exc_value
@@ -66,9 +64,9 @@ class Signals:
     def defer(self) -> Iterator[None]:
         """Defer signals that arrive during the `with` block until the block ends.
 
-        Use this around gRPC calls.  After an exception has interrupted a gRPC call, the next call
-        may crash or hang until it times out.  An exception that Python dropped earlier (see
-        `_keep_dropped`) is raised before the block runs.
+        Use this around gRPC calls.  After an exception has interrupted a gRPC call, the next gRPC
+        call may crash, or hang until its time limit.  If Python has dropped the exception of an
+        earlier signal (see `_keep_dropped`), that exception is raised before the block runs.
         """
         if not _on_main_thread() or self._blocked:
             yield

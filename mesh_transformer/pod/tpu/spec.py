@@ -1,6 +1,6 @@
 """Specification of a TPU to create (name, zone, type, tier) and of the SSH login to its hosts.
 
-All values are checked here, before a TPU is requested and costs money.
+Invalid values are reported before a TPU is requested and costs money.
 """
 
 import dataclasses
@@ -20,21 +20,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TpuSpec:
-    """A TPU to create.
+    """Specification of a TPU to create; invalid values raise InputError.
 
     Attributes:
+      name: name of the TPU, unique in its project and zone.
       zone: Google Cloud zone, such as "europe-west4-a" (`region` in the original
         mesh-transformer-jax).
       accelerator_type: the TPU type, as the Cloud TPU API names it, such as "v4-8".
       runtime_version: the TPU's software version; None selects the default of its generation.
       project: Google Cloud project; None selects the project of the credentials.
-      tier: price tier: "on_demand", or a cheaper tier whose TPUs can be taken away at any time.
+      tier: price tier: "on_demand", or the cheaper "spot" or "preemptible", whose TPUs Google may
+        take away at any time.
       queued: whether to wait in Google's queue for capacity.  The tier must then be "spot" or
         "on_demand", because the queue does not accept "preemptible".
-      external_ips: whether the hosts get external IP addresses.  Without them, the network needs a
-        NAT so that the hosts can download packages.
-      max_hours: maximum hours of use; None for no limit.  If the TPU still exists some minutes
-        after this time, its hosts delete it themselves (see `deadline_script`).
+      network, subnetwork: VPC network and subnetwork of the hosts; None selects the default.
+      external_ips: whether the hosts get external IP addresses.  Without external addresses, the
+        network needs a NAT so that the hosts can download packages.
+      max_hours: maximum hours of use, counted from when the TPU is ready; None for no limit.  Some
+        minutes after this time, the hosts delete the TPU if it still exists (see
+        `deadline_script`).
     """
 
     name: str
@@ -59,12 +63,13 @@ class TpuSpec:
         preemptible: bool = False,
         max_hours: float | None = None,
     ) -> Self:
-        """Return a spec with the config's `tpu_zone`, `tpu_generation` and number of devices.
+        """Return the spec of a TPU with `tpu_size` devices and the config's other `tpu_*` values.
 
         Args:
-          preemptible: use a cheaper tier whose TPUs can be taken away at any time: "spot" if
-            `queued`, otherwise the generation's `cheap_tier` ("spot" or "preemptible").  This has
-            no effect if the config's `tpu_tier` is not "on_demand".
+          name: name of the TPU.
+          preemptible: use a cheaper tier whose TPUs Google may take away at any time: "spot" if
+            `queued`, otherwise the generation's `cheap_tier` ("spot" or "preemptible").  The option
+            has no effect if the config's `tpu_tier` is not "on_demand".
 
         Raises:
           InputError: if the config has no `tpu_zone`, or if a value is invalid.
@@ -72,7 +77,7 @@ class TpuSpec:
         if config.tpu_zone is None:
             raise InputError(
                 "a TPU needs a zone; give --tpu-zone (such as europe-west4-a), or "
-                "the config key tpu_zone"
+                "set the config key tpu_zone"
             )
         assert config.tpu_size is not None
         kind = accelerator_type(config.tpu_generation, config.tpu_size)
@@ -95,7 +100,7 @@ class TpuSpec:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
             raise InputError(
                 f"TPU name is {self.name!r}, expected at most 63 lower-case letters, digits and "
-                "hyphens, with a letter first and no hyphen last"
+                "hyphens, beginning with a letter and not ending with a hyphen"
             )
         if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-[a-z]", self.zone):
             raise InputError(
@@ -118,12 +123,12 @@ class TpuSpec:
         if match and match[1] in CLOUD_GENERATIONS:
             if int(match[2]) % CLOUD_GENERATIONS[match[1]].units:
                 raise InputError(
-                    f"accelerator type is {self.accelerator_type!r}, but {match[1]} types are "
-                    "numbered by cores, two per chip; give an even number"
+                    f"accelerator type is {self.accelerator_type!r}, but the number in {match[1]} "
+                    "types counts cores, two per chip; give an even number"
                 )
             return
         if match and match[1] == "v5e":
-            advice = f"the API calls it 'v5litepod-{match[2]}'"
+            advice = f"give the API's name for this type, 'v5litepod-{match[2]}'"
         else:
             advice = (
                 f"give a generation of {', '.join(CLOUD_GENERATIONS)} and a size, such as 'v4-8'"
@@ -146,7 +151,7 @@ class TpuSpec:
         return self.runtime_version or CLOUD_GENERATIONS[self.generation].runtime_version
 
     def delete_command(self) -> str:
-        """Return the gcloud command that a user can run if this program cannot delete the TPU."""
+        """Return the gcloud command with which a user can delete the TPU."""
         kind = ["queued-resources"] if self.queued else ["tpu-vm"]
         place = ["--zone", self.zone, *(["--project", self.project] if self.project else [])]
         force = ["--force"] if self.queued else []
@@ -158,7 +163,7 @@ class TpuSpec:
 def deadline_script(spec: TpuSpec, seconds: float, folder: str = "/var/lib") -> str:
     """Return a startup script for a TPU's hosts that deletes the TPU after `seconds` seconds.
 
-    The time counts from a host's first start, and a restart of the host does not extend it.  The
+    The time counts from a host's first start; a restart of the host does not extend the time.  The
     script deletes the TPU through the Cloud TPU API, as the TPU's service account, which may need
     the role roles/tpu.admin.  If the API refuses the deletion, the host shuts itself down.
 
@@ -195,8 +200,9 @@ class SshOptions:
     Attributes:
       user: login name on the hosts (default: the name of the local user).
       key_file: path of the private key (default: the key that gcloud creates).
-      trust_first: whether to accept the first host key seen from a host that has not published any
-        host keys.  See the docstring of the module `ssh`.
+      port: TCP port of the SSH servers on the hosts.
+      trust_first: whether to connect to a host that has not published any SSH host keys.  If so,
+        the first key that the host presents is trusted; see the docstring of the module `ssh`.
       connect_seconds: time limit, in seconds, for retrying the first connection to a host.
     """
 
@@ -212,14 +218,14 @@ class SshOptions:
         return Path(self.key_file).expanduser()
 
     def private_key(self) -> "PKey":
-        """Read the private key; raises InputError if it is missing, invalid or has a passphrase."""
+        """Read the private key; raise InputError if it is missing, invalid or has a passphrase."""
         try:
             from paramiko import PKey
             from paramiko.pkey import UnknownKeyType
         except ImportError as error:
             raise InputError(
-                f"package {error.name!r} is missing on this machine, which needs it to connect "
-                "to TPU hosts; pip install fabric"
+                f"package {error.name!r} is missing, but connecting to TPU hosts requires it; "
+                "pip install fabric"
             ) from error
         path = self.key_path
         if not path.is_file():

@@ -1,7 +1,7 @@
 """Run commands and write files on all hosts of a TPU at once, over SSH.
 
 A host can publish its SSH host keys through the Cloud TPU API (guest attributes).  If a host has
-done so, only the published keys are accepted.  Otherwise, the first key that the host presents is
+published keys, only these keys are accepted.  Otherwise, the first key that the host presents is
 accepted, and in later connections the host must present the same key.  With `trust_first=False`, a
 host without published keys is rejected.
 
@@ -56,9 +56,9 @@ class Hosts:
     Every method works on all hosts in parallel, with one thread per host; see also `only`.
 
     Args:
-      addresses: the hosts' addresses, in the order of the hosts' numbers in the TPU.
-      host_keys: the SSH host keys that the hosts have published, by address, as (type, base64)
-        pairs.
+      addresses: the hosts' IP addresses, in the order of the hosts' numbers in the TPU.
+      options: how to log in to the hosts.
+      host_keys: the SSH host keys that the hosts have published: {address: (type, base64) pairs}.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Hosts:
         self._stopping = threading.Event()
 
     def only(self, addresses: Collection[str]) -> "Hosts":
-        """Return an object whose methods work only on the hosts at `addresses`."""
+        """Return a `Hosts` object whose methods work only on the hosts at `addresses`."""
         chosen = copy.copy(self)  # with the same connections and host keys
         chosen._numbers = [
             number for number in self._numbers if self.addresses[number] in addresses
@@ -86,12 +86,12 @@ class Hosts:
         return chosen
 
     def run(self, command: str, *, seconds: float, show: bool = False, what: str = "") -> list[str]:
-        """Run a bash command on all hosts and return its standard output on each host.
+        """Run a bash command on all hosts, and return its standard output on each host.
 
         Args:
-          command: the command.  Other users of the host can see it, so write secrets to a file with
-            `put_secret` instead.
-          seconds: time limit.
+          command: the command.  Other users of a host can see the command line, so write secrets to
+            a file with `put_secret` instead.
+          seconds: time limit, in seconds.
           show: print output line by line as it arrives.
           what: the command's purpose, for messages (default: the command itself).
 
@@ -159,11 +159,14 @@ class Hosts:
         return f"{host} ({self.addresses[host]})"
 
     def put(self, content: bytes, remote: str) -> None:
-        """Write a file on each host; `remote` is not replaced until the new file is complete."""
+        """Write `content` to the file `remote` on each host, replacing an old file atomically."""
         self._put_on_all(content, remote, 0o644)
 
     def put_secret(self, text: str, remote: str) -> None:
-        """Write a file on each host, with mode 0600 set before any content is written."""
+        """Write `text` to the file `remote` on each host, with mode 0600.
+
+        The mode is set before any content is written, so that other users cannot read the text.
+        """
         self._put_on_all(text.encode(), remote, 0o600)
 
     def _put_on_all(self, content: bytes, remote: str, mode: int) -> None:
@@ -187,12 +190,12 @@ class Hosts:
     def _on_all(self, function: Callable[[int], Result], what: str, seconds: float) -> list[Result]:
         """Call `function` with each host's number, in parallel, and return the results in order.
 
-        If a call fails, its error is raised.  Before that, all connections are closed, which ends
-        the other calls.
+        If a call fails, all connections are closed, which ends the other calls.  The error of the
+        failed call is then raised.
 
         Args:
           what: the purpose of the calls, for messages.
-          seconds: time limit of the calls; connecting has a time limit of its own.
+          seconds: time limit of the calls, in seconds; connecting has a time limit of its own.
         """
         count = len(self._numbers)
         self._stopping.clear()
@@ -219,7 +222,7 @@ class Hosts:
             bar.close()
 
     def _connect(self, host: int) -> "Connection":
-        """Return the open connection to a host; opens a new one if necessary."""
+        """Return the open connection to a host; open a new connection if there is none."""
         with self._lock:
             existing = self._connections.get(host)
         if existing is not None and existing.is_connected:
@@ -236,8 +239,8 @@ class Hosts:
     def _open(self, host: int, seconds: float) -> "Connection":
         """Open a connection to a host; failed attempts are retried for up to `seconds` seconds.
 
-        Retries are needed because a new host takes some time to start sshd and to accept the
-        user's key.
+        Retries are needed because a new host takes some time until it accepts SSH connections with
+        the user's key.
         """
         from paramiko.ssh_exception import (
             AuthenticationException,
@@ -279,7 +282,7 @@ class Hosts:
                 raise HostError(
                     f"host {label}: SSH on port {options.port} did not answer for "
                     f"{seconds:g} s ({_described(error)}); check that this machine is in the TPU's "
-                    "network, and that a firewall rule allows it"
+                    "network, and that a firewall rule allows the connection"
                 ) from error
 
     def _new_connection(self, host: int) -> "Connection":
@@ -309,9 +312,9 @@ class Hosts:
     def _trust(self, client: Any, address: str) -> None:
         """Set which host keys a paramiko SSH client accepts from the host at `address`.
 
-        If the host has known keys, only these are accepted.  Known keys are those that the host has
-        published, or the one that it presented first.  A host without known keys is refused, unless
-        `trust_first` is set; then the first key that it presents becomes its known key.
+        If the host has published host keys, only these keys are accepted.  Otherwise, if
+        `trust_first` is set, only the key that the host presents first is accepted, now and in
+        later connections.  In all other cases, the host is rejected.
         """
         from paramiko import MissingHostKeyPolicy, PKey
 
@@ -341,7 +344,8 @@ class Hosts:
 class _UntrustedError(Exception):
     """A host presented an SSH host key that is not accepted.
 
-    Either other keys are known for this host, or no key is known and `trust_first` is False.
+    Either this host has published other keys or presented another key before, or `trust_first` is
+    False.
     """
 
 
@@ -354,10 +358,13 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 
 class _Output:
-    """A file-like object to which fabric writes one output stream of a host.
+    """A file-like object to which fabric writes one output stream of a command on a host.
 
-    The object keeps the last `SHOWN_LINES` lines.  If `show` is set, it also prints each line as
-    the line arrives.
+    The object keeps the last `SHOWN_LINES` lines.  If `show` is set, each line is also printed as
+    soon as it is complete.
+
+    Args:
+      label: the host's name in printed lines.
     """
 
     def __init__(self, label: str, show: bool):

@@ -3,7 +3,7 @@
     with TpuVm(TpuSpec("pod", "europe-west4-a", "v3-32", tier="preemptible")) as tpu:
         tpu.start_ray("10.0.0.2:6379", ray_token())
         ...
-        tpu.check()        # PreemptedError if it was taken away
+        tpu.check()        # raises PreemptedError if the TPU was taken away
         tpu.recreate()
 
 A TPU costs money until it is deleted.  The command that deletes it is therefore printed before the
@@ -56,7 +56,7 @@ class Guard:
 
     Args:
       exclusive: whether to take the lock.  While the lock is held, no other process of this user on
-        this machine can take the lock for a TPU of the same name.
+        this machine can take the lock for a TPU of the same name, zone and project.
     """
 
     def __init__(self, spec: TpuSpec, signals: Signals, *, exclusive: bool):
@@ -147,14 +147,14 @@ class Limits:
       queue: longest wait for a queued TPU to leave the queue.
       ready: longest wait for a TPU to become ready.
       capacity: for how long to retry creating a TPU if the zone has no capacity, or if the TPU is
-        taken away before it is ready.  With 0, there is no retry.
+        taken away before it is ready; 0 disables retries.
       capacity_again: the same as `capacity`, for a TPU that `TpuVm.recreate` creates again.
       delete: longest wait for a TPU to be deleted.
       host_keys: longest wait for hosts to publish their SSH host keys.
-      settle: longest wait for a TPU to appear, if the request to create the TPU was interrupted
-        before the API answered.
-      deadline_grace: time after `TpuSpec.max_hours` in which this process can still save its work
-        and delete the TPU.  After this time, the hosts delete the TPU themselves.
+      settle: longest wait for a TPU to appear before it is deleted, if the request to create the
+        TPU was interrupted before the API answered.
+      deadline_grace: time after `TpuSpec.max_hours` in which this process can still save a
+        checkpoint and delete the TPU.  After this time, the hosts delete the TPU themselves.
       poll: the longest time between two polls of the API.
     """
 
@@ -173,16 +173,16 @@ class TpuVm:
     """One TPU and its hosts, as a context manager; see the example in the module's docstring.
 
     Args:
-      client: a TpuClient to use instead of the real one.
+      client: the Cloud TPU API client (default: the result of `api.new_client`).
       adopt: if a TPU of this name exists, use it instead of creating one.  The TPU must have the
         spec's type, and must have been created with `adopt` by the same user on the same machine.
         Such a TPU remains, for example, after the process that created it was killed.
-      keep: do not delete the TPU at the end.
+      keep: do not delete the TPU at the end of the `with` block.
 
     Raises:
       InputError: if the name, type or zone is invalid, if the quota does not allow the TPU, or if
-        the credentials are missing.  Also if a TPU of this name exists and cannot be used, which
-        is always the case without `adopt`, or if another process with `adopt` uses this name.
+        the credentials are missing.  Also if a TPU of this name exists and may not be used (see
+        `adopt`), or if another process with `adopt` uses this name.
       CapacityError: if the zone has no capacity for the TPU.
       PreemptedError: if the TPU was taken away.
       UnavailableError: if the API gives no answer.
@@ -234,7 +234,7 @@ class TpuVm:
             raise StoppedError(f"TPU {self.spec.name!r} was not deleted; delete it with: {command}")
 
     def _tear_down(self) -> bool:
-        """Delete the TPU, unless `keep` is set; close the connections and release the guard.
+        """Delete the TPU, unless `keep` is set; close SSH connections and restore signal handlers.
 
         Returns:
           False if the deletion failed, so that the TPU may still exist and be billed; else True.
@@ -284,8 +284,8 @@ class TpuVm:
     def _create(self) -> str | None:
         """Request the TPU, and return the name of the API's long-running operation.
 
-        If the TPU already exists, take it over instead and return None.  A TPU that was taken over
-        but will not become ready is deleted and requested again.
+        If the TPU already exists, it is taken over instead, and the result is None.  A TPU that was
+        taken over but will not become ready is deleted and requested again.
         """
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
@@ -318,7 +318,7 @@ class TpuVm:
     def _take_over(
         self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None"
     ) -> None:
-        """Take over an existing TPU, as described for the argument `adopt` of `TpuVm`.
+        """Use an existing TPU instead of a new one; see the argument `adopt` of `TpuVm`.
 
         Args:
           node: the TPU's node, or None if the TPU is queued and has no node yet.
@@ -394,9 +394,9 @@ class TpuVm:
         """Yield a progress bar each time the caller should poll the API; sleep in between.
 
         Args:
-          what: what the TPU is doing, for the progress bar and the error.
+          what: the TPU's activity, such as "being deleted", for the progress bar and the error.
           seconds: time limit for the whole loop.
-          advice: what the user can do if the time limit is exceeded, for the error.
+          advice: what the user can do after the time limit, for the error.
 
         Raises:
           StoppedError: once `seconds` seconds have passed.
@@ -433,19 +433,19 @@ class TpuVm:
         self._wait_ready(None)
 
     def recreate(self) -> None:
-        """Delete the TPU if it still exists, and create it again.
+        """Delete the TPU if it still exists, and create a new one with the same specification.
 
-        The new TPU's hosts have other addresses and other SSH host keys.
+        The hosts of the new TPU have other SSH host keys, and may have other addresses.
 
         Raises:
-          StoppedError: if the time limit `max_hours` of the spec has passed.
+          StoppedError: if the spec's `max_hours` have passed.
         """
         self._close_hosts()
         self.delete()
         if self._seconds_left() <= 0:
             raise StoppedError(
-                f"TPU {self.spec.name!r}: --max-hours {self.spec.max_hours:g} have passed, so it "
-                "is not created again; start again to resume"
+                f"TPU {self.spec.name!r}: --max-hours {self.spec.max_hours:g} have passed, so the "
+                "TPU is not created again; start the run again to resume it"
             )
         # The deleted TPU still counts towards the quota for a while.
         self._make(self.limits.capacity_again, (QuotaError,))
@@ -463,7 +463,7 @@ class TpuVm:
     def delete(self) -> None:
         """Delete the TPU and wait until it is gone.
 
-        A TPU that has another ownership label is not deleted.
+        A TPU of the same name with another creator's ownership label is not deleted.
         """
         if not self._may_exist:
             return
@@ -496,10 +496,10 @@ class TpuVm:
             _say(f"TPU {self.spec.name!r} {outcome}")
 
     def _is_ours(self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None") -> bool:
-        """Return whether the TPU has this object's ownership label.
+        """Return whether this object may delete the TPU, according to its ownership label.
 
-        For a TPU without any ownership label, return whether the API has answered this object's
-        request to create the TPU.
+        A TPU without any ownership label counts as this object's TPU if the API has answered this
+        object's request to create a TPU.
         """
         nodes = [node] if node is not None else []
         if queued is not None:
@@ -517,7 +517,7 @@ class TpuVm:
     def ssh(self) -> Hosts:
         """Return SSH connections to the hosts.
 
-        A host that has published host keys is accepted only if it presents one of these keys.
+        A host that has published SSH host keys must present one of these keys.
         """
         if self._hosts is None:
             addresses = self.hosts()
@@ -525,7 +525,7 @@ class TpuVm:
         return self._hosts
 
     def _published_keys(self, addresses: list[str]) -> dict[str, list[tuple[str, str]]]:
-        """Return the host keys that each host has published, by address.
+        """Return {address: SSH host keys that the host has published, as (type, base64) pairs}.
 
         This waits for up to `limits.host_keys` seconds, because a new host publishes its keys while
         it starts.  The result has no entry for a host that has published no keys.
@@ -547,11 +547,11 @@ class TpuVm:
         return keys
 
     def run(self, command: str, *, seconds: float, show: bool = False) -> list[str]:
-        """Run a bash command on all hosts and return its output on each; see `Hosts.run`."""
+        """Run a bash command on all hosts, and return its output on each host; see `Hosts.run`."""
         return self.ssh().run(command, seconds=seconds, show=show)
 
     def copy_package(self) -> None:
-        """Copy the package mesh_transformer to each host; see `install.copy_package`."""
+        """Copy the package `mesh_transformer` to each host; see `install.copy_package`."""
         install.copy_package(self.ssh())
 
     def start_ray(
@@ -562,7 +562,7 @@ class TpuVm:
         seconds: float = 1800.0,
         only: Collection[str] | None = None,
     ) -> None:
-        """Start Ray on the hosts, or on those at the addresses `only`; see `install.start_ray`."""
+        """Install and start Ray on all hosts, or on those in `only`; see `install.start_ray`."""
         hosts = self.ssh() if only is None else self.ssh().only(only)
         install.start_ray(hosts, address, token, seconds=seconds)
 
@@ -575,7 +575,7 @@ class TpuVm:
 class _TolerantStream:
     """A stream that ignores write errors.
 
-    Without it, an error from writing a message to a closed terminal could prevent the deletion of a
+    Otherwise, an error from writing a message to a closed terminal could prevent the deletion of a
     TPU.
     """
 
