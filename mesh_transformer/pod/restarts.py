@@ -161,8 +161,9 @@ def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = 
     """Run `validation.validate`, and restart it on a new network after each host failure.
 
     Args:
-      make, retries: as for `train`.
+      make: function that returns a new network; called for each attempt.
       path: path of the model to validate.
+      retries: maximum number of consecutive restarts without progress.
     """
 
     def attempt(network: TrainableNetwork) -> None:
