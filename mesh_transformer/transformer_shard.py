@@ -21,12 +21,12 @@ from mesh_transformer.checkpoint.source import Source, check_vacant
 from mesh_transformer.checkpoint.state_tree import check_same_run
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.data.storage import AnyPath, local_path
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows
+from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
 from mesh_transformer.training.spikes import fresh_norms
 from mesh_transformer.util import InputError

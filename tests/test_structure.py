@@ -21,6 +21,7 @@ PACKAGE = ROOT / "mesh_transformer"
 ROOMS = (
     "old_names",
     "util",
+    "storage",
     "config",
     "mesh",
     "data",
@@ -45,7 +46,7 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 
 # The files that may import each of the heavy packages.
 HOMES = {
-    "tensorflow": {"mesh_transformer/data/storage.py"},
+    "tensorflow": {"mesh_transformer/storage/access.py"},
     "orbax": {
         "mesh_transformer/checkpoint/native.py",
         "mesh_transformer/checkpoint/orbax_handlers.py",

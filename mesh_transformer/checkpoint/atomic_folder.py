@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from mesh_transformer.data import files
-from mesh_transformer.data.storage import (
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import (
     check_absent,
     free_space,
     is_full,

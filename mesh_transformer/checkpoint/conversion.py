@@ -22,11 +22,11 @@ from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, check_format, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
-from mesh_transformer.data import files
-from mesh_transformer.data.storage import AnyPath, check_absent, local_path, step_number
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import gptj
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import AnyPath, check_absent, local_path, step_number
 from mesh_transformer.util import InputError, to_f32
 
 GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # vocabulary sizes; GPT-J's is GPT-2's, padded

@@ -23,11 +23,11 @@ from mesh_transformer.checkpoint.hf_files import DTYPES, StoredTensor, Tensor, r
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
 from mesh_transformer.config import Config
-from mesh_transformer.data import files
-from mesh_transformer.data.storage import local_path
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import gptj
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
 # Hugging Face's config keys -> our config keys.

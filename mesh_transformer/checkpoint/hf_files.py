@@ -24,9 +24,9 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.data import files
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.storage import reason
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import reason
 from mesh_transformer.util import InputError
 
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors' code -> dtype

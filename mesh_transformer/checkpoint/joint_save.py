@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # has no public name; Orbax imports it too
 
-from mesh_transformer.data.storage import reason
+from mesh_transformer.storage.access import reason
 
 POLL_SECONDS = (0.005, 0.5)  # the first and the longest pause between two polls
 

@@ -17,8 +17,8 @@ from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.checkpoint.state_tree import check_same_model, leaves, put_on_devices
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import AnyPath
 from mesh_transformer.mesh.devices import named
+from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 

@@ -48,8 +48,7 @@ from mesh_transformer.checkpoint.step_folders import (
     is_committed,
     is_unfinished,
 )
-from mesh_transformer.data.locks import BucketLock, LocalLock, lock_folder
-from mesh_transformer.data.storage import (
+from mesh_transformer.storage.access import (
     check_bucket,
     convert_failures,
     convert_storage_errors,
@@ -64,6 +63,7 @@ from mesh_transformer.data.storage import (
     silence_failure_messages,
     unwritable_error,
 )
+from mesh_transformer.storage.locks import BucketLock, LocalLock, lock_folder
 from mesh_transformer.util import InputError, StoppedError
 
 _CHUNK = 8 << 20  # bytes per read or write of a leaf; up to 128 reads or writes run at once

@@ -23,10 +23,10 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_m
 from mesh_transformer.checkpoint.original_files import Shard
 from mesh_transformer.checkpoint.state_tree import check_state
 from mesh_transformer.config import Config
-from mesh_transformer.data import files
-from mesh_transformer.data.storage import is_uri
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import gptj
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import is_uri
 from mesh_transformer.util import InputError
 
 # mesh-transformer-jax's module below layer_<i>/~/ -> (our module, {their leaf: our leaf}).

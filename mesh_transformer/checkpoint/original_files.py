@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
-from mesh_transformer.data import files
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.storage import reason
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import reason
 from mesh_transformer.util import InputError
 
 PIECES = 16

@@ -26,7 +26,7 @@ from mesh_transformer.checkpoint.state_tree import (
     map_leaves,
 )
 from mesh_transformer.checkpoint.step_folders import damage_error
-from mesh_transformer.data.storage import (
+from mesh_transformer.storage.access import (
     causes,
     convert_failures,
     is_failure,

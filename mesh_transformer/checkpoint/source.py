@@ -8,8 +8,8 @@ from mesh_transformer.checkpoint import hf, native, original_files
 from mesh_transformer.checkpoint.adapters import Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.config import Config
-from mesh_transformer.data import files
-from mesh_transformer.data.storage import AnyPath, local_path, step_number
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import AnyPath, local_path, step_number
 from mesh_transformer.util import InputError
 
 Format = Literal["original", "native", "hf"]  # a checkpoint's format

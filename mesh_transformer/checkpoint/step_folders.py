@@ -10,7 +10,7 @@ import os
 
 from etils import epath
 
-from mesh_transformer.data.storage import (
+from mesh_transformer.storage.access import (
     COMMIT_FILE,
     MARK_FILE,
     convert_storage_errors,

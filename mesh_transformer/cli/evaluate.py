@@ -36,7 +36,7 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.data.storage import check_bucket
+    from mesh_transformer.storage.access import check_bucket
 
     if args.output:
         check_bucket(args.output)

@@ -12,10 +12,10 @@ from mesh_transformer.pod.launch import build_model, local_machines, tpu_machine
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.data.storage import AnyPath
     from mesh_transformer.pod.cluster import TPUCluster
     from mesh_transformer.pod.hosts import Host
     from mesh_transformer.pod.restarts import RestartingCluster
+    from mesh_transformer.storage.access import AnyPath
     from mesh_transformer.transformer_shard import CausalTransformer
 
 

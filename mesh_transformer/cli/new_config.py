@@ -10,8 +10,8 @@ from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli.arguments import Parser, add_setting_argument, settings
 from mesh_transformer.config import Config
 from mesh_transformer.data.record_set import set_size, tokenizer_of
-from mesh_transformer.data.storage import check_absent
 from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.storage.access import check_absent
 from mesh_transformer.util import InputError
 
 CPU_MINUTES = 10

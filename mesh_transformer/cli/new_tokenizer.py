@@ -8,9 +8,9 @@ from tqdm import tqdm
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.cli.arguments import Parser, positive
 from mesh_transformer.data.documents import FILE_TYPES, BadInputHandler, find_files, read_pieces
-from mesh_transformer.data.files import size
-from mesh_transformer.data.storage import check_absent
 from mesh_transformer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from mesh_transformer.storage.access import check_absent
+from mesh_transformer.storage.files import size
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

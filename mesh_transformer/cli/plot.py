@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from mesh_transformer.cli.arguments import Parser
-from mesh_transformer.data import files
 from mesh_transformer.performance import pictures
+from mesh_transformer.storage import files
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
 

@@ -32,10 +32,10 @@ from typing import Any
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, positive
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
 from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, format_counts
-from mesh_transformer.data.files import is_file, open_file, upload
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
-from mesh_transformer.data.storage import check_bucket, is_uri
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
+from mesh_transformer.storage.access import check_bucket, is_uri
+from mesh_transformer.storage.files import is_file, open_file, upload
 from mesh_transformer.util import InputError
 
 UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket

@@ -1,1 +1,1 @@
-"""The data pipeline from text to batches: tokenizers, packing, TFRecords, loading and storage."""
+"""The data pipeline from text to batches: tokenizers, packing, TFRecords and loading."""

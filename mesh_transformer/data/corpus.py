@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.data import files
 from mesh_transformer.data.documents import BadInputHandler, Piece, read_pieces
 from mesh_transformer.data.tokenizer import encode_batch
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 BATCH_CHARACTERS = 1 << 21  # 128 pieces of a long document, enough to occupy 128 cores

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, TextIO
 import zstandard
 from tqdm import tqdm
 
-from mesh_transformer.data import files
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 

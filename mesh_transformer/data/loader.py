@@ -11,7 +11,7 @@ import numpy as np
 from mesh_transformer.config import Config
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import Position, RecordSet, Row, random
-from mesh_transformer.data.storage import AnyPath
+from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4

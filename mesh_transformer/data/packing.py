@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.data import files
 from mesh_transformer.data.corpus import Corpus
-from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import tensorflow
 
 
 class PackingOptions(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer.data.storage import check_bucket, tensorflow
 from mesh_transformer.data.tfrecords import (
     features,
     find_index,
@@ -21,6 +20,7 @@ from mesh_transformer.data.tfrecords import (
     resolve,
     size,
 )
+from mesh_transformer.storage.access import check_bucket, tensorflow
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}

@@ -26,8 +26,8 @@ from mesh_transformer.data.documents import (
     format_counts,
     read_pieces,
 )
-from mesh_transformer.data.files import output_folder, size
 from mesh_transformer.data.tokenizer import END_OF_TEXT
+from mesh_transformer.storage.files import output_folder, size
 from mesh_transformer.util import InputError
 
 NAMES = ("train", "val")

@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from mesh_transformer.data import files
-from mesh_transformer.data.storage import AnyPath, check_bucket, tensorflow
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import AnyPath, check_bucket, tensorflow
 from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length

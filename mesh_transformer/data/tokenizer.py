@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.config import Config
-from mesh_transformer.data import files
-from mesh_transformer.data.storage import AnyPath, is_uri
+from mesh_transformer.storage import files
+from mesh_transformer.storage.access import AnyPath, is_uri
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.config import Config
-from mesh_transformer.data import files
 from mesh_transformer.data.tokenizer import Tokenizer
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError
 
 FILES = 10

@@ -27,7 +27,6 @@ from ray import exceptions
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.data.storage import local_path
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
@@ -38,6 +37,7 @@ from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.runner import FORWARDED, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
 

@@ -16,9 +16,9 @@ from etils import epath
 from ray import exceptions
 
 from mesh_transformer.checkpoint.step_folders import committed_steps
-from mesh_transformer.data.storage import local_path
 from mesh_transformer.pod.hosts import Host, on
 from mesh_transformer.pod.keeper import Copy, Keeper
+from mesh_transformer.storage.access import local_path
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.blocks import Block

@@ -11,12 +11,12 @@ from etils import epath
 from mesh_transformer.checkpoint.step_folders import own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.data.locks import lock_folder
-from mesh_transformer.data.storage import delete_step, local_path, reason
 from mesh_transformer.evaluation import validation
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
+from mesh_transformer.storage.access import delete_step, local_path, reason
+from mesh_transformer.storage.locks import lock_folder
 from mesh_transformer.training import loop
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import NAME

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mesh_transformer.data.storage import local_path
+from mesh_transformer.storage.access import local_path
 
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster

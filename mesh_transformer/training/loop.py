@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 from tqdm import tqdm
 
 from mesh_transformer.data.loader import describe_batch
-from mesh_transformer.data.storage import AnyPath, local_path, set_aside
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
+from mesh_transformer.storage.access import AnyPath, local_path, set_aside
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
 from mesh_transformer.training.optimizer import schedule_changes

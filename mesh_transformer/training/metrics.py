@@ -16,7 +16,7 @@ from etils import epath
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.storage import convert_storage_errors, is_uri, local_path, reason
+from mesh_transformer.storage.access import convert_storage_errors, is_uri, local_path, reason
 from mesh_transformer.training import goodput, wandb_upload
 from mesh_transformer.training.wandb_upload import WandbUpload
 from mesh_transformer.util import InputError

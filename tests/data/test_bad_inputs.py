@@ -18,9 +18,9 @@ import zstandard
 from mesh_transformer.cli import completion_records, text_records
 from mesh_transformer.data import documents as text_documents
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError, run_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

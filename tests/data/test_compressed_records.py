@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.data.tfrecords import frames, is_compressed, write_records
+from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError
 
 SEQ, RECORDS = 64, 40

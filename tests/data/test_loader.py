@@ -11,8 +11,8 @@ import pytest
 
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.storage import tensorflow
 from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError
 
 SEQ = 6

@@ -73,9 +73,10 @@ def run(folder: Path, kills: int) -> None:
     corpus.BATCH_CHARACTERS = 200
     corpus.SAVE_EVERY = 2
     # Imported here, before the forks, because every child needs it; it starts no threads.
-    from mesh_transformer.data import storage, tokenizer
+    from mesh_transformer.data import tokenizer
+    from mesh_transformer.storage import access
 
-    storage.tensorflow()
+    access.tensorflow()
     loaded = tokenizer.load_tokenizer()
     script.load_tokenizer = lambda _: loaded
     write_text(folder / "in")

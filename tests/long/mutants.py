@@ -45,7 +45,7 @@ SUBJECTS = {
         ["model/test_layers", "mesh/test_parallel", "training/test_step"],
     ),
     "checkpoint": (
-        ["checkpoint/native", "checkpoint/integrity", "data/storage"],
+        ["checkpoint/native", "checkpoint/integrity", "storage/access"],
         ["checkpoint/test_native", "model/test_lora", "training/test_loop", "pod/test_multihost"],
     ),
     "serving": (

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.locks import lock_folder
 from mesh_transformer.pod import restarts
+from mesh_transformer.storage.locks import lock_folder
 from mesh_transformer.training import loop
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.util import HostError, InputError, StoppedError

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.data import locks
-from mesh_transformer.data.locks import BucketLock, lock_folder
+from mesh_transformer.storage import locks
+from mesh_transformer.storage.locks import BucketLock, lock_folder
 from mesh_transformer.util import InputError, StoppedError
 from tests.support.fake_gcs import gcs_server
 
@@ -146,7 +146,7 @@ def test_a_lock_that_is_renewed_at_the_last_moment_is_not_taken_over(clock, fold
 
 PROGRAM = """
     import os, sys
-    from mesh_transformer.data.locks import lock_folder
+    from mesh_transformer.storage.locks import lock_folder
     lock_folder(sys.argv[1])
     os._exit(0)
 """

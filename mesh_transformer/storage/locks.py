@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorstore
 
-from mesh_transformer.data.storage import (
+from mesh_transformer.storage.access import (
     AnyPath,
     check_bucket,
     convert_failures,

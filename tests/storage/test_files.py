@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from mesh_transformer.data import files
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 SIZE = 3_000_000

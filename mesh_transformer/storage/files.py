@@ -14,7 +14,7 @@ import tensorstore
 from etils import epath
 from tqdm import tqdm
 
-from mesh_transformer.data.storage import (
+from mesh_transformer.storage.access import (
     check_bucket,
     convert_storage_errors,
     entries,

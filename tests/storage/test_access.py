@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_transformer.data import storage
+from mesh_transformer.storage import access
 from mesh_transformer.util import InputError
 from tests.support.fake_gcs import gcs_server
 from tests.support.small_run import run_values, write_config
@@ -24,9 +24,9 @@ UNREACHABLE = (
 
 @pytest.fixture(autouse=True)
 def _forget_buckets() -> Iterator[None]:
-    storage._bucket_exists.cache_clear()
+    access._bucket_exists.cache_clear()
     yield
-    storage._bucket_exists.cache_clear()
+    access._bucket_exists.cache_clear()
 
 
 @pytest.fixture
@@ -47,49 +47,49 @@ def closed_port() -> Iterator[int]:
 
 def test_a_bucket_is_asked_for_once(gcs):
     for path in ("gs://bucket/run", "gs://bucket/run/step_1", "gs://bucket"):
-        storage.check_bucket(path)
+        access.check_bucket(path)
     assert gcs.requests == 1
 
 
 @pytest.mark.parametrize("path", ["runs/gs", "s3://bucket/run", "/gs:/x"])
 def test_other_paths_are_not_asked_for(path, closed_port, monkeypatch):
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{closed_port}")
-    storage.check_bucket(path)
+    access.check_bucket(path)
 
 
 def test_a_missing_bucket_is_reported(gcs):
     gcs.missing = {"no-such-bucket"}
     with pytest.raises(InputError) as caught:
-        storage.check_bucket("gs://no-such-bucket/run")
+        access.check_bucket("gs://no-such-bucket/run")
     assert str(caught.value) == (
         "gs://no-such-bucket/run: there is no bucket no-such-bucket; check the name, or create it "
         "(gcloud storage buckets create gs://no-such-bucket)"
     )
     with pytest.raises(InputError, match="names no bucket; expected gs://<bucket>/<folder>"):
-        storage.check_bucket("gs:///run")
+        access.check_bucket("gs:///run")
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
 def test_a_refused_request_does_not_mean_that_a_bucket_is_missing(gcs, status):
     """The request has no credentials, so most buckets refuse it."""
     gcs.fault = lambda: status
-    storage.check_bucket("gs://bucket/run")
+    access.check_bucket("gs://bucket/run")
 
 
 def test_an_untrusted_certificate_is_left_to_the_clients(gcs, monkeypatch):
     monkeypatch.delenv("CURL_CA_BUNDLE")
-    storage.check_bucket("gs://bucket/run")
+    access.check_bucket("gs://bucket/run")
     assert gcs.requests == 0
 
 
 def test_an_unreachable_storage_is_tried_again_and_then_reported(closed_port, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{closed_port}")
-    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    monkeypatch.setattr(access.time, "sleep", pauses.append)
     with pytest.raises(InputError) as caught:
-        storage.check_bucket("gs://no-such-bucket/run")
+        access.check_bucket("gs://no-such-bucket/run")
     assert re.fullmatch(UNREACHABLE, str(caught.value))
-    assert tuple(pauses) == storage.BUCKET_PAUSES
+    assert tuple(pauses) == access.BUCKET_PAUSES
 
 
 COMMANDS = {

@@ -1,0 +1,1 @@
+"""Access to files in local folders and in buckets, and locks on model folders."""
