@@ -347,19 +347,15 @@ class Config:
         """Read a config from a JSON or YAML file that holds one flat mapping.
 
         Args:
-          path: the path of a config file, or the name of one in the folder configs/ or shipped with
-            the library.  The names tiny, tiny.json and configs/tiny.json are equivalent.
+          path: the local path or URI of a config file, or the name of one in the folder configs/ or
+            shipped with the library.  The names tiny, tiny.json and configs/tiny.json are
+            equivalent.
           version: if not None, it replaces the file's `version`.  The file's `block` and
             `partitioning` are then ignored, so these keys get the defaults of this version.
           changes: config keys whose values replace those in the file.
         """
-        if "://" in path:
-            raise InputError(
-                f"config {path} is a URI, but a config must be a local file; download it first"
-            )
         try:
-            with open(_named(path) or path, encoding="utf-8") as file:
-                text = file.read()
+            text = _read(path)
         except OSError as error:
             names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
             raise InputError(
@@ -463,6 +459,16 @@ def _named(path: str) -> Path | None:
         return None
     files = [place / f"{name.removesuffix('.json')}.json" for place in (Path("configs"), CONFIGS)]
     return next((file for file in files if file.exists()), None)
+
+
+def _read(path: str) -> str:
+    """Return the text of a config file, whose path may be a URI or a name (see `Config.load`)."""
+    if "://" not in path:
+        return Path(_named(path) or path).read_text(encoding="utf-8")
+    from mesh_transformer.storage import files  # imports tensorstore
+
+    with files.open_file(path) as file:
+        return file.read().decode()
 
 
 def _parse(path: str, text: str) -> Any:

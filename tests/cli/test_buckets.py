@@ -33,10 +33,10 @@ COMMANDS = """
     records {root}/parts/train.jsonl.zst train --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
     records {root}/parts/val.jsonl.zst val --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
     completion-records {root}/pairs.jsonl pairs --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
-    train --config config.json --set train_set={root}/sets/train.index --model-dir {root}/run
-    train --config config.json --set train_set={root}/sets/pairs.index --model-dir {root}/tuned --tune-model-path {root}/run
+    train --config {root}/config.json --set train_set={root}/sets/train.index --model-dir {root}/run
+    train --config {root}/config.json --set train_set={root}/sets/pairs.index --model-dir {root}/tuned --tune-model-path {root}/run
     convert --from native {root}/tuned --to original {root}/original
-    convert --from original {root}/original/step_6 --to hf {root}/hf --config config.json
+    convert --from original {root}/original/step_6 --to hf {root}/hf --config {root}/config.json
     plot {root}/run/metrics.jsonl loss.png
 """  # noqa: E501
 
@@ -46,19 +46,18 @@ def words(count: int) -> str:
     return " ".join("".join(rng.choice(list("aeinrst"), 4)) for _ in range(count))
 
 
-def inputs() -> dict[str, bytes]:
+def inputs(root: str) -> dict[str, bytes]:
+    values = VALUES | SETTINGS | {"n_vocab": 512, "val_set": {"held_out": f"{root}/sets/val.index"}}
     texts = [words(60) for _ in range(20)]
     pairs = [{"prompt": text[:10], "completion": text[10:20]} for text in texts]
     return {f"text/{number}.txt": text.encode() for number, text in enumerate(texts)} | {
-        "pairs.jsonl": "".join(f"{json.dumps(pair)}\n" for pair in pairs).encode()
+        "pairs.jsonl": "".join(f"{json.dumps(pair)}\n" for pair in pairs).encode(),
+        "config.json": json.dumps(values).encode(),
     }
 
 
 def run_all(folder: Path, root: str, environment: dict[str, str]) -> list[list[str]]:
     """Run the commands in `folder`; return what each printed, with `root` for the root."""
-    val_set = {"held_out": f"{root}/sets/val.index"}
-    values = VALUES | SETTINGS | {"n_vocab": 512, "val_set": val_set}
-    (folder / "config.json").write_text(json.dumps(values))
     outputs = []
     for line in COMMANDS.strip().splitlines():
         command = line.format(root=root, seq=SEQ).split()
@@ -97,17 +96,17 @@ def test_every_path_may_be_in_a_bucket(tmp_path):
     local, elsewhere = tmp_path / "local", tmp_path / "elsewhere"
     for folder in (local, elsewhere, local / "text"):
         folder.mkdir()
-    for name, content in inputs().items():
+    for name, content in inputs(str(local)).items():
         (local / name).write_bytes(content)
     expected = run_all(local, str(local), {})
     with gcs_server(tmp_path) as (gcs, environment):
-        for name, content in inputs().items():
+        for name, content in inputs("gs://bucket/root").items():
             gcs._put(("bucket", f"root/{name}"), content)
         actual = run_all(elsewhere, "gs://bucket/root", environment)
         stored = {
             name.removeprefix("root/"): stored.content
             for (_, name), stored in gcs.objects.items()
-            if not name.endswith("/")
+            if not name.endswith(("/", "root/config.json"))  # configs contain the root
         }
     assert actual == expected
     on_disk = {
@@ -117,8 +116,8 @@ def test_every_path_may_be_in_a_bucket(tmp_path):
     }
     assert comparable(stored) == comparable(on_disk)
     assert len(comparable(stored)["run/metrics.jsonl"]) >= STEPS
-    # Only the config, the picture and a copy of the metrics are in the working folder.
-    assert sorted(os.listdir(elsewhere)) == ["config.json", "loss.png", "runs"]
+    # Only the picture and a copy of the metrics are in the working folder.
+    assert sorted(os.listdir(elsewhere)) == ["loss.png", "runs"]
 
 
 @pytest.mark.slow
