@@ -1,7 +1,4 @@
-"""Configuration of a run: a frozen, validated dataclass, read from JSON or YAML files.
-
-The config files of the original mesh-transformer-jax can be read too.
-"""
+"""Configuration of a run: a frozen, validated dataclass, read from JSON or YAML files."""
 
 import dataclasses
 import difflib
@@ -347,9 +344,8 @@ class Config:
         """Read a config from a JSON or YAML file that holds one flat mapping.
 
         Args:
-          path: the local path or URI of a config file, or the name of one in the folder configs/ or
-            shipped with the library.  The names tiny, tiny.json and configs/tiny.json are
-            equivalent.
+          path: a local path or a gs:// URI, or the name of a config in the folder configs/ or in
+            the library.  The names tiny, tiny.json and configs/tiny.json are equivalent.
           version: if not None, it replaces the file's `version`.  The file's `block` and
             `partitioning` are then ignored, so these keys get the defaults of this version.
           changes: config keys whose values replace those in the file.
@@ -462,9 +458,12 @@ def _named(path: str) -> Path | None:
 
 
 def _read(path: str) -> str:
-    """Return the text of a config file, whose path may be a URI or a name (see `Config.load`)."""
+    """Return the text of a config file; see `Config.load` for `path`."""
     if "://" not in path:
-        return Path(_named(path) or path).read_text(encoding="utf-8")
+        with open(_named(path) or path, encoding="utf-8") as file:
+            return file.read()
+    if not path.startswith("gs://"):
+        raise InputError(f"config {path}: expected a local file or gs://; download it first")
     from mesh_transformer.storage import files  # imports tensorstore
 
     with files.open_file(path) as file:

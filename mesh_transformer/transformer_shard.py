@@ -25,7 +25,7 @@ from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
-from mesh_transformer.mesh.placement import Rows
+from mesh_transformer.mesh.placement import Rows, limit_in_flight
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
 from mesh_transformer.training.spikes import fresh_norms
@@ -190,8 +190,8 @@ class CausalTransformer:
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state)
         self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))
-        self._rows.limit_in_flight(metrics["loss"])
         self.step += 1
+        limit_in_flight(metrics["loss"])
         return metrics
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -211,14 +211,15 @@ class CausalTransformer:
         rows = len(batch["obs"])
         batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
         outputs = self._eval(self._params(), self._rows.place(batch, P("dp")))
-        self._rows.limit_in_flight(outputs["loss"])
+        limit_in_flight(outputs["loss"])
         return {name: self._rows.fetch(x, rows) for name, x in outputs.items()}
 
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
         tokens = self._tokens("tokens", tokens, 2)
         padded = self._rows.place(self._rows.pad(tokens), P("dp"))
-        return self._rows.fetch(self._logits(self._params(), padded), len(tokens))
+        logits = self._logits(self._params(), padded)
+        return self._rows.fetch(logits.block_until_ready(), len(tokens))
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
         """Return each token's logprob given the tokens before it; a row's first token has none.

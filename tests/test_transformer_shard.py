@@ -85,7 +85,16 @@ def test_programs_in_flight_are_limited(network):
     losses = [network.train(batch())["loss"] for _ in range(40)]
     sample = {key: rows[0] for key, rows in batch().items()}
     losses += [network.eval(sample)["loss"] for _ in range(40)]
-    in_flight = list(network._rows._in_flight)
+    in_flight = list(placement._in_flight)
     assert len(in_flight) == placement.MOST_IN_FLIGHT
     assert all(a is b for a, b in zip(in_flight, losses[-len(in_flight) :], strict=True))
     assert all(loss.is_ready() for loss in losses[: -len(in_flight)])
+
+
+def test_a_program_that_failed_does_not_fail_later_ones(network):
+    network.init()
+    loss = network.train(batch())["loss"]
+    loss.delete()
+    for _ in range(placement.MOST_IN_FLIGHT + 1):
+        network.train(batch())
+    assert network.step == int(network.state["step"]) == placement.MOST_IN_FLIGHT + 2

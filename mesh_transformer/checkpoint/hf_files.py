@@ -14,6 +14,8 @@ import json
 import math
 import os
 import pickle
+import pickletools
+import re
 import struct
 import zipfile
 import zlib
@@ -32,7 +34,15 @@ from mesh_transformer.util import InputError
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors' code -> dtype
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
-_ZIP_HEADER = struct.Struct("<26xHH")  # before each file of a zip archive: lengths of name, extra
+# What precedes each file in a zip archive: a mark, ..., the lengths of the name and of a comment.
+_ZIP_HEADER = struct.Struct("<4s22xHH")
+# The opcodes in pickles of torch.save, of all protocols.
+_OPCODES = re.compile(
+    "PROTO|FRAME|MEMOIZE|(STACK_)?GLOBAL|(SHORT_)?BINUNICODE8?|(LONG_)?BIN(PUT|GET)|MARK"
+    "|(EMPTY_)?TUPLE|TUPLE[123]|EMPTY_(DICT|LIST)|APPENDS?|SETITEMS?|BININT[12]?|LONG1|BINFLOAT"
+    "|NEWTRUE|NEWFALSE|NONE|REDUCE|BUILD|BINPERSID|STOP"
+)
+_MOST_TUPLES = 16  # between two calls of functions; torch.save writes 4
 # torch's classes of storages -> the code of their dtype in safetensors
 _STORAGES = {
     "BFloat16Storage": "BF16",
@@ -228,151 +238,239 @@ def _pickled(path: str) -> dict[str, StoredTensor]:
     Raises:
       InputError: if the file is damaged, or if its pickle contains anything but tensors.
     """
+    archive = (
+        f"{path} is truncated or not a zip archive of torch.save (a plain pickle is refused as "
+        "unsafe); copy it again or use the safetensors files"
+    )
     try:
-        with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
-            records = _records(path, archive)
-            _check_byte_order(path, records)
-            content = io.BytesIO(records["data.pkl"]().data)
+        with files.open_file(path) as file, zipfile.ZipFile(file) as directory:
+            records = _records(directory)
+            if {"data.pkl"} - records.keys():
+                raise InputError(archive)
+            if "byteorder" in records and _read(path, file, records["byteorder"]) != b"little":
+                raise InputError(f"{path} is in big-endian byte order; use the safetensors files")
+            content = bytes(_read(path, file, records["data.pkl"]))
     except InputError:
         raise
-    except PermissionError as error:
+    except OSError as error:
         raise InputError(f"{path} cannot be read ({reason(error)}); {_COPY_ADVICE}") from None
-    except Exception:  # zipfile raises errors of many types for damaged archives
-        raise InputError(
-            f"{path} is truncated or not a zip archive of torch.save (a plain pickle is refused as "
-            "unsafe); copy it again or use the safetensors files"
-        ) from None
-    try:
-        tensors = _Unpickler(content, records).load()
-    except InputError:
+    except MemoryError:
         raise
-    except pickle.UnpicklingError as error:
+    except Exception:  # zipfile raises errors of many types for damaged archives
+        raise InputError(archive) from None
+    try:
+        _check_opcodes(content)
+        tensors = _Unpickler(io.BytesIO(content), records).load()
+    except _RefusedError as error:
         raise InputError(
             f"{path}: refused as unsafe: its pickle holds more than tensors ({error}); use the "
             "safetensors files"
         ) from None
+    except MemoryError:
+        raise
     except Exception:  # a damaged pickle can raise errors of many types
         raise InputError(f"{path}: its list of tensors is damaged; {_COPY_ADVICE}") from None
     if not isinstance(tensors, dict) or not all(
-        isinstance(tensor, _TorchTensor) for tensor in tensors.values()
+        isinstance(name, str) and isinstance(tensor, _TorchTensor)
+        for name, tensor in dict.items(tensors)
     ):
         raise InputError(f"{path}: found no mapping of names to tensors; {_COPY_ADVICE}")
-    return {
-        name: StoredTensor(
-            path, tensor.storage.dtype, tensor.shape, functools.partial(tensor.values, path, name)
-        )
-        for name, tensor in tensors.items()
-    }
+    tensors = dict(dict.items(tensors))  # without the attributes that a pickle may set
+    uses = collections.Counter(tensor.record for tensor in tensors.values())
 
-
-def _records(path: str, archive: zipfile.ZipFile) -> dict[str, Callable[[], np.ndarray]]:
-    """Return {name: function that reads the file's bytes} for the files in a torch.save archive.
-
-    Such an archive has one top-level folder, and the names are relative to this folder.
-    """
-    entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-    ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]
-    return {
-        entry.filename.partition("/")[2]: functools.partial(_read_record, path, entry, end)
-        for entry, end in zip(entries, ends, strict=True)
-    }
-
-
-def _read_record(path: str, entry: zipfile.ZipInfo, end: int) -> np.ndarray:
-    """Return the bytes (uint8) of one file in a torch.save archive, and verify its checksum.
-
-    `zipfile` is not used for this, because it reports a file without a checksum as damaged, and
-    torch may write files without checksums.
-
-    Args:
-      path: the archive.
-      entry: zipfile's description of the file.
-      end: the position in the archive at which the next file or the archive's directory starts.
-    """
-    damaged = InputError(f"{path}: {entry.filename!r} in it is damaged; {_COPY_ADVICE}")
-    content = np.empty(max(0, end - entry.header_offset), np.uint8)
-    if len(content) < _ZIP_HEADER.size or entry.compress_type != zipfile.ZIP_STORED:
-        raise damaged
-    with files.open_file(path) as file:
-        file.seek(entry.header_offset)
-        if file.readinto(content.data) < len(content):
-            raise damaged
-    start = _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack_from(content.data))
-    data = content[start : start + entry.file_size]
-    if len(data) != entry.file_size or (entry.CRC and zlib.crc32(data.data) != entry.CRC):
-        raise damaged
-    return data
-
-
-def _check_byte_order(path: str, records: dict[str, Callable[[], np.ndarray]]) -> None:
-    """Raise InputError if a .bin file was written on a big-endian machine."""
-    if "byteorder" in records and records["byteorder"]().tobytes() != b"little":
-        raise InputError(f"{path} is not in little-endian byte order; use the safetensors files")
-
-
-class _Storage(NamedTuple):
-    """A torch storage in a .bin file: the data of one or more tensors.
-
-    Attributes:
-      dtype: the dtype's name in safetensors, such as "BF16".
-      read: a function that returns the bytes (uint8).
-    """
-
-    dtype: str
-    read: Callable[[], np.ndarray]
-
-
-class _TorchTensor(NamedTuple):
-    """A tensor in a .bin file: a view of a storage, with offset and strides counted in elements."""
-
-    storage: _Storage
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def values(self, path: str, name: str) -> np.ndarray:
-        """Return the tensor's values; `path` (the file) and `name` are for error messages."""
-        dtype = DTYPES[self.storage.dtype]
-        data, offset = self.storage.read(), self.offset * dtype.itemsize
-        strides = tuple(stride * dtype.itemsize for stride in self.strides)
+    def read_record(record: _Record) -> memoryview:
         try:
-            return np.ndarray(self.shape, dtype, data, offset, strides)
-        except (ValueError, TypeError):
+            with files.open_file(path) as file:
+                return _read(path, file, record)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({reason(error)}); {_COPY_ADVICE}") from None
+
+    # Tensors that are views of one record usually follow each other.
+    read_shared = functools.lru_cache(maxsize=1)(read_record)
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors[name]
+        content = (read_shared if uses[tensor.record] > 1 else read_record)(tensor.record)
+        dtype = DTYPES[tensor.dtype]
+        strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
+        try:
+            return np.ndarray(tensor.shape, dtype, content, tensor.offset * dtype.itemsize, strides)
+        except (ValueError, TypeError, OverflowError):
             raise InputError(
                 f"{path}: tensor {name} is larger than its data; {_COPY_ADVICE}"
             ) from None
 
+    return {
+        name: StoredTensor(path, tensor.dtype, tensor.shape, functools.partial(read, name))
+        for name, tensor in tensors.items()
+    }
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler for files of torch.save that hold a mapping of names to tensors, and nothing else.
 
-    It raises UnpicklingError for all other contents, so no code in the file can run.
+class _Record(NamedTuple):
+    """One file in an archive of torch.save.
+
+    Attributes:
+      name: the file's name in the archive.
+      start: the position in the archive of what precedes the content.
+      end: the position at which the next file, or the archive's directory, starts.
+      size: the number of bytes.
+      checksum: the CRC-32 of the bytes; 0 if there is none.
+      compressed: whether the bytes are compressed, which torch.save never does.
     """
 
-    def __init__(self, file: io.BytesIO, records: dict[str, Callable[[], np.ndarray]]):
+    name: str
+    start: int
+    end: int
+    size: int
+    checksum: int
+    compressed: bool
+
+
+def _records(archive: zipfile.ZipFile) -> dict[str, _Record]:
+    """Return the files in an archive of torch.save, by their names in its only folder."""
+    entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]
+    return {
+        entry.filename.partition("/")[2]: _Record(
+            entry.filename,
+            entry.header_offset,
+            end,
+            entry.file_size,
+            entry.CRC,
+            entry.compress_type != zipfile.ZIP_STORED,
+        )
+        for entry, end in zip(entries, ends, strict=True)
+    }
+
+
+def _read(path: str, file: io.BufferedReader, record: _Record) -> memoryview:
+    """Return the bytes of one file in an archive of torch.save, and verify their checksum.
+
+    zipfile could not be used, because it takes a missing checksum, which torch allows, for damage.
+
+    Args:
+      path: the path of the archive.
+      file: the opened archive.
+    """
+    damaged = InputError(f"{path}: the part {record.name!r} is damaged; {_COPY_ADVICE}")
+    if record.compressed:
+        raise InputError(f"{path} is compressed; save it again with torch.save")
+    file.seek(record.start)
+    content = memoryview(file.read(max(0, record.end - record.start)))
+    if len(content) < max(_ZIP_HEADER.size, record.end - record.start):
+        raise damaged
+    mark, *lengths = _ZIP_HEADER.unpack_from(content)
+    start = _ZIP_HEADER.size + sum(lengths)
+    data = content[start : start + record.size]
+    wrong = record.checksum and zlib.crc32(data) != record.checksum  # 0: there is no checksum
+    if mark != b"PK\3\4" or len(data) != record.size or wrong:
+        raise damaged
+    return data
+
+
+class _RefusedError(Exception):
+    """Raised for a pickle that holds something that is not a tensor."""
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Check that a pickle has only opcodes that torch.save writes, and no deep nesting.
+
+    Otherwise a small file could take all memory or crash the process.
+    """
+    tuples = 0  # since the last call of a function
+    for opcode, argument, _ in pickletools.genops(content):
+        if not _OPCODES.fullmatch(opcode.name):
+            raise _RefusedError(f"opcode {opcode.name}")
+        if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(content):
+            raise ValueError("memo index")
+        tuples = 0 if opcode.name == "REDUCE" else tuples + opcode.name.startswith("TUPLE")
+        if tuples > _MOST_TUPLES:
+            raise _RefusedError("nested tuples")
+
+
+class _TorchTensor(NamedTuple):
+    """A tensor in a .bin file: a view of a record, with its offset and strides in elements.
+
+    `dtype` is the dtype's name in safetensors; for dtypes without one, it is torch's name.
+    """
+
+    dtype: str
+    record: _Record
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles what torch.save writes for a mapping of tensors, and refuses all else.
+
+    Only the functions in `find_class` can be called, none of which runs code of the file.
+    """
+
+    def __init__(self, file: io.BytesIO, records: dict[str, _Record]):
         """Prepare to read `file`, whose tensors are stored in `records` (see `_records`)."""
         super().__init__(file)
-        self._records = records
+        self._stored = records
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement for a class or function that the pickle refers to by name."""
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+        """Return what replaces a global name of the pickle."""
         known = {
             "collections.OrderedDict": collections.OrderedDict,
-            "torch._utils._rebuild_tensor_v2": lambda *args: _TorchTensor(*args[:4]),
-            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._tensor_of_dtype,
+            "torch._utils._rebuild_parameter": self._parameter,
+            "torch._utils._rebuild_parameter_with_state": self._parameter,
+            "torch.storage.UntypedStorage": "U8",
         }
-        if (function := known.get(f"{module}.{name}")) is None:
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return function
+        full = f"{module}.{name}"
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if re.fullmatch(r"torch\.(u?int|b?float|complex)\d+\w*", full):
+            return full  # a dtype
+        if full not in known:
+            raise _RefusedError(repr(full[:100]))
+        return known[full]
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        """Return the storage for `pid`, a tuple ("storage", dtype, key, device, size)."""
+    def persistent_load(self, pid: Any) -> tuple[str, _Record]:
+        """Return the dtype and the record for a tuple ("storage", dtype, key, device, size)."""
         kind, dtype, key, *_ = pid
-        if kind != "storage" or not isinstance(dtype, str):
-            raise pickle.UnpicklingError(f"{kind} of {dtype}")
-        return _Storage(dtype, self._records[f"data/{key}"])
+        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str):
+            raise _RefusedError("a reference to something else")
+        return dtype, self._stored[f"data/{key}"]
+
+    @staticmethod
+    def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> _TorchTensor:
+        """Return a tensor; `others` are requires_grad, hooks and flags such as a conjugation."""
+        dtype, record = storage
+        numbers = (offset, *shape, *strides)
+        if not isinstance(record, _Record) or len(shape) != len(strides):
+            raise ValueError("storage")
+        if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+            raise ValueError("layout")
+        if any(others[2:]):
+            raise _RefusedError("a conjugated or negated view")
+        return _TorchTensor(dtype, record, offset, tuple(shape), tuple(strides))
+
+    @staticmethod
+    def _tensor_of_dtype(
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        grad: Any,
+        hooks: Any,
+        dtype: Any,
+        *_: Any,
+    ) -> _TorchTensor:
+        if not isinstance(dtype, str):
+            raise ValueError("dtype")
+        return _Unpickler._tensor((dtype, storage[1]), offset, shape, strides, grad, hooks, *_)
+
+    @staticmethod
+    def _parameter(tensor: Any, *_: Any) -> _TorchTensor:
+        if not isinstance(tensor, _TorchTensor):
+            raise ValueError("parameter")
+        return tensor
 
 
 def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -> None:

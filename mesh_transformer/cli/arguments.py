@@ -43,7 +43,10 @@ def _hyphenate(word: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
-CONFIG_HELP = "config file, JSON or YAML, or the name of a shipped one, such as 6B_roto_256"
+CONFIG_HELP = (
+    "config file, JSON or YAML, which may be in a bucket, or the name of a shipped one, such as "
+    "6B_roto_256"
+)
 
 
 def add_setting_argument(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:

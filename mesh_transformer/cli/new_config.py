@@ -11,6 +11,7 @@ from mesh_transformer.cli.arguments import Parser, add_setting_argument, setting
 from mesh_transformer.config import Config
 from mesh_transformer.data.record_set import set_size, tokenizer_of
 from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.storage import files
 from mesh_transformer.storage.access import check_absent
 from mesh_transformer.util import InputError
 
@@ -141,9 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     paths = {"bucket": "./runs", "model_dir": name, "train_set": args.train, "name": name}
     paths |= {"val_set": {"val": args.val}} if args.val else {}
     try:
-        Path(args.output).write_text(
-            json.dumps(paths | result.values, indent=2) + "\n", encoding="utf-8"
-        )
+        files.write_text(args.output, json.dumps(paths | result.values, indent=2) + "\n")
     except OSError as error:
         raise InputError(
             f"{args.output} cannot be written ({error.strerror}); choose another --output"

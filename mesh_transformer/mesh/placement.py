@@ -1,5 +1,6 @@
 """Placement of batch rows on a mesh that may span processes, and collection of the results."""
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,20 @@ from mesh_transformer.util import HostError
 # run the programs: with more virtual devices than cores it then deadlocks, and after a minute the
 # process is aborted.
 MOST_IN_FLIGHT = 16
+_in_flight: deque[Array] = deque()  # a result of each program, of all models in this process
+
+
+def limit_in_flight(result: Array) -> None:
+    """Wait until at most `MOST_IN_FLIGHT` programs of this process have not finished.
+
+    Args:
+      result: a small result of the program that was dispatched last.
+    """
+    _in_flight.append(result)
+    if len(_in_flight) > MOST_IN_FLIGHT:
+        # Whoever reads the result gets its error.
+        with contextlib.suppress(RuntimeError):
+            _in_flight.popleft().block_until_ready()
 
 
 class Rows:
@@ -38,7 +53,6 @@ class Rows:
             if any(device.process_index == process for device in devices)
         ]
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
-        self._in_flight: deque[Array] = deque()  # a result of each program
 
     def pad(self, rows: np.ndarray) -> np.ndarray:
         """Append copies of the first row until the rows divide equally among the replicas.
@@ -74,25 +88,15 @@ class Rows:
 
         return jax.tree.map(place, tree)
 
-    def limit_in_flight(self, result: Array) -> None:
-        """Wait until at most `MOST_IN_FLIGHT` programs have not finished.
-
-        Args:
-          result: a small result of the program that was dispatched last.
-        """
-        self._in_flight.append(result)
-        if len(self._in_flight) > MOST_IN_FLIGHT:
-            self._in_flight.popleft().block_until_ready()
-
     def fetch(self, x: Array, count: int) -> Array | np.ndarray:
         """Return the first `count` of this process's rows of x.
 
         The rows are along the first axis of x, which must be split over dp.  If all devices of the
-        mesh belong to this process, the result is a device array, and `fetch` does not wait for its
-        values to be computed.  Otherwise the result is a numpy array.
+        mesh belong to this process and x has `count` rows, the result is x, and `fetch` does not
+        wait for its values to be computed.  Otherwise the result is a numpy array.
         """
         if self.alone:
-            return x if count == len(x) else x[:count]
+            return x if count == len(x) else np.asarray(x)[:count]
         parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
         return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])[:count]
 

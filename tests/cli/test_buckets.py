@@ -33,6 +33,7 @@ COMMANDS = """
     records {root}/parts/train.jsonl.zst train --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
     records {root}/parts/val.jsonl.zst val --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
     completion-records {root}/pairs.jsonl pairs --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
+    config --train {root}/sets/train.index --val {root}/sets/val.index --topology v3-8 --output {root}/new.json
     train --config {root}/config.json --set train_set={root}/sets/train.index --model-dir {root}/run
     train --config {root}/config.json --set train_set={root}/sets/pairs.index --model-dir {root}/tuned --tune-model-path {root}/run
     convert --from native {root}/tuned --to original {root}/original
@@ -106,8 +107,10 @@ def test_every_path_may_be_in_a_bucket(tmp_path):
         stored = {
             name.removeprefix("root/"): stored.content
             for (_, name), stored in gcs.objects.items()
-            if not name.endswith(("/", "root/config.json"))  # configs contain the root
+            if not name.endswith("/")
         }
+        new_config = json.loads(stored.pop("new.json"))
+        del stored["config.json"]
     assert actual == expected
     on_disk = {
         str(path.relative_to(local)): path.read_bytes()
@@ -115,6 +118,7 @@ def test_every_path_may_be_in_a_bucket(tmp_path):
         if (path.is_file() and path.parent != local) or path.name == "pairs.jsonl"
     }
     assert comparable(stored) == comparable(on_disk)
+    assert new_config["train_set"] == "gs://bucket/root/sets/train.index"
     assert len(comparable(stored)["run/metrics.jsonl"]) >= STEPS
     # Only the picture and a copy of the metrics are in the working folder.
     assert sorted(os.listdir(elsewhere)) == ["loss.png", "runs"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh_transformer.config import Config
 from mesh_transformer.storage import access
 from mesh_transformer.util import InputError
 from tests.support.fake_gcs import gcs_server
@@ -80,6 +81,20 @@ def test_an_untrusted_certificate_is_left_to_the_clients(gcs, monkeypatch):
     monkeypatch.delenv("CURL_CA_BUNDLE")
     access.check_bucket("gs://bucket/run")
     assert gcs.requests == 0
+
+
+@pytest.mark.parametrize("path", ["https://example.com/run.json", "s3://bucket/run.json", "://"])
+def test_configs_with_other_uris_are_refused(path):
+    with pytest.raises(InputError, match=f"config {path}: expected a local file or gs://"):
+        Config.load(path)
+
+
+def test_a_config_in_a_bucket_is_read(gcs):
+    gcs._put(("bucket", "run.json"), b"{}")
+    with pytest.raises(InputError, match=r"config gs://bucket/run\.json: required key 'layers'"):
+        Config.load("gs://bucket/run.json")
+    with pytest.raises(InputError, match=r"config gs://bucket/none\.json cannot be read \(No such"):
+        Config.load("gs://bucket/none.json")
 
 
 def test_an_unreachable_storage_is_tried_again_and_then_reported(closed_port, monkeypatch):
