@@ -80,10 +80,11 @@ def killed_drivers(folder: Path, count: int, seed: int = 0) -> Iterator[str]:
     metrics of an undisturbed one.
     """
     rng = random.Random(seed)
-    # The undisturbed run keeps all of its checkpoints, each of the others only one.
+    # The undisturbed run saves every step, as a save that fails is repeated at a later one.
     total = 4 * MOST_SAVES * (count + 1)
-    config, whole = uninterrupted(folder, total_steps=total, ckpt_every=4, keep_n=total)
-    arguments = ["-m", "mesh_transformer", "pod", *command(config, MODEL, "--set", "keep_n=1")[1:]]
+    config, whole = uninterrupted(folder, total_steps=total, ckpt_every=1, keep_n=total)
+    settings = ["--set", "keep_n=1", "--set", "ckpt_every=4"]
+    arguments = ["-m", "mesh_transformer", "pod", *command(config, MODEL, *settings)[1:]]
     newest = 0
     (folder / "gcs").mkdir()
     with gcs_server(folder / "gcs") as (gcs, environment):
@@ -101,6 +102,7 @@ def killed_drivers(folder: Path, count: int, seed: int = 0) -> Iterator[str]:
                 run.assert_nothing_is_left(SECONDS)
             newest = check_newest(whole, newest)
             yield f"driver killed with {names} in the bucket; step {newest} is whole"
+            yield from (line for line in run.log.read_text().splitlines() if "failed" in line)
         metrics = gcs.objects["bucket", "model/metrics.jsonl"].content.decode()
     assert_same_rows(parse_rows(metrics), rows_of(whole))
 
