@@ -245,7 +245,7 @@ def _pickled(path: str) -> dict[str, StoredTensor]:
     try:
         with files.open_file(path) as file, zipfile.ZipFile(file) as directory:
             records = _records(directory)
-            if {"data.pkl"} - records.keys():
+            if "data.pkl" not in records:
                 raise InputError(archive)
             if "byteorder" in records and _read(path, file, records["byteorder"]) != b"little":
                 raise InputError(f"{path} is in big-endian byte order; use the safetensors files")
@@ -404,7 +404,7 @@ class _TorchTensor(NamedTuple):
 class _Unpickler(pickle.Unpickler):
     """Unpickles what torch.save writes for a mapping of tensors, and refuses all else.
 
-    Only the functions in `find_class` can be called, none of which runs code of the file.
+    Only the functions in `find_class` can be called, and they run no code of the file.
     """
 
     def __init__(self, file: io.BytesIO, records: dict[str, _Record]):

@@ -70,7 +70,7 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
       mp: the number of devices per replica; None if --mp is not given.
       default: the number of devices per replica if neither --dp nor --mp is given.  A default
         above `devices` is reduced to `devices`.
-      devices: the number of devices of the slice, all of which the mesh must use.
+      devices: the number of devices of the slice; the mesh must use all of them.
 
     Raises:
       InputError: if dp times mp cannot be `devices`.

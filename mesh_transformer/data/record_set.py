@@ -120,7 +120,7 @@ class RecordSet:
 
     There are two kinds of records; all features are int64:
 
-    * Plain text has one feature, `text`, [T + 1]: the tokens, all of which count in the loss.
+    * Plain text has one feature, `text`, [T + 1]: the tokens; all of them count in the loss.
     * Other records have the features `input_ids`, `labels` (the next tokens) and `input_mask` (1
       where the label counts in the loss), [T] each.  Records that pack several texts also have
       `segment_ids`, [T]: the number of the text that each token belongs to.

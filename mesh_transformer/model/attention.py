@@ -309,7 +309,7 @@ def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
     """Wrap `kernel` to run on each device's heads and to use the kernel's own gradient.
 
     The wrapper is a `jax.custom_vjp`.  The forward pass saves the kernel's vjp function as a pytree
-    of residuals, each of which stays on the device that computed it.
+    of residuals; each residual stays on the device that computed it.
     """
     heads: Axes = (None, "mp")
     saved: Axes = ("mp",)
