@@ -5,83 +5,13 @@ import difflib
 import json
 import math
 import os
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mesh_transformer.util import InputError
-
-
-def describe(value: Any) -> str:
-    """Format a value with its type for an error line, such as `int 3`."""
-    return f"{type(value).__name__} {value!r}"
-
-
-def mismatch(value: Any, annotation: Any) -> str | None:
-    """Return None if a value matches a type annotation, otherwise a text such as "expected int".
-
-    The text ends with a hint if the mistake is a common one.
-    """
-    if _matches(value, annotation):
-        return None
-    hint = ""
-    if isinstance(value, str) and "Literal" in str(annotation):
-        options = [a for a in _literals(annotation) if isinstance(a, str)]
-        close = difflib.get_close_matches(value, options, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-    elif isinstance(value, str) and _matches(0.5, annotation) and _is_number(value):
-        hint = "; in YAML a number with an exponent needs a decimal point: 1.0e-4"
-    return f"expected {_format_type(annotation)}{hint}"
-
-
-def _matches(value: Any, annotation: Any) -> bool:
-    """Return whether a JSON value matches a type annotation.
-
-    An int is accepted as a float, but a bool is not accepted as an int or a float.
-    """
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, option) for option in arguments)
-    if origin is Literal:
-        return any(value == option and type(value) is type(option) for option in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_matches(v, arguments[0]) for v in value)
-    if origin is dict:
-        pairs = value.items() if isinstance(value, dict) else [(None, None)]
-        return all(_matches(k, arguments[0]) and _matches(v, arguments[1]) for k, v in pairs)
-    if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, annotation)
-
-
-def _format_type(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_format_type(a) for a in arguments)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(a) for a in arguments)
-    if origin in (list, dict):
-        return f"{origin.__name__} of {', '.join(_format_type(a) for a in arguments)}"
-    return "null" if annotation is type(None) else annotation.__name__
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _literals(annotation: Any) -> list[Any]:
-    if typing.get_origin(annotation) is Literal:
-        return list(typing.get_args(annotation))
-    return [a for option in typing.get_args(annotation) for a in _literals(option)]
-
+from mesh_transformer.families import BLOCKS, PRESETS, Block
+from mesh_transformer.util import InputError, describe, mismatch
 
 # Norms of a layer's input.
 Norm = Literal[
@@ -104,14 +34,6 @@ if not CONFIGS.is_dir():
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
-
-# The matrices that can have LoRA adapters, for each kind of block.  By default only the first
-# LORA_DEFAULTS[block] of them have adapters.
-LORA_TARGETS = {
-    "gptj": ("q", "v", "k", "o", "fc", "out"),
-    "geglu": ("fused_in", "fused_out"),
-}
-LORA_DEFAULTS = {"gptj": 2, "geglu": 1}
 
 
 @dataclass(frozen=True)
@@ -136,10 +58,21 @@ class Config:
     n_vocab: int  # rows of the embedding: the tokenizer's vocabulary, possibly padded
     seq: int = 2048  # tokens per sequence
     norm: Norm = "layernorm"  # norm of each layer's input; see `Norm`
-    pe: Literal["rotary", "fixed", "t5"] = "rotary"  # position embedding
+    # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
+    # rotary.
+    pe: Literal["rotary", "fixed", "t5"] | None = None
     pe_rotary_dims: int | None = None  # None: head_size
+    # The entries of a head that are rotated together: neighbours, or one of each half of the
+    # rotated part.  None: halves in block neox, else neighbours.
+    rotary_pairs: Literal["neighbours", "halves"] | None = None
     head_size: int | None = None  # None: d_model / n_heads
-    block: Literal["gptj", "geglu"] | None = None  # None: gptj in version 1, geglu in version 2
+    # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
+    block: Literal["gptj", "geglu", "gpt2", "neox"] | None = None
+    # GELU exactly, or with its tanh approximation.  None: gelu in block neox, else gelu_tanh.
+    activation: Literal["gelu", "gelu_tanh"] | None = None
+    tie_head: bool | None = None  # the output head is the embedding.  None: true in block gpt2
+    # Hugging Face's model type to export as.  None: the block's; codegen is a gptj, too.
+    hf_type: Literal["gptj", "codegen", "gpt2", "gpt_neox"] | None = None
     attention_window: int | None = None  # None: seq; earlier positions are masked
 
     # Partitioning over devices.
@@ -197,7 +130,7 @@ class Config:
     # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
     lora_rank: int = 0  # 0: train the whole model
     lora_alpha: float | None = None  # None: lora_rank; adapters are scaled by alpha / rank
-    # Names from LORA_TARGETS.  None: q and v in block gptj, fused_in in block geglu.
+    # Names from `families.BLOCKS`.  None: fused_in in block geglu, else q and v.
     lora_targets: list[str] | None = field(default=None, hash=False)
 
     # Run.
@@ -241,22 +174,26 @@ class Config:
         """Return {key: default} for the keys whose default depends on the values of other keys."""
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
+        block = BLOCKS[self.block or ("geglu" if second else "gptj")]
         return {
             "head_size": self.d_model // max(self.n_heads, 1),
             "pe_rotary_dims": head_size,
             "block": "geglu" if second else "gptj",
+            **block.defaults,
             "partitioning": "jit" if second else "shard_map",
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
             "anneal_steps": max(1, (self.total_steps or 0) - self.warmup_steps),
             "tpu_size": self.cores_per_replica,
             "lora_alpha": float(self.lora_rank),
-            "lora_targets": self._lora_defaults(),
+            "lora_targets": list(block.lora_targets[: block.lora_default]),
         }
 
-    def _lora_defaults(self) -> list[str]:
-        block = self.block or ("geglu" if self.version == 2 else "gptj")
-        return list(LORA_TARGETS[block][: LORA_DEFAULTS[block]])
+    @property
+    def layer_kind(self) -> Block:
+        """The properties of the model's block (see `families.BLOCKS`)."""
+        assert self.block is not None
+        return BLOCKS[self.block]
 
     @property
     def d_head(self) -> int:
@@ -341,30 +278,20 @@ class Config:
     def load(
         cls, path: str, version: int | None = None, changes: dict[str, Any] | None = None
     ) -> "Config":
-        """Read a config from a JSON or YAML file that holds one flat mapping.
+        """Read a config from a JSON or YAML file that holds one flat mapping, or take a preset.
 
         Args:
           path: a local path or a gs:// URI, or the name of a config in the folder configs/ or in
-            the library.  The names tiny, tiny.json and configs/tiny.json are equivalent.
+            the library, or of a preset (see `families.PRESETS`).  The names tiny, tiny.json and
+            configs/tiny.json are equivalent.
           version: if not None, it replaces the file's `version`.  The file's `block` and
             `partitioning` are then ignored, so these keys get the defaults of this version.
           changes: config keys whose values replace those in the file.
         """
-        try:
-            text = _read(path)
-        except OSError as error:
-            names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
-            raise InputError(
-                f"config {path} cannot be read ({error.strerror}); "
-                f"give the path of a JSON or YAML file, or one of {names}"
-            ) from None
-        except UnicodeDecodeError:
-            raise InputError(f"config {path}: not UTF-8 text; give a JSON or YAML file") from None
-        values = _parse(path, text)
-        if not isinstance(values, dict):
-            raise InputError(
-                f"config {path}: found {describe(values)}, expected one mapping of keys to values"
-            )
+        if path in PRESETS and not os.path.exists(path) and _named(path) is None:
+            values = dict(PRESETS[path])
+        else:
+            values = _read_mapping(path)
         if version is not None:
             values = {k: v for k, v in values.items() if k not in ("block", "partitioning")}
             values["version"] = version
@@ -457,6 +384,26 @@ def _named(path: str) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
+def _read_mapping(path: str) -> dict[str, Any]:
+    """Return the mapping in a config file; see `Config.load` for `path`."""
+    try:
+        text = _read(path)
+    except OSError as error:
+        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
+        raise InputError(
+            f"config {path} cannot be read ({error.strerror}); give the path of a JSON or YAML "
+            f"file, one of {names}, or a preset: {', '.join(PRESETS)}"
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"config {path}: not UTF-8 text; give a JSON or YAML file") from None
+    values = _parse(path, text)
+    if not isinstance(values, dict):
+        raise InputError(
+            f"config {path}: found {describe(values)}, expected one mapping of keys to values"
+        )
+    return values
+
+
 def _read(path: str) -> str:
     """Return the text of a config file; see `Config.load` for `path`."""
     if "://" not in path:
@@ -537,8 +484,21 @@ def _check(c: Config) -> None:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
         )
+    _check_block(c)
     _check_lora(c)
     _check_divisions(c)
+
+
+def _check_block(c: Config) -> None:
+    kinds = c.layer_kind.hf_types
+    if c.hf_type not in (kinds or (None,)):
+        allowed = " or ".join(map(repr, kinds)) or "null"
+        raise InputError(f"hf_type is {c.hf_type!r}, expected {allowed} (block {c.block})")
+    if c.original_bias_copies > 1 and not c.layer_kind.biased_ends:
+        raise InputError(
+            f"original_bias_copies is {c.original_bias_copies}, expected 1 with block {c.block}, "
+            "which the original does not have"
+        )
 
 
 def _check_lora(c: Config) -> None:
@@ -546,10 +506,9 @@ def _check_lora(c: Config) -> None:
         raise InputError(f"lora_rank is {c.lora_rank}, expected 0 (off) to d_model ({c.d_model})")
     assert c.lora_alpha is not None
     assert c.lora_targets is not None
-    assert c.block is not None
     if c.lora_rank and c.lora_alpha <= 0:
         raise InputError(f"lora_alpha is {c.lora_alpha}, expected above 0")
-    allowed = LORA_TARGETS[c.block]
+    allowed = c.layer_kind.lora_targets
     for target in c.lora_targets:
         if target not in allowed:
             raise InputError(

@@ -178,8 +178,8 @@ NOW = {
         "use mesh_transformer.transformer_shard.CausalTransformer.save(folder), then wait()"
     ),
     "mesh_transformer.transformer_shard.CausalTransformerShard": (
-        "use mesh_transformer.model.gptj.logits(params, tokens, config, par), or eval and generate "
-        "of mesh_transformer.transformer_shard.CausalTransformer"
+        "use mesh_transformer.model.transformer.logits(params, tokens, config, par), or eval and "
+        "generate of mesh_transformer.transformer_shard.CausalTransformer"
     ),
     "mesh_transformer.transformer_shard.CausalTransformerV2": (
         "use mesh_transformer.transformer_shard.CausalTransformer with version 2 in its config"

@@ -1,11 +1,14 @@
-"""Helpers shared by all modules: user-facing errors, exit statuses, size buckets and casts."""
+"""Helpers shared by all modules: user-facing errors, types of values, size buckets and casts."""
 
+import difflib
 import math
 import os
 import sys
+import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +62,75 @@ def brief(text: str, most: int = 60) -> str:
     start = " ".join(text[: 4 * most].split())
     start = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in start)
     return start if len(start) <= most and len(text) <= 4 * most else start[: most - 3] + "..."
+
+
+def describe(value: Any) -> str:
+    """Format a value with its type for an error line, such as `int 3`."""
+    return f"{type(value).__name__} {value!r}"
+
+
+def mismatch(value: Any, annotation: Any) -> str | None:
+    """Return None if a value matches a type annotation, otherwise a text such as "expected int".
+
+    The text ends with a hint if the mistake is a common one.
+    """
+    if _matches(value, annotation):
+        return None
+    hint = ""
+    if isinstance(value, str) and "Literal" in str(annotation):
+        options = [a for a in _literals(annotation) if isinstance(a, str)]
+        close = difflib.get_close_matches(value, options, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+    elif isinstance(value, str) and _matches(0.5, annotation) and _is_number(value):
+        hint = "; in YAML a number with an exponent needs a decimal point: 1.0e-4"
+    return f"expected {_format_type(annotation)}{hint}"
+
+
+def _matches(value: Any, annotation: Any) -> bool:
+    """Return whether a JSON value matches a type annotation.
+
+    An int is accepted as a float, but a bool is not accepted as an int or a float.
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, option) for option in arguments)
+    if origin is Literal:
+        return any(value == option and type(value) is type(option) for option in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(v, arguments[0]) for v in value)
+    if origin is dict:
+        pairs = value.items() if isinstance(value, dict) else [(None, None)]
+        return all(_matches(k, arguments[0]) and _matches(v, arguments[1]) for k, v in pairs)
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)
+
+
+def _format_type(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_format_type(a) for a in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    if origin in (list, dict):
+        return f"{origin.__name__} of {', '.join(_format_type(a) for a in arguments)}"
+    return "null" if annotation is type(None) else annotation.__name__
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    return [a for option in typing.get_args(annotation) for a in _literals(option)]
 
 
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:

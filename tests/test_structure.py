@@ -22,6 +22,7 @@ ROOMS = (
     "old_names",
     "util",
     "storage",
+    "families",
     "config",
     "mesh",
     "data",
@@ -248,7 +249,7 @@ def string_arguments(call: ast.Call) -> Iterator[str]:
 def collective_errors(module: str, source: str) -> list[str]:
     """Find collectives, PartitionSpecs, and axis names passed to JAX instead of `par`.
 
-    `model.layers` may not even import PartitionSpec; `model.gptj` may, to stack its layers.
+    `model.layers` may not even import PartitionSpec; `model.transformer` may, to stack its layers.
     """
     errors = []
     jax_modules = jax_names(source)
@@ -331,7 +332,7 @@ def test_every_folder_has_a_description():
     [
         "model.layers",
         "model.loss",
-        "model.gptj",
+        "model.transformer",
         "model.attention",
         "generation.decode",
         "generation.sampling",
@@ -393,12 +394,12 @@ def test_importing_the_package_loads_no_heavy_package():
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
-        ("mesh.devices", "from mesh_transformer.model import gptj", "may not import model"),
+        ("mesh.devices", "from mesh_transformer.model import transformer", "may not import model"),
         ("model.layers", "from mesh_transformer.training import step", "may not import training"),
         ("training.step", "def f():\n    import mesh_transformer.transformer_shard", ":2:"),
         ("training.loop", "from mesh_transformer.transformer_shard import C", "transformer_shard"),
         ("util", "from mesh_transformer import config", "may not import config"),
-        ("model.gptj", "from .layers import Norm", "relative import"),
+        ("model.transformer", "from .layers import Norm", "relative import"),
         ("helpers.files", "", "unknown room helpers"),
     ],
 )

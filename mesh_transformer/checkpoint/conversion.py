@@ -24,7 +24,7 @@ from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, check_absent, local_path, step_number
 from mesh_transformer.util import InputError, to_f32
@@ -377,7 +377,9 @@ def _logits(
     dtype = params["embed"]["embedding"]["w"].dtype.name
     # The first activation is f32, so each layer casts its weights to f32 when it uses them.
     outer = {part: to_f32(leaves) for part, leaves in params.items() if part != "layers"}
-    function = functools.partial(gptj.logits, config=config.replace(dtype="float32"), par=Auto())
+    function = functools.partial(
+        transformer.logits, config=config.replace(dtype="float32"), par=Auto()
+    )
     with jax.default_matmul_precision("highest"):
         logits_BTV = jax.jit(function)(params | outer, jnp.asarray(prompt))
     return np.asarray(logits_BTV[0, :, :tokens]), dtype

@@ -25,7 +25,7 @@ from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.declaration import Declaration, map_declared
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
@@ -231,19 +231,19 @@ class _Place(NamedTuple):
     layer: int | None
     transposed: bool
 
-    def find(self, params: gptj.Params) -> Any:
+    def find(self, params: transformer.Params) -> Any:
         """Return the leaf of `params` that holds the tensor's values.
 
         If the leaf is stacked over layers, all of its layers are returned.
         """
         return params[self.part][self.module][self.leaf]
 
-    def shape(self, params: gptj.Params) -> tuple[int, ...]:
+    def shape(self, params: transformer.Params) -> tuple[int, ...]:
         """Return the tensor's shape, with its axes in Hugging Face's order."""
         shape = self.find(params).shape[self.layer is not None :]
         return shape[::-1] if self.transposed else shape
 
-    def values(self, params: gptj.Params) -> np.ndarray:
+    def values(self, params: transformer.Params) -> np.ndarray:
         """Return the tensor's values, with its axes in Hugging Face's order."""
         leaf = self.find(params)
         values = np.asarray(leaf if self.layer is None else leaf[self.layer])
@@ -280,7 +280,7 @@ def read(
     config = config or stored_config
     places = _places(config)
     stored = _select_weights(folder, hf_files.find(folder), places)
-    declared = gptj.declarations(stored_config)
+    declared = transformer.declarations(stored_config)
     _check_stored(stored, places, map_declared(lambda d: np.broadcast_to(0, d.shape), declared))
     dtypes = _leaf_dtypes(stored, places, _dtype(dtype))
     params = {
@@ -291,7 +291,7 @@ def read(
             }
             for module, leaves in modules.items()
         }
-        for part, modules in gptj.declarations(config).items()
+        for part, modules in transformer.declarations(config).items()
     }
     state = {"params": params, "step": np.zeros((), np.int32)}
     return config, state if lazy else in_memory(state)
@@ -328,7 +328,7 @@ def write(
         storage fails.  If storage fails, nothing is left at `folder`.
     """
     check_expressible(config)
-    check_state(state, gptj.declarations(config))
+    check_state(state, transformer.declarations(config))
     chosen = Tokenizer.of(tokenizer, config, must_fit=trim_vocab)
     rows = len(chosen.loaded) if trim_vocab else config.n_vocab
     tensors = list(_tensors(state["params"], config, rows, _dtype(dtype)))
@@ -412,7 +412,7 @@ def _select_weights(
 
 
 def _check_stored(
-    stored: dict[str, StoredTensor], places: dict[str, _Place], expected: gptj.Params
+    stored: dict[str, StoredTensor], places: dict[str, _Place], expected: transformer.Params
 ) -> None:
     """Raise InputError if a tensor has an unexpected shape, or a dtype that is not in `DTYPES`.
 
@@ -494,7 +494,7 @@ def _lazy(
 
 
 def _tensors(
-    params: gptj.Params, config: Config, rows: int, dtype: np.dtype | None
+    params: transformer.Params, config: Config, rows: int, dtype: np.dtype | None
 ) -> Iterator[Tensor]:
     """Yield the tensors to write to a Hugging Face folder.
 
@@ -518,7 +518,7 @@ def _tensors(
 def _tensor_values(
     name: str,
     place: _Place,
-    params: gptj.Params,
+    params: transformer.Params,
     shape: tuple[int, ...],
     dtype: np.dtype,
     bias: np.ndarray | None,

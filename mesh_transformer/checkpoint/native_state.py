@@ -21,7 +21,7 @@ from mesh_transformer.checkpoint.state_tree import (
     nested,
 )
 from mesh_transformer.config import Config
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError
 
 
@@ -58,7 +58,7 @@ def read(
         config = Config.from_dict(step.config, f"{where}: saved config")
     check_same_model(config, step.config, where)
     full = optimizer and ("opt_state", "count") in step.leaves
-    expected_leaves = declared_leaves(gptj.trained(config), optimizer=full)
+    expected_leaves = declared_leaves(transformer.trained(config), optimizer=full)
     check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
     for key in expected_leaves:

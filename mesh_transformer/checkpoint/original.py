@@ -24,7 +24,7 @@ from mesh_transformer.checkpoint.original_files import Shard
 from mesh_transformer.checkpoint.state_tree import check_state
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import is_uri
 from mesh_transformer.util import InputError
@@ -114,7 +114,7 @@ def entries(config: Config, declared: Any) -> list[Entry]:
     The entries are sorted by mesh-transformer-jax's module names, then by its leaf names.
 
     Args:
-      declared: the declarations of the config's parameters, from `gptj.declarations`.
+      declared: the declarations of the config's parameters, from `transformer.declarations`.
 
     Raises:
       InputError: if checkpoints of mesh-transformer-jax (version 1) cannot represent the model.
@@ -328,7 +328,7 @@ def write(
         the step already exists, or storage fails.
     """
     count = config.cores_per_replica if shards is None else shards
-    declared = gptj.declarations(config)
+    declared = transformer.declarations(config)
     parameters = entries(config, declared)
     check_shards(config, parameters, count, folder, "choose another number of shards")
     check_state(state, declared)
@@ -362,7 +362,7 @@ def _open(path: str, config: Config) -> _Source:
             f"{path}: shard_{missing[0]} is missing, though shard_{numbers[-1]} exists; "
             f"copy shard_{missing[0]} as well"
         )
-    parameters = entries(config, gptj.declarations(config))
+    parameters = entries(config, transformer.declarations(config))
     remedy = f"copy all of its shards, or {_REMEDY}"
     check_shards(config, parameters, len(numbers), path, remedy)
     shards = [Shard(os.path.join(path, f"shard_{i}"), len(numbers)) for i in numbers]

@@ -25,7 +25,7 @@ from mesh_transformer.generation.sampling import (
 )
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import gptj, lora
+from mesh_transformer.model import lora, transformer
 from mesh_transformer.model.attention import LayerCache, causal_bias
 from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
@@ -74,7 +74,7 @@ class DecodeState(NamedTuple):
         return self.caches[0].v_BHSK.shape[2]
 
 
-def weights_of(params: gptj.Params, config: Config) -> Weights:
+def weights_of(params: transformer.Params, config: Config) -> Weights:
     """Convert parameters to the weights that generation uses.
 
     The layers are unstacked, LoRA adapters are merged, and arrays are cast to `config.dtype`.  If
@@ -100,7 +100,7 @@ def weight_declarations(config: Config) -> Weights:
 
     If the config quantizes weights, the declarations describe the arrays before quantization.
     """
-    declared = gptj.declarations(config.merged())
+    declared = transformer.declarations(config.merged())
     layer = map_declared(lambda d: d.unstack(), declared["layers"])
     return declared | {"layers": (layer,) * config.layers}
 
@@ -164,7 +164,7 @@ def _forward(
       The residual stream x_BTD, and one cache per layer: the updated cache or, if `caches` is None,
       the keys and values of `tokens_BT`.
     """
-    parts = gptj.transforms(config, par)
+    parts = transformer.transforms(config, par)
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
     filled = []
     for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
@@ -190,7 +190,7 @@ def _context(
     """
     bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
     if config.pe == "t5":
-        relative = gptj.transforms(config, par)["relative"]
+        relative = transformer.transforms(config, par)["relative"]
         bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
     return Context(positions_BT, bias_BHTS, slot_B)
 
@@ -198,7 +198,7 @@ def _context(
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
     """Return the logits for this device's shard of the vocabulary."""
     projection = int8.restore(weights["proj"], config.dtype, x_BTD)
-    return gptj.transforms(config, par)["proj"].apply(projection, x_BTD)
+    return transformer.transforms(config, par)["proj"].apply(projection, x_BTD)
 
 
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:

@@ -11,7 +11,7 @@ import jax
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import is_declaration
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import block_length
 
 
@@ -32,7 +32,7 @@ def n_params(config: Config) -> int:
     Each bias is counted once, although the original mesh-transformer-jax stores some biases on
     every shard.
     """
-    declared = gptj.declarations(config.merged())
+    declared = transformer.declarations(config.merged())
     return sum(math.prod(d.shape) for d in jax.tree.leaves(declared, is_leaf=is_declaration))
 
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model.gptj import (
+from mesh_transformer.model.transformer import (
     Params,
     declarations,
     residual_stream,
@@ -132,7 +132,7 @@ def losses(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Losses:
-    """Compute the model's losses at every position; see `gptj.logits` for `segments_BT`."""
+    """Compute the model's losses at every position; see `transformer.logits` for `segments_BT`."""
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
     projection = transforms(config, par)["proj"].apply
@@ -170,7 +170,7 @@ def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> L
     Args:
       mask: 1 at positions that count in the loss, else 0, [..., T].
       segments: segment numbers, [..., T], for sequences that pack several texts (see
-        `gptj.logits`).  By default, each sequence is one text.
+        `transformer.logits`).  By default, each sequence is one text.
     """
     every, length = mask.astype(jnp.float32), mask.shape[-1]
     runs = jnp.zeros_like(mask, jnp.int32) if segments is None else segment_runs(segments)[0]

@@ -25,7 +25,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh import program
 from mesh_transformer.mesh.parallel import Manual
 from mesh_transformer.mesh.placement import Rows
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.performance import benchmark, hlo
 from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
@@ -129,7 +129,7 @@ def patched_library(variant: Variant) -> Iterator[None]:
             patches.enter_context(mock.patch.object(jax.lax, "scan", unroll_layers))
             patches.enter_context(mock.patch.object(jax, "checkpoint", checkpoint_outside_scan))
         if variant.no_remat:
-            patches.enter_context(mock.patch.object(gptj, "_remat", lambda run, _: run))
+            patches.enter_context(mock.patch.object(transformer, "_remat", lambda run, _: run))
         if variant.no_donation:
             patches.enter_context(mock.patch.object(jax, "jit", jit_without_donation))
         yield

@@ -21,7 +21,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import batch, decode
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.devices import abstract, named
-from mesh_transformer.model import flops, gptj
+from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.performance.roofline import (
@@ -415,7 +415,7 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
 
 def _abstract_weights(config: Config, mesh: Mesh) -> decode.Weights:
     """Return the shapes and shardings of the weights that generation reads."""
-    params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(decode.weights_of, config=config), params)
     return abstract(shapes, named(mesh, decode.weight_specs(config)))
 

@@ -15,7 +15,7 @@ from mesh_transformer.mesh.declaration import combine, is_declaration, partition
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import compiled, compiler_options, parallel_of, partitioned
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
 from mesh_transformer.training import spikes
@@ -38,11 +38,11 @@ def init_state(config: Config, key: Array) -> State:
         step: the number of completed updates.
         norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
     """
-    params, frozen = partition(gptj.declarations(config), gptj.init(config, key))
+    params, frozen = partition(transformer.declarations(config), transformer.init(config, key))
     return {
         "params": to_bf16(params) if config.early_cast else params,
         "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
-        "opt_state": Optimizer(config, gptj.trained(config)).init(params),
+        "opt_state": Optimizer(config, transformer.trained(config)).init(params),
         "step": jnp.zeros((), jnp.int32),
         **({"norms": spikes.fresh_norms()} if config.skip_spikes else {}),
     }
@@ -65,10 +65,10 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
 def state_specs(config: Config, mesh: Mesh) -> State:
     """Return the `PartitionSpec` of every leaf of the state between steps."""
     par = parallel_of(config, mesh)
-    params = par.at_rest(gptj.trained(config))
+    params = par.at_rest(transformer.trained(config))
     return {
         "params": params,
-        "frozen": par.at_rest(gptj.frozen(config)),
+        "frozen": par.at_rest(transformer.frozen(config)),
         "opt_state": {"count": P(), "mu": params, "nu": params},
         "step": P(),
         **({"norms": P()} if config.skip_spikes else {}),
@@ -87,9 +87,9 @@ def gradients(
       batch: `obs` and `target` [A, B, T], and optionally `loss_mask` and `segment_ids` (see
         `CausalTransformer.train`).  Inside a `shard_map`, B counts only the device's sequences.
     """
-    declared = gptj.trained(config)
+    declared = transformer.trained(config)
     params = par.compute_copy(params, declared, config.dtype)
-    frozen = par.compute_copy(frozen, gptj.frozen(config), config.dtype)
+    frozen = par.compute_copy(frozen, transformer.frozen(config), config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights = None if mask is None else loss_weights(mask, par, segments)
     squares = Optimizer(config, declared).squares
@@ -137,7 +137,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     batch = P(None, "dp")  # for all arrays of the batch
     measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
-    optimizer = Optimizer(config, gptj.trained(config))
+    optimizer = Optimizer(config, transformer.trained(config))
     specs = (layout["params"], layout["frozen"], batch), (layout["params"], measured)
     measure = partitioned(
         gradients,
@@ -192,7 +192,7 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
       batch: `obs` and `target` [B, T], and optionally `segment_ids`.  Inside a `shard_map`, B
         counts only the device's sequences.
     """
-    params = par.compute_copy(params, gptj.declarations(config), config.dtype)
+    params = par.compute_copy(params, transformer.declarations(config), config.dtype)
     segments = batch.get("segment_ids")
     per_token = losses(params, batch["obs"], batch["target"], config, par, segments)
     return {
@@ -205,8 +205,8 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
 
 def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Array:
     """Return the next-token logits [B, T, V], in f32, after each of `tokens` [B, T]."""
-    params = par.compute_copy(params, gptj.declarations(config), config.dtype)
-    return par.gather(gptj.logits(params, tokens, config, par))
+    params = par.compute_copy(params, transformer.declarations(config), config.dtype)
+    return par.gather(transformer.logits(params, tokens, config, par))
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
@@ -215,7 +215,7 @@ def check_zero(config: Config, mesh: Mesh) -> None:
         return
     dp = mesh.shape["dp"]
     declared = jax.tree_util.tree_leaves_with_path(
-        gptj.declarations(config.merged()), is_leaf=is_declaration
+        transformer.declarations(config.merged()), is_leaf=is_declaration
     )
     for path, declaration in declared:
         if declaration.decay and declaration.zero_axis(dp) is None:
@@ -244,7 +244,7 @@ def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
 
 def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
     """Return a compiled function from trained parameters to a fresh optimizer state."""
-    optimizer = Optimizer(config, gptj.trained(config))
+    optimizer = Optimizer(config, transformer.trained(config))
     return jax.jit(
         optimizer.init, out_shardings=named(mesh, state_specs(config, mesh)["opt_state"])
     )

@@ -21,7 +21,7 @@ import numpy as np
 from mesh_transformer.checkpoint import original
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration, map_declared
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError, run_script
 
 CONVERTER = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
@@ -60,7 +60,7 @@ def write_model(folder: Path, config: Config) -> int:
             declaration.shape
         )
 
-    params = map_declared(weights, gptj.declarations(config))
+    params = map_declared(weights, transformer.declarations(config))
     state = {"params": params, "step": np.zeros((), np.int32)}
     original.write(str(folder), state, config, shards=8)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -11,7 +11,7 @@ from mesh_transformer.checkpoint import conversion, hf, native_state, original
 from mesh_transformer.checkpoint.host_arrays import FLOATS, cast
 from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.mesh.declaration import map_declared
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError
 
 
@@ -65,7 +65,7 @@ def weights(config, dtype: DTypeLike = np.float32):
     """Random weights with an embedding bias of zero, which every format can represent."""
     rng = np.random.default_rng(0)
     params = map_declared(
-        lambda d: rng.normal(size=d.shape).astype(dtype), gptj.declarations(config)
+        lambda d: rng.normal(size=d.shape).astype(dtype), transformer.declarations(config)
     )
     params["embed"]["embedding"]["b"][...] = 0
     return {"params": params, "step": np.zeros((), np.int32)}

@@ -19,7 +19,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError
 
 SEQ = 24
@@ -57,7 +57,8 @@ def host_state(config, seed=0, bias=True, dtype=np.float32):
     """Return a host state of random weights; if `bias` is False, the embedding's bias is zero."""
     rng = np.random.default_rng(seed)
     params = map_declared(
-        lambda d: (rng.standard_normal(d.shape) * 0.3).astype(dtype), gptj.declarations(config)
+        lambda d: (rng.standard_normal(d.shape) * 0.3).astype(dtype),
+        transformer.declarations(config),
     )
     if not bias:
         params["embed"]["embedding"]["b"][...] = 0
@@ -71,7 +72,7 @@ def small_config(**changes):
 
 def logits(state, config, tokens):
     config = config.replace(dtype="float32")
-    return np.asarray(gptj.logits(state["params"], jnp.asarray(tokens), config, Auto()))
+    return np.asarray(transformer.logits(state["params"], jnp.asarray(tokens), config, Auto()))
 
 
 def tokens_for(vocab):
@@ -95,7 +96,7 @@ def assert_same_state(actual, expected):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
-    map_declared(same, gptj.declarations(actual[0]), actual[1]["params"], expected["params"])
+    map_declared(same, transformer.declarations(actual[0]), actual[1]["params"], expected["params"])
 
 
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
@@ -199,7 +200,7 @@ def test_dtype_argument_casts_the_weights(tmp_path):
         {
             "params": map_declared(
                 lambda _, x: x.astype(ml_dtypes.bfloat16),
-                gptj.declarations(config),
+                transformer.declarations(config),
                 state["params"],
             )
         },

@@ -10,7 +10,7 @@ from mesh_transformer.checkpoint import conversion, original
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf, in_memory
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import map_declared
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError
 
 rng = np.random.default_rng(3)
@@ -90,7 +90,7 @@ def test_conversion_holds_one_layer_in_memory_at_a_time(tmp_path):
     sizes = {"layers": 24, "d_model": 256, "n_heads": 4, "n_vocab": 256}
     config = Config.from_dict(sizes | {"cores_per_replica": 4, "pe_rotary_dims": 32})
     params = map_declared(
-        lambda d: rng.standard_normal(d.shape, np.float32), gptj.declarations(config)
+        lambda d: rng.standard_normal(d.shape, np.float32), transformer.declarations(config)
     )
     # The hf format folds this bias into the embedding; with zeros the round trip is exact.
     params["embed"]["embedding"]["b"][...] = 0

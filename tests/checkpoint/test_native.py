@@ -31,7 +31,7 @@ from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
 from mesh_transformer.mesh.declaration import map_declared
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.storage import access
 from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.storage.locks import LocalLock
@@ -679,7 +679,7 @@ def test_host_arrays_are_saved_and_restored_on_any_mesh(tmp_path):
 def test_new_model_folder_appears_only_when_complete(tmp_path, monkeypatch, small):
     """An interrupted write leaves nothing under its name, so that a second attempt succeeds."""
     config, folder = small(layers=1), tmp_path / "new"
-    params = map_declared(lambda d: np.ones(d.shape, np.float32), gptj.declarations(config))
+    params = map_declared(lambda d: np.ones(d.shape, np.float32), transformer.declarations(config))
     state = {"params": params, "step": np.zeros((), np.int32)}
     save = Checkpoints.save
 

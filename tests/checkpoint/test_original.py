@@ -25,7 +25,7 @@ from mesh_transformer.checkpoint.original_files import split, step_folder
 from mesh_transformer.config import Norm
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.devices import named
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.training.step import state_specs
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -40,7 +40,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def random_state(config, *, seed=0, dtype=np.float32, full=True):
     """Return a state of random leaves; if `full`, with Adam's moments, of which nu is positive."""
     rng = np.random.default_rng(seed)
-    declared = gptj.declarations(config)
+    declared = transformer.declarations(config)
 
     def tree(dtype):
         return map_declared(
@@ -171,7 +171,7 @@ def test_names_and_order_match_the_originals_list_of_leaves(variant, n):
     lines = (ORIGINAL / variant / "leaves.txt").read_text().splitlines()
     listed = re.findall(r"\['params'\]\['(.*)'\]\['(.*)'\]", "\n".join(lines))
     config = original_config(variant)
-    actual = entries(config, gptj.declarations(config))
+    actual = entries(config, transformer.declarations(config))
     assert [entry.name for entry in actual] == [" ".join(names) for names in listed]
     assert len(actual) == n
     places = [
@@ -241,7 +241,7 @@ def haiku_names(config):
 @pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
 def test_names_and_order_match_haikus(small, norm, pe):
     config = small(layers=11, norm=norm, pe=pe)  # layer_10 is sorted between layer_1 and layer_2
-    actual = [entry.name for entry in entries(config, gptj.declarations(config))]
+    actual = [entry.name for entry in entries(config, transformer.declarations(config))]
     assert actual == haiku_names(config)
 
 
@@ -307,7 +307,7 @@ def test_bf16_moments_are_written_as_f32(small, tmp_path):
 
 def leaf_of(folder, config, shard, group, name):
     """Return one array of a full checkpoint, located by its index among the leaves."""
-    names = [entry.name for entry in entries(config, gptj.declarations(config))]
+    names = [entry.name for entry in entries(config, transformer.declarations(config))]
     n = len(names)
     position = next(i for i, entry_name in enumerate(names) if entry_name.endswith(name))
     index = position + {"mu": 1, "nu": n + 1, "params": 2 * n + 2}[group]
@@ -415,7 +415,7 @@ def test_leaves_that_all_shards_contain_are_averaged(small, tmp_path):
     config = small(norm="rmsnorm")
     state = random_state(config)
     folder = write(str(tmp_path / "model"), state, config, shards=2)
-    names = [entry.name for entry in entries(config, gptj.declarations(config))]
+    names = [entry.name for entry in entries(config, transformer.declarations(config))]
     places = split(3 * len(names) + 3)
     # Leaf names, and the index at which each group begins: params for the first leaf, mu for the
     # second.
@@ -443,7 +443,7 @@ def test_step_is_read_from_the_schedules_count(small, tmp_path):
     config = small()
     state = random_state(config)
     folder = write(str(tmp_path / "model"), state, config, shards=2)
-    n = len(entries(config, gptj.declarations(config)))
+    n = len(entries(config, transformer.declarations(config)))
     piece = next(p for p, (first, end) in enumerate(split(3 * n + 3)) if first <= 2 * n + 1 < end)
     place = f"arr_{2 * n + 1 - split(3 * n + 3)[piece][0]}"
     edit(f"{folder}/shard_0/{piece}.npz", lambda arrays: arrays.update({place: np.int32(3)}))

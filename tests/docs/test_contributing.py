@@ -94,7 +94,7 @@ def test_the_guide_has_paths_targets_and_code_to_check():
         (target_errors, "`make tests`"),
         (target_errors, "```bash\nmake check   # all\n```"),
         (identifier_errors, "`TransformerLayers`"),
-        (identifier_errors, "`gptj.declarationz`"),
+        (identifier_errors, "`transformer.declarationz`"),
     ],
 )
 def test_a_rule_detects_an_error(rule, text):

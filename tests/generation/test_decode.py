@@ -17,13 +17,13 @@ from mesh_transformer.generation.batch import MOST_STEPS, Batch
 from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import LayerCache, write
 from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import AS_USERS_COMPILE, DATA
-from tests.model.test_gptj import KINDS, base_of, full_pass, small_config, weights
+from tests.model.test_transformer import KINDS, base_of, full_pass, small_config, weights
 from tests.training.test_parity import network_at_step_0
 
 WINDOW = 24
@@ -56,7 +56,7 @@ def full_logprobs(config: Config, tokens: np.ndarray) -> np.ndarray:
     # A position table has a fixed length; without one, sequences may have any length.
     seq = config.seq if config.pe == "fixed" else width
     full_config = config.replace(seq=seq, attention_window=min(config.window, width))
-    run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, full_config, Auto()))
+    run = jax.jit(lambda params, tokens: transformer.logits(params, tokens, full_config, Auto()))
     return np.asarray(jax.nn.log_softmax(run(weights(base_of(config)), tokens)))
 
 

@@ -15,7 +15,7 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.declaration import Declaration
 from tests.conftest import AS_USERS_COMPILE
 from tests.generation.test_decode import PLACES, by_token, network_of, random_prompts
-from tests.model.test_gptj import small_config
+from tests.model.test_transformer import small_config
 from tests.training.test_parity import network_at_step_0
 
 MATRICES = [

@@ -19,7 +19,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.mesh.devices import make_mesh
 from mesh_transformer.mesh.parallel import Manual
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.performance.hlo import Collective, Groups, Loop, groups_of, parse
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
@@ -108,7 +108,7 @@ def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **cha
     assert {c.groups for c in inside} == {over("mp")}
 
     # Every gradient is summed over dp exactly once per step, as are four metrics.
-    declared = gptj.declarations(Config.from_dict(SMALL | {"layers": 4} | changes))
+    declared = transformer.declarations(Config.from_dict(SMALL | {"layers": 4} | changes))
     all_declarations = jax.tree.leaves(declared, is_leaf=lambda node: isinstance(node, Declaration))
     leaves = [d for d in all_declarations if not d.frozen]
     entries = sum(math.prod(d.shape) // (MP if "mp" in tuple(d.spec) else 1) for d in leaves)

@@ -16,7 +16,7 @@ from mesh_transformer.config import Config, Norm
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import flops, gptj
+from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.util import InputError
 
@@ -30,7 +30,7 @@ def small(**changes) -> Config:
     )
 
 
-def test_gptj_6b_has_the_published_number_of_parameters():
+def test_transformer_6b_has_the_published_number_of_parameters():
     """Compare with Hugging Face's count and with the original's.
 
     Hugging Face's GPT-J has 6,050,882,784 parameters, without an embedding bias; ours has one.  The
@@ -43,7 +43,7 @@ def test_gptj_6b_has_the_published_number_of_parameters():
     assert flops.n_params(GPTJ_6B) + copies == 6_053_381_344
 
 
-def test_gptj_6b_needs_39_gigaflops_per_token():
+def test_transformer_6b_needs_39_gigaflops_per_token():
     # The matrices have 12 D^2 parameters per layer, and V x D twice.
     matrices = 28 * 12 * 4096**2 + 2 * 50400 * 4096
     assert flops.flops_per_token(GPTJ_6B) == 6 * matrices
@@ -58,7 +58,7 @@ def test_gptj_6b_needs_39_gigaflops_per_token():
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_parameter_counts_match_the_declarations(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)
-    declared = gptj.declarations(config)
+    declared = transformer.declarations(config)
     leaves = jax.tree.leaves(declared, is_leaf=is_declaration)
     assert flops.n_params(config) == sum(math.prod(leaf.shape) for leaf in leaves)
     # Biases, norms and position tables are not used in matmuls.
@@ -142,7 +142,7 @@ def test_hardware_flops_match_the_matmuls_of_a_traced_step(remat, block, attenti
     def loss(params):
         return train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
 
-    params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
     traced = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
     expected = flops.hardware_flops_per_token(config, attention)
     assert matmul_flops(traced) == tokens.size * expected

@@ -15,7 +15,8 @@ from mesh_transformer.checkpoint import conversion, loading, native_state
 from mesh_transformer.checkpoint.integrity import host_checksum
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.source import FORMATS, Source
-from mesh_transformer.config import LORA_TARGETS, Config
+from mesh_transformer.config import Config
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.generation import batch as running_batch
 from mesh_transformer.mesh.declaration import combine
 from mesh_transformer.mesh.devices import make_mesh, named
@@ -100,7 +101,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     ],
 )
 def test_every_mesh_trains_adapters_like_the_merged_model_without_changing_the_base(block, split):
-    targets = list(LORA_TARGETS[block])
+    targets = list(BLOCKS[block].lora_targets)
     config = lora_config(block=block, lora_targets=targets, clip_norm=1e9)
     state, batch = state_of(config), random_batch(config, 2, 4)
     expected, expected_metrics = trained(config, state, batch)
@@ -140,7 +141,7 @@ def test_gradients_of_the_base_are_not_computed():
         shapes = set(products(traced.jaxpr))
         return shapes & {(64, 64), (64, 256), (256, 64), (64, 128), (128, 64)}
 
-    config = lora_config(lora_targets=list(LORA_TARGETS["gptj"]))
+    config = lora_config(lora_targets=list(BLOCKS["gptj"].lora_targets))
     assert (
         len(gradient_shapes(config.merged())) == 4
     )  # (128, 64) is missing: the embedding is a lookup

@@ -11,7 +11,7 @@ import pytest
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.model.loss import cross_entropy, loss_weights
 from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -49,7 +49,7 @@ def masked_batch(config: Config, accumulation: int = ACCUMULATION) -> dict[str, 
 def numpy_losses(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the losses, computed from the model's logits with NumPy in float64."""
     params = state_of(config)["params"]
-    call = jax.jit(functools.partial(gptj.logits, config=config, par=Auto()))
+    call = jax.jit(functools.partial(transformer.logits, config=config, par=Auto()))
     sums, squares, last, positions = 0.0, 0.0, [], batch["loss_mask"].astype(bool)
     for obs, target, mask in zip(batch["obs"], batch["target"], positions, strict=True):
         logits = np.asarray(call(params, obs), np.float64)
@@ -120,7 +120,7 @@ def test_masked_positions_get_no_gradient():
 
     def loss(offset: jax.Array) -> jax.Array:
         """Return the loss with `offset` added to the logits."""
-        logits = offset + gptj.logits(params, batch["obs"], CONFIG, Auto())
+        logits = offset + transformer.logits(params, batch["obs"], CONFIG, Auto())
         result = cross_entropy(logits, batch["target"], Auto())
         return jnp.mean(weights.every_BT * result.loss_BT)
 

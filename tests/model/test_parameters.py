@@ -1,4 +1,4 @@
-"""The parameter table in the docstring of `gptj` against the code."""
+"""The parameter table in the docstring of `model.transformer` against the code."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.checkpoint.state_tree import leaves
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import is_declaration
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from tests.conftest import SMALL
 
 NORMS = [
@@ -30,8 +30,8 @@ CONFIGS = [{"norm": norm} for norm in NORMS] + [{"block": "geglu", "pe": "t5"}, 
 
 def rows(heading: str) -> list[list[str]]:
     """Return the rows of the docstring's table with a heading, each as a list of cells."""
-    assert gptj.__doc__ is not None
-    (table,) = re.findall(rf"^    ({heading} .*(?:\n    \S.*)*)", gptj.__doc__, re.MULTILINE)
+    assert transformer.__doc__ is not None
+    (table,) = re.findall(rf"^    ({heading} .*(?:\n    \S.*)*)", transformer.__doc__, re.MULTILINE)
     return [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[1:]]
 
 
@@ -65,7 +65,9 @@ def documented(config: Config) -> dict[str, tuple[str, str]]:
 def test_documented_shapes_and_layouts_match_the_declarations(changes):
     config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
     values: dict[str, Any] = symbols(config)
-    declared = jax.tree.flatten_with_path(gptj.declarations(config), is_leaf=is_declaration)[0]
+    declared = jax.tree.flatten_with_path(transformer.declarations(config), is_leaf=is_declaration)[
+        0
+    ]
     actual = {"/".join(key.key for key in path): (d.shape, d.spec) for path, d in declared}
 
     def layout(cells: str) -> tuple[tuple[int, ...], P]:
@@ -80,7 +82,7 @@ def test_documented_shapes_and_layouts_match_the_declarations(changes):
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: "-".join(changes.values()))
 def test_documented_initial_values_match_the_code(changes):
     config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
-    params = jax.jit(gptj.init, static_argnums=0)(config, jax.random.key(0))
+    params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(0))
     actual = {"/".join(path): np.asarray(leaf) for path, leaf in leaves(params).items()}
     for name, (_, value) in documented(config).items():
         number = eval(value.removeprefix("normal"), {}, symbols(config))

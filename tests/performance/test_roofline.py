@@ -19,7 +19,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import attention as attention_module
-from mesh_transformer.model import flops, gptj
+from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.performance import hlo, scaling, search
 from mesh_transformer.performance.hlo import Program
@@ -328,7 +328,7 @@ def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, r
         par = Auto(attention=attention)
         return train_loss(to_bf16(params), tokens, tokens, config, par)[0]
 
-    params = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
     saved = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))
     kept = sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize

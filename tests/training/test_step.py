@@ -14,15 +14,15 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
-from tests.model.test_gptj import weights
+from tests.model.test_transformer import weights
 
 STEPS, ACCUMULATION, BATCH = 3, 2, 8
-WEIGHT_SCALE = 0.5  # the weights of `tests.model.test_gptj` are too large for training
+WEIGHT_SCALE = 0.5  # the weights of `tests.model.test_transformer` are too large for training
 MESHES = [
     ("shard_map", 1, 8, 0),
     ("shard_map", 2, 4, 0),
@@ -312,7 +312,7 @@ def test_micro_norms_are_the_norms_of_the_replicas_gradients(partitioning, zero)
     batch = random_batch(config, 2, 2)
     mesh = mesh_of(2, 4)
     state = fresh_state(config.replace(partitioning="jit", zero=0, cores_per_replica=1))
-    declared = gptj.declarations(config)
+    declared = transformer.declarations(config)
 
     def square(grads: Any) -> float:
         squares = map_declared(
@@ -374,7 +374,7 @@ def test_zero_reports_the_matrix_that_it_cannot_shard():
 
 def test_the_state_between_steps_is_sharded_by_zero():
     mesh = mesh_of(2, 4)
-    declared = gptj.declarations(small_config())
+    declared = transformer.declarations(small_config())
     for stage, shards in ((0, 4), (1, 8), (3, 8)):
         config = on_mesh(small_config(), "shard_map", 4, stage)
         layout = named(mesh, step.state_specs(config, mesh)["params"])

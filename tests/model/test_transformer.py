@@ -12,7 +12,7 @@ import pytest
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import is_declaration, map_declared
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import gptj
+from mesh_transformer.model import transformer
 from mesh_transformer.model.loss import train_loss
 from tests.conftest import SMALL
 
@@ -37,7 +37,7 @@ def weights(config: Config) -> Any:
             return 0.3 * noise
         return 0.02 * noise + (gain if path[-1].key == "scale" else 0)
 
-    declared = gptj.declarations(config)
+    declared = transformer.declarations(config)
     return jax.tree_util.tree_map_with_path(draw, declared, is_leaf=is_declaration)
 
 
@@ -50,7 +50,7 @@ def base_of(config: Config) -> Config:
 
 def full_pass(config: Config, base: Config) -> Any:
     """Return a function from tokens to logits, with the weights of `base`, on one device."""
-    run = jax.jit(lambda params, tokens: gptj.logits(params, tokens, config, Auto()))
+    run = jax.jit(lambda params, tokens: transformer.logits(params, tokens, config, Auto()))
     return lambda tokens: run(weights(base), np.asarray(tokens, np.uint32))
 
 
@@ -60,7 +60,7 @@ KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotar
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_initial_weights_have_the_standard_deviations_of_the_original(block):
     config = small_config(block=block, d_model=128, n_vocab=256, layers=4, pe="fixed")
-    params = jax.jit(functools.partial(gptj.init, config))(jax.random.key(0))
+    params = jax.jit(functools.partial(transformer.init, config))(jax.random.key(0))
     output = 2 / config.layers / math.sqrt(config.d_model)
     fan_in = config.d_model**-0.5
     layer, modules = params["layers"]["layer"], params["layers"]
@@ -91,8 +91,8 @@ def test_initial_weights_have_the_standard_deviations_of_the_original(block):
 @pytest.mark.parametrize(("block", "pe"), KINDS)
 def test_declarations_match_the_parameters(block, pe, norm):
     config = small_config(block=block, pe=pe, norm=norm, cores_per_replica=4)
-    shapes = jax.eval_shape(functools.partial(gptj.init, config), jax.random.key(0))
-    declared = gptj.declarations(config)
+    shapes = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
+    declared = transformer.declarations(config)
 
     def check(path: Any, leaf: Any, declaration: Any) -> None:
         name = jax.tree_util.keystr(path)
@@ -146,7 +146,7 @@ def test_remat_dots_saves_only_the_results_of_matmuls(small, block):
 
     def saved(policy: str) -> int:
         config = small(block=block, remat=policy)
-        params = jax.eval_shape(lambda: gptj.init(config, jax.random.key(0)))
+        params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
         tokens = jnp.zeros((1, config.seq), jnp.int32)
         loss = lambda p: train_loss(p, tokens, tokens, config, Auto())[0]  # noqa: E731
         backward = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
