@@ -90,6 +90,7 @@ def weights_of(params: transformer.Params, config: Config) -> Weights:
     weights = params | {"layers": tuple(unstacked(layer) for layer in range(config.layers))}
     if not config.int8_weights:
         return jax.tree.map(lambda x: x.astype(config.dtype), weights)
+    weights["proj"] = transformer.projection_params(weights)
     in_8_bits = {name: int8.quantize(weights[name], declared[name]) for name in MATRICES}
     rest = {name: weights[name] for name in weights if name not in MATRICES}
     return jax.tree.map(lambda x: x.astype(config.dtype), rest) | in_8_bits
@@ -100,8 +101,11 @@ def weight_declarations(config: Config) -> Weights:
 
     If the config quantizes weights, the declarations describe the arrays before quantization.
     """
-    declared = transformer.declarations(config.merged())
+    merged = config.merged()
+    declared = transformer.declarations(merged)
     layer = map_declared(lambda d: d.unstack(), declared["layers"])
+    if config.int8_weights:  # of a tied head there is a quantized copy
+        declared = declared | {"proj": transformer.declared_projection(merged)}
     return declared | {"layers": (layer,) * config.layers}
 
 
@@ -197,7 +201,8 @@ def _context(
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
     """Return the logits for this device's shard of the vocabulary."""
-    projection = int8.restore(weights["proj"], config.dtype, x_BTD)
+    projection = transformer.projection_params(weights)
+    projection = int8.restore(projection, config.dtype, x_BTD)
     return transformer.transforms(config, par)["proj"].apply(projection, x_BTD)
 
 

@@ -25,6 +25,8 @@ class Declaration:
         shard.  The original sums these copies over mp, so each copy is this library's bias divided
         by mp.
       adapter: whether this is one of the two factors of a LoRA adapter.
+      fanned_out: whether the parameter, which mp does not split, is applied to activations after
+        `Parallel.fan_out`, so that each mp shard computes only a part of its gradient.
       frozen: whether training leaves the parameter unchanged.  In a LoRA run, all parameters except
         the adapters are frozen.
       stacked: whether the first axis of the array is the layer axis, along which the parameters of
@@ -36,6 +38,7 @@ class Declaration:
     decay: bool
     summed: bool
     adapter: bool = False
+    fanned_out: bool = False
     frozen: bool = False
     stacked: bool = False
 

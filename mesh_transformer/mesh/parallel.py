@@ -264,13 +264,13 @@ class Parallel(abc.ABC):
         parameter's type changes to varying.  By default, that point is inside every layer.  If this
         method is called once per microbatch, there is only one all-reduce per microbatch, in f32.
 
-        The method affects LoRA adapters that mp does not split and, with `split_stream`, all
-        parameters that mp does not split.
+        Among the parameters that mp does not split, the method affects LoRA adapters, parameters
+        that are declared with `fanned_out` and, with `split_stream`, all.
         """
 
         def one(d: Declaration, x: Array) -> Array:
-            unaffected = "mp" in tuple(d.spec) or not (d.adapter or self.split_stream)
-            if unaffected:
+            affected = d.adapter or d.fanned_out or self.split_stream
+            if "mp" in tuple(d.spec) or not affected:
                 return x
             return self._as_varying(x.astype(jnp.float32), "mp").astype(x.dtype)
 
@@ -489,6 +489,7 @@ def param(
     decay: bool = False,
     summed: bool = False,
     adapter: bool = False,
+    fanned_out: bool = False,
 ) -> Array:
     """Declare a parameter of the current Haiku module, and return it with its local shape.
 
@@ -498,8 +499,8 @@ def param(
       shape: the global shape.
       axes: for each array axis, the mesh axis that splits it, or None.
       decay: whether weight decay applies; as in mesh-transformer-jax, set this for matrices only.
-      summed: see `Declaration.summed`.
-      adapter: see `Declaration.adapter`.
+      summed, adapter, fanned_out: see `Declaration`.
     """
-    declare(current_name(), name, Declaration(shape, P(*axes), decay, summed, adapter))
+    declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out)
+    declare(current_name(), name, declaration)
     return hk.get_parameter(name, par.local(shape, axes), init=init)

@@ -70,18 +70,24 @@ def block_length(length: int) -> int:
     return max(-(-length // BLOCKS), LANES)
 
 
-def rotate(x_BTHK: Array, positions_BT: Array, dims: int) -> Array:
+def rotate(x_BTHK: Array, positions_BT: Array, dims: int, *, halves: bool = False) -> Array:
     """Apply rotary embedding (Su 2021) to the first `dims` entries of each head, in f32.
 
-    As in GPT-J, adjacent entries are rotated together: entries 0 and 1, 2 and 3, and so on.
+    As in GPT-J, adjacent entries are rotated together: entries 0 and 1, 2 and 3, and so on.  With
+    `halves`, entry i is rotated together with entry i + dims / 2, as in GPT-NeoX.
     """
     frequency_R = 10000.0 ** (-np.arange(0, dims, 2) / dims)
     angle_BTR = positions_BT[..., None].astype(jnp.float32) * frequency_R.astype(np.float32)
     sin, cos = jnp.sin(angle_BTR)[:, :, None], jnp.cos(angle_BTR)[:, :, None]
     rotary, rest = x_BTHK[..., :dims].astype(jnp.float32), x_BTHK[..., dims:]
-    even, odd = rotary[..., ::2], rotary[..., 1::2]
-    pairs = jnp.stack((even * cos - odd * sin, odd * cos + even * sin), axis=-1)
-    return jnp.concatenate((pairs.reshape(rotary.shape).astype(x_BTHK.dtype), rest), axis=-1)
+    if halves:
+        one, other = jnp.split(rotary, 2, axis=-1)
+        rotated = jnp.concatenate((one * cos - other * sin, other * cos + one * sin), axis=-1)
+    else:
+        even, odd = rotary[..., ::2], rotary[..., 1::2]
+        pairs = jnp.stack((even * cos - odd * sin, odd * cos + even * sin), axis=-1)
+        rotated = pairs.reshape(rotary.shape)
+    return jnp.concatenate((rotated.astype(x_BTHK.dtype), rest), axis=-1)
 
 
 def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Array:

@@ -1,4 +1,4 @@
-"""GPT-J's Haiku modules: embedding, norms, transformer layer and output projection.
+"""The model's Haiku modules: embedding, norms, transformer layer and output projection.
 
 The same code runs on every mesh, inside `shard_map`; `Parallel` supplies the collectives.  Arrays
 are either one mp shard (`Manual`) or global over mp (`Auto`).  Axes that are split over mp, such as
@@ -40,17 +40,38 @@ class Context(NamedTuple):
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
 
 
-def fan_in_init(fan_in: int) -> hk.initializers.Initializer:
-    """Return the default initialiser of the weights of Haiku's `Linear`.
+class Initialisers(NamedTuple):
+    """The initialisers of a model's matrices.
 
-    It is a normal distribution with sigma = 1 / sqrt(fan_in), truncated at two sigma.
+    Attributes:
+      embedding: of the token embedding.
+      positions: of learned position embeddings.
+      inputs: of matrices that read the residual stream, and of the output head.
+      outputs: of matrices whose outputs are added to the residual stream.
     """
-    return hk.initializers.TruncatedNormal(stddev=fan_in**-0.5)
+
+    embedding: hk.initializers.Initializer
+    positions: hk.initializers.Initializer
+    inputs: hk.initializers.Initializer
+    outputs: hk.initializers.Initializer
 
 
-def _output_init(config: Config) -> hk.initializers.Initializer:
-    """Return the initialiser of weights whose outputs are added to the residual stream."""
-    return hk.initializers.TruncatedNormal(stddev=2 / config.layers / config.d_model**0.5)
+def initialisers(c: Config) -> Initialisers:
+    """Return the initialisers that the config's block selects.
+
+    Those of gptj and geglu are the original mesh-transformer-jax's, those of gpt2 are GPT-2's
+    (Radford 2019), and those of neox are GPT-NeoX-20B's (Black 2022).
+    """
+    if c.block == "gpt2":
+        normal = hk.initializers.RandomNormal(0.02)
+        outputs = hk.initializers.RandomNormal(0.02 / (2 * c.layers) ** 0.5)
+        return Initialisers(normal, normal, normal, outputs)
+    if c.block == "neox":
+        normal = hk.initializers.RandomNormal((2 / 5 / c.d_model) ** 0.5)
+        outputs = hk.initializers.RandomNormal(2 / c.layers / c.d_model**0.5)
+        return Initialisers(normal, normal, normal, outputs)
+    stddevs = (c.n_vocab**-0.5, 0.02, c.d_model**-0.5, 2 / c.layers / c.d_model**0.5)
+    return Initialisers(*map(hk.initializers.TruncatedNormal, stddevs))
 
 
 class Norm(hk.Module):
@@ -59,35 +80,46 @@ class Norm(hk.Module):
     Calling the module returns x_GBTD: G normed copies of x, as inputs of matmuls that are split
     over mp (see `Parallel.fan_out`).  G is 1 for all norms except layernorm-desync (see the module
     docstring).
+
+    Args:
+      fanned_out: whether the input is already the result of `Parallel.fan_out`, which several norms
+        of one layer then share.
     """
 
-    def __init__(self, config: Config, par: Parallel):
-        super().__init__(name="norm")
+    def __init__(
+        self, config: Config, par: Parallel, name: str = "norm", *, fanned_out: bool = False
+    ):
+        super().__init__(name=name)
         self.par = par
         self.kind = config.norm
         self.shards = config.cores_per_replica
+        self.fanned_out = fanned_out
 
     def __call__(self, x_BTD: Array) -> Array:
-        dtype, par = x_BTD.dtype, self.par
+        dtype = x_BTD.dtype
         x_BTD = x_BTD.astype(jnp.float32)
         if self.kind == "layernorm-desync":
             # Scale and offset differ between shards, so the fan-out must come before them.
-            x_GBTD = par.fan_out(_standardize(x_BTD))[None]
+            x_GBTD = self._fan_out(_standardize(x_BTD))[None]
             return self._affine(x_GBTD, (self.shards, x_BTD.shape[-1]), ("mp", None)).astype(dtype)
         if self.kind.startswith("layernorm"):
             normed = self._affine(_standardize(x_BTD), x_BTD.shape[-1:], (None,))
         else:
             normed = self._rms(x_BTD)
-        return par.fan_out(normed.astype(dtype))[None]
+        return self._fan_out(normed.astype(dtype))[None]
+
+    def _fan_out(self, x: Array) -> Array:
+        return x if self.fanned_out else self.par.fan_out(x)
+
+    def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
+        init = hk.initializers.Constant(initial)
+        return _norm_param(param(self.par, name, shape, axes, init, fanned_out=self.fanned_out))
 
     def _affine(self, x: Array, shape: tuple[int, ...], axes: Axes) -> Array:
-        scale = param(self.par, "scale", shape, axes, hk.initializers.Constant(1.0))
-        x = x * _norm_param(scale)
+        x = x * self._param("scale", shape, axes, 1.0)
         if self.kind == "layernorm-nobias":
             return x
-        return x + _norm_param(
-            param(self.par, "offset", shape, axes, hk.initializers.Constant(0.0))
-        )
+        return x + self._param("offset", shape, axes, 0.0)
 
     def _rms(self, x_BTD: Array) -> Array:
         """Apply rmsnorm or scalenorm: divide x by its 2-norm plus 1e-5 and multiply by a scale.
@@ -99,12 +131,9 @@ class Norm(hk.Module):
         width = x_BTD.shape[-1]
         shape, axes = ((width,), (None,)) if self.kind.startswith("rms") else ((), ())
         normed = x_BTD / (jnp.linalg.norm(x_BTD, axis=-1, keepdims=True) + 1e-5)
-        normed *= _norm_param(
-            param(self.par, "scale", shape, axes, hk.initializers.Constant(width**0.5))
-        )
+        normed *= self._param("scale", shape, axes, width**0.5)
         if self.kind.endswith("-bias"):
-            offset = param(self.par, "offset", shape, axes, hk.initializers.Constant(0.0))
-            normed += _norm_param(offset)
+            normed += self._param("offset", shape, axes, 0.0)
         return normed
 
 
@@ -150,7 +179,8 @@ class Linear(hk.Module):
     def __call__(self, x_GBTD: Array) -> Array:
         groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
         shape, axes = (width, self.columns), (None, "mp")
-        w_DN = param(self.par, "w", shape, axes, fan_in_init(width), decay=True)
+        init = initialisers(self.config).inputs
+        w_DN = param(self.par, "w", shape, axes, init, decay=True)
         if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
             y_BTN = jnp.matmul(x_GBTD[0], w_DN, preferred_element_type=self.dtype)
         else:
@@ -238,25 +268,29 @@ class Embedding(hk.Module):
 
     def __call__(self, tokens_BT: Array, positions_BT: Array) -> Array:
         c, par = self.config, self.par
-        init = hk.initializers.TruncatedNormal(stddev=c.n_vocab**-0.5)
+        init = initialisers(c).embedding
         w_VD = param(par, "w", (c.n_vocab, c.d_model), ("mp", None), init, decay=True)
         rows = w_VD.shape[0]
         row_BT = tokens_BT.astype(jnp.int32) - par.rank() * rows
         local_BT = (row_BT >= 0) & (row_BT < rows)
         rows_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
         x_BTD = par.join(jnp.where(local_BT[..., None], rows_BTD, 0))
-        x_BTD += param(par, "b", (c.d_model,), (None,), hk.initializers.Constant(0.0), summed=True)
+        if c.layer_kind.biased_ends:
+            bias = hk.initializers.Constant(0.0)
+            x_BTD += param(par, "b", (c.d_model,), (None,), bias, summed=True)
         if c.pe == "fixed":
-            init = hk.initializers.TruncatedNormal(stddev=0.02)
+            init = initialisers(c).positions
             table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
             x_BTD += par.own_positions(par.gather(table)[jnp.clip(positions_BT, 0, c.seq - 1)])
         return x_BTD
 
 
 class TransformerLayer(hk.Module):
-    """Attention and feed-forward in parallel on the same normed input.
+    """Attention and feed-forward, in the arrangement that the config's block selects.
 
-    The outputs of both are added before they are summed over mp, so that one sum over mp suffices.
+    In the blocks gptj, geglu and neox, attention and feed-forward read the same residual stream.
+    Their outputs are added before they are summed over mp, so that one sum over mp suffices.  In
+    the block gpt2, the feed-forward reads the residual stream with the attention's output added.
 
     Calling the module with a KV cache requires one new token per batch row.  The token's key and
     value are written to the cache at `context.slot_B`, and the token attends to all cached
@@ -276,34 +310,97 @@ class TransformerLayer(hk.Module):
     def __call__(
         self, x_BTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
-        x_GBTD = Norm(self.config, self.par)(x_BTD)
-        block = self._geglu if self.config.block == "geglu" else self._gptj
-        y_BTD, cache = block(x_GBTD, context, cache)
-        bias = hk.initializers.Constant(0.0)
-        width = self.config.d_model
-        y_BTD = self.par.join(y_BTD) + param(self.par, "b", (width,), (None,), bias, summed=True)
-        return y_BTD, cache
+        blocks = {
+            "gptj": self._gptj,
+            "geglu": self._geglu,
+            "gpt2": self._gpt2,
+            "neox": self._neox,
+        }
+        assert self.config.block is not None
+        return blocks[self.config.block](x_BTD, context, cache)
 
     @hk.transparent
     def _gptj(
-        self, x_GBTD: Array, context: Context, cache: LayerCache | None
+        self, x_BTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
+        """Compute GPT-J's block: attention and feed-forward read the same norm."""
+        x_GBTD = Norm(self.config, self.par)(x_BTD)
+        attended_BTN, cache = self._attended(x_GBTD, context, cache, with_bias=False)
+        y_BTD = self._outputs(attended_BTN, self._hidden(x_GBTD))
+        return self.par.join(y_BTD) + self._bias("b", summed=True), cache
+
+    @hk.transparent
+    def _neox(
+        self, x_BTD: Array, context: Context, cache: LayerCache | None
+    ) -> tuple[Array, LayerCache]:
+        """Compute GPT-NeoX's block: attention and feed-forward each have a norm of their own.
+
+        The norms share one fan-out, so that the backward pass sums over mp only once.
+        """
+        x_BTD = self.par.fan_out(x_BTD)
+        norm, ff_norm = (
+            Norm(self.config, self.par, name, fanned_out=True) for name in ("norm", "ff_norm")
+        )
+        attended_BTN, cache = self._attended(norm(x_BTD), context, cache)
+        y_BTD = self._outputs(attended_BTN, self._hidden(ff_norm(x_BTD)))
+        return self.par.join(y_BTD) + self._bias("o_b") + self._bias("out_b"), cache
+
+    @hk.transparent
+    def _gpt2(
+        self, x_BTD: Array, context: Context, cache: LayerCache | None
+    ) -> tuple[Array, LayerCache]:
+        """Compute GPT-2's block: attention, then feed-forward, each with a norm of its own."""
         c, par = self.config, self.par
-        width = c.n_heads * c.d_head
+        attended_BTN, cache = self._attended(Norm(c, par)(x_BTD), context, cache)
+        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,))
+        y_BTD = par.join(attended_BTD) + self._bias("o_b")
+        hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(x_BTD + y_BTD))
+        return y_BTD + par.join(self._output("out", hidden_BTF, (c.d_ff,))) + self._bias(
+            "out_b"
+        ), cache
+
+    @hk.transparent
+    def _attended(
+        self,
+        x_GBTD: Array,
+        context: Context,
+        cache: LayerCache | None,
+        *,
+        with_bias: bool = True,
+    ) -> tuple[Array, LayerCache]:
+        """Return the attention's result of each head, [B, T, H*K], before the output matrix."""
+        c = self.config
 
         def heads(name: str) -> Array:
-            y_BTN = Linear(c, par, width, name, with_bias=False)(x_GBTD)
+            y_BTN = Linear(c, self.par, c.n_heads * c.d_head, name, with_bias)(x_GBTD)
             return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
 
         attended_BTHK, cache = self._attention(heads("q"), heads("k"), heads("v"), context, cache)
-        attended_BTN = attended_BTHK.reshape(*attended_BTHK.shape[:2], -1)
-        hidden_BTF = jax.nn.gelu(Linear(c, par, c.d_ff, "fc")(x_GBTD), approximate=True)
-        attended_BTD = self._output("o", attended_BTN, (width,))
-        return attended_BTD + self._output("out", hidden_BTF, (c.d_ff,)), cache
+        return attended_BTHK.reshape(*attended_BTHK.shape[:2], -1), cache
+
+    @hk.transparent
+    def _hidden(self, x_GBTD: Array) -> Array:
+        """Return the hidden activations of the feed-forward, [B, T, F]."""
+        return self._gelu(Linear(self.config, self.par, self.config.d_ff, "fc")(x_GBTD))
+
+    @hk.transparent
+    def _outputs(self, attended_BTN: Array, hidden_BTF: Array) -> Array:
+        """Project the results of attention and feed-forward to D and add them."""
+        c = self.config
+        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,))
+        return attended_BTD + self._output("out", hidden_BTF, (c.d_ff,))
+
+    def _gelu(self, x: Array) -> Array:
+        return jax.nn.gelu(x, approximate=self.config.activation == "gelu_tanh")
+
+    def _bias(self, name: str, *, summed: bool = False) -> Array:
+        """Return a bias [D] that is added after the sum over mp."""
+        init = hk.initializers.Constant(0.0)
+        return param(self.par, name, (self.config.d_model,), (None,), init, summed=summed)
 
     @hk.transparent
     def _geglu(
-        self, x_GBTD: Array, context: Context, cache: LayerCache | None
+        self, x_BTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
         """Compute the geglu block, with one fused input matmul and one fused output matmul.
 
@@ -313,10 +410,11 @@ class TransformerLayer(hk.Module):
         not depend on the mesh.
         """
         c, par = self.config, self.par
+        x_GBTD = Norm(c, par)(x_BTD)
         hidden = c.d_ff // c.n_heads
         columns, rows = 3 * c.d_head + 2 * hidden, c.d_head + hidden
         shape, axes = (c.d_model, c.n_heads, columns), (None, "mp", None)
-        w_DHC = param(par, "fused_in", shape, axes, fan_in_init(c.d_model), decay=True)
+        w_DHC = param(par, "fused_in", shape, axes, initialisers(c).inputs, decay=True)
         bias = hk.initializers.Constant(0.0)
         b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
         groups = x_GBTD.shape[0]
@@ -332,9 +430,10 @@ class TransformerLayer(hk.Module):
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
-        hidden_BTHF = jax.nn.gelu(gate_BTHF, approximate=True) * value_BTHF
+        hidden_BTHF = self._gelu(gate_BTHF) * value_BTHF
         joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
-        return self._output("fused_out", joined_BTHC, (c.n_heads, rows)), cache
+        y_BTD = self._output("fused_out", joined_BTHC, (c.n_heads, rows))
+        return par.join(y_BTD) + self._bias("b", summed=True), cache
 
     @hk.transparent
     def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
@@ -348,7 +447,8 @@ class TransformerLayer(hk.Module):
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
-        y_BTD = jnp.tensordot(x, param(par, name, shape, split, _output_init(c), decay=True), axes)
+        w = param(par, name, shape, split, initialisers(c).outputs, decay=True)
+        y_BTD = jnp.tensordot(x, w, axes)
         adapter = lora.factors(c, par, name, name, shape, split)
         if adapter is None:
             return y_BTD
@@ -368,8 +468,9 @@ class TransformerLayer(hk.Module):
             par.shard(x, "dp", None, "mp", None) for x in (q_BTHK, k_BTHK, v_BTHK)
         )
         if c.pe == "rotary":
-            q_BTHK = rotate(q_BTHK, context.positions_BT, c.d_rotary)
-            k_BTHK = rotate(k_BTHK, context.positions_BT, c.d_rotary)
+            halves = c.rotary_pairs == "halves"
+            q_BTHK = rotate(q_BTHK, context.positions_BT, c.d_rotary, halves=halves)
+            k_BTHK = rotate(k_BTHK, context.positions_BT, c.d_rotary, halves=halves)
         new = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
         if cache is None:
             cache = new
@@ -398,5 +499,7 @@ class Projection(hk.Module):
         if norm:
             x = Norm(self.config, self.par)(x)
         if head:
-            x = Linear(self.config, self.par, self.config.n_vocab, "head", dtype=jnp.float32)(x)
+            c = self.config
+            biased = c.layer_kind.biased_ends
+            x = Linear(c, self.par, c.n_vocab, "head", biased, dtype=jnp.float32)(x)
         return x

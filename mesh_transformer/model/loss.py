@@ -16,7 +16,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model.transformer import (
     Params,
-    declarations,
+    collect_projection,
     residual_stream,
     segment_runs,
     transforms,
@@ -134,7 +134,7 @@ def losses(
 ) -> Losses:
     """Compute the model's losses at every position; see `transformer.logits` for `segments_BT`."""
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
-    whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
+    whole = collect_projection(params, config, par)
     projection = transforms(config, par)["proj"].apply
     weights = to_f32(whole)  # so that the chunks' gradients are summed in f32
 

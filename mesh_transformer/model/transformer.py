@@ -1,31 +1,37 @@
-"""GPT-J as pure functions of its parameters.
+"""The model as pure functions of its parameters.
 
 In each function, `par` is the `Parallel` that partitions the computation over the mesh.
 
 Parameters are nested dicts, {part: {module: {name: array}}}.  The arrays of the part "layers" are
 stacked over all layers on a first axis L.  The first table lists all parameters.  X/mp is an axis
-of size X that is split over mp, and normal(s) is a normal distribution with standard deviation s,
-truncated at two s.  A parameter with an entry in the last column exists only with this setting.
-The second table lists the scale and offset of each kind of norm, as "shape: initial value".
+of size X that is split over mp.  A parameter with an entry in the last column exists only with this
+setting, or with one of these.  The second table lists the scale and offset of each kind of norm, as
+"shape: initial value".  The third table lists the initial values of matrices for each kind of
+block: normal(s) is a normal distribution with standard deviation s, and truncated(s) the same,
+truncated at two s.
 
     parameter                        shape           initial value       if
-    embed/embedding/w                V/mp, D         normal(V**-0.5)
-    embed/embedding/b                D               0
-    embed/embedding/pos_embs         T, D/mp         normal(0.02)        pe=fixed
+    embed/embedding/w                V/mp, D         embedding
+    embed/embedding/b                D               0                   block=gptj,geglu
+    embed/embedding/pos_embs         T, D/mp         positions           pe=fixed
     layers/layer/norm/*              L, ...          see below
-    layers/layer/{q,k,v}/w           L, D, H*K/mp    normal(D**-0.5)     block=gptj
-    layers/layer/o                   L, H*K/mp, D    normal(2/L/D**0.5)  block=gptj
-    layers/layer/fc/w                L, D, F/mp      normal(D**-0.5)     block=gptj
-    layers/layer/fc/b                L, F/mp         0                   block=gptj
-    layers/layer/out                 L, F/mp, D      normal(2/L/D**0.5)  block=gptj
-    layers/layer/fused_in            L, D, H/mp, I   normal(D**-0.5)     block=geglu
+    layers/layer/ff_norm/*           L, ...          see below           block=gpt2,neox
+    layers/layer/{q,k,v}/w           L, D, H*K/mp    inputs              block=gptj,gpt2,neox
+    layers/layer/{q,k,v}/b           L, H*K/mp       0                   block=gpt2,neox
+    layers/layer/o                   L, H*K/mp, D    outputs             block=gptj,gpt2,neox
+    layers/layer/o_b                 L, D            0                   block=gpt2,neox
+    layers/layer/fc/w                L, D, F/mp      inputs              block=gptj,gpt2,neox
+    layers/layer/fc/b                L, F/mp         0                   block=gptj,gpt2,neox
+    layers/layer/out                 L, F/mp, D      outputs             block=gptj,gpt2,neox
+    layers/layer/out_b               L, D            0                   block=gpt2,neox
+    layers/layer/fused_in            L, D, H/mp, I   inputs              block=geglu
     layers/layer/fused_in_b          L, H/mp, I      0                   block=geglu
-    layers/layer/fused_out           L, H/mp, O, D   normal(2/L/D**0.5)  block=geglu
-    layers/layer/b                   L, D            0
+    layers/layer/fused_out           L, H/mp, O, D   outputs             block=geglu
+    layers/layer/b                   L, D            0                   block=gptj,geglu
     proj/projection/norm/*           ...             see below
-    proj/projection/head/w           D, V/mp         normal(D**-0.5)
-    proj/projection/head/b           V/mp            0
-    relative/relative/rel_embedding  H/mp, 32        normal(0.02)        pe=t5
+    proj/projection/head/w           D, V/mp         inputs              tie_head=False
+    proj/projection/head/b           V/mp            0                   block=gptj,geglu
+    relative/relative/rel_embedding  H/mp, 32        truncated(0.02)     pe=t5
 
     norm                             scale           offset
     layernorm                        D: 1            D: 0
@@ -36,10 +42,16 @@ The second table lists the scale and offset of each kind of norm, as "shape: ini
     scalenorm                        (): D**0.5
     scalenorm-bias                   (): D**0.5      (): 0
 
+    block  embedding             positions             inputs                outputs
+    gptj   truncated(V**-0.5)    truncated(0.02)       truncated(D**-0.5)    truncated(2/L/D**0.5)
+    geglu  truncated(V**-0.5)    truncated(0.02)       truncated(D**-0.5)    truncated(2/L/D**0.5)
+    gpt2   normal(0.02)          normal(0.02)          normal(0.02)          normal(0.02/(2*L)**0.5)
+    neox   normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal(2/L/D**0.5)
+
 The sizes are V n_vocab, D d_model, T seq, L layers, H n_heads, K head_size, F = 4 D and
 R lora_rank.  In the geglu block, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight
-w [inputs, outputs] adds two parameters: w_lora_a [inputs, R], initially normal(inputs**-0.5), and
-w_lora_b [R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.
+w [inputs, outputs] adds two parameters: w_lora_a [inputs, R], initially truncated(inputs**-0.5),
+and w_lora_b [R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.
 Frozen parameters are in the compute dtype.
 
 In the code, array names end in their shape: B batch, T query, S key, D model, H heads, V
@@ -74,6 +86,7 @@ from mesh_transformer.model.layers import (
 )
 
 Params = dict[str, Any]  # parameters as nested dicts, in the structure of `declarations`
+HEAD = "projection/head"  # the module of the output head
 
 
 def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
@@ -93,6 +106,11 @@ def init(config: Config, key: Array) -> Params:
 
     To create the arrays already sharded, call this under `jit` with `out_shardings`.
     """
+    return _without_tied_head(_init(config, key), config)
+
+
+def _init(config: Config, key: Array) -> Params:
+    """Return the result of `init`, with the head's matrix also if it is tied."""
     parts = transforms(config, Auto())
     keys = dict(zip(sorted(parts), jax.random.split(key, len(parts)), strict=True))
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -112,13 +130,10 @@ def init(config: Config, key: Array) -> Params:
 
 
 @functools.cache
-def declarations(config: Config) -> Params:
-    """Return the `Declaration` (shape, layout and role) of every parameter, as nested dicts.
-
-    The declarations of the part "layers" describe arrays that are stacked over all layers.
-    """
+def _declared(config: Config) -> Params:
+    """Return the result of `declarations`, with the head's matrix also if it is tied."""
     with record_declarations() as declared:
-        shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+        shapes = jax.eval_shape(functools.partial(_init, config), jax.random.key(0))
 
     def declaration(part: str, d: Declaration) -> Declaration:
         d = dataclasses.replace(d, frozen=config.lora_rank > 0 and not d.adapter)
@@ -131,6 +146,48 @@ def declarations(config: Config) -> Params:
         }
         for part, modules in shapes.items()
     }
+
+
+@functools.cache
+def declarations(config: Config) -> Params:
+    """Return the `Declaration` (shape, layout and role) of every parameter, as nested dicts.
+
+    The declarations of the part "layers" describe arrays that are stacked over all layers.
+    """
+    return _without_tied_head(_declared(config), config)
+
+
+def _without_tied_head(tree: Params, config: Config) -> Params:
+    """Return a tree of parameters, without the head's matrix if it is the embedding."""
+    if not config.tie_head:
+        return tree
+    proj = dict(tree["proj"])
+    rest = {name: leaf for name, leaf in proj.pop(HEAD).items() if name != "w"}
+    return tree | {"proj": proj | ({HEAD: rest} if rest else {})}
+
+
+def projection_params(params: Params) -> Params:
+    """Return the parameters of the part "proj", in which a tied head is the transposed embedding.
+
+    Args:
+      params: all parameters, or at least the parts "embed" and "proj".
+    """
+    proj = params["proj"]
+    head = proj.get(HEAD, {})
+    if "w" in head:
+        return proj
+    return proj | {HEAD: head | {"w": params["embed"]["embedding"]["w"].T}}
+
+
+def declared_projection(config: Config) -> Params:
+    """Return the declarations of the arrays that `projection_params` returns."""
+    return _declared(config)["proj"]
+
+
+def collect_projection(params: Params, config: Config, par: Parallel) -> Params:
+    """Return `projection_params` in the compute dtype; see `Parallel.collect`."""
+    declared = declared_projection(config)
+    return par.collect(projection_params(params), declared, config.dtype)
 
 
 def trained(config: Config) -> Params:
@@ -238,5 +295,5 @@ def logits(
         tokens of the same text.
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
-    whole = par.collect(params["proj"], declarations(config)["proj"], config.dtype)
+    whole = collect_projection(params, config, par)
     return transforms(config, par)["proj"].apply(whole, x_BTD)

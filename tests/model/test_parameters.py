@@ -25,7 +25,10 @@ NORMS = [
     "scalenorm-bias",
 ]
 TRUNCATED = 0.8796  # standard deviation of a standard normal distribution truncated at two sigma
-CONFIGS = [{"norm": norm} for norm in NORMS] + [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}]
+CONFIGS: list[dict[str, Any]] = [{"norm": norm} for norm in NORMS]
+CONFIGS += [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}, {"block": "gpt2"}, {"block": "neox"}]
+CONFIGS += [{"block": "neox", "tie_head": True, "pe": "fixed", "norm": "layernorm-desync"}]
+CONFIGS += [{"block": "gpt2", "tie_head": False, "norm": "rmsnorm-bias"}, {"tie_head": True}]
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -45,10 +48,14 @@ def symbols(config: Config) -> dict[str, int]:
 def documented(config: Config) -> dict[str, tuple[str, str]]:
     """Return {name: (shape, initial value)} for a config, according to the docstring."""
     (norm,) = (row[1:] for row in rows("norm") if row[0] == config.norm)
+    (values,) = (row[1:] for row in rows("block") if row[0] == config.block)
+    initial = dict(zip(("embedding", "positions", "inputs", "outputs"), values, strict=True))
     table = {}
     for name, shape, value, *condition in rows("parameter"):
-        if any(str(getattr(config, key)) != x for key, x in (c.split("=") for c in condition)):
+        settings = [c.split("=") for c in condition]
+        if any(str(getattr(config, key)) not in allowed.split(",") for key, allowed in settings):
             continue
+        value = initial.get(value, value)
         if name.endswith("*"):
             for part, cell in zip(("scale", "offset"), norm, strict=False):
                 axes, value = cell.split(": ")
@@ -61,7 +68,9 @@ def documented(config: Config) -> dict[str, tuple[str, str]]:
     return table
 
 
-@pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: "-".join(changes.values()))
+@pytest.mark.parametrize(
+    "changes", CONFIGS, ids=lambda changes: "-".join(map(str, changes.values()))
+)
 def test_documented_shapes_and_layouts_match_the_declarations(changes):
     config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
     values: dict[str, Any] = symbols(config)
@@ -79,20 +88,24 @@ def test_documented_shapes_and_layouts_match_the_declarations(changes):
     assert actual == table
 
 
-@pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: "-".join(changes.values()))
+@pytest.mark.parametrize(
+    "changes", CONFIGS, ids=lambda changes: "-".join(map(str, changes.values()))
+)
 def test_documented_initial_values_match_the_code(changes):
     config = Config.from_dict(SMALL | {"cores_per_replica": 4, "tpu_size": 4} | changes)
     params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(0))
     actual = {"/".join(path): np.asarray(leaf) for path, leaf in leaves(params).items()}
     for name, (_, value) in documented(config).items():
-        number = eval(value.removeprefix("normal"), {}, symbols(config))
+        number = eval(re.sub("^(normal|truncated)", "", value), {}, symbols(config))
         leaf = actual.pop(name)
-        if not value.startswith("normal"):
+        if not value.startswith(("normal", "truncated")):
             np.testing.assert_array_equal(leaf, np.float32(number), err_msg=name)
             continue
         # Five standard errors of the mean, and of the mean square, of `leaf.size` draws.
         tolerance = 5 / math.sqrt(leaf.size)
-        assert np.abs(leaf).max() <= 2 * number * (1 + 1e-6), name
-        assert leaf.std() / number == pytest.approx(TRUNCATED, abs=tolerance), name
+        truncated = value.startswith("truncated")
+        assert (np.abs(leaf).max() <= 2 * number * (1 + 1e-6)) == truncated, name
+        expected = TRUNCATED if truncated else 1
+        assert leaf.std() / number == pytest.approx(expected, abs=tolerance), name
         assert abs(leaf.mean() / number) < tolerance, name
     assert not actual
