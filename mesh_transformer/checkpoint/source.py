@@ -4,7 +4,7 @@ import functools
 import os
 from typing import Literal, get_args
 
-from mesh_transformer.checkpoint import hf, native, original_files
+from mesh_transformer.checkpoint import hf_config, native, original_files
 from mesh_transformer.checkpoint.adapters import Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.config import Config
@@ -89,7 +89,7 @@ class Source:
         if self.step is not None:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
         if self.kind == "hf":
-            return hf.read_config(self.path)
+            return hf_config.read_config(self.path)
         raise InputError(
             f"{self.path}: checkpoints of mesh-transformer-jax do not store a config; give the "
             "config that the model was trained with (--config)"

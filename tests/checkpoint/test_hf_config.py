@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Words
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, GenerationConfig, GPTJConfig, PreTrainedTokenizerFast
 
-from mesh_transformer.checkpoint.hf import read_config, write_configs
+from mesh_transformer.checkpoint.hf_config import read_config, write_configs
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.util import InputError

@@ -1,0 +1,73 @@
+"""Every model type of Hugging Face: logits compared with torch's, and bit-identical round trips."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mesh_transformer.checkpoint import conversion, hf
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import transformer
+from mesh_transformer.util import InputError
+from tests.support.torch_models import FAMILIES, SEQ, torch_model
+
+SIZES = [  # layers, heads, head size, rotary dims, vocabulary
+    (1, 4, 16, 8, 50),
+    (2, 8, 40, 32, 97),
+    (3, 12, 32, 32, 131),
+]
+
+
+def logits(state, config, tokens):
+    config = config.replace(dtype="float32")
+    return np.asarray(transformer.logits(state["params"], jnp.asarray(tokens), config, Auto()))
+
+
+def tokens_for(vocab):
+    return np.random.default_rng(1).integers(0, vocab, (2, SEQ))
+
+
+def bits_in(folder):
+    """Return {name: (dtype, shape, bytes)} of the tensors in a folder's safetensors files."""
+    tensors = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    return {
+        name: (str(tensor.dtype), tensor.shape, tensor.view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
+def test_logits_match_torchs_both_ways(tmp_path, family, layers, heads, head, rotary, vocab):
+    network = torch_model(family, layers, heads, head, rotary, vocab)
+    network.save_pretrained(tmp_path / "theirs")
+    config, state = hf.read(str(tmp_path / "theirs"))
+    assert (config.layers, config.n_heads, config.hf_type) == (layers, heads, family)
+    tokens = tokens_for(vocab)
+    with torch.no_grad():
+        expected = network(torch.tensor(tokens)).logits.numpy()
+    scale = np.abs(expected).max()
+    assert scale > 3  # so that the tolerance below is small in comparison
+    # 1e-4, for logits of up to some tens in f32: the sums differ in order.
+    np.testing.assert_allclose(logits(state, config, tokens), expected, rtol=0, atol=1e-4)
+    hf.write(str(tmp_path / "ours"), state, config)
+    loaded = type(network).from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():  # the same program and the same weights
+        assert torch.equal(loaded(torch.tensor(tokens)).logits, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_conversions_to_native_and_back_keep_every_bit(tmp_path, family, dtype):
+    torch_model(family, dtype=dtype).save_pretrained(tmp_path / "theirs")
+    conversion.convert(str(tmp_path / "theirs"), "hf", str(tmp_path / "native"), "native")
+    conversion.convert(str(tmp_path / "native"), "native", str(tmp_path / "back"), "hf")
+    assert bits_in(tmp_path / "back") == bits_in(tmp_path / "theirs")
+    conversion.convert(str(tmp_path / "back"), "hf", str(tmp_path / "native2"), "native")
+    conversion.convert(str(tmp_path / "native2"), "native", str(tmp_path / "again"), "hf")
+    for path in (tmp_path / "back").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
