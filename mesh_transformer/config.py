@@ -534,16 +534,8 @@ def _check_divisions(c: Config) -> None:
             "the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change one of them"
         )
     shards = "cores_per_replica"
-    check_divisible("n_heads", c.n_heads, shards, f"change n_heads or {shards}")
-    check_divisible("n_vocab", c.n_vocab, shards, f"round n_vocab up to a multiple of {shards}")
-    if c.pe == "fixed":
-        check_divisible(
-            "d_model", c.d_model, shards, f"change d_model or {shards} (pe fixed splits d_model)"
-        )
     if c.shard_activations:
         check_divisible("seq", c.seq, shards, f"change {shards}, or set shard_activations to false")
-    if c.block == "gptj":
-        check_divisible("the feed-forward width (4 * d_model)", c.d_ff, shards, f"change {shards}")
     assert c.tpu_size is not None
     check_divisible(
         "tpu_size", c.tpu_size, shards, f"set tpu_size to a multiple of {shards}, or lower {shards}"

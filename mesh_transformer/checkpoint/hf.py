@@ -61,8 +61,8 @@ class _Place(NamedTuple):
       part, module, leaf: the keys of our leaf, which is `params[part][module][leaf]`.
       layer: the tensor's index on the leaf's layer axis; None if the leaf has no layer axis.
       out_axis: for a matrix [in, out], the tensor's axis of outputs; None for other leaves.
-      groups, index, count: the tensor's outputs are divided into `groups` groups of `count` equal
-        parts each.  The leaf holds the part `index` of each group.
+      groups, nth, parts: the tensor's outputs are divided into `groups` groups of `parts` equal
+        parts each.  The leaf holds part `nth` of each group.
     """
 
     part: str
@@ -71,8 +71,8 @@ class _Place(NamedTuple):
     layer: int | None = None
     out_axis: int | None = None
     groups: int = 1
-    index: int = 0
-    count: int = 1
+    nth: int = 0
+    parts: int = 1
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -85,7 +85,7 @@ class _Place(NamedTuple):
     def tensor_shape(self, params: transformer.Params) -> tuple[int, ...]:
         """Return the shape of the tensor that holds the leaf."""
         *rest, outputs = self.find(params).shape[self.layer is not None :]
-        shape = (*rest, outputs * self.count)
+        shape = (*rest, outputs * self.parts)
         return shape[::-1] if self.out_axis == 0 else shape
 
     def views(
@@ -102,7 +102,7 @@ class _Place(NamedTuple):
             tensor, leaf = (tensor if self.out_axis == 0 else tensor.T), leaf.T
         size = len(leaf) // self.groups
         for group in range(self.groups):
-            start = (group * self.count + self.index) * size
+            start = (group * self.parts + self.nth) * size
             part, own = tensor[start : start + size], leaf[group * size : (group + 1) * size]
             yield part[: len(own)], own[: len(part)]
 
@@ -222,10 +222,10 @@ def _places(config: Config, family: Family) -> dict[str, list[_Place]]:
     groups = family.groups or config.n_heads
     for layer in range(config.layers):
         for name, leaves in family.layer.items():
-            packing = {"groups": groups, "count": len(leaves)} if len(leaves) > 1 else {}
+            packing = {"groups": groups, "parts": len(leaves)} if len(leaves) > 1 else {}
             places[f"{family.prefix}{family.layers}.{layer}.{name}"] = [
-                _Place("layers", module, leaf, layer, axis, index=index, **packing)
-                for index, (module, leaf) in enumerate(leaves)
+                _Place("layers", module, leaf, layer, axis, nth=nth, **packing)
+                for nth, (module, leaf) in enumerate(leaves)
                 for axis in [family.out_axis if len(declared[module][leaf].shape) == 3 else None]
             ]
     for name, leaf in (("weight", "scale"), ("bias", "offset")):

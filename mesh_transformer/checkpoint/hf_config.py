@@ -285,6 +285,11 @@ def read_config(folder: str) -> Config:
         )
     ours["activation"] = _ACTIVATIONS[activation]
     ours["tie_head"] = values.get("tie_word_embeddings", family.tied)
+    if not isinstance(ours["tie_head"], bool):
+        raise InputError(
+            f"{path}: tie_word_embeddings is {ours['tie_head']!r}, expected true or false; copy "
+            "the file again"
+        )
     if family.block == "neox":
         ours["pe_rotary_dims"] = _neox_rotary_dims(path, values, ours)
     ours["tokenizer"] = _tokenizer_in(folder)

@@ -29,8 +29,8 @@ def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
     def fresh(key: Array) -> Any:
         return steps.init_state(config, key)["params"]
 
-    layout = steps.state_specs(config, mesh)["params"]
-    return jax.jit(fresh, out_shardings=named(mesh, layout))
+    layout = jax.tree.map(lambda leaf: leaf.sharding, stored_state(config, mesh)["params"])
+    return jax.jit(fresh, out_shardings=layout)
 
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
@@ -48,12 +48,17 @@ def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
     return jax.jit(sums, out_shardings=named(mesh, P()))
 
 
+def stored_state(config: Config, mesh: Mesh) -> steps.State:
+    """Return the state as checkpoints store it, as `jax.ShapeDtypeStruct`s with shardings."""
+    return steps.unpadded(steps.abstract_state(config, mesh), config, mesh)
+
+
 class Loaded(NamedTuple):
     """The result of `load`.
 
     Attributes:
       state: the entries "params", "frozen" and, if it was read, "opt_state" of a training state
-        (see `training.step.init_state`).
+        (see `training.step.init_state`), without the padding of the mesh.
       base: the record of the adapters' base model; None if `state` has no adapters.
     """
 
@@ -86,7 +91,7 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
     Raises:
       InputError: if the source cannot be read or does not fit the config.
     """
-    template = saved_part(steps.abstract_state(config, mesh))
+    template = saved_part(stored_state(config, mesh))
     for key in {"step", "norms"} & template.keys():  # those of another run
         del template[key]
     if not optimizer:
@@ -120,12 +125,13 @@ def load_base(
         other checksums are skipped.  If None, any model is accepted.
 
     Returns:
-      The base model's parameters, which are frozen, and a record of its path and checksums.
+      The base model's parameters, which are frozen, without the padding of the mesh, and a record
+      of its path and checksums.
 
     Raises:
       InputError: if no checkpoint in `places` holds the base model.
     """
-    template = steps.abstract_state(config, mesh)["frozen"]
+    template = stored_state(config, mesh)["frozen"]
     rejected = []
     for place in places:
         try:

@@ -182,6 +182,13 @@ def _check_expressible(config: Config) -> None:
             f"config: block is {config.block}, but mesh-transformer-jax checkpoints support only "
             "gptj; keep this model in native format"
         )
+    for key in ("activation", "rotary_pairs", "tie_head"):
+        value, expected = getattr(config, key), config.layer_kind.defaults[key]
+        if value != expected:
+            raise InputError(
+                f"config: {key} is {value!r}, but mesh-transformer-jax checkpoints support only "
+                f"{expected!r}; keep this model in native format"
+            )
     if config.d_head * config.n_heads != config.d_model:
         raise InputError(
             f"config: head_size is {config.d_head}, but mesh-transformer-jax checkpoints support "

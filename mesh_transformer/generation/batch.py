@@ -53,7 +53,7 @@ def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.Dec
     each row's KV cache.
     """
     return jax.jit(
-        functools.partial(decode.empty, config),
+        functools.partial(decode.empty, config, mp=mesh.shape["mp"]),
         static_argnums=(0, 1),
         out_shardings=named(mesh, decode_specs(config)),
     )

@@ -23,7 +23,7 @@ from mesh_transformer.generation.sampling import (
     sampler_settings,
     top_tokens,
 )
-from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.mesh.declaration import map_declared, padded_size
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import lora, transformer
 from mesh_transformer.model.attention import LayerCache, causal_bias
@@ -118,12 +118,15 @@ def weight_specs(config: Config) -> Weights:
     return specs | {name: int8.layout(declared[name]) for name in MATRICES}
 
 
-def empty(config: Config, rows: int, slots: int) -> DecodeState:
+def empty(config: Config, rows: int, slots: int, mp: int = 1) -> DecodeState:
     """Return the state of a batch with `rows` rows, no prompts, and `slots` cache slots per row.
 
     The arrays are global; jit this function with `out_shardings` to choose their sharding.
+
+    Args:
+      mp: the number of shards that the heads are split over.
     """
-    shape = (rows, config.n_heads, slots, config.d_head)
+    shape = (rows, padded_size(config.n_heads, mp), slots, config.d_head)
 
     def zeros(dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((rows,), dtype)
@@ -212,7 +215,7 @@ def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Ar
     Every device gets the logits of the full vocabulary.
     """
     logits_BTV = _own_logits(weights, x_BTD, config, par)
-    return par.shard(par.gather(logits_BTV)[:, 0], "dp", None)
+    return par.shard(par.gather(logits_BTV)[:, 0, : config.n_vocab], "dp", None)
 
 
 def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:

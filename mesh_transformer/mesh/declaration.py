@@ -4,13 +4,27 @@ mp is the model-parallel mesh axis, and dp the data-parallel one.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec as P
+
+
+def padded_size(size: int, mp: int, unit: int = 1) -> int:
+    """Return an axis's size on a mesh that splits it over mp in whole units, padding included."""
+    return -(-size // (unit * mp)) * unit * mp
+
+
+def resized(x: Array, shape: tuple[int, ...]) -> Array:
+    """Cut the ends of x's axes, or append zeros to them, so that x gets the shape `shape`."""
+    x = x[tuple(slice(size) for size in shape)]
+    return jnp.pad(x, [(0, size - own) for size, own in zip(shape, x.shape, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -18,7 +32,8 @@ class Declaration:
     """Properties of a parameter that determine its sharding, training and checkpoint conversion.
 
     Attributes:
-      shape: the global shape.
+      shape: the global shape.  If mp does not divide an axis that it splits, the array on the mesh
+        is longer (see `padded`), and filled with zeros.
       spec: the PartitionSpec over mp.
       decay: whether weight decay applies to the parameter.
       summed: whether this is a bias that the original mesh-transformer-jax stores once per mp
@@ -31,6 +46,7 @@ class Declaration:
         the adapters are frozen.
       stacked: whether the first axis of the array is the layer axis, along which the parameters of
         all layers are stacked.
+      unit: the axis that mp splits is split in multiples of this size, such as that of a head.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +57,36 @@ class Declaration:
     fanned_out: bool = False
     frozen: bool = False
     stacked: bool = False
+    unit: int = 1
+
+    def padded(self, mp: int) -> tuple[int, ...]:
+        """Return the global shape of the parameter's array on a mesh with mp shards.
+
+        Zeros are appended to the axis that mp splits, until mp divides it in whole units.  They
+        stay zero in training, because their gradients are zero.
+        """
+        return tuple(
+            padded_size(size, mp, self.unit) if axis == "mp" else size
+            for size, axis in zip(self.shape, self.spec, strict=True)
+        )
+
+    def unpadded_spec(self, spec: P, mesh: Mapping[str, int]) -> P:
+        """Return a PartitionSpec for the array without padding, whose mp axis mp does not divide.
+
+        If possible, mp splits another axis.
+
+        Args:
+          spec: the PartitionSpec of the padded array.
+          mesh: the sizes of the mesh axes.
+        """
+        axes = [None if axis == "mp" else axis for axis in spec]
+        for index in sorted(range(len(axes)), key=lambda index: -self.shape[index]):
+            names = tuple(axis for axis in (axes[index], "mp") if axis is not None)
+            split = spec[index] != "mp" and not (self.stacked and index == 0)
+            if split and self.shape[index] % math.prod(mesh[name] for name in names) == 0:
+                axes[index] = names if len(names) > 1 else "mp"
+                break
+        return P(*axes)
 
     def stack(self, layers: int) -> "Declaration":
         """Return the declaration of the array in which this parameter is stacked over all layers.

@@ -26,7 +26,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.mesh.declaration import Declaration, declare, is_spec, map_declared
+from mesh_transformer.mesh.declaration import (
+    Declaration,
+    declare,
+    is_spec,
+    map_declared,
+    padded_size,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -72,6 +78,7 @@ class Parallel(abc.ABC):
       axes: the mesh axes over which collectives are explicit; the compiler partitions over the
         other mesh axes.
       mp: size of the mesh axis mp; 1 if the compiler partitions over mp.
+      shards: size of the mesh axis mp, also if the compiler partitions over mp.
       dp: number of data-parallel replicas.
       replicas: number of separate gradients per microbatch: `dp`, or 1 with ZeRO 3, whose backward
         pass already sums over dp.
@@ -93,18 +100,21 @@ class Parallel(abc.ABC):
     ):
         self.split_stream = split_stream
         self.dp = 1 if mesh is None else mesh.shape["dp"]
+        self.shards = 1 if mesh is None else mesh.shape["mp"]
         self.attention = attention
         self.zero_stage = zero_stage
         self.replicas = self.dp if zero_stage < 3 else 1
 
-    @abc.abstractmethod
-    def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        """Return an array's local shape: its shape inside the `shard_map`.
+    def local_size(self, size: int, unit: int = 1) -> int:
+        """Return the local size of an axis that is split over mp: its size inside the `shard_map`.
+
+        The axis is padded, if necessary, so that each shard has the same number of whole units.
 
         Args:
-          shape: the global shape.
-          axes: for each array axis, the mesh axis that splits it, or None.
+          size: the global size, without padding.
+          unit: the size of a unit, such as that of a head.
         """
+        return padded_size(size, self.shards, unit) // self.mp
 
     @abc.abstractmethod
     def fan_out(self, x: Array) -> Array:
@@ -219,7 +229,7 @@ class Parallel(abc.ABC):
         """Return zeros that are split over the mesh axes in `axes` and typed as varying along them.
 
         Args:
-          shape: the local shape, as returned by `local`.
+          shape: the local shape.
           axes: for each array axis, the mesh axis that splits it, or None.
         """
         return self.shard(self._as_varying(jnp.zeros(shape, dtype), *axes), *axes)
@@ -389,9 +399,6 @@ class Auto(Parallel):
         super().__init__(mesh, zero_stage, **choices)
         self.axes = () if mesh is None else ("dp",)
 
-    def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        return shape
-
     def fan_out(self, x: Array) -> Array:
         if not self.split_stream:
             return x
@@ -437,12 +444,6 @@ class Manual(Parallel):
     def __init__(self, mesh: Mesh, zero_stage: int = 0, **choices: Any):
         super().__init__(mesh, zero_stage, **choices)
         self.mp = mesh.shape["mp"]
-
-    def local(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-        return tuple(
-            size // self.mp if axis == "mp" else size
-            for size, axis in zip(shape, axes, strict=True)
-        )
 
     def fan_out(self, x: Array) -> Array:
         if self.split_stream:
@@ -490,17 +491,22 @@ def param(
     summed: bool = False,
     adapter: bool = False,
     fanned_out: bool = False,
+    unit: int = 1,
 ) -> Array:
     """Declare a parameter of the current Haiku module, and return it with its local shape.
 
-    The local shape is the parameter's shape inside the `shard_map` (see `Parallel.local`).
+    The local shape is the parameter's shape inside the `shard_map` (see `Parallel.local_size`).
 
     Args:
-      shape: the global shape.
+      shape: the global shape, without padding.
       axes: for each array axis, the mesh axis that splits it, or None.
       decay: whether weight decay applies; as in mesh-transformer-jax, set this for matrices only.
-      summed, adapter, fanned_out: see `Declaration`.
+      summed, adapter, fanned_out, unit: see `Declaration`.
     """
-    declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out)
+    declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out, unit=unit)
     declare(current_name(), name, declaration)
-    return hk.get_parameter(name, par.local(shape, axes), init=init)
+    local = tuple(
+        par.local_size(size, unit) if axis == "mp" else size
+        for size, axis in zip(shape, axes, strict=True)
+    )
+    return hk.get_parameter(name, local, init=init)

@@ -25,7 +25,7 @@ from jax import Array
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model import lora
-from mesh_transformer.model.attention import Attend, LayerCache, attend, rotate, write
+from mesh_transformer.model.attention import MASKED, Attend, LayerCache, attend, rotate, write
 
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
@@ -158,6 +158,10 @@ class Linear(hk.Module):
     The columns are divided into G equal blocks, and the input of block g is x_GBTD[g].  With most
     norms, G is 1 (see the module docstring).  The matmul's result is rounded once, to `dtype`
     (default: the dtype of the inputs).
+
+    Args:
+      columns: global number of columns.
+      unit: see `Declaration.unit`.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class Linear(hk.Module):
         name: str,
         with_bias: bool = True,
         dtype: jax.typing.DTypeLike | None = None,
+        unit: int = 1,
     ):
         super().__init__(name=name)
         self.config = config
@@ -175,24 +180,25 @@ class Linear(hk.Module):
         self.columns = columns
         self.with_bias = with_bias
         self.dtype = dtype
+        self.unit = unit
 
     def __call__(self, x_GBTD: Array) -> Array:
         groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
         shape, axes = (width, self.columns), (None, "mp")
         init = initialisers(self.config).inputs
-        w_DN = param(self.par, "w", shape, axes, init, decay=True)
+        w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
         if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
             y_BTN = jnp.matmul(x_GBTD[0], w_DN, preferred_element_type=self.dtype)
         else:
             w_DGN = w_DN.reshape(width, groups, -1)
             y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=self.dtype)
             y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
-        adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes)
+        adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:
             y_BTN += lora.adapted_columns(x_GBTD, adapter, self.config.lora_scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
-            y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros)
+            y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros, unit=self.unit)
         return y_BTN
 
 
@@ -281,7 +287,8 @@ class Embedding(hk.Module):
         if c.pe == "fixed":
             init = initialisers(c).positions
             table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
-            x_BTD += par.own_positions(par.gather(table)[jnp.clip(positions_BT, 0, c.seq - 1)])
+            table = par.gather(table)[:, : c.d_model]  # without padding
+            x_BTD += par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
         return x_BTD
 
 
@@ -305,7 +312,7 @@ class TransformerLayer(hk.Module):
         super().__init__(name="layer")
         self.config = config
         self.par = par
-        self.heads = config.n_heads // par.mp
+        self.heads = par.local_size(config.n_heads)
 
     def __call__(
         self, x_BTD: Array, context: Context, cache: LayerCache | None
@@ -352,7 +359,7 @@ class TransformerLayer(hk.Module):
         """Compute GPT-2's block: attention, then feed-forward, each with a norm of its own."""
         c, par = self.config, self.par
         attended_BTN, cache = self._attended(Norm(c, par)(x_BTD), context, cache)
-        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,))
+        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,), c.d_head)
         y_BTD = par.join(attended_BTD) + self._bias("o_b")
         hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(x_BTD + y_BTD))
         return y_BTD + par.join(self._output("out", hidden_BTF, (c.d_ff,))) + self._bias(
@@ -372,7 +379,8 @@ class TransformerLayer(hk.Module):
         c = self.config
 
         def heads(name: str) -> Array:
-            y_BTN = Linear(c, self.par, c.n_heads * c.d_head, name, with_bias)(x_GBTD)
+            columns = c.n_heads * c.d_head
+            y_BTN = Linear(c, self.par, columns, name, with_bias, unit=c.d_head)(x_GBTD)
             return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
 
         attended_BTHK, cache = self._attention(heads("q"), heads("k"), heads("v"), context, cache)
@@ -387,7 +395,7 @@ class TransformerLayer(hk.Module):
     def _outputs(self, attended_BTN: Array, hidden_BTF: Array) -> Array:
         """Project the results of attention and feed-forward to D and add them."""
         c = self.config
-        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,))
+        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,), c.d_head)
         return attended_BTD + self._output("out", hidden_BTF, (c.d_ff,))
 
     def _gelu(self, x: Array) -> Array:
@@ -436,7 +444,7 @@ class TransformerLayer(hk.Module):
         return par.join(y_BTD) + self._bias("b", summed=True), cache
 
     @hk.transparent
-    def _output(self, name: str, x: Array, inputs: tuple[int, ...]) -> Array:
+    def _output(self, name: str, x: Array, inputs: tuple[int, ...], unit: int = 1) -> Array:
         """Project x, [B, T, *inputs], to [B, T, D], without the sum over mp.
 
         The result is a partial sum, which the caller must sum over mp.
@@ -444,12 +452,13 @@ class TransformerLayer(hk.Module):
         Args:
           name: the weight's parameter name, without the module.
           inputs: the global sizes of the input axes.  The first of these axes is split over mp.
+          unit: see `Declaration.unit`.
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
-        w = param(par, name, shape, split, initialisers(c).outputs, decay=True)
+        w = param(par, name, shape, split, initialisers(c).outputs, decay=True, unit=unit)
         y_BTD = jnp.tensordot(x, w, axes)
-        adapter = lora.factors(c, par, name, name, shape, split)
+        adapter = lora.factors(c, par, name, name, shape, split, unit)
         if adapter is None:
             return y_BTD
         low_BTR = jnp.tensordot(x, adapter[0], axes) * c.lora_scale
@@ -486,7 +495,8 @@ class TransformerLayer(hk.Module):
 class Projection(hk.Module):
     """The last norm, from x_BTD to x_GBTD, and the output head, from x_GBTD to f32 logits_BTV.
 
-    The logits are split over mp along the vocabulary.
+    The logits are split over mp along the vocabulary.  If mp does not divide the vocabulary, it is
+    padded with logits of -1e10, whose probability is 0.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -499,7 +509,10 @@ class Projection(hk.Module):
         if norm:
             x = Norm(self.config, self.par)(x)
         if head:
-            c = self.config
+            c, par = self.config, self.par
             biased = c.layer_kind.biased_ends
-            x = Linear(c, self.par, c.n_vocab, "head", biased, dtype=jnp.float32)(x)
+            x = Linear(c, par, c.n_vocab, "head", biased, dtype=jnp.float32)(x)
+            if par.local_size(c.n_vocab) * par.mp > c.n_vocab:  # the vocabulary is padded
+                id_V = par.rank() * x.shape[-1] + jnp.arange(x.shape[-1])
+                x = jnp.where(id_V < c.n_vocab, x, MASKED)
         return x

@@ -17,7 +17,13 @@ def adapter_names(weight: str) -> tuple[str, str]:
 
 
 def factors(
-    config: Config, par: Parallel, target: str, weight: str, shape: tuple[int, ...], axes: Axes
+    config: Config,
+    par: Parallel,
+    target: str,
+    weight: str,
+    shape: tuple[int, ...],
+    axes: Axes,
+    unit: int = 1,
 ) -> tuple[Array, Array] | None:
     """Return the LoRA factors (Hu 2021) of a weight, or None if the config adds no adapter to it.
 
@@ -34,6 +40,7 @@ def factors(
       weight: the weight's parameter name.
       shape: the weight's global shape.
       axes: for each of the weight's axes, the mesh axis that splits it, or None.
+      unit: see `Declaration.unit`.
     """
     if not config.adapts(target):
         return None
@@ -44,8 +51,8 @@ def factors(
     init = hk.initializers.TruncatedNormal(stddev=math.prod(shape[:inputs]) ** -0.5)
     zeros = hk.initializers.Constant(0.0)
     return (
-        param(par, name_a, shape_a, axes_a, init, decay=True, adapter=True),
-        param(par, name_b, shape_b, axes_b, zeros, decay=True, adapter=True),
+        param(par, name_a, shape_a, axes_a, init, decay=True, adapter=True, unit=unit),
+        param(par, name_b, shape_b, axes_b, zeros, decay=True, adapter=True, unit=unit),
     )
 
 

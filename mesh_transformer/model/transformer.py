@@ -102,7 +102,7 @@ def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
 
 
 def init(config: Config, key: Array) -> Params:
-    """Return newly initialised f32 parameters, as global arrays.
+    """Return newly initialised f32 parameters, as global arrays without padding.
 
     To create the arrays already sharded, call this under `jit` with `out_shardings`.
     """
@@ -287,7 +287,7 @@ def logits(
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Array:
-    """Return next-token logits_BTV in f32, split over mp along the vocabulary.
+    """Return next-token logits_BTV in f32, split over mp along the vocabulary, with its padding.
 
     Args:
       segments_BT: a segment number per position, for sequences that pack several texts.  Each run

@@ -367,7 +367,7 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
     """Return newly initialised parameters, sharded over the mesh, without optimizer state."""
 
     def params(key: jax.Array) -> Any:
-        return steps.all_params(steps.init_state(config, key))
+        return steps.all_params(steps.init_state(config, key, mesh.shape["mp"]))
 
     layout = named(mesh, steps.all_params(steps.state_specs(config, mesh)))
     return jax.jit(params, out_shardings=layout)(jax.random.key(config.seed))
@@ -383,8 +383,9 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
       positions: average number of filled cache positions per row.
     """
     weights, config = generator.weights(None), generator.config
-    # A token needs only one row of the embedding table.
-    leaves = jax.tree.leaves({part: weights[part] for part in weights if part != "embed"})
+    # A token needs only one row of the embedding table, unless it is the output head, too.
+    read = {part: weights[part] for part in weights if part != "embed" or config.tie_head}
+    leaves = jax.tree.leaves(read)
     weight_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     elements = 2 * config.layers * config.n_heads * config.d_head / generator.mesh.shape["mp"]
     row = elements * jnp.dtype(config.dtype).itemsize * positions

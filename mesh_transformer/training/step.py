@@ -7,11 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.declaration import combine, is_declaration, partition
+from mesh_transformer.mesh.declaration import (
+    Declaration,
+    combine,
+    is_declaration,
+    map_declared,
+    partition,
+    resized,
+)
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import compiled, compiler_options, parallel_of, partitioned
@@ -26,8 +33,11 @@ State = dict[str, Any]  # the state of a training run; `init_state` describes it
 Batch = dict[str, Array]
 
 
-def init_state(config: Config, key: Array) -> State:
+def init_state(config: Config, key: Array, mp: int = 1) -> State:
     """Return a fresh training state, made of global arrays.
+
+    Args:
+      mp: the number of shards; the arrays are padded for a mesh that splits the model over as many.
 
     Returns:
       A dict with these keys:
@@ -38,7 +48,11 @@ def init_state(config: Config, key: Array) -> State:
         step: the number of completed updates.
         norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
     """
-    params, frozen = partition(transformer.declarations(config), transformer.init(config, key))
+    declared = transformer.declarations(config)
+    padded = map_declared(
+        lambda d, x: resized(x, d.padded(mp)), declared, transformer.init(config, key)
+    )
+    params, frozen = partition(declared, padded)
     return {
         "params": to_bf16(params) if config.early_cast else params,
         "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
@@ -58,8 +72,56 @@ def all_params(state: State) -> Any:
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
     """Return the state as `jax.ShapeDtypeStruct`s with shardings, without allocating the state."""
-    shapes = jax.eval_shape(functools.partial(init_state, config), jax.random.key(0))
+    init = functools.partial(init_state, config, mp=mesh.shape["mp"])
+    shapes = jax.eval_shape(init, jax.random.key(0))
     return abstract(shapes, named(mesh, state_specs(config, mesh)))
+
+
+def _declared_state(config: Config) -> State:
+    """Return the `Declaration` of every leaf of the state."""
+    params, single = transformer.trained(config), Declaration((), P(), decay=False, summed=False)
+    return {
+        "params": params,
+        "frozen": transformer.frozen(config),
+        "opt_state": {"count": single, "mu": params, "nu": params},
+        "step": single,
+        "norms": single,
+    }
+
+
+def unpadded(state: State, config: Config, mesh: Mesh) -> State:
+    """Return a state, or a part of it, without the padding of the mesh, as checkpoints store it.
+
+    Arrays that have no padding are returned unchanged.  Leaves may also be
+    `jax.ShapeDtypeStruct`s.
+    """
+    return _converted(state, config, mesh, pad=False)
+
+
+def padded(state: State, config: Config, mesh: Mesh) -> State:
+    """Return a state, or a part of it, with the padding of the mesh; the inverse of `unpadded`."""
+    return _converted(state, config, mesh, pad=True)
+
+
+def _converted(state: State, config: Config, mesh: Mesh, *, pad: bool) -> State:
+    specs, declared = state_specs(config, mesh), _declared_state(config)
+    mp = mesh.shape["mp"]
+
+    def one(d: Declaration, spec: P, leaf: Any) -> Any:
+        if d.padded(mp) == d.shape:
+            return leaf
+        shape = d.padded(mp) if pad else d.shape
+        sharding = NamedSharding(mesh, spec if pad else d.unpadded_spec(spec, mesh.shape))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        return _compile_resized(shape, sharding)(leaf)
+
+    return {key: map_declared(one, declared[key], specs[key], leaf) for key, leaf in state.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _compile_resized(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[Array], Array]:
+    return jax.jit(functools.partial(resized, shape=shape), out_shardings=sharding)
 
 
 def state_specs(config: Config, mesh: Mesh) -> State:
@@ -206,7 +268,7 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
 def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Array:
     """Return the next-token logits [B, T, V], in f32, after each of `tokens` [B, T]."""
     params = par.compute_copy(params, transformer.declarations(config), config.dtype)
-    return par.gather(transformer.logits(params, tokens, config, par))
+    return par.gather(transformer.logits(params, tokens, config, par))[..., : config.n_vocab]
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
@@ -238,7 +300,8 @@ def gradient_replicas(config: Config, mesh: Mesh) -> int:
 def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
     """Return a compiled function from a PRNG key to a fresh state, sharded over the mesh."""
     return jax.jit(
-        functools.partial(init_state, config), out_shardings=named(mesh, state_specs(config, mesh))
+        functools.partial(init_state, config, mp=mesh.shape["mp"]),
+        out_shardings=named(mesh, state_specs(config, mesh)),
     )
 
 

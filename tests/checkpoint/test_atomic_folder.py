@@ -4,13 +4,13 @@ import errno
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from mesh_transformer.checkpoint import atomic_folder as module
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.util import InputError
+from tests.support.waiting import wait_until
 
 
 def fill(folder, size=10):
@@ -126,10 +126,10 @@ def test_files_are_flushed_in_the_background_while_being_written(tmp_path, monke
     with atomic_folder(str(tmp_path / "model")) as temporary:
         fill(temporary)
         file = os.stat(os.path.join(temporary, "inner", "file")).st_ino
-        wait_until(lambda: file in flushed)
+        wait_until(lambda: file in flushed, "a flush")
         with open(os.path.join(temporary, "inner", "file"), "ab") as more:
             more.write(b"more")
-        wait_until(lambda: flushed.count(file) > 1)
+        wait_until(lambda: flushed.count(file) > 1, "a second flush")
 
 
 def test_failed_background_flush_is_reported_at_the_end(tmp_path, monkeypatch):
@@ -153,14 +153,7 @@ def test_failed_background_flush_is_reported_at_the_end(tmp_path, monkeypatch):
 
 def fill_until(folder, condition):
     fill(folder)
-    wait_until(condition)
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    wait_until(condition, "the expected state of the disk")
 
 
 def test_full_disk_leaves_nothing(small_disk):

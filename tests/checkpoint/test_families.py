@@ -1,18 +1,14 @@
 """Every model type of Hugging Face: logits compared with torch's, and bit-identical round trips."""
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mesh_transformer.checkpoint import conversion, hf
-from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
-from mesh_transformer.util import InputError
 from tests.support.torch_models import FAMILIES, SEQ, torch_model
 
 SIZES = [  # layers, heads, head size, rotary dims, vocabulary

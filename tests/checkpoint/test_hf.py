@@ -427,7 +427,7 @@ def edit(name, change):
                 load_file(f / "model.safetensors") | {"transformer.h.2.ln_1.bias": torch.ones(48)},
                 f / "model.safetensors",
             ),
-            "transformer.h.2.ln_1.bias is not part of the GPT-J",
+            "transformer.h.2.ln_1.bias is not part of the model",
         ),
     ],
 )

@@ -104,16 +104,16 @@ def test_eos_token_id_is_written_if_there_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt_neo"}, "model_type is 'gpt_neo', expected 'gptj'"),
+        ({"model_type": "gpt_neo"}, "model_type is 'gpt_neo', expected one of gptj, codegen, gpt2"),
         ({"model_type": "absent"}, "model_type is None"),
         (
             {"activation_function": "relu"},
-            "activation_function is 'relu'; only 'gelu_new' is supported",
+            "activation_function is 'relu'; only gelu_new, gelu, gelu_fast",
         ),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"rotary_dim": None}, "rotary_dim is None, expected a whole number"),
-        ({"n_inner": 8192}, "n_inner is 8192; only 4 . n_embd and null are supported"),
+        ({"n_inner": 8192}, "n_inner is 8192; only 4 times the model's width and null"),
         ({"n_embd": "4096"}, "n_embd is '4096', expected a whole number"),
         ({"n_layer": "absent"}, "n_layer is None"),
         ({"n_layer": 10**9}, "layers is 1000000000, expected at most 4096"),

@@ -38,6 +38,7 @@ from mesh_transformer.storage.locks import LocalLock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError
 from tests.support.fake_gcs import gcs_server
+from tests.support.waiting import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = {
@@ -856,7 +857,7 @@ def child(*arguments, **options):
 
 def test_failed_write_raises_and_prints_nothing(tmp_path):
     process = child("limited_save", tmp_path / "model", stderr=subprocess.PIPE)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=SECONDS)
     assert errors == ""
     assert process.returncode == 0
 
@@ -931,7 +932,7 @@ def two_processes(function, folder):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     processes = [child(function, folder, rank, port) for rank in range(2)]
-    return [process.wait(timeout=120) for process in processes] == [0, 0]
+    return [process.wait(timeout=SECONDS) for process in processes] == [0, 0]
 
 
 def fails_once(function):
@@ -980,7 +981,7 @@ def failing_of_two(folder, rank, port):
             began = time.monotonic()
             with pytest.raises(InputError, match=f"saving step {step} failed: .*[Ff]ile too large"):
                 save_and_wait(checkpoints, step)
-            assert time.monotonic() - began < 60  # rather than Orbax's timeout of 20 minutes
+            assert time.monotonic() - began < SECONDS  # rather than Orbax's timeout of 20 minutes
             unlimited = (resource.RLIM_INFINITY,) * 2
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
             assert checkpoints.steps() == [1]

@@ -23,6 +23,7 @@ from mesh_transformer.generation.sampling import (
     top_tokens,
 )
 from mesh_transformer.util import InputError
+from tests.support.waiting import SECONDS
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data/original/sampling.npz")
 SETTINGS = range(len(GOLDEN["top_p"]))
@@ -409,16 +410,16 @@ def test_a_row_with_invalid_logits_terminates_without_affecting_others(poison, p
         made = np.zeros(len(rows), np.int32)
         return jax.jit(choose)(logits[rows], row_settings, made, seen[rows])
 
-    tokens = within_a_minute(lambda: np.asarray(draw([0, 1, 2, 3])))
+    tokens = within_the_limit(lambda: np.asarray(draw([0, 1, 2, 3])))
     np.testing.assert_array_equal(tokens[others], draw(others))
     assert tokens[2] < 300
 
 
-def within_a_minute(work):
+def within_the_limit(work):
     """Return the result of `work`, which runs in a daemon thread in case it hangs."""
     result: queue.Queue = queue.Queue()
     threading.Thread(target=lambda: result.put(work()), daemon=True).start()
-    return result.get(timeout=60)
+    return result.get(timeout=SECONDS)
 
 
 def test_the_fallback_is_the_most_likely_token(monkeypatch):

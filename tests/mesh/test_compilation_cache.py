@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from tests.support.pages import ROOT
+from tests.support.waiting import SECONDS
 
 COMPILES = """
 import jax
@@ -22,5 +23,5 @@ assert distributed.global_state.process_id == 3
 def test_a_process_other_than_the_first_writes_the_compilation_cache(tmp_path):
     command = [sys.executable, "-c", COMPILES]
     environment = os.environ | {"MESH_TRANSFORMER_CACHE": str(tmp_path)}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120)
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=SECONDS)
     assert list(tmp_path.glob("jit__lambda*"))

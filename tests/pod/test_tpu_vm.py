@@ -30,7 +30,7 @@ from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
 from tests.support.fake_tpu import FakeTpuApi, Queue, key_pair
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 NAME = "projects/p/locations/europe-west4-a/nodes/pod"
@@ -356,7 +356,7 @@ def test_unhealthy_tpu_is_awaited(api, make):
         while not api.nodes:
             time.sleep(0.01)
         api.nodes[NAME].health = tpu_v2.Node.Health.UNHEALTHY_MAINTENANCE
-        end = time.monotonic() + 30
+        end = time.monotonic() + SECONDS
         while tpu.state() == "CREATING" and time.monotonic() < end:
             time.sleep(0.02)
         states.append(tpu.state())
@@ -546,11 +546,8 @@ def driver(api, folder, kind="node"):
         process.communicate()
 
 
-def wait_for_call(api, name, seconds=30):
-    deadline = time.monotonic() + seconds
-    while name not in api.calls and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert name in api.calls
+def wait_for_call(api, name):
+    wait_until(lambda: name in api.calls, f"the call {name}")
 
 
 @pytest.mark.parametrize(
@@ -578,7 +575,7 @@ def test_signal_deletes_the_tpu(api, tmp_path, number, moment, status):
         wait_for_call(api, "CreateNode")
         assert bool(api.nodes) == (moment == "running") or moment == "making"
         process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=SECONDS)
     assert "DeleteNode" in api.calls
     assert not api.nodes
     assert process.returncode == status
@@ -592,7 +589,7 @@ def test_signal_while_queued_cancels_the_request(api, tmp_path, number, status):
     with driver(api, tmp_path, "queued") as process:
         wait_for_call(api, "CreateQueuedResource")
         process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=SECONDS)
     assert not api.queue
     assert process.returncode == status
     assert "gcloud compute tpus queued-resources delete pod" in errors
@@ -613,7 +610,7 @@ def test_closing_the_terminal_deletes_the_tpu(api, tmp_path):
         while b"in the block" not in output:
             output += os.read(ours, 1000)
         os.close(ours)
-        process.wait(30)
+        process.wait(SECONDS)
     finally:
         process.kill()
         process.wait()
@@ -628,7 +625,7 @@ def test_tpu_is_deleted_even_if_stderr_is_closed(api, tmp_path):
         assert process.stdout.readline() == "in the block\n"
         process.stderr.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        assert process.wait(SECONDS) == 143
         process.stderr = None  # for `communicate`
     assert not api.nodes
 
@@ -642,7 +639,7 @@ def test_second_signal_during_the_deletion_prints_the_command(api, tmp_path, num
         process.send_signal(signal.SIGINT)
         wait_for_call(api, "DeleteNode")
         process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == status
     last = errors.replace("\r", "\n").strip().splitlines()[-1]
     assert last.startswith(
