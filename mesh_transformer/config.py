@@ -98,6 +98,11 @@ class Config:
     tpu_network: str | None = None  # None: the project's default network
     tpu_subnetwork: str | None = None  # None: the network's default
 
+    # Dropout: probabilities with which training sets activations to 0 (`model.dropout`).
+    dropout_embedding: float = 0.0  # of the embedding
+    dropout_attention: float = 0.0  # of the attention probabilities
+    dropout_residual: float = 0.0  # of what a layer adds to the residual stream
+
     # Precision.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     early_cast: bool = False  # store parameters in bf16
@@ -217,6 +222,11 @@ class Config:
         """Maximum number of positions that a query attends to, including its own position."""
         assert self.attention_window is not None
         return self.attention_window
+
+    @property
+    def drops(self) -> bool:
+        """Whether training uses dropout."""
+        return max(self.dropout_embedding, self.dropout_attention, self.dropout_residual) > 0
 
     @property
     def lora_scale(self) -> float:
@@ -467,7 +477,8 @@ def _check(c: Config) -> None:
     for key in at_least_0.split(" "):
         if getattr(c, key) < 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
-    for key in ("adam_b1", "adam_b2", "noise_scale_alpha"):
+    dropouts = ("dropout_embedding", "dropout_attention", "dropout_residual")
+    for key in ("adam_b1", "adam_b2", "noise_scale_alpha", *dropouts):
         if not 0 <= getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
     for key, value in dataclasses.asdict(c).items():

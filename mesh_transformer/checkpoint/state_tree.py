@@ -25,8 +25,9 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
       where: the checkpoint, for error messages.
     """
     saved_config = Config.from_dict(saved, f"{where}: saved config")
-    keys = ["block", "norm", "pe", "d_model", "n_heads", "head_size", "pe_rotary_dims"]
-    keys += ["rotary_pairs", "activation", "tie_head"]
+    keys = ["block", "norm", "pe", "d_model", "n_heads", "head_size", "activation", "tie_head"]
+    if config.pe == "rotary":
+        keys += ["pe_rotary_dims", "rotary_pairs"]
     # If only the new config has adapters, the saved weights become their base model.  If only the
     # saved one has them, they are merged into their base model.
     if saved_config.lora_rank and config.lora_rank:

@@ -28,10 +28,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel
+from mesh_transformer.model.dropout import DropProbs
 from mesh_transformer.util import InputError
 
-# (q_BTHK, k_BHSK, v_BHSK) -> attended_BTHK.
-Attend = Callable[[Array, Array, Array], Array]
+# (q_BTHK, k_BHSK, v_BHSK, a function for dropout or None) -> attended_BTHK.
+Attend = Callable[[Array, Array, Array, DropProbs | None], Array]
 MASKED = -1e10  # not -inf: a fully masked row must stay finite
 LANES = 128  # TPU vector lanes; splash attention requires sequences in multiples of this
 # The number of query blocks of the backend `blocks`.  With 8 blocks, one pass does (1 + 1/8) / 2 of
@@ -101,13 +102,20 @@ def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Ar
     return jnp.where(seen_BTS, 0.0, MASKED)[:, None].astype(jnp.float32)
 
 
-def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Array:
+def attend(
+    q_BTHK: Array,
+    k_BHSK: Array,
+    v_BHSK: Array,
+    bias_BHTS: Array,
+    drop: Callable[[Array], Array] | None = None,
+) -> Array:
     """Compute softmax attention of T queries over S keys, and return it as [B, T, H, K].
 
     Scores and softmax are computed in f32; the inputs of both matmuls are in the compute dtype.
 
     Args:
       bias_BHTS: the mask plus any relative position bias, added to the scores.
+      drop: applied to the probabilities, for dropout.
     """
     scale = q_BTHK.shape[-1] ** -0.5
     if q_BTHK.shape[1] == 1:
@@ -121,6 +129,8 @@ def attend(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, bias_BHTS: Array) -> Arr
             "BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32
         )
     probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
+    if drop is not None:
+        probs_BHTS = drop(probs_BHTS)
     return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
 
 
@@ -197,6 +207,8 @@ def _obstacle(name: str, config: Config, device: Device) -> str | None:
         return None
     if config.pe == "t5":
         return "does not support the relative position bias of pe 't5'"
+    if config.dropout_attention and name != "blocks":
+        return "does not support dropout_attention"
     if name == "cudnn":
         return _cudnn_obstacle(config, device)
     if name.startswith("splash") and config.seq % LANES:
@@ -280,8 +292,8 @@ def attend_function(
         belongs to; otherwise None.  A position attends only to positions of the same text.
 
     Returns:
-      A function (q_BTHK, k_BHSK, v_BHSK) -> attended_BTHK.  For the backend `xla`, None: the caller
-      must then call `attend` with a bias.
+      An `Attend` function.  For the backend `xla`, None: the caller must then call `attend` with a
+      bias.
 
     Raises:
       InputError: if texts are packed and `config.attention` is "cudnn", which cannot separate them.
@@ -302,7 +314,7 @@ def attend_function(
         return blocks if name != "xla" and length > LONG else None
     run = _differentiable(kernel, par)
 
-    def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:
+    def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, _: DropProbs | None) -> Array:
         # This scaling is exact if the head size is a power of 4, such as GPT-J's 256.  Otherwise it
         # rounds q once more.
         q_BHTK = jnp.moveaxis(q_BTHK * config.d_head**-0.5, 2, 1)
@@ -378,7 +390,12 @@ def _splash(
 
 
 def _blocks(
-    window: int, text_BT: Array | None, q_BTHK: Array, k_BHSK: Array, v_BHSK: Array
+    window: int,
+    text_BT: Array | None,
+    q_BTHK: Array,
+    k_BHSK: Array,
+    v_BHSK: Array,
+    drop: DropProbs | None,
 ) -> Array:
     """Compute causal attention for one block of queries at a time, to save memory.
 
@@ -387,6 +404,7 @@ def _blocks(
     Args:
       window: the number of positions that a query may attend to, including its own.
       text_BT: see `attend_function`.
+      drop: for dropout.
     """
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     block = block_length(length)
@@ -405,7 +423,8 @@ def _blocks(
             other_text_BTS = text_BT[:, queries, None] != text_BT[:, None, keys]
             bias_BHTS = jnp.where(other_text_BTS[:, None], MASKED, bias_BHTS)
         k_BHSK, v_BHSK = (x[:, :, keys].astype(dtype) for x in (k_BHSK, v_BHSK))
-        return attend(q_BTHK[:, queries], k_BHSK, v_BHSK, bias_BHTS)
+        own = drop and (lambda probs_BHTS: drop(probs_BHTS, queries.start, keys.start))
+        return attend(q_BTHK[:, queries], k_BHSK, v_BHSK, bias_BHTS, own)
 
     outputs = [attend_block(begin, q_BTHK, k_BHSK, v_BHSK) for begin in range(0, length, block)]
     return jnp.concatenate(outputs, axis=1)

@@ -26,6 +26,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model import lora
 from mesh_transformer.model.attention import MASKED, Attend, LayerCache, attend, rotate, write
+from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout
 
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
@@ -38,6 +39,7 @@ class Context(NamedTuple):
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
     slot_B: Array | None = None  # the cache slot that each row's new key and value are written to
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
+    dropout: Dropout | None = None  # the layer's random numbers; None without dropout
 
 
 class Initialisers(NamedTuple):
@@ -264,7 +266,7 @@ class Embedding(hk.Module):
     """Token embedding, split by vocabulary over mp.
 
     If the config's `pe` is "fixed", learned position embeddings are added.  Calling the module
-    returns the residual stream x_BTD.
+    returns the residual stream x_BTD, after dropout if its random numbers are given.
     """
 
     def __init__(self, config: Config, par: Parallel):
@@ -272,7 +274,9 @@ class Embedding(hk.Module):
         self.config = config
         self.par = par
 
-    def __call__(self, tokens_BT: Array, positions_BT: Array) -> Array:
+    def __call__(
+        self, tokens_BT: Array, positions_BT: Array, dropout: Dropout | None = None
+    ) -> Array:
         c, par = self.config, self.par
         init = initialisers(c).embedding
         w_VD = param(par, "w", (c.n_vocab, c.d_model), ("mp", None), init, decay=True)
@@ -289,6 +293,9 @@ class Embedding(hk.Module):
             table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
             table = par.gather(table)[:, : c.d_model]  # without padding
             x_BTD += par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
+        if dropout is not None and c.dropout_embedding:
+            shape = (tokens_BT.shape[1], c.d_model)
+            x_BTD *= par.own_positions(dropout.mask(0, c.dropout_embedding, *shape, x_BTD.dtype))
         return x_BTD
 
 
@@ -333,8 +340,8 @@ class TransformerLayer(hk.Module):
         """Compute GPT-J's block: attention and feed-forward read the same norm."""
         x_GBTD = Norm(self.config, self.par)(x_BTD)
         attended_BTN, cache = self._attended(x_GBTD, context, cache, with_bias=False)
-        y_BTD = self._outputs(attended_BTN, self._hidden(x_GBTD))
-        return self.par.join(y_BTD) + self._bias("b", summed=True), cache
+        y_BTD = self._outputs(attended_BTN, self._hidden(x_GBTD), context)
+        return self.par.join(y_BTD) + self._bias("b", FEED_FORWARD, context, summed=True), cache
 
     @hk.transparent
     def _neox(
@@ -349,8 +356,9 @@ class TransformerLayer(hk.Module):
             Norm(self.config, self.par, name, fanned_out=True) for name in ("norm", "ff_norm")
         )
         attended_BTN, cache = self._attended(norm(x_BTD), context, cache)
-        y_BTD = self._outputs(attended_BTN, self._hidden(ff_norm(x_BTD)))
-        return self.par.join(y_BTD) + self._bias("o_b") + self._bias("out_b"), cache
+        y_BTD = self.par.join(self._outputs(attended_BTN, self._hidden(ff_norm(x_BTD)), context))
+        y_BTD += self._bias("o_b", ATTENTION, context)
+        return y_BTD + self._bias("out_b", FEED_FORWARD, context), cache
 
     @hk.transparent
     def _gpt2(
@@ -360,11 +368,12 @@ class TransformerLayer(hk.Module):
         c, par = self.config, self.par
         attended_BTN, cache = self._attended(Norm(c, par)(x_BTD), context, cache)
         attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,), c.d_head)
-        y_BTD = par.join(attended_BTD) + self._bias("o_b")
+        y_BTD = par.join(self._drop(attended_BTD, ATTENTION, context))
+        y_BTD += self._bias("o_b", ATTENTION, context)
         hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(x_BTD + y_BTD))
-        return y_BTD + par.join(self._output("out", hidden_BTF, (c.d_ff,))) + self._bias(
-            "out_b"
-        ), cache
+        out_BTD = self._drop(self._output("out", hidden_BTF, (c.d_ff,)), FEED_FORWARD, context)
+        y_BTD += par.join(out_BTD)
+        return y_BTD + self._bias("out_b", FEED_FORWARD, context), cache
 
     @hk.transparent
     def _attended(
@@ -392,19 +401,32 @@ class TransformerLayer(hk.Module):
         return self._gelu(Linear(self.config, self.par, self.config.d_ff, "fc")(x_GBTD))
 
     @hk.transparent
-    def _outputs(self, attended_BTN: Array, hidden_BTF: Array) -> Array:
+    def _outputs(self, attended_BTN: Array, hidden_BTF: Array, context: Context) -> Array:
         """Project the results of attention and feed-forward to D and add them."""
         c = self.config
         attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,), c.d_head)
-        return attended_BTD + self._output("out", hidden_BTF, (c.d_ff,))
+        attended_BTD = self._drop(attended_BTD, ATTENTION, context)
+        hidden_BTD = self._output("out", hidden_BTF, (c.d_ff,))
+        return attended_BTD + self._drop(hidden_BTD, FEED_FORWARD, context)
+
+    def _drop(self, x_BTD: Array, place: int, context: Context) -> Array:
+        """Apply dropout to activations of all positions; `place` is as for `Dropout.mask`."""
+        rate = self.config.dropout_residual
+        if context.dropout is None or not rate:
+            return x_BTD
+        return x_BTD * context.dropout.mask(place, rate, *x_BTD.shape[1:], x_BTD.dtype)
 
     def _gelu(self, x: Array) -> Array:
         return jax.nn.gelu(x, approximate=self.config.activation == "gelu_tanh")
 
-    def _bias(self, name: str, *, summed: bool = False) -> Array:
-        """Return a bias [D] that is added after the sum over mp."""
-        init = hk.initializers.Constant(0.0)
-        return param(self.par, name, (self.config.d_model,), (None,), init, summed=summed)
+    def _bias(self, name: str, place: int, context: Context, *, summed: bool = False) -> Array:
+        """Return a bias that is added after the sum over mp, [D] or, with dropout, [B, T, D]."""
+        width, init = self.config.d_model, hk.initializers.Constant(0.0)
+        b_D = param(self.par, name, (width,), (None,), init, summed=summed)
+        if context.dropout is None or not self.config.dropout_residual:
+            return b_D
+        shape = (len(context.dropout.key_B), context.positions_BT.shape[1], width)
+        return self.par.own_positions(self._drop(jnp.broadcast_to(b_D, shape), place, context))
 
     @hk.transparent
     def _geglu(
@@ -441,7 +463,8 @@ class TransformerLayer(hk.Module):
         hidden_BTHF = self._gelu(gate_BTHF) * value_BTHF
         joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
         y_BTD = self._output("fused_out", joined_BTHC, (c.n_heads, rows))
-        return par.join(y_BTD) + self._bias("b", summed=True), cache
+        y_BTD = par.join(self._drop(y_BTD, FEED_FORWARD, context))
+        return y_BTD + self._bias("b", FEED_FORWARD, context, summed=True), cache
 
     @hk.transparent
     def _output(self, name: str, x: Array, inputs: tuple[int, ...], unit: int = 1) -> Array:
@@ -486,10 +509,14 @@ class TransformerLayer(hk.Module):
         else:
             assert context.slot_B is not None
             cache = write(cache, new, context.slot_B)
+        drop = None
+        if context.dropout is not None and c.dropout_attention:
+            drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
         if context.attend is not None:
-            return context.attend(q_BTHK, cache.k_BHSK, cache.v_BHSK), cache
+            return context.attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, drop), cache
         assert context.bias_BHTS is not None
-        return attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, context.bias_BHTS), cache
+        own = drop and (lambda probs_BHTS: drop(probs_BHTS, 0, 0))
+        return attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, context.bias_BHTS, own), cache
 
 
 class Projection(hk.Module):

@@ -14,6 +14,7 @@ from jax import Array
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.transformer import (
     Params,
     collect_projection,
@@ -131,9 +132,14 @@ def losses(
     config: Config,
     par: Parallel,
     segments_BT: Array | None = None,
+    dropout: Dropout | None = None,
 ) -> Losses:
-    """Compute the model's losses at every position; see `transformer.logits` for `segments_BT`."""
-    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
+    """Compute the model's losses at every position.
+
+    Args:
+      segments_BT, dropout: see `transformer.residual_stream`.
+    """
+    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
     whole = collect_projection(params, config, par)
     projection = transforms(config, par)["proj"].apply
     weights = to_f32(whole)  # so that the chunks' gradients are summed in f32
@@ -193,13 +199,18 @@ def train_loss(
     par: Parallel,
     weights: LossWeights | None = None,
     segments_BT: Array | None = None,
+    key_B: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the mean loss that training minimises, and the mean loss at only the last positions.
 
     The last positions are those where `weights.last_BT` is not 0 or, without `weights`, the last
     position of each sequence.  Both means include the same z-loss.
+
+    Args:
+      key_B: the PRNG keys of the sequences, for dropout; see `dropout.sequence_keys`.
     """
-    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT)
+    dropout = None if key_B is None else Dropout(key_B)
+    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, dropout)
     if weights is None:
         z_loss = config.z_loss * jnp.mean(jnp.square(result.log_sum_BT))
         return result.loss_BT.mean() + z_loss, result.loss_BT[:, -1].mean() + z_loss

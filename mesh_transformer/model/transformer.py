@@ -77,6 +77,7 @@ from mesh_transformer.mesh.declaration import (
 )
 from mesh_transformer.mesh.parallel import GATHERED, Auto, Parallel
 from mesh_transformer.model.attention import ATTENDED, MASKED, attend_function, causal_bias
+from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.layers import (
     Context,
     Embedding,
@@ -92,7 +93,7 @@ HEAD = "projection/head"  # the module of the output head
 def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
     """Return the model's parts, such as "embed", as pairs of pure init and apply functions."""
     parts: dict[str, Callable[..., Any]] = {
-        "embed": lambda tokens, positions: Embedding(config, par)(tokens, positions),
+        "embed": lambda *inputs: Embedding(config, par)(*inputs),
         "layers": lambda x, context, cache: TransformerLayer(config, par)(x, context, cache),
         "proj": lambda x, **parts: Projection(config, par)(x, **parts),
     }
@@ -247,15 +248,25 @@ def segment_runs(segments: Array) -> tuple[Array, Array]:
 
 
 def residual_stream(
-    params: Params, tokens_BT: Array, config: Config, par: Parallel, segments_BT: Array | None
+    params: Params,
+    tokens_BT: Array,
+    config: Config,
+    par: Parallel,
+    segments_BT: Array | None,
+    dropout: Dropout | None = None,
 ) -> Array:
-    """Return the residual stream x_BTD before the last norm; see `logits` for `segments_BT`."""
+    """Return the residual stream x_BTD before the last norm.
+
+    Args:
+      segments_BT: see `logits`.
+      dropout: the microbatch's random numbers; None for no dropout.
+    """
     parts, declared = transforms(config, par), declarations(config)
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
         run_BT, positions_BT = segment_runs(segments_BT)
 
-    def apply(part: str, *args: Array) -> Any:
+    def apply(part: str, *args: Any) -> Any:
         whole = par.collect(params[part], declared[part], config.dtype)
         return parts[part].apply(whole, *args)
 
@@ -270,14 +281,21 @@ def residual_stream(
     context = Context(positions_BT, bias_BHTS, attend=attend)
     one_layer = map_declared(lambda d: d.unstack(), declared["layers"])
 
-    def run(layer_params: Params, x_BTD: Array) -> Array:
+    def run(layer: tuple[Params, Array | None], x_BTD: Array) -> Array:
+        layer_params, number = layer
         whole = par.collect(layer_params, one_layer, config.dtype)
-        return parts["layers"].apply(whole, x_BTD, context, None)[0]
+        own = None if dropout is None or number is None else dropout.of_layer(number)
+        return parts["layers"].apply(whole, x_BTD, context._replace(dropout=own), None)[0]
 
-    def body(x_BTD: Array, layer_params: Params) -> tuple[Array, None]:
-        return x_BTD + _remat(run, config.remat)(layer_params, x_BTD), None
+    def body(x_BTD: Array, layer: tuple[Params, Array | None]) -> tuple[Array, None]:
+        return x_BTD + _remat(run, config.remat)(layer, x_BTD), None
 
-    return jax.lax.scan(body, apply("embed", tokens_BT, positions_BT), params["layers"])[0]
+    if dropout is None:
+        numbers, outside = None, None
+    else:
+        numbers, outside = jnp.arange(config.layers), dropout.of_layer(config.layers)
+    x_BTD = apply("embed", tokens_BT, positions_BT, outside)
+    return jax.lax.scan(body, x_BTD, (params["layers"], numbers))[0]
 
 
 def logits(

@@ -24,6 +24,7 @@ from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import compiled, compiler_options, parallel_of, partitioned
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import attention_backend
+from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
 from mesh_transformer.training import spikes
 from mesh_transformer.training.optimizer import Optimizer
@@ -146,8 +147,9 @@ def gradients(
 
     Args:
       params, frozen: the trained parameters and all other parameters (see `init_state`).
-      batch: `obs` and `target` [A, B, T], and optionally `loss_mask` and `segment_ids` (see
-        `CausalTransformer.train`).  Inside a `shard_map`, B counts only the device's sequences.
+      batch: `obs` and `target` [A, B, T], optionally `loss_mask` and `segment_ids` (see
+        `CausalTransformer.train`), and with dropout `key` [A, B] (see `sequence_keys`).  Inside a
+        `shard_map`, B counts only the device's sequences.
     """
     declared = transformer.trained(config)
     params = par.compute_copy(params, declared, config.dtype)
@@ -170,7 +172,7 @@ def gradients(
         return sums, (loss, last_loss, square)
 
     accumulation = batch["obs"].shape[0]
-    samples = (batch["obs"], batch["target"], weights, segments)
+    samples = (batch["obs"], batch["target"], weights, segments, batch.get("key"))
     sums, (loss, last_loss, micro_square) = jax.lax.scan(
         microbatch, par.accumulator(params, declared), samples
     )
@@ -212,6 +214,8 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
+        if config.drops:
+            batch = batch | {"key": sequence_keys(config, step, batch["obs"].shape[:2])}
         grads, metrics = measure(params, state["frozen"], batch)
         # Each leaf is updated in the state's layout, without collectives.
         updated = optimizer.update(grads, moments, params, step, metrics["grad_norm"])

@@ -1,5 +1,7 @@
 """Meshes whose mp divides neither heads nor widths: the results are those of one device."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -15,14 +17,20 @@ from tests.conftest import SMALL, random_batch
 # mp 2, 4 and 8 divide neither the heads, nor the vocabulary, nor the feed-forward's width, nor
 # d_model, by which learned positions are split.
 ODD = SMALL | {"n_heads": 5, "d_model": 35, "n_vocab": 131, "z_loss": 1e-3}
-MESHES = [  # partitioning, dp, mp, zero
-    ("shard_map", 1, 8, 0),
-    ("shard_map", 2, 4, 1),
-    ("shard_map", 4, 2, 3),
-    ("jit", 1, 8, 0),
-    ("jit", 4, 2, 1),
-    ("jit", 2, 4, 3),
+# partitioning, dp, mp, zero, and the block that is tested on this mesh in `make test`
+MESHES = [
+    ("shard_map", 1, 8, 0, "gptj"),
+    ("shard_map", 2, 4, 1, None),
+    ("shard_map", 4, 2, 3, "gpt2"),
+    ("jit", 1, 8, 0, None),
+    ("jit", 4, 2, 1, "geglu"),
+    ("jit", 2, 4, 3, "neox"),
 ]
+BLOCKS = ("gptj", "geglu", "gpt2", "neox")
+
+
+def case(*values, quick: bool):
+    return pytest.param(*values, marks=() if quick else pytest.mark.slow)
 
 
 def config_of(mp: int = 1, **changes) -> Config:
@@ -56,8 +64,10 @@ def assert_padding_is_zero(network: CausalTransformer) -> int:
     return count
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
-@pytest.mark.parametrize(("partitioning", "dp", "mp", "zero"), MESHES)
+@pytest.mark.parametrize(
+    ("block", "partitioning", "dp", "mp", "zero"),
+    [case(block, *mesh, quick=block == quick) for *mesh, quick in MESHES for block in BLOCKS],
+)
 def test_training_matches_one_device_and_padding_stays_zero(block, partitioning, dp, mp, zero):
     config = config_of(mp, block=block, partitioning=partitioning, zero=zero, pe="fixed")
     one, mesh = network_on(1, config_of(block=block, zero=zero, pe="fixed")), network_on(8, config)
@@ -77,14 +87,14 @@ def test_training_matches_one_device_and_padding_stays_zero(block, partitioning,
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)  # Adam's step is 1e-2
 
 
-BLOCKS_AND_MESHES = [
-    (block, partitioning, mp)
-    for block in ("gptj", "geglu", "gpt2", "neox")
-    for partitioning, mp in (("shard_map", 8), ("jit", 4))
-]
-
-
-@pytest.mark.parametrize(("block", "partitioning", "mp"), BLOCKS_AND_MESHES)
+@pytest.mark.parametrize(
+    ("block", "partitioning", "mp"),
+    [
+        case(block, partitioning, mp, quick=(block, mp) in {("gpt2", 8), ("geglu", 4)})
+        for block in BLOCKS
+        for partitioning, mp in (("shard_map", 8), ("jit", 4))
+    ],
+)
 def test_checkpoints_have_no_padding_and_resume_on_any_mesh(tmp_path, block, partitioning, mp):
     """A state is saved by one device, then by a mesh, and restored by another mesh, bit for bit."""
     one = network_on(1, config_of(block=block, zero=1))
@@ -103,8 +113,19 @@ def test_checkpoints_have_no_padding_and_resume_on_any_mesh(tmp_path, block, par
     network.close()
 
 
-@pytest.mark.parametrize(("block", "partitioning", "mp"), BLOCKS_AND_MESHES)
-@pytest.mark.parametrize("changes", [{}, {"int8_weights": True}, {"norm": "rmsnorm", "pe": "t5"}])
+@pytest.mark.parametrize(
+    ("block", "partitioning", "mp", "changes"),
+    [
+        case(block, partitioning, mp, changes, quick=number in (0, 7, 14, 20))
+        for number, (block, (partitioning, mp), changes) in enumerate(
+            itertools.product(
+                BLOCKS,
+                (("shard_map", 8), ("jit", 4)),
+                ({}, {"int8_weights": True}, {"norm": "rmsnorm", "pe": "t5"}),
+            )
+        )
+    ],
+)
 def test_the_same_weights_give_the_same_results(tmp_path, block, partitioning, mp, changes):
     one = network_on(1, config_of(block=block, **changes))
     one.save(tmp_path / "one")

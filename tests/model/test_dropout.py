@@ -1,0 +1,146 @@
+"""Dropout: its masks, their independence of the mesh, and its expectation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import transformer
+from mesh_transformer.model.dropout import Dropout, sequence_keys
+from mesh_transformer.model.loss import train_loss
+from mesh_transformer.transformer_shard import CausalTransformer
+from tests.conftest import SMALL, random_batch
+
+DROPS = {"dropout_embedding": 0.2, "dropout_attention": 0.3, "dropout_residual": 0.25}
+
+
+def config_of(**changes) -> Config:
+    return Config(**(SMALL | DROPS | changes))
+
+
+def losses_of(config: Config, devices: int, steps: int = 3):
+    """Return (metrics of some steps, the final parameters)."""
+    network = CausalTransformer(config, devices=jax.devices()[:devices])
+    rows = []
+    for seed in range(steps):
+        metrics = network.train(random_batch(config, 2, 8, seed=seed))
+        rows.append([float(metrics[name]) for name in ("loss", "last_loss", "grad_norm")])
+    return np.array(rows), jax.tree.map(np.asarray, network.saved_state()["params"])
+
+
+ODD = {"n_heads": 5, "d_model": 40, "head_size": 7, "shard_activations": True}
+LONG = {"attention": "blocks", "seq": 136, "loss_chunk": 64}
+
+
+@pytest.mark.parametrize(
+    ("block", "partitioning", "dp", "mp", "changes"),
+    [
+        ("gptj", "shard_map", 8, 1, {"zero": 3}),
+        ("gpt2", "shard_map", 2, 4, {"zero": 1, "remat": "none"}),
+        pytest.param("neox", "jit", 2, 4, LONG, marks=pytest.mark.slow),
+        pytest.param("geglu", "shard_map", 1, 8, LONG | ODD, marks=pytest.mark.slow),
+        pytest.param("gpt2", "jit", 4, 2, ODD, marks=pytest.mark.slow),
+    ],
+)
+def test_masks_do_not_depend_on_the_mesh(block, partitioning, dp, mp, changes):
+    """Another mask anywhere changes the loss by far more than the tolerance."""
+    changes = {"block": block, "per_replica_batch": 8 // dp} | changes
+    alone = {name: x for name, x in changes.items() if name not in ("zero", "shard_activations")}
+    config = config_of(partitioning=partitioning, cores_per_replica=mp, tpu_size=8, **changes)
+    actual, params = losses_of(config, 8)
+    expected, expected_params = losses_of(config_of(**alone), 1)
+    # Sums in another order, over a few Adam steps.
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-4), params, expected_params
+    )
+
+
+def test_every_place_step_layer_sequence_and_position_has_masks_of_its_own():
+    config = config_of(layers=3)
+    masks = {}
+    for step in (0, 1):
+        keys = sequence_keys(config, jnp.int32(step), (2, 3))
+        for microbatch in range(2):
+            batch = Dropout(keys[microbatch])
+            for layer in range(3):
+                own = batch.of_layer(layer)
+                for place in range(3):
+                    mask = np.asarray(own.mask(place, 0.5, 32, 64, jnp.float32))
+                    assert set(np.unique(mask)) == {0.0, 2.0}
+                    for row in range(3):
+                        masks[step, microbatch, layer, place, row] = mask[row] > 0
+    flat = np.array([mask.ravel() for mask in masks.values()])
+    # The share of equal entries of two masks is 1/2 with standard deviation 1/2/sqrt(2048): 6
+    # standard deviations, for 5,778 pairs.
+    equal = (flat[:, None, :] == flat[None, :, :]).mean(axis=-1)
+    assert np.abs(equal[~np.eye(len(flat), dtype=bool)] - 0.5).max() < 6 * 0.5 / np.sqrt(2048)
+
+
+def test_heads_and_queries_have_masks_of_their_own():
+    own = Dropout(sequence_keys(config_of(), jnp.int32(5), (1, 2))[0])
+    drop = own.drop_probs(0.25, 64, Auto())
+    whole = np.asarray(drop(jnp.ones((2, 4, 64, 64)), 0, 0))
+    assert set(np.unique(whole)) == {0, np.float32(1 / 0.75)}
+    rows = whole.reshape(-1, 64)
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    # 32,768 draws: 6 standard deviations.
+    assert abs(whole.mean() - 1) < 6 * np.sqrt(0.25 / 0.75 / whole.size)
+    part = drop(jnp.ones((2, 4, 16, 24)), 32, 8)  # one block of queries, with some of the keys
+    np.testing.assert_array_equal(part, whole[:, :, 32:48, 8:32])
+
+
+@pytest.mark.parametrize(
+    "block", ["gpt2", *(pytest.param(b, marks=pytest.mark.slow) for b in ("gptj", "geglu", "neox"))]
+)
+def test_the_expected_loss_of_small_rates_is_that_without_dropout(block):
+    """The mean over masks changes the loss only in the second order of the perturbation."""
+    config = config_of(block=block, **dict.fromkeys(DROPS, 1e-3))
+    params = transformer.init(config, jax.random.key(1))
+    batch = random_batch(config, 4)
+
+    @jax.jit
+    def loss(key):
+        return train_loss(params, batch["obs"], batch["target"], config, Auto(), key_B=key)[0]
+
+    keys = jax.vmap(lambda step: sequence_keys(config, step, (1, 4))[0])(jnp.arange(400))
+    drawn = np.asarray(jax.lax.map(loss, keys), np.float64)
+    plain = float(train_loss(params, batch["obs"], batch["target"], config, Auto())[0])
+    assert drawn.std() > 1e-4  # so that the next line says something
+    assert abs(drawn.mean() - plain) < 5 * drawn.std() / np.sqrt(400) + 1e-4
+
+
+def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path):
+    config = config_of()
+    batches = [random_batch(config, 2, 4, seed=seed) for seed in range(4)]
+    expected = CausalTransformer(config, devices=jax.devices()[:1])
+    for batch in batches:
+        expected.train(batch)
+    first = CausalTransformer(config, devices=jax.devices()[:1])
+    for batch in batches[:2]:
+        first.train(batch)
+    first.save(tmp_path / "model")
+    first.close()
+    second = CausalTransformer(config, devices=jax.devices()[:1], init=False)
+    assert second.restore(tmp_path / "model") is not None
+    for batch in batches[2:]:
+        second.train(batch)
+    second.close()
+    jax.tree.map(np.testing.assert_array_equal, second.saved_state(), expected.saved_state())
+
+
+def test_evaluation_and_generation_drop_nothing():
+    plain, dropping = (
+        CausalTransformer(config, devices=jax.devices()[:1])
+        for config in (Config(**SMALL), config_of())
+    )
+    batch = random_batch(plain.config, 3)
+    for network in (plain, dropping):
+        network.results = (
+            network.eval(batch)["all_loss"],
+            network.logits(batch["obs"]),
+            network.generate(batch["obs"][:, :4], [4, 4, 4], 5, {"seed": 1}),
+        )
+    jax.tree.map(np.testing.assert_array_equal, plain.results, dropping.results)
