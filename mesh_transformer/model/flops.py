@@ -18,12 +18,19 @@ from mesh_transformer.model.attention import block_length
 def matmul_params(config: Config) -> int:
     """Return the number of parameters in weight matrices: layers, embedding and output head.
 
+    A tied output head is the embedding, and counts once.
+
     The embedding is counted for comparison with the original mesh-transformer-jax, where it is a
     one-hot matmul.  In this library it is a lookup without FLOPs, so `flops_per_token` overstates
     the FLOPs executed by 3 percent for GPT-J-6B.
     """
-    embedding_and_head = 2 * config.n_vocab * config.d_model
-    return config.layers * _layer_matrices(config) + embedding_and_head
+    ends = _lookup_params(config) + config.n_vocab * config.d_model
+    return config.layers * _layer_matrices(config) + ends
+
+
+def _lookup_params(config: Config) -> int:
+    """Return the number of parameters of the embedding, if it is only looked up."""
+    return 0 if config.tie_head else config.n_vocab * config.d_model
 
 
 def n_params(config: Config) -> int:
@@ -74,8 +81,8 @@ def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
     Args:
       attention: the attention backend, as returned by `attention_backend`.
     """
-    embedding = config.n_vocab * config.d_model
-    matmuls = flops_per_token(config) // matmul_params(config) * (matmul_params(config) - embedding)
+    multiplied = matmul_params(config) - _lookup_params(config)
+    matmuls = flops_per_token(config) // matmul_params(config) * multiplied
     if config.remat == "full":
         outputs = (config.n_heads * config.d_head + config.d_ff) * config.d_model
         matmuls += 2 * config.layers * (_layer_matrices(config) - outputs)
@@ -125,7 +132,7 @@ def decode_flops_per_token(config: Config) -> int:
 
     The embedding is a lookup and is not counted.
     """
-    matrices = matmul_params(config) - config.n_vocab * config.d_model
+    matrices = matmul_params(config) - _lookup_params(config)
     return 2 * matrices + 4 * config.layers * config.n_heads * config.d_head * config.seq
 
 
@@ -153,7 +160,7 @@ def hfu(config: Config, tokens_per_sec: float, peak: float, attention: str = "xl
 def _layer_matrices(config: Config) -> int:
     attention = config.n_heads * config.d_head
     # geglu projects to twice d_ff: the gate and the value.
-    halves = 1 if config.block == "gptj" else 2
+    halves = 2 if config.block == "geglu" else 1
     inputs = config.d_model * (3 * attention + halves * config.d_ff)
     outputs = (attention + config.d_ff) * config.d_model
     return inputs + outputs

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
@@ -28,6 +29,8 @@ from mesh_transformer.model import lora
 from mesh_transformer.model.attention import MASKED, Attend, LayerCache, attend, rotate, write
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout
 
+# checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
+MIDDLE = "middle"
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
 
@@ -291,7 +294,7 @@ class Embedding(hk.Module):
         if c.pe == "fixed":
             init = initialisers(c).positions
             table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
-            table = par.gather(table)[:, : c.d_model]  # without padding
+            table = jnp.asarray(par.gather(table))[:, : c.d_model]  # without padding
             x_BTD += par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
         if dropout is not None and c.dropout_embedding:
             shape = (tokens_BT.shape[1], c.d_model)
@@ -370,7 +373,8 @@ class TransformerLayer(hk.Module):
         attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,), c.d_head)
         y_BTD = par.join(self._drop(attended_BTD, ATTENTION, context))
         y_BTD += self._bias("o_b", ATTENTION, context)
-        hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(x_BTD + y_BTD))
+        middle_BTD = checkpoint_name(x_BTD + y_BTD, MIDDLE)
+        hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(middle_BTD))
         out_BTD = self._drop(self._output("out", hidden_BTF, (c.d_ff,)), FEED_FORWARD, context)
         y_BTD += par.join(out_BTD)
         return y_BTD + self._bias("out_b", FEED_FORWARD, context), cache

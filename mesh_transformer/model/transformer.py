@@ -79,6 +79,7 @@ from mesh_transformer.mesh.parallel import GATHERED, Auto, Parallel
 from mesh_transformer.model.attention import ATTENDED, MASKED, attend_function, causal_bias
 from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.layers import (
+    MIDDLE,
     Context,
     Embedding,
     Projection,
@@ -215,18 +216,18 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
 
     Even the policy "none" recomputes the operations between matmuls, because writing their results
     to memory and reading them back would take longer.  However, this policy recomputes no matmul
-    and no collective over mp.
+    and no collective over mp.  Every policy saves the residual stream that a norm reads.
 
     Args:
       kept: the remat policy: "full", "dots" or "none".
     """
     policies = jax.checkpoint_policies
+    stream = policies.save_only_these_names(MIDDLE)
     policy = {
-        "full": policies.nothing_saveable,
-        "dots": policies.dots_with_no_batch_dims_saveable,
+        "full": stream,
+        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, stream),
         "none": policies.save_from_both_policies(
-            policies.dots_saveable,
-            policies.save_only_these_names(GATHERED, ATTENDED),
+            policies.dots_saveable, policies.save_only_these_names(GATHERED, ATTENDED, MIDDLE)
         ),
     }[kept]
     # `prevent_cse=False` is safe because `run` is called in a scan, where the compiler cannot merge

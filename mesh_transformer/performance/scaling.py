@@ -222,18 +222,19 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
 
     The saved arrays depend on the config's `remat`:
 
-    * "full": the layer's input.
-    * "dots": also q, k, v and the hidden activations of the feed-forward block.
+    * "full": the layer's input, and with block "gpt2" also the input of the feed-forward.
+    * "dots": as "full", and q, k, v and the hidden activations of the feed-forward block.
     * "none" without an attention kernel: all of "dots", the attention scores and the outputs of the
       heads.
     * "none" with an attention kernel: all of "dots", the kernel's output twice and one f32 sum per
       head.  With block "geglu" also q, k and v a second time.
 
-    With sharded activations, "none" also saves the all-gathered input of the layer, so that the
-    backward pass need not gather the input again.
+    With sharded activations, "none" also saves the inputs after their all-gather, so that the
+    backward pass need not gather them again.
     """
     mp, width = config.cores_per_replica, _width(config)
-    kept = config.d_model // (mp if config.shard_activations else 1) * width
+    inputs = 2 if config.block == "gpt2" else 1
+    kept = inputs * config.d_model // (mp if config.shard_activations else 1) * width
     if config.remat == "full":
         return kept
     heads = config.n_heads * config.d_head
@@ -242,7 +243,7 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
     if config.remat == "dots":
         return kept + (3 * heads + hidden) * width // mp
     if config.shard_activations:
-        kept += config.d_model * width
+        kept += inputs * config.d_model * width
     if attention in ("xla", "blocks"):
         return kept + ((4 * heads + hidden) * width + _scores(config, attention)) // mp
     # geglu computes q, k, v and the hidden activations in one fused matmul.  Its output is saved as

@@ -1,5 +1,6 @@
 """8-bit weights: rounding errors, logits, meshes and memory."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -65,8 +66,10 @@ def test_logits_of_the_original_models_change_little(variant):
     assert 0 < error < 0.02 * np.std(expected)
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu"])
-@pytest.mark.parametrize("place", PLACES[1:3])
+@pytest.mark.parametrize(
+    ("block", "place"),
+    [*itertools.product(("gptj", "geglu"), PLACES[1:3]), ("gpt2", PLACES[1]), ("neox", PLACES[2])],
+)
 def test_a_mesh_generates_the_same_tokens_as_one_device(block, place):
     config = small_config(block=block, int8_weights=True)
     prompts = np.stack(random_prompts(config, [6, 6]))

@@ -132,24 +132,36 @@ def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **cha
 
 
 @pytest.mark.parametrize(
-    ("remat", "zero"),
+    ("block", "count", "remat", "zero"),
     [
-        ("full", 0),
-        ("none", 1),
-        ("full", 1),
-        ("none", 0),
+        ("gptj", 1, "full", 0),
+        ("gptj", 1, "none", 1),
+        ("gptj", 1, "full", 1),
+        ("gptj", 1, "none", 0),
+        ("geglu", 1, "full", 1),
+        ("neox", 1, "full", 1),
+        ("neox", 1, "none", 0),
+        ("gpt2", 2, "full", 0),
+        ("gpt2", 2, "none", 1),
     ],
 )
-def test_layers_reduce_one_activation_per_pass_and_steps_reduce_gradients_once(remat, zero):
-    program = compiled_step(partitioning="shard_map", remat=remat, zero=zero)
-    _, _, layer = program.loops()
+def test_layers_reduce_activations_once_per_norm_or_less(block, count, remat, zero):
+    """A layer has one all-reduce per pass, or two if the feed-forward reads attention's output."""
+    changes = {"block": block}
+    program = compiled_step(partitioning="shard_map", remat=remat, zero=zero, **changes)
+    _, (microbatch,), layer = program.loops()
     with_collectives = [collectives for collectives in layer if collectives]
     forward, backward = sorted(with_collectives, key=lambda f: "transpose" in f[0].where)
-    assert len(forward) == len(activations(forward)) == 1
-    assert len(backward) == len(activations(backward)) == 1
-    assert "transpose" not in forward[0].where
-    assert "transpose" in backward[0].where
-    check_gradients_are_reduced_once_per_step(program, zero)
+    assert len(forward) == len(activations(forward)) == count
+    assert len(backward) == len(activations(backward)) == count
+    assert not any("transpose" in c.where for c in forward)
+    assert all("transpose" in c.where for c in backward)
+    check_gradients_are_reduced_once_per_step(program, zero, **changes)
+    if block == "neox":
+        # The norms follow the fan-out, so each shard has a part of the gradients of their scales
+        # and offsets.  They are summed once per microbatch, for all layers together.
+        norms = [c.shape for c in microbatch if c.shape == (4, SMALL["d_model"])]
+        assert len(norms) == 4
 
 
 def test_a_split_stream_is_gathered_and_scattered_once_per_layer_and_pass():

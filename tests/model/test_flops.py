@@ -55,14 +55,15 @@ def test_transformer_6b_needs_39_gigaflops_per_token():
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", get_args(Norm))
-@pytest.mark.parametrize("block", ["gptj", "geglu"])
+@pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
 def test_parameter_counts_match_the_declarations(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)
     declared = transformer.declarations(config)
     leaves = jax.tree.leaves(declared, is_leaf=is_declaration)
     assert flops.n_params(config) == sum(math.prod(leaf.shape) for leaf in leaves)
     # Biases, norms and position tables are not used in matmuls.
-    not_matrices = {"b", "fused_in_b", "scale", "offset", "pos_embs", "rel_embedding"}
+    not_matrices = {"b", "fused_in_b", "o_b", "out_b", "scale", "offset"}
+    not_matrices |= {"pos_embs", "rel_embedding"}
     matrices = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(declared, is_leaf=is_declaration)
@@ -130,7 +131,8 @@ def matmul_flops(jaxpr) -> int:
 
 
 @pytest.mark.parametrize(
-    ("block", "attention"), [("gptj", "xla"), ("geglu", "xla"), ("gptj", "blocks")]
+    ("block", "attention"),
+    [("gptj", "xla"), ("geglu", "xla"), ("gptj", "blocks"), ("gpt2", "xla"), ("neox", "xla")],
 )
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_hardware_flops_match_the_matmuls_of_a_traced_step(remat, block, attention):

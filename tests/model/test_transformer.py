@@ -55,6 +55,7 @@ def full_pass(config: Config, base: Config) -> Any:
 
 
 KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotary")]
+KINDS += [("gpt2", "fixed"), ("neox", "rotary")]
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
@@ -103,7 +104,7 @@ def test_declarations_match_the_parameters(block, pe, norm):
         sizes = [size // 4 for size, axis in zip(leaf.shape, declaration.spec, strict=True) if axis]
         assert all(sizes), name
         # Only matrices decay: a stacked matrix has three axes, geglu's has four.
-        is_bias = name.endswith(("['b']", "['fused_in_b']", "['scale']", "['offset']"))
+        is_bias = name.endswith(("b']", "['scale']", "['offset']"))
         assert declaration.decay == (not is_bias), name
         # These biases are added after the sum over mp.
         after_sum = name in ("['embed']['embedding']['b']", "['layers']['layer']['b']")
@@ -140,7 +141,7 @@ def test_logits_do_not_depend_on_later_tokens():
     assert np.all(np.any(before[0, 9:] != after[0, 9:], axis=-1))
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu"])
+@pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
 def test_remat_dots_saves_only_the_results_of_matmuls(small, block):
     """Count the values saved for the backward pass; with "full" these are only layer inputs."""
 
@@ -154,7 +155,7 @@ def test_remat_dots_saves_only_the_results_of_matmuls(small, block):
 
     config = small(block=block)
     # q, k, v and the feed-forward's 4 D (8 D for geglu), for every token and layer.
-    widths = {"gptj": 3 + 4, "geglu": 3 + 8}[block] * config.d_model
+    widths = (3 + 8 if block == "geglu" else 3 + 4) * config.d_model
     assert saved("dots") - saved("full") >= config.layers * config.seq * widths
     # Attention's two matmuls: one score per head and pair of positions, and the heads' outputs.
     attention = config.n_heads * config.seq**2 + config.seq * config.d_model

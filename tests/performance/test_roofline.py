@@ -306,7 +306,7 @@ def test_the_estimate_of_dp_bytes_with_zero():
     )
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu"])
+@pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 @pytest.mark.parametrize("attention", ["xla", "blocks", "splash_interpreted"])
 def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, remat, block):

@@ -33,6 +33,13 @@ MESHES = [
     ("jit", 2, 4, 1),
     ("jit", 2, 4, 3),
 ]
+# The meshes on which `make test` trains the other blocks.
+QUICK = {
+    "gptj": MESHES,
+    "geglu": [MESHES[1], MESHES[7]],
+    "gpt2": [MESHES[0], MESHES[5]],
+    "neox": [MESHES[1], MESHES[6]],
+}
 
 
 class Run(NamedTuple):
@@ -140,10 +147,13 @@ def check_agreement(config: Config, expected: Run, dp: int, mp: int) -> None:
     assert max(differences.values()) < 1e-5, differences
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu"])
 @pytest.mark.parametrize(
-    ("partitioning", "dp", "mp", "zero"),
-    MESHES,
+    ("block", "partitioning", "dp", "mp", "zero"),
+    [
+        pytest.param(block, *mesh, marks=() if mesh in quick else pytest.mark.slow)
+        for block, quick in QUICK.items()
+        for mesh in MESHES
+    ],
 )
 def test_every_mesh_trains_like_one_device(block, partitioning, dp, mp, zero):
     config = small_config(block=block)
@@ -194,8 +204,9 @@ def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioni
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
-def test_geglu_uses_the_norm_of_each_shard():
-    config = small_config(norm="layernorm-desync", block="geglu", cores_per_replica=4)
+@pytest.mark.parametrize("block", ["geglu", "neox"])
+def test_every_block_uses_the_norm_of_each_shard(block):
+    config = small_config(norm="layernorm-desync", block=block, cores_per_replica=4)
     check_agreement(on_mesh(config, "shard_map", 4, 1), one_device(config), 2, 4)
 
 
@@ -243,6 +254,8 @@ def test_a_sharded_residual_stream_trains_like_one_device(partitioning, zero, ch
         ("gptj", "jit", 2, 4, 1),
         ("geglu", "shard_map", 2, 4, 0),
         ("geglu", "jit", 2, 4, 3),
+        ("gpt2", "shard_map", 2, 4, 1),
+        ("neox", "shard_map", 2, 4, 3),
     ],
 )
 def test_bf16_losses_agree_between_meshes(block, partitioning, dp, mp, zero):
