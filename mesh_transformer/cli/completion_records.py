@@ -1,8 +1,8 @@
 """Create training records from prompts and completions, with loss on the completions only.
 
-Each input line is a JSON object with the strings `prompt` and `completion`.  The two strings are
-tokenised separately and joined without a separator, so include any space or newline between them
-in one of the strings.
+Each line of a .jsonl file is an object with the strings `prompt` and `completion`; other tables
+have columns of these names, unless other names are given.  The two strings are tokenised separately
+and joined without a separator, so include any space or newline between them in one of the strings.
 
 A record holds one prompt, its completion, the end-of-text token, and padding.  Its features are
 `input_ids`, `labels` (the next tokens) and `input_mask`, which is 1 where the label is a token of
@@ -24,21 +24,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.cli.arguments import Parser, add_record_arguments
-from mesh_transformer.data.documents import (
+from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
+from mesh_transformer.data.inputs import (
     BadInputError,
     BadInputHandler,
     find_files,
     format_counts,
-    json_lines,
     open_input,
-    replace_surrogates,
 )
+from mesh_transformer.data.tables import TABLE_TYPES, Columns, read_rows, replace_surrogates
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
 from mesh_transformer.util import InputError
 
-FILE_TYPES = (".jsonl", ".jsonl.zst")
+PAIR = ("prompt", "completion")  # default names of the columns
 TOKENIZER_BATCH = 1000  # pairs per call of the tokenizer, which uses all cores
 
 
@@ -76,12 +75,19 @@ class Text:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("input_path", help="a .jsonl or .jsonl.zst file, or a folder of such files")
+    parser.add_argument("input_path", help=input_help(TABLE_TYPES))
     parser.add_argument(
         "name",
         help="name of the record set, written as NAME_<number of records>.tfrecords and NAME.index",
     )
     add_record_arguments(parser)
+    for name in PAIR:
+        parser.add_argument(
+            f"--{name}-column",
+            default=name,
+            metavar="NAME",
+            help=f"column of the {name}s, or their key in .jsonl files (default %(default)s)",
+        )
     parser.add_argument(
         "--pack",
         action="store_true",
@@ -104,41 +110,48 @@ def no_pairs_error(path: str, bad: BadInputHandler) -> InputError:
 
 
 def read_pairs(
-    path: str, bad: BadInputHandler, progress: Callable[[int], object]
+    path: str,
+    bad: BadInputHandler,
+    progress: Callable[[int], object],
+    names: tuple[str, str] = PAIR,
 ) -> Iterator[Pair]:
     """Yield the pairs of prompt and completion in a file.
 
     Args:
       bad: called for each unusable line.
       progress: called repeatedly with the number of bytes read since the previous call.
+      names: the names of the columns of the prompts and of the completions.
     """
+    columns = Columns((names,), "name the columns with --prompt-column and --completion-column")
     with open_input(path, bad) as raw:
         before = 0
-        for where, value in json_lines(raw, path, bad):
+        for where, value in read_rows(raw, path, columns, bad):
             progress(raw.tell() - before)
             before = raw.tell()
             try:
-                yield pair_of(value, where)
+                yield pair_of(value, where, names)
             except BadInputError as error:
                 bad(error)
 
 
-def pair_of(value: Any, where: str) -> Pair:
-    """Return the prompt and completion of an input line.
+def pair_of(value: Any, where: str, names: tuple[str, str]) -> Pair:
+    """Return the prompt and completion of a row.
 
     Args:
-      value: the parsed JSON of the line.
-      where: the file and number of the line, for the error message.
+      value: a dict of columns, or the parsed JSON of a line.
+      where: the file and the line or row, for the error message.
+      names: the names of the columns of the prompts and of the completions.
 
     Raises:
       BadInputError: if a string is missing or the completion is empty.
     """
     mapping = value if isinstance(value, dict) else {}
-    texts = [mapping[key] for key in Pair._fields[1:] if isinstance(mapping.get(key), str)]
+    texts = [mapping[key] for key in names if isinstance(mapping.get(key), str)]
     if len(texts) < 2 or not texts[1]:
         raise BadInputError(
             "no pair",
-            f"{where}: expected strings `prompt` and `completion`; only `prompt` may be empty",
+            f"{where}: expected strings `{names[0]}` and `{names[1]}`; only `{names[0]}` may be "
+            "empty",
         )
     return Pair(where, *map(replace_surrogates, texts))
 
@@ -211,9 +224,10 @@ def main(arguments: list[str] | None = None) -> None:
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; give another")
     bad = BadInputHandler(options.skip_bad)
-    files = find_files(options.input_path, FILE_TYPES)
+    files = find_files(options.input_path, TABLE_TYPES, options.split, options.subset)
+    names = (options.prompt_column, options.completion_column)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:
-        pairs = (pair for file in files for pair in read_pairs(file, bad, bar.update))
+        pairs = (pair for file in files for pair in read_pairs(file, bad, bar.update, names))
         rows = read_records(pairs, tokenizer, options.seq, bad, pack=options.pack)
         first = next(rows, None)
         if first is None:

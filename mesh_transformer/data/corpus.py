@@ -19,7 +19,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.data.documents import BadInputHandler, Piece, read_pieces
+from mesh_transformer.data.documents import TEXT_COLUMN, Piece, read_pieces
+from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.tokenizer import encode_batch
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
@@ -184,6 +185,7 @@ class Tokenizing:
         run can only be resumed with equal settings.
       clean: a function applied to each piece of text before tokenisation.
       skip_bad: whether to skip and count unusable input instead of raising InputError.
+      column: the column of the text in tables (see `read_pieces`).
 
     Raises:
       InputError: at construction, if `folder` holds the progress of a different run (see
@@ -198,9 +200,10 @@ class Tokenizing:
         settings: dict[str, Any],
         clean: Callable[[str], str],
         skip_bad: bool,
+        column: str = TEXT_COLUMN,
     ):
         self.folder, self.files, self.tokenizer = folder, files, tokenizer
-        self.clean, self.skip_bad = clean, skip_bad
+        self.clean, self.skip_bad, self.column = clean, skip_bad, column
         self.dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
         self.progress = Progress(settings, [os.path.basename(file) for file in files])
         if (folder / PROGRESS).exists():
@@ -289,7 +292,7 @@ class Tokenizing:
           pieces: the number of pieces to skip at the start, because they are tokenised already.
         """
         bad = BadInputHandler(self.skip_bad)
-        all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
+        all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update, self.column)
         for piece in islice(all_pieces, pieces, None):
             yield piece._replace(text=self.clean(piece.text))
         source.skipped = dict(sorted(bad.counts.items()))
