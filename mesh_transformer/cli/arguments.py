@@ -232,7 +232,9 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         default=2048,
         help="tokens per sequence, the config's seq (default %(default)s)",
     )
-    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
+    parser.add_argument(
+        "--tokenizer", help="tokenizer folder, hub name, gpt2 or bytes (default gpt2)"
+    )
     add_input_arguments(parser)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
+from mesh_transformer.data.documents import unknown_error
 from mesh_transformer.data.inputs import (
     BadInputError,
     BadInputHandler,
@@ -34,7 +35,7 @@ from mesh_transformer.data.inputs import (
 )
 from mesh_transformer.data.tables import TABLE_TYPES, Columns, read_rows, replace_surrogates
 from mesh_transformer.data.tfrecords import write_set
-from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
+from mesh_transformer.data.tokenizer import alphabet, encode_batch, load_tokenizer
 from mesh_transformer.util import InputError
 
 PAIR = ("prompt", "completion")  # default names of the columns
@@ -179,7 +180,7 @@ def read_records(
 
 def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler) -> Iterator[Text]:
     """Yield the tokenised pairs that fit in `seq` tokens, and call `bad` for each longer pair."""
-    pairs = iter(pairs)
+    pairs = with_known_characters(pairs, tokenizer, bad)
     while batch := list(islice(pairs, TOKENIZER_BATCH)):
         prompts, completions = (
             encode_batch(tokenizer, [pair[field] for pair in batch]) for field in (1, 2)
@@ -192,6 +193,20 @@ def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler) 
                 length = f"{len(prompt)} tokens of prompt and {len(completion)} of completion"
                 limit = f"--seq {seq} has room for {seq} in total"
                 bad(BadInputError("too long", f"{pair.where}: {length}, {limit}"))
+
+
+def with_known_characters(pairs: Iterable[Pair], tokenizer, bad: BadInputHandler) -> Iterator[Pair]:
+    """Yield the pairs without characters that the tokenizer lacks, and call `bad` for the others.
+
+    Only tokenizers of characters lack any.
+    """
+    known = alphabet(tokenizer)
+    for pair in pairs:
+        text = f"{pair.prompt}{pair.completion}".replace(tokenizer.eos_token, "")
+        if known and (error := unknown_error(pair.where, text, known)):
+            bad(error)
+        else:
+            yield pair
 
 
 def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:

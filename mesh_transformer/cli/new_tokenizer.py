@@ -1,4 +1,4 @@
-"""Train a tokenizer on text files, for a model trained from scratch on the same files."""
+"""Train a tokenizer on text, for a model trained from scratch on the same text."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,9 +15,12 @@ from mesh_transformer.cli.arguments import (
 )
 from mesh_transformer.data.documents import FILE_TYPES, read_pieces
 from mesh_transformer.data.inputs import BadInputHandler, find_files
-from mesh_transformer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from mesh_transformer.data.tokenizer import END_OF_TEXT, character_tokenizer, train_tokenizer
 from mesh_transformer.storage.access import check_absent
 from mesh_transformer.storage.files import size
+from mesh_transformer.util import InputError
+
+SIZE = 4096  # default number of tokens of kind bpe
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -25,11 +28,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("text", help=input_help(FILE_TYPES))
     parser.add_argument("folder", help="output folder, which must not exist")
     parser.add_argument(
+        "--kind",
+        choices=("bpe", "characters"),
+        default="bpe",
+        help="byte-level BPE, like GPT-2's tokenizer, or one token per character (default "
+        "%(default)s); the tokenizer of bytes needs no training: --tokenizer bytes",
+    )
+    parser.add_argument(
         "--size",
         type=positive,
-        default=4096,
         metavar="N",
-        help="maximum number of tokens (default %(default)s); GPT-2's tokenizer has 50257",
+        help=f"maximum number of tokens of kind bpe (default {SIZE}); GPT-2's tokenizer has 50257",
     )
     add_text_column(parser)
     add_input_arguments(parser)
@@ -56,9 +65,15 @@ def texts(paths: list[str], column: str, skip_bad: bool) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    if args.kind == "characters" and args.size is not None:
+        raise InputError("--size is for --kind bpe; remove --size or --kind characters")
     check_absent(args.folder)
     paths = find_files(args.text, FILE_TYPES, args.split, args.subset)
-    tokenizer = train_tokenizer(texts(paths, args.text_column, args.skip_bad), args.size)
+    pieces = texts(paths, args.text_column, args.skip_bad)
+    if args.kind == "characters":
+        tokenizer = character_tokenizer(pieces)
+    else:
+        tokenizer = train_tokenizer(pieces, args.size or SIZE)
     with atomic_folder(args.folder) as folder:
         tokenizer.save_pretrained(folder)
     print(f"{args.folder}: a tokenizer with {len(tokenizer):,} tokens")

@@ -5,7 +5,7 @@ import io
 import lzma
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple, TextIO
 
 from mesh_transformer.data.inputs import (
@@ -92,11 +92,13 @@ class Piece(NamedTuple):
       is_end: whether this is the document's last piece.
       is_bad: whether the document is unusable.  If true, the caller must drop the document's
         earlier pieces; no further pieces of the document follow.
+      where: the file and the document, for error messages.
     """
 
     text: str
     is_end: bool = False
     is_bad: bool = False
+    where: str = ""
 
 
 def read_pieces(
@@ -131,30 +133,63 @@ def read_pieces(
     progress(files.size(path) - reported)
 
 
+def without_bad(
+    pieces: Iterable[Piece],
+    find_error: Callable[[Piece], BadInputError | None],
+    bad: BadInputHandler,
+) -> Iterator[Piece]:
+    """Yield the pieces of all documents except those in which a piece has an error.
+
+    `bad` is called for each such document.  If some of its pieces have already been yielded, the
+    next piece has `is_bad` set, so that the caller drops the document.
+    """
+    is_first, is_dropped = True, False
+    for piece in pieces:
+        if not is_dropped and not piece.is_bad and (error := find_error(piece)):
+            bad(error)
+            is_dropped = True
+            if not is_first:
+                yield Piece("", is_bad=True)
+        if not is_dropped:
+            yield piece
+        is_first = piece.is_end or piece.is_bad
+        is_dropped = is_dropped and not is_first
+
+
 def _checked(
     pieces: Iterator[tuple[str, bool]], where: str, bad: BadInputHandler
 ) -> Iterator[Piece]:
     """Yield the pieces of a text's documents, without documents that are not valid UTF-8.
 
-    `bad` is called for each invalid document.  If some pieces of an invalid document have already
-    been yielded, the next piece has `is_bad` set, so that the caller drops the document.
-
     Args:
       pieces: the pieces of all documents, as yielded by `split_documents`.
       where: the location of the text, for error messages.
     """
-    number, is_first, is_dropped = 1, True, False
-    for text, is_end in pieces:
-        if not is_dropped and (invalid := invalid_bytes(text)):
-            bad(not_utf8_error(f"{where}: document {number}", invalid))
-            is_dropped = True
-            if not is_first:
-                yield Piece("", is_bad=True)
-        if not is_dropped:
-            yield Piece(text, is_end)
-        is_first = is_end
-        if is_end:
-            number, is_dropped = number + 1, False
+
+    def numbered() -> Iterator[Piece]:
+        number = 1
+        for text, is_end in pieces:
+            yield Piece(text, is_end, where=f"{where}: document {number}")
+            number += is_end
+
+    def find_error(piece: Piece) -> BadInputError | None:
+        invalid = invalid_bytes(piece.text)
+        return not_utf8_error(piece.where, invalid) if invalid else None
+
+    return without_bad(numbered(), find_error, bad)
+
+
+def unknown_error(where: str, text: str, alphabet: frozenset[str]) -> BadInputError | None:
+    """Return an error if a text has characters that a tokenizer of characters lacks.
+
+    Args:
+      where: the location of the text, for the error message.
+      alphabet: the characters that the tokenizer knows.
+    """
+    if unknown := set(text) - alphabet:
+        message = f"{where} has the character {min(unknown)!r}, which the tokenizer lacks"
+        return BadInputError("unknown characters", f"{message} (train it on this text, too)")
+    return None
 
 
 def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
