@@ -177,6 +177,80 @@ def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
+def chat_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return the chat template of a tokenizer, or None if it has none.
+
+    Raises:
+      InputError: if the tokenizer has several templates, and none is the default.
+    """
+    try:
+        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    except ValueError as error:
+        raise InputError(f"tokenizer {tokenizer.name_or_path}: {_first_line(error)}") from error
+
+
+def check_chat_template(template: str) -> None:
+    """Raise InputError if a chat template is not valid Jinja."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise InputError("chat templates require a package; pip install jinja2") from error
+    from transformers.utils import chat_template_utils
+
+    try:
+        chat_template_utils.render_jinja_template([[]], chat_template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(
+            f"the chat template is not valid in line {error.lineno}: {_first_line(error)}; correct "
+            "it"
+        ) from error
+    except Exception:  # the template may refuse a conversation without messages
+        return
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, Any]],
+    template: str,
+    *,
+    prompt: bool = False,
+) -> str:
+    """Return the text of a conversation.
+
+    Args:
+      template: the chat template.
+      prompt: whether to add what comes before an answer.
+
+    Raises:
+      Exception: whatever the template raises.
+    """
+    rendered: Any = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=prompt
+    )
+    return rendered
+
+
+def answer_spans(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], template: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a conversation, and the (start, end) of each answer in it.
+
+    Args:
+      template: a chat template that marks answers by `{% generation %}`.
+
+    Raises:
+      Exception: whatever the template raises.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special: dict[str, Any] = {**tokenizer.special_tokens_map}
+    rendered: Any = render_jinja_template(
+        [messages], chat_template=template, return_assistant_tokens_mask=True, **special
+    )
+    (text,), (spans,) = rendered
+    return text, [(start, end) for start, end in spans]
+
+
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the SHA-256 hash of the tokenizer's definition, to detect a change of tokenizer.
 
@@ -318,6 +392,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
 )
 
 
