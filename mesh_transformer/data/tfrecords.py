@@ -44,13 +44,12 @@ class RecordFiles(NamedTuple):
         """Return the record files that `path`, a value of `train_set` or `val_set`, stands for.
 
         Raises:
-          InputError: if the index or its bucket is missing or cannot be reached, if the index is
-            empty or not a list of files, or if `find_index` does.
+          InputError: see `find_index` and `read_index`.
         """
         path = find_index(path)
         if (names := _names(path, RECORD_TYPES)) is not None:
             return cls(f"folder {path}", names, [os.path.join(path, name) for name in names])
-        entries = _read_index(path)
+        entries = read_index(path)
         return cls(f"index {path}", entries, [_resolve(entry, path) for entry in entries])
 
 
@@ -100,8 +99,13 @@ def _names(path: str, types: tuple[str, ...]) -> list[str] | None:
     return [name for name in names if name.endswith(types) and name[0] != "."]
 
 
-def _read_index(index_path: str) -> list[str]:
-    """Return the lines of an index, without blank lines; see `RecordFiles.of` for errors."""
+def read_index(index_path: str) -> list[str]:
+    """Return the entries of an index: the lines that name record files, without blank lines.
+
+    Raises:
+      InputError: if the index or its bucket is missing or cannot be reached, or if the index is
+        empty or not a list of files.
+    """
     check_bucket(index_path)
     tf = tensorflow()
     try:
