@@ -307,7 +307,7 @@ class Tokenizing:
             # that are counted, so all text is cleaned again if a run is resumed.
             cleaned = without_bad(
                 map(self._cleaned, all_pieces),
-                lambda piece: unknown_error(piece.where, piece.text, known),
+                lambda piece: unknown_error(piece.location, piece.text, known),
                 bad,
             )
             yield from islice(cleaned, pieces, None)

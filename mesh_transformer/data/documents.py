@@ -92,13 +92,19 @@ class Piece(NamedTuple):
       is_end: whether this is the document's last piece.
       is_bad: whether the document is unusable.  If true, the caller must drop the document's
         earlier pieces; no further pieces of the document follow.
-      where: the file and the document, for error messages.
+      where: the file, and the row or member of it that the document is in, for error messages.
+      number: the document's number there, from 1.
     """
 
     text: str
     is_end: bool = False
     is_bad: bool = False
     where: str = ""
+    number: int = 1
+
+    @property
+    def location(self) -> str:
+        return f"{self.where}: document {self.number}"
 
 
 def read_pieces(
@@ -122,12 +128,12 @@ def read_pieces(
     """
     reported, is_open = 0, False
     with open_input(path, bad) as raw:
-        for where, text in _texts(raw, path, bad, column):
-            for piece in _checked(split_documents(text, separator), where, bad):
-                is_open = not piece.is_end and not piece.is_bad
-                yield piece
-                progress(raw.tell() - reported)
-                reported = raw.tell()
+        pieces = _pieces(_texts(raw, path, bad, column), separator)
+        for piece in without_bad(pieces, _not_utf8, bad):
+            is_open = not piece.is_end and not piece.is_bad
+            yield piece
+            progress(raw.tell() - reported)
+            reported = raw.tell()
     if is_open:  # the file ended inside a document
         yield Piece("", is_bad=True)
     progress(files.size(path) - reported)
@@ -156,27 +162,17 @@ def without_bad(
         is_dropped = is_dropped and not is_first
 
 
-def _checked(
-    pieces: Iterator[tuple[str, bool]], where: str, bad: BadInputHandler
-) -> Iterator[Piece]:
-    """Yield the pieces of a text's documents, without documents that are not valid UTF-8.
-
-    Args:
-      pieces: the pieces of all documents, as yielded by `split_documents`.
-      where: the location of the text, for error messages.
-    """
-
-    def numbered() -> Iterator[Piece]:
+def _pieces(texts: Iterable[tuple[str, TextIO]], separator: str) -> Iterator[Piece]:
+    for where, text in texts:
         number = 1
-        for text, is_end in pieces:
-            yield Piece(text, is_end, where=f"{where}: document {number}")
+        for piece, is_end in split_documents(text, separator):
+            yield Piece(piece, is_end, False, where, number)
             number += is_end
 
-    def find_error(piece: Piece) -> BadInputError | None:
-        invalid = invalid_bytes(piece.text)
-        return not_utf8_error(piece.where, invalid) if invalid else None
 
-    return without_bad(numbered(), find_error, bad)
+def _not_utf8(piece: Piece) -> BadInputError | None:
+    invalid = invalid_bytes(piece.text)
+    return not_utf8_error(piece.location, invalid) if invalid else None
 
 
 def unknown_error(where: str, text: str, alphabet: frozenset[str]) -> BadInputError | None:
@@ -317,5 +313,6 @@ def _no_text_error(where: str, value: Any, column: str) -> BadInputError:
         kind = "null" if value[column] is None else type(value[column]).__name__
         expected = f"{column} is {kind}, expected a string"
     elif isinstance(value, dict) and value:
-        expected = f"found {', '.join(value)}: name the key of the text with --text-column"
+        keys = ", ".join(value)
+        expected = f"expected the key {column}, found {keys}: name another with --text-column"
     return BadInputError("no text", f"{where} has no text, {expected}")
