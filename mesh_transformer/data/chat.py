@@ -58,35 +58,28 @@ class Conversation(NamedTuple):
         """Return the conversation in a cell of a table, without messages after the last answer.
 
         Args:
-          value: a list of dicts with the strings `role` and `content`, or this list as JSON.
+          value: a list of dicts with the strings `role` and `content`, this list as JSON, or a dict
+            of lists, as early versions of the package datasets stored lists of dicts.
           where: the file and the line or row, for error messages.
 
         Raises:
           BadInputError: if the value is something else, or no message is an answer.
         """
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                value = None
-        messages = [_message(entry) for entry in value] if isinstance(value, list) else [None]
-        answers = [
-            number for number, each in enumerate(messages, 1) if each and each["role"] == ANSWERS
-        ]
-        if None in messages:
-            found = value[messages.index(None)] if isinstance(value, list) else None
-            keys = f", found the keys {', '.join(found)}" if isinstance(found, dict) else ""
-            raise BadInputError(
-                "no messages",
-                f"{where}: expected a list of messages, each with the strings role and content"
-                f"{keys}",
-            )
-        if not answers:
-            roles = ", ".join(dict.fromkeys(each["role"] for each in messages if each)) or "none"
+        messages = []
+        for entry in _entries(value):
+            message = _message(entry)
+            if message is None:
+                keys = f", found the keys {', '.join(entry)}" if isinstance(entry, dict) else ""
+                expected = "expected a list of messages, each with the strings role and content"
+                raise BadInputError("no messages", f"{where}: {expected}{keys}")
+            messages.append(message)
+        ends = [end for end, message in enumerate(messages, 1) if message["role"] == ANSWERS]
+        if not ends:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
             raise BadInputError(
                 "no answer", f"{where}: no message has the role {ANSWERS}, found {roles}"
             )
-        return cls(where, [each for each in messages[: answers[-1]] if each])
+        return cls(where, messages[: ends[-1]])
 
     def parts(
         self, length: Callable[["Conversation"], int], longest: int, bad: BadInputHandler
@@ -101,11 +94,11 @@ class Conversation(NamedTuple):
           bad: called for each answer that is too long, with the messages before it, for a part of
             its own.  It is left out.
         """
-        system = [each for each in self.messages[:1] if each["role"] in SYSTEM]
+        system = [message for message in self.messages[:1] if message["role"] in SYSTEM]
         rest = self.messages[len(system) :]
-        ends = [0, *(at for at, each in enumerate(rest, 1) if each["role"] == ANSWERS)]
+        ends = [end for end, message in enumerate(rest, 1) if message["role"] == ANSWERS]
         part: Conversation | None = None
-        for start, end in pairwise(ends):
+        for start, end in pairwise([0, *ends]):
             longer = part and self._replace(messages=[*part.messages, *rest[start:end]])
             if longer and length(longer) <= longest:
                 part = longer
@@ -115,11 +108,24 @@ class Conversation(NamedTuple):
             part = self._replace(messages=[*system, *rest[start:end]])
             if (tokens := length(part)) > longest:
                 where = f"{self.where}: message {len(system) + end}"
-                found = f"{tokens} tokens with the messages before it since the last answer"
-                bad(BadInputError("too long", f"{where}: {found}, --seq {longest} is shorter"))
+                size = f"{tokens} tokens with the messages before it since the last answer"
+                bad(BadInputError("too long", f"{where}: {size}, --seq {longest} is shorter"))
                 part = None
         if part:
             yield part
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return the list of messages in a cell of a table; [None] if there is no list."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+        rows = zip(*value.values(), strict=False)
+        return [dict(zip(value, row, strict=True)) for row in rows]
+    return value if isinstance(value, list) else [None]
 
 
 def _message(value: Any) -> Message | None:

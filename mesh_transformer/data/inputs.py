@@ -127,8 +127,10 @@ def find_sets(
         splits, origin = hub.download(path.removeprefix(HUB), subset, split)
     elif subset is not None:
         raise InputError(f"--subset {subset}: only a dataset on the hub (hf:NAME) has subsets")
-    elif files.is_folder(path):
+    elif (saved := _saved(path)) == SPLITS_FILE:
         splits = _saved_splits(path)
+    elif saved == STATE_FILE and split is None:
+        return [InputSet(os.path.basename(os.path.normpath(path)), _saved_files(path))]
     if splits is None:
         if split is not None:
             raise InputError(
@@ -159,12 +161,12 @@ def find_set(
     sets = find_sets(path, types, split, subset)
     if len(sets) == 1:
         return sets[0]
-    if path.startswith(HUB) or _saved_splits(path) is not None:
+    if path.startswith(HUB) or _saved(path):
         raise InputError(
-            f"{path} has the splits {', '.join(each.name for each in sets)}; choose one with "
+            f"{path} has the splits {', '.join(inputs.name for inputs in sets)}; choose one with "
             "--split"
         )
-    return InputSet(path, [file for each in sets for file in each.files])
+    return InputSet(path, [file for inputs in sets for file in inputs.files])
 
 
 def find_files(
@@ -181,7 +183,8 @@ def _find_files(path: str, types: tuple[str, ...]) -> list[str]:
     elif files.is_folder(path):
         paths = _files_in(path, types)
     elif set(name) & set("*?[") and files.is_folder(folder or "."):
-        paths = fnmatch.filter(_files_in(folder, types), os.path.join(folder, name))
+        inside = _files_in(folder, types)
+        paths = [file for file in inside if fnmatch.fnmatchcase(os.path.basename(file), name)]
     else:
         is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(types)
         hint = f", or give {HUB}{path} for a dataset on the Hugging Face hub" if is_name else ""
@@ -213,19 +216,22 @@ def _stem(path: str, types: tuple[str, ...]) -> str:
     return name.removesuffix(next(ending for ending in types if name.endswith(ending)))
 
 
-def _saved_splits(folder: str) -> dict[str, list[str]] | None:
-    """Return {split: files} of a folder that `save_to_disk` has written, otherwise None.
+def _saved(path: str) -> str | None:
+    """Return whether `save_to_disk` has written a folder: None if not.
 
-    A Dataset, which has no splits, is returned under the name of its folder.
+    Returns `SPLITS_FILE` for a DatasetDict, and `STATE_FILE` for a Dataset, which has no splits.
     """
-    names = set(files.names(folder))
+    names = set(files.names(path)) if files.is_folder(path) else set()
     if SPLITS_FILE in names:
-        path = os.path.join(folder, SPLITS_FILE)
-        splits = _read_json(path, lambda value: [str(name) for name in value["splits"]])
-        return {name: _saved_files(os.path.join(folder, name)) for name in splits}
-    if {STATE_FILE, INFO_FILE} <= names:
-        return {os.path.basename(os.path.normpath(folder)): _saved_files(folder)}
-    return None
+        return SPLITS_FILE
+    return STATE_FILE if {STATE_FILE, INFO_FILE} <= names else None
+
+
+def _saved_splits(folder: str) -> dict[str, list[str]]:
+    """Return {split: files} of a saved Hugging Face DatasetDict."""
+    path = os.path.join(folder, SPLITS_FILE)
+    splits = _read_json(path, lambda value: [str(name) for name in value["splits"]])
+    return {name: _saved_files(os.path.join(folder, name)) for name in splits}
 
 
 def _saved_files(folder: str) -> list[str]:
@@ -268,7 +274,7 @@ def left_out(path: str, types: tuple[str, ...]) -> str:
     Hidden entries are not named.  The result is empty if there are none, or if `path` is not a
     folder of files.
     """
-    if path.startswith(HUB) or not files.is_folder(path) or _saved_splits(path) is not None:
+    if path.startswith(HUB) or not files.is_folder(path) or _saved(path):
         return ""
     used = {os.path.basename(file) for file in _files_in(path, types)}
     names = [name for name in sorted(files.names(path)) if name not in used and name[0] != "."]

@@ -166,8 +166,8 @@ def _csv_rows(
             where, before = f"{path}: line {before + 1}", reader.line_num
             row = dict(zip(names, values, strict=False))
             if values and len(values) != len(names):
-                found = f"found {len(values)} values, but the first row names {len(names)} columns"
-                bad(BadInputError("not a row", f"{where}: {found}"))
+                counts = f"{len(values)} values, but the first row names {len(names)} columns"
+                bad(BadInputError("not a row", f"{where}: found {counts}"))
             elif invalid := next(filter(None, map(invalid_bytes, row.values())), None):
                 bad(not_utf8_error(where, invalid))
             elif values:  # not a blank line

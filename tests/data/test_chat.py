@@ -230,9 +230,14 @@ def test_conversations_in_every_kind_of_table_give_the_same_records(tmp_path, ca
         writer.writerows([[json.dumps(row["messages"]), row["id"]] for row in rows])
     datasets.disable_progress_bars()
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    columns = {
+        key: [[m[key] for m in row["messages"]] for row in rows] for key in ("role", "content")
+    }
+    lists = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    write_lines(tmp_path / "lists.jsonl", [{"messages": row} for row in lists])
     renamed = [{"chat": row["messages"], "prompt": "p"} for row in rows]
     write_lines(tmp_path / "renamed.jsonl", renamed)
-    sources += [tmp_path / name for name in ("in.parquet", "in.csv", "saved")]
+    sources += [tmp_path / name for name in ("in.parquet", "in.csv", "saved", "lists.jsonl")]
     outs = [create(tmp_path, source, "--pack") for source in sources]
     outs.append(create(tmp_path, tmp_path / "renamed.jsonl", "--pack", "--messages-column", "chat"))
     assert all(out == outs[0] for out in outs)

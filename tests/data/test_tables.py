@@ -358,6 +358,8 @@ def test_each_file_of_a_pattern_and_each_split_of_a_dataset_makes_a_set(tmp_path
         text_records.main([str(saved), *flags, "--split", "validation"])
     with pytest.raises(InputError, match=r"--split train: .*not a dataset with splits"):
         text_records.main([str(data), "set", *flags, "--split", "train"])
+    with pytest.raises(InputError, match=r"--split train: .*not a dataset with splits"):
+        text_records.main([str(saved / "train"), "set", *flags, "--split", "train"])
     with pytest.raises(InputError, match="--subset a: only a dataset on the hub"):
         text_records.main([str(data), "set", *flags, "--subset", "a"])
     with pytest.raises(InputError, match="no text found"):
