@@ -173,7 +173,8 @@ def make(options: argparse.Namespace, inputs: InputSet, tokenizer, base: Path, w
     settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
     tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
     if not options.new:
-        check_same_settings(options, {"tokenizer": tokenizer_entry, "options": settings})
+        manifest = {"tokenizer": tokenizer_entry, "options": settings, "dataset": inputs.origin}
+        check_same_settings(options, manifest)
     generator = random.Random(options.seed)
     files = list(inputs.files)
     if not options.preserve_data_order:
@@ -224,7 +225,7 @@ def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -
     """Raise InputError if the record set already exists, but was created with other settings.
 
     Args:
-      manifest: the entries "tokenizer" and "options" of the new record set's manifest.
+      manifest: the entries "tokenizer", "options" and "dataset" of the new record set's manifest.
     """
     path = f"{os.path.join(options.output_dir, options.name)}.manifest.json"
     if not is_file(path):
@@ -241,6 +242,13 @@ def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -
         ]
         if old["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
             differences.append(f"--tokenizer {old['tokenizer']['name']}")
+        datasets = [
+            [entry[key] for key in ("name", "subset", "split") if entry[key]]
+            for entry in (old.get("dataset"), manifest["dataset"])
+            if entry
+        ]
+        if len(datasets) == 2 and datasets[0] != datasets[1]:
+            differences.append(f"the dataset {' '.join(datasets[0])}")
     except (ValueError, KeyError, TypeError, AttributeError):
         return  # damaged, or of an earlier version, which the new set replaces
     if differences:

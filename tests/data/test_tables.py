@@ -486,12 +486,17 @@ def test_a_dataset_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
     plain = create(cache / "train", tmp_path / "plain")
     flags = ("--subset", "en", "--split", "train")
     assert create(f"hf:{NAME}@v1", tmp_path / "out", *flags) == plain
+    with pytest.raises(InputError, match=f"with the dataset {NAME} en train; give"):
+        create("hf:owner/other", tmp_path / "out", *flags)
     text_records.main([f"hf:{NAME}", "--output-dir", str(tmp_path / "all"), "--seq", "16"])
     assert sorted(path.name for path in (tmp_path / "all").glob("*.index")) == [
         "test.index",
         "train.index",
     ]
-    assert calls == [(NAME, "en", "train", "v1", False), (NAME, None, None, None, False)]
+    assert [calls[0], calls[-1]] == [
+        (NAME, "en", "train", "v1", False),
+        (NAME, None, None, None, False),
+    ]
     manifest = json.loads((tmp_path / "out/set.manifest.json").read_text())
     assert manifest["dataset"] == {"name": NAME, "subset": "en", "commit": "", "split": "train"}
 
