@@ -185,8 +185,6 @@ def _arrow_rows(
 
     `bad` is called for each row whose text is not UTF-8.
     """
-    import pyarrow
-
     number = 0
     try:
         read = _parquet_batches if path.endswith(".parquet") else _arrow_batches
@@ -201,10 +199,12 @@ def _arrow_rows(
                         bad(not_utf8_error(where, invalid.bytes))
                     else:
                         yield where, dict(zip(part.schema.names, values, strict=True))
-    except pyarrow.ArrowException as error:
-        raise DamagedError(_first_line(error)) from error
-    except OSError as error:
-        if error.errno is not None:  # from the file itself, not from pyarrow
+    except (InputError, DamagedError):
+        raise
+    except ImportError as error:
+        raise InputError(f"{path} requires a package; pip install 'pyarrow>=16'") from error
+    except Exception as error:  # damaged bytes make pyarrow raise errors of many classes
+        if isinstance(error, OSError) and error.errno is not None:  # the file cannot be read
             raise
         raise DamagedError(_first_line(error)) from error
 

@@ -569,6 +569,13 @@ def test_a_dataset_is_downloaded_from_the_hub_by_name(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_table_without_pyarrow_is_refused(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "in.parquet", [{"text": "a"}])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"in\.parquet requires a package; pip install 'pyarrow"):
+        create(tmp_path / "in.parquet", tmp_path / "out")
+
+
 def test_hub_without_the_package_or_with_a_folder_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["set", "--output-dir", "out"]
