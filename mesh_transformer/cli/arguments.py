@@ -5,6 +5,8 @@ import sys
 from typing import Any, TypedDict
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.documents import TEXT_COLUMN
+from mesh_transformer.data.inputs import format_types
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
 from mesh_transformer.util import InputError
 
@@ -185,6 +187,38 @@ def add_key_arguments(parser: argparse.ArgumentParser):
     return keys
 
 
+def input_help(types: tuple[str, ...]) -> str:
+    """Return the help text of a command's input, which is read by `find_set`."""
+    return (
+        f"file ({format_types(types)}), folder or pattern of such files, folder of a saved Hugging "
+        "Face dataset, or hf:NAME, a dataset on the hub"
+    )
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose what to read from the input of a command that reads text."""
+    parser.add_argument("--split", metavar="NAME", help="split of a Hugging Face dataset to read")
+    parser.add_argument(
+        "--subset", metavar="NAME", help="subset (config) of a dataset on the hub to read"
+    )
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="skip and count unusable lines, documents and parts of files instead of stopping",
+    )
+
+
+def add_text_column(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --text-column."""
+    parser.add_argument(
+        "--text-column",
+        default=TEXT_COLUMN,
+        metavar="NAME",
+        help="column of the text in .csv, .tsv, .parquet and .arrow files, and its key in .jsonl "
+        "files (default %(default)s)",
+    )
+
+
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags shared by the commands that create training records."""
     parser.add_argument(
@@ -198,12 +232,10 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         default=2048,
         help="tokens per sequence, the config's seq (default %(default)s)",
     )
-    parser.add_argument("--tokenizer", help="tokenizer folder or hub name (default gpt2)")
     parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count unusable lines, documents and parts of files instead of stopping",
+        "--tokenizer", help="tokenizer folder, hub name, gpt2 or bytes (default gpt2)"
     )
+    add_input_arguments(parser)
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:

@@ -1,223 +1,185 @@
-"""Create training records from prompts and completions, with loss on the completions only.
+"""Create training records from prompts and completions, or chats, with loss on the answers only.
 
-Each input line is a JSON object with the strings `prompt` and `completion`.  The two strings are
-tokenised separately and joined without a separator, so include any space or newline between them
-in one of the strings.
+A row of a table is a pair or a conversation:
 
-A record holds one prompt, its completion, the end-of-text token, and padding.  Its features are
-`input_ids`, `labels` (the next tokens) and `input_mask`, which is 1 where the label is a token of
-the completion or the end-of-text token after it.
+* A pair has the strings `prompt` and `completion`.  The two are tokenised separately and joined
+  without a separator, so include any space or newline between them in one of the strings.
+* A conversation has `messages`, a list of objects with the strings `role` and `content`.  A chat
+  template renders it as text (see `data/chat.py`), and the loss counts each message with the role
+  `assistant`.  Texts with and without loss are tokenised separately.  A conversation that is too
+  long for a record is cut into several after answers.
 
-With `--pack`, a record holds as many pairs of prompt and completion as fit, which wastes less
-computation on padding.  An additional feature, `segment_ids`, numbers the pairs in a record.  Pairs
-do not attend to each other, so each trains as it would in its own record.
+A record holds the text, the end-of-text token, and padding.  Its features are `input_ids`, `labels`
+(the next tokens) and `input_mask`, which is 1 where the label counts in the loss.
 
-Records are in the order of the input lines.
+With `--pack`, a record holds as many texts as fit, which wastes less computation on padding.  An
+additional feature, `segment_ids`, numbers the texts in a record.  Texts do not attend to each
+other, so each trains as it would in its own record.
+
+Records are in the order of the rows.
 """
 
 import argparse
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.cli.arguments import Parser, add_record_arguments
-from mesh_transformer.data.documents import (
+from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
+from mesh_transformer.data.chat import ChatTemplate, Conversation
+from mesh_transformer.data.completions import Encoder, Pair, pack_texts
+from mesh_transformer.data.inputs import (
     BadInputError,
     BadInputHandler,
     find_files,
     format_counts,
-    json_lines,
     open_input,
-    replace_surrogates,
 )
+from mesh_transformer.data.tables import TABLE_TYPES, Columns, read_rows
 from mesh_transformer.data.tfrecords import write_set
-from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
+from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.storage.files import open_file
 from mesh_transformer.util import InputError
 
-FILE_TYPES = (".jsonl", ".jsonl.zst")
-TOKENIZER_BATCH = 1000  # pairs per call of the tokenizer, which uses all cores
 
+class Names(NamedTuple):
+    """The names of the columns."""
 
-class Pair(NamedTuple):
-    """A prompt and its completion.
-
-    Attributes:
-      where: the file and line of the pair, for error messages.
-    """
-
-    where: str
-    prompt: str
-    completion: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A tokenised pair of prompt and completion.
-
-    Attributes:
-      tokens: the tokens of the prompt, those of the completion, and the end-of-text token.
-      prompt: the number of tokens in the prompt.
-    """
-
-    tokens: list[int]
-    prompt: int
-
-    def __len__(self) -> int:
-        """Return the number of positions that the pair takes in a record.
-
-        The end-of-text token takes no position, because it is only a label and never an input.
-        """
-        return len(self.tokens) - 1
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("input_path", help="a .jsonl or .jsonl.zst file, or a folder of such files")
+    parser.add_argument("input_path", help=input_help(TABLE_TYPES))
     parser.add_argument(
         "name",
         help="name of the record set, written as NAME_<number of records>.tfrecords and NAME.index",
     )
     add_record_arguments(parser)
+    for name in Names._fields:
+        parser.add_argument(
+            f"--{name}-column",
+            default=name,
+            metavar="NAME",
+            help=f"column of the {name.removesuffix('s')}s, or their key in .jsonl files (default "
+            "%(default)s)",
+        )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template of conversations (default: the tokenizer's, or else a plain one)",
+    )
     parser.add_argument(
         "--pack",
         action="store_true",
-        help="put as many pairs into a record as fit; they do not attend to each other",
+        help="put as many texts into a record as fit; they do not attend to each other",
     )
     return parser.parse_args(arguments)
 
 
 def no_pairs_error(path: str, bad: BadInputHandler) -> InputError:
-    """Return the error to raise if the files at `path` have no usable prompt and completion.
+    """Return the error to raise if the files at `path` have no usable pair or conversation.
 
     Args:
-      bad: the handler that has counted the unusable lines, for the message.
+      bad: the handler that has counted the unusable rows, for the message.
     """
     skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
     return InputError(
         f'{path}: found no pairs{skipped}; give files with lines like {{"prompt": "...", '
-        '"completion": "..."}'
+        '"completion": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
     )
+
+
+def read_texts(
+    path: str,
+    bad: BadInputHandler,
+    progress: Callable[[int], object],
+    names: Names,
+) -> Iterator[Pair | Conversation]:
+    """Yield the pair or conversation in each row of a file.
+
+    Args:
+      bad: called for each unusable row.
+      progress: called repeatedly with the number of bytes read since the previous call.
+    """
+    for where, value in _rows(path, bad, progress, names):
+        try:
+            if isinstance(value, dict) and names.messages in value:
+                yield Conversation.of(value[names.messages], where)
+            else:
+                yield Pair.of(value, where, names.prompt, names.completion)
+        except BadInputError as error:
+            bad(error)
 
 
 def read_pairs(
     path: str, bad: BadInputHandler, progress: Callable[[int], object]
 ) -> Iterator[Pair]:
-    """Yield the pairs of prompt and completion in a file.
+    """Yield the pair in each row of a file; see `read_texts`."""
+    for text in read_texts(path, bad, progress, Names()):
+        if isinstance(text, Pair):
+            yield text
+        else:
+            bad(BadInputError("no pair", f"{text.where}: expected a prompt and a completion"))
 
-    Args:
-      bad: called for each unusable line.
-      progress: called repeatedly with the number of bytes read since the previous call.
-    """
+
+def _rows(
+    path: str, bad: BadInputHandler, progress: Callable[[int], object], names: Names
+) -> Iterator[tuple[str, Any]]:
+    flags = "name the columns with --messages-column, or --prompt-column and --completion-column"
+    columns = Columns(((names.messages,), (names.prompt, names.completion)), flags)
     with open_input(path, bad) as raw:
         before = 0
-        for where, value in json_lines(raw, path, bad):
+        for row in read_rows(raw, path, columns, bad):
             progress(raw.tell() - before)
             before = raw.tell()
-            try:
-                yield pair_of(value, where)
-            except BadInputError as error:
-                bad(error)
+            yield row
 
 
-def pair_of(value: Any, where: str) -> Pair:
-    """Return the prompt and completion of an input line.
-
-    Args:
-      value: the parsed JSON of the line.
-      where: the file and number of the line, for the error message.
+def read_template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
+    """Return the chat template in a file; None if `path` is None.
 
     Raises:
-      BadInputError: if a string is missing or the completion is empty.
+      InputError: if the file cannot be read, or is not a template.
     """
-    mapping = value if isinstance(value, dict) else {}
-    texts = [mapping[key] for key in Pair._fields[1:] if isinstance(mapping.get(key), str)]
-    if len(texts) < 2 or not texts[1]:
-        raise BadInputError(
-            "no pair",
-            f"{where}: expected strings `prompt` and `completion`; only `prompt` may be empty",
-        )
-    return Pair(where, *map(replace_surrogates, texts))
-
-
-def read_records(
-    pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler, *, pack: bool
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the training records of the pairs, each as a dict of features (see `record`).
-
-    Each record holds one pair or, if `pack` is true, as many consecutive pairs as fit.
-
-    Args:
-      seq: tokens per record.
-      bad: called for each pair that is longer than `seq` tokens.
-    """
-    texts: list[Text] = []
-    for text in tokenized(pairs, tokenizer, seq, bad):
-        if texts and not (pack and sum(map(len, texts)) + len(text) <= seq):
-            yield record(texts, tokenizer.eos_token_id, seq, pack=pack)
-            texts = []
-        texts.append(text)
-    if texts:
-        yield record(texts, tokenizer.eos_token_id, seq, pack=pack)
-
-
-def tokenized(pairs: Iterable[Pair], tokenizer, seq: int, bad: BadInputHandler) -> Iterator[Text]:
-    """Yield the tokenised pairs that fit in `seq` tokens, and call `bad` for each longer pair."""
-    pairs = iter(pairs)
-    while batch := list(islice(pairs, TOKENIZER_BATCH)):
-        prompts, completions = (
-            encode_batch(tokenizer, [pair[field] for pair in batch]) for field in (1, 2)
-        )
-        for pair, prompt, completion in zip(batch, prompts, completions, strict=True):
-            text = Text([*prompt, *completion, tokenizer.eos_token_id], len(prompt))
-            if len(text) <= seq:
-                yield text
-            else:
-                length = f"{len(prompt)} tokens of prompt and {len(completion)} of completion"
-                limit = f"--seq {seq} has room for {seq} in total"
-                bad(BadInputError("too long", f"{pair.where}: {length}, {limit}"))
-
-
-def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
-    """Return a record as a dict from each feature's name to an array of shape [seq].
-
-    Each array holds the values of the first text, then those of the second, and so on, followed by
-    padding.  If `pack` is true, the record also has the feature `segment_ids`.
-
-    Args:
-      texts: the tokenised pairs in the record; one pair if `pack` is false.
-      end: the id of the end-of-text token, which also serves as padding.
-    """
-    columns = {
-        "input_ids": [text.tokens[:-1] for text in texts],
-        "labels": [text.tokens[1:] for text in texts],
-        "input_mask": [[i >= text.prompt for i in range(1, len(text) + 1)] for text in texts],
-    }
-    if pack:  # the texts are segments 1, 2 and so on, and the padding is segment 0
-        columns["segment_ids"] = [[n] * len(text) for n, text in enumerate(texts, 1)]
-    padding = dict.fromkeys(columns, 0) | {"input_ids": end, "labels": end}
-    return {
-        name: np.array([*chain(*parts), *[padding[name]] * (seq - sum(map(len, texts)))], int)
-        for name, parts in columns.items()
-    }
+    if path is None:
+        return None
+    try:
+        with open_file(path) as file:
+            text = file.read().decode()
+        return ChatTemplate(tokenizer, text, path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(f"--chat-template {path} cannot be read ({reason})") from error
+    except InputError as error:
+        raise InputError(f"--chat-template {path}: {error}") from error
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    tokenizer = load_tokenizer(options.tokenizer)
+    tokenizer: Any = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; give another")
     bad = BadInputHandler(options.skip_bad)
-    files = find_files(options.input_path, FILE_TYPES)
+    template = read_template(tokenizer, options.chat_template)
+    files = find_files(options.input_path, TABLE_TYPES, options.split, options.subset)
+    names = Names(options.prompt_column, options.completion_column, options.messages_column)
+    encoder = Encoder(tokenizer, options.seq, bad, template)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:
-        pairs = (pair for file in files for pair in read_pairs(file, bad, bar.update))
-        rows = read_records(pairs, tokenizer, options.seq, bad, pack=options.pack)
-        first = next(rows, None)
+        rows = (row for file in files for row in read_texts(file, bad, bar.update, names))
+        texts = encoder.texts(rows)
+        records = pack_texts(texts, tokenizer.eos_token_id, options.seq, pack=options.pack)
+        first = next(records, None)
         if first is None:
             raise no_pairs_error(options.input_path, bad)
-        written, index, count = write_set(options.output_dir, options.name, chain([first], rows))
-    skipped = f"; skipped: {format_counts(bad.counts)}" if bad.count else ""
-    print(f"{written}: {count} records of {options.seq} tokens; listed in {index}{skipped}")
+        written, index, count = write_set(options.output_dir, options.name, chain([first], records))
+    notes = [f"chat template: {encoder.template.source}"] if encoder.template else []
+    if encoder.cut:
+        notes.append(f"cut: {encoder.cut} conversations into {encoder.parts} parts")
+    if bad.count:
+        notes.append(f"skipped: {format_counts(bad.counts)}")
+    contents = f"{count} records of {options.seq} tokens; listed in {index}"
+    print("; ".join([f"{written}: {contents}", *notes]))

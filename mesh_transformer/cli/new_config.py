@@ -33,8 +33,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     from mesh_transformer.performance.recipe import SIZES
 
     parser = Parser(description=__doc__)
-    parser.add_argument("--train", required=True, help="index of the training records")
-    parser.add_argument("--val", help="index of the validation records (default: no validation)")
+    parser.add_argument("--train", required=True, help="index or folder of the training records")
+    parser.add_argument(
+        "--val", help="index or folder of the validation records (default: no validation)"
+    )
     parser.add_argument("--output", required=True, help="config file to write, such as my.json")
     model = parser.add_mutually_exclusive_group()
     model.add_argument(

@@ -1,4 +1,4 @@
-"""Train a tokenizer on text files, for a model trained from scratch on the same files."""
+"""Train a tokenizer on text, for a model trained from scratch on the same text."""
 
 import argparse
 from collections.abc import Iterator
@@ -6,53 +6,74 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
-from mesh_transformer.cli.arguments import Parser, positive
-from mesh_transformer.data.documents import FILE_TYPES, BadInputHandler, find_files, read_pieces
-from mesh_transformer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from mesh_transformer.cli.arguments import (
+    Parser,
+    add_input_arguments,
+    add_text_column,
+    input_help,
+    positive,
+)
+from mesh_transformer.data.documents import FILE_TYPES, read_pieces
+from mesh_transformer.data.inputs import BadInputHandler, find_files
+from mesh_transformer.data.tokenizer import END_OF_TEXT, character_tokenizer, train_tokenizer
 from mesh_transformer.storage.access import check_absent
 from mesh_transformer.storage.files import size
+from mesh_transformer.util import InputError
+
+SIZE = 4096  # default number of tokens of kind bpe
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "text", help="a .txt, .jsonl, .jsonl.zst, .xz or .tar.gz file, or a folder of such files"
-    )
+    parser.add_argument("text", help=input_help(FILE_TYPES))
     parser.add_argument("folder", help="output folder, which must not exist")
+    parser.add_argument(
+        "--kind",
+        choices=("bpe", "characters"),
+        default="bpe",
+        help="byte-level BPE, like GPT-2's tokenizer, or one token per character (default "
+        "%(default)s); the tokenizer of bytes needs no training: --tokenizer bytes",
+    )
     parser.add_argument(
         "--size",
         type=positive,
-        default=4096,
         metavar="N",
-        help="maximum number of tokens (default %(default)s); GPT-2's tokenizer has 50257",
+        help=f"maximum number of tokens of kind bpe (default {SIZE}); GPT-2's tokenizer has 50257",
     )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count unusable lines, documents and parts of files instead of stopping",
-    )
+    add_text_column(parser)
+    add_input_arguments(parser)
     return parser.parse_args(arguments)
 
 
-def texts(path: str, skip_bad: bool) -> Iterator[str]:
-    """Yield the text of a file, or of all files in a folder, piece by piece; show a progress bar.
+def texts(paths: list[str], column: str, skip_bad: bool) -> Iterator[str]:
+    """Yield the text of files, piece by piece, and show a progress bar.
+
+    Args:
+      column: the column of the text in tables (see `read_pieces`).
 
     Raises:
-      InputError: if there is no text file at `path`, or if a file cannot be read.  Also if a
-        document in a file is damaged, unless `skip_bad` is true; it is then left out.
+      InputError: if a file cannot be read.  Also if a document in a file is damaged, unless
+        `skip_bad` is true; it is then left out.
     """
-    paths, bad = find_files(path, FILE_TYPES), BadInputHandler(skip_bad)
+    bad = BadInputHandler(skip_bad)
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:
         bar.total = sum(map(size, paths))
         for file in paths:
-            for piece in read_pieces(file, END_OF_TEXT, bad, bar.update):
+            for piece in read_pieces(file, END_OF_TEXT, bad, bar.update, column):
                 yield piece.text
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    if args.kind == "characters" and args.size is not None:
+        raise InputError("--size is for --kind bpe; remove --size or --kind characters")
     check_absent(args.folder)
-    tokenizer = train_tokenizer(texts(args.text, args.skip_bad), args.size)
+    paths = find_files(args.text, FILE_TYPES, args.split, args.subset)
+    pieces = texts(paths, args.text_column, args.skip_bad)
+    if args.kind == "characters":
+        tokenizer = character_tokenizer(pieces)
+    else:
+        tokenizer = train_tokenizer(pieces, args.size or SIZE)
     with atomic_folder(args.folder) as folder:
         tokenizer.save_pretrained(folder)
     print(f"{args.folder}: a tokenizer with {len(tokenizer):,} tokens")

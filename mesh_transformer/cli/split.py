@@ -2,16 +2,20 @@
 
 import argparse
 
-from mesh_transformer.cli.arguments import Parser
-from mesh_transformer.data.documents import FILE_TYPES, left_out
+from mesh_transformer.cli.arguments import (
+    Parser,
+    add_input_arguments,
+    add_text_column,
+    input_help,
+)
+from mesh_transformer.data.documents import FILE_TYPES
+from mesh_transformer.data.inputs import find_files, left_out
 from mesh_transformer.data.split import NAMES, split
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "text", help="a .txt, .jsonl, .jsonl.zst, .xz or .tar.gz file, or a folder of such files"
-    )
+    parser.add_argument("text", help=input_help(FILE_TYPES))
     parser.add_argument("folder", help="output folder of train.jsonl.zst and val.jsonl.zst")
     parser.add_argument(
         "--validation",
@@ -21,24 +25,26 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="share of the text for validation, between 0 and 1 (default %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count unusable lines, documents and parts of files instead of stopping",
-    )
+    add_text_column(parser)
+    add_input_arguments(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     parts = split(
-        args.text, args.folder, validation=args.validation, seed=args.seed, skip_bad=args.skip_bad
+        args.text,
+        args.folder,
+        validation=args.validation,
+        seed=args.seed,
+        skip_bad=args.skip_bad,
+        column=args.text_column,
+        files=find_files(args.text, FILE_TYPES, args.split, args.subset),
     )
     total = sum(part.bytes for part in parts)
     for name, part in zip(NAMES, parts, strict=True):
         share = f"{part.bytes:,} bytes ({part.bytes / total:.1%})"
         noun = "document" if part.documents == 1 else "documents"
         print(f"{name:6} {share} in {part.documents:,} {noun}: {part.path}")
-    if names := left_out(args.text, FILE_TYPES):
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        print(f"left out: {len(names)} of other types ({shown})")
+    if line := left_out(args.text, FILE_TYPES):
+        print(line)

@@ -1,4 +1,4 @@
-"""Create training records from text files.
+"""Create training records from text.
 
 Tokens and progress are first stored in the folder NAME.partial, where NAME is the name of the
 record set.  This folder is in the output folder or, if the output folder is in a bucket, in the
@@ -29,9 +29,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.cli.arguments import Parser, add_record_arguments, positive
+from mesh_transformer.cli.arguments import (
+    Parser,
+    add_record_arguments,
+    add_text_column,
+    input_help,
+    positive,
+)
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
-from mesh_transformer.data.documents import FILE_TYPES, cleaner, find_files, format_counts
+from mesh_transformer.data.documents import FILE_TYPES, TEXT_COLUMN, cleaner
+from mesh_transformer.data.inputs import InputSet, find_set, find_sets, format_counts, left_out
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.storage.access import check_bucket, is_uri
@@ -41,6 +48,7 @@ from mesh_transformer.util import InputError
 UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket
 # The options that determine the result, together with the tokenizer and the text files.
 SETTINGS = (
+    "text_column",
     "seq",
     "normalize_with_ftfy",
     "normalize_with_wikitext_detokenize",
@@ -54,16 +62,15 @@ SETTINGS = (
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument(
-        "input_path",
-        help="a .txt, .jsonl, .jsonl.zst, .xz or .tar.gz file, or a folder of such files",
-    )
+    parser.add_argument("input_path", help=input_help(FILE_TYPES))
     parser.add_argument(
         "name",
         nargs="?",
         help="name of the record set, written as NAME_<number of sequences>.tfrecords, NAME.index "
-        "and NAME.manifest.json (default: each file makes a set of its own, named after the file)",
+        "and NAME.manifest.json (default: each file or split of a dataset makes a set of its own, "
+        "named after it)",
     )
+    add_text_column(parser)
     add_record_arguments(parser)
     parser.add_argument(
         "--new",
@@ -148,10 +155,11 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
         shutil.rmtree(folder)
 
 
-def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
+def make(options: argparse.Namespace, inputs: InputSet, tokenizer, base: Path, work: Path) -> str:
     """Build a record set in the folder `work`, then move or upload it to the output folder.
 
     Args:
+      inputs: the text files.
       base: the local path of the finished record set, without a file extension.  If the output
         folder is in a bucket, this path is inside `work`, and the files are uploaded from there.
       work: a folder for temporary files, from `work_folder`.
@@ -165,9 +173,10 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
     settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
     tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
     if not options.new:
-        check_same_settings(options, {"tokenizer": tokenizer_entry, "options": settings})
+        manifest = {"tokenizer": tokenizer_entry, "options": settings, "dataset": inputs.origin}
+        check_same_settings(options, manifest)
     generator = random.Random(options.seed)
-    files = find_files(options.input_path, FILE_TYPES)
+    files = list(inputs.files)
     if not options.preserve_data_order:
         generator.shuffle(files)
     tokenizing = Tokenizing(
@@ -177,6 +186,7 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
         settings | {"tokenizer": tokenizer_entry["sha256"]},
         cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize),
         options.skip_bad,
+        options.text_column,
     )
     corpus = tokenizing.run()
     skipped = skipped_counts(tokenizing.progress.sources)
@@ -184,7 +194,7 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
     first = next(packed, None)
     if first is None:
         (work / PROGRESS).unlink()  # otherwise the next run would resume and fail here again
-        raise no_sequence_error(options, corpus, skipped)
+        raise no_sequence_error(options, inputs, corpus, skipped)
     parts = write_parts(work, chain([first], packed), options.sequences_per_file)
     manifest = {
         "tokens_per_sequence": options.seq + 1,
@@ -193,6 +203,7 @@ def make(options: argparse.Namespace, tokenizer, base: Path, work: Path) -> str:
         "skipped": skipped,
         "tokenizer": tokenizer_entry,
         "options": settings,
+        **({"dataset": inputs.origin} if inputs.origin else {}),
         "sources": [manifest_entry(source) for source in tokenizing.progress.sources],
     }
     base.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +225,7 @@ def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -
     """Raise InputError if the record set already exists, but was created with other settings.
 
     Args:
-      manifest: the entries "tokenizer" and "options" of the new record set's manifest.
+      manifest: the entries "tokenizer", "options" and "dataset" of the new record set's manifest.
     """
     path = f"{os.path.join(options.output_dir, options.name)}.manifest.json"
     if not is_file(path):
@@ -222,13 +233,22 @@ def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -
     try:
         with open_file(path) as file:
             old = json.loads(file.read())
+        # Version 1.0 had no --text-column.
+        before = {"text_column": TEXT_COLUMN} | old["options"]
         differences = [
-            f"--{key.replace('_', '-')} {old['options'].get(key)!r}"
+            f"--{key.replace('_', '-')} {before.get(key)!r}"
             for key, value in manifest["options"].items()
-            if old["options"].get(key) != value
+            if before.get(key) != value
         ]
         if old["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
             differences.append(f"--tokenizer {old['tokenizer']['name']}")
+        datasets = [
+            [entry[key] for key in ("name", "subset", "split") if entry[key]]
+            for entry in (old.get("dataset"), manifest["dataset"])
+            if entry
+        ]
+        if len(datasets) == 2 and datasets[0] != datasets[1]:
+            differences.append(f"the dataset {' '.join(datasets[0])}")
     except (ValueError, KeyError, TypeError, AttributeError):
         return  # damaged, or of an earlier version, which the new set replaces
     if differences:
@@ -250,15 +270,14 @@ def packing_options(options: argparse.Namespace) -> PackingOptions:
 
 
 def no_sequence_error(
-    options: argparse.Namespace, corpus: Corpus, skipped: dict[str, int]
+    options: argparse.Namespace, inputs: InputSet, corpus: Corpus, skipped: dict[str, int]
 ) -> InputError:
     """Return the error to raise if the text does not yield a single sequence."""
+    where = inputs.files[0] if len(inputs.files) == 1 else options.input_path
     skipped_text = f" (skipped: {format_counts(skipped)})" if skipped else ""
     if not len(corpus.sizes):
-        return InputError(
-            f"{options.input_path}: all its files are empty{skipped_text}; add text to them"
-        )
-    found = f"{options.input_path}: found {len(corpus.tokens)} tokens{skipped_text}"
+        return InputError(f"{where}: all its files are empty{skipped_text}; add text to them")
+    found = f"{where}: found {len(corpus.tokens)} tokens{skipped_text}"
     if len(corpus.tokens) <= options.seq:
         return InputError(
             f"{found}, but one sequence needs {options.seq + 1}; add text, or lower --seq"
@@ -288,28 +307,25 @@ def manifest_entry(source: Source) -> dict[str, Any]:
     return values
 
 
-def by_file(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options for one record set per input file, each named after its file.
+def input_sets(options: argparse.Namespace) -> dict[str, InputSet]:
+    """Return the input files of each record set to create, by the name of the set.
 
     Raises:
-      InputError: if the names of two files differ only in their ending.
+      InputError: if there is no input, or if two sets would have the same name.
     """
-    files: dict[str, str] = {}
-    for path in find_files(options.input_path, FILE_TYPES):
-        file = Path(path).name
-        ending = next(ending for ending in FILE_TYPES if file.endswith(ending))
-        name = file.removesuffix(ending)
-        if name in files:
+    choice = (options.input_path, FILE_TYPES, options.split, options.subset)
+    if options.name:
+        return {options.name: find_set(*choice)}
+    sets: dict[str, InputSet] = {}
+    for inputs in find_sets(*choice):
+        if inputs.name in sets:
             raise InputError(
-                f"{path} and {files[name]} would both create the record set {name}; rename one of "
-                "them, or give a NAME to create one set from all files"
+                f"{inputs.files[0]} and {sets[inputs.name].files[0]} would both create the record "
+                f"set {inputs.name}; rename one of them, or give a NAME to create one set from all "
+                "files"
             )
-        files[name] = path
-    shared = vars(options)
-    return [
-        argparse.Namespace(**shared | {"name": name, "input_path": path})
-        for name, path in files.items()
-    ]
+        sets[inputs.name] = inputs
+    return sets
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -317,11 +333,13 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; give another")
-    for one_set in [options] if options.name else by_file(options):
-        make_set(one_set, tokenizer)
+    for name, inputs in input_sets(options).items():
+        make_set(argparse.Namespace(**vars(options) | {"name": name}), inputs, tokenizer)
+    if line := left_out(options.input_path, FILE_TYPES):
+        print(line)
 
 
-def make_set(options: argparse.Namespace, tokenizer) -> None:
+def make_set(options: argparse.Namespace, inputs: InputSet, tokenizer) -> None:
     """Create the record set `options.name`, or resume an interrupted run, and print a summary."""
     name, output = options.name, options.output_dir
     check_bucket(output)
@@ -329,7 +347,7 @@ def make_set(options: argparse.Namespace, tokenizer) -> None:
     base = work / UPLOADED / name if is_uri(output) else Path(output) / name
     try:
         with work_folder(work, options.new):
-            summary = make(options, tokenizer, base, work)
+            summary = make(options, inputs, tokenizer, base, work)
     except OSError as error:
         path = Path(error.filename or work)
         action = "written" if path.is_relative_to(work.parent) else "read"

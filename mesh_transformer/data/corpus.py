@@ -19,8 +19,15 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.data.documents import BadInputHandler, Piece, read_pieces
-from mesh_transformer.data.tokenizer import encode_batch
+from mesh_transformer.data.documents import (
+    TEXT_COLUMN,
+    Piece,
+    read_pieces,
+    unknown_error,
+    without_bad,
+)
+from mesh_transformer.data.inputs import BadInputHandler
+from mesh_transformer.data.tokenizer import alphabet, encode_batch
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -184,6 +191,7 @@ class Tokenizing:
         run can only be resumed with equal settings.
       clean: a function applied to each piece of text before tokenisation.
       skip_bad: whether to skip and count unusable input instead of raising InputError.
+      column: the column of the text in tables (see `read_pieces`).
 
     Raises:
       InputError: at construction, if `folder` holds the progress of a different run (see
@@ -198,9 +206,10 @@ class Tokenizing:
         settings: dict[str, Any],
         clean: Callable[[str], str],
         skip_bad: bool,
+        column: str = TEXT_COLUMN,
     ):
         self.folder, self.files, self.tokenizer = folder, files, tokenizer
-        self.clean, self.skip_bad = clean, skip_bad
+        self.clean, self.skip_bad, self.column = clean, skip_bad, column
         self.dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
         self.progress = Progress(settings, [os.path.basename(file) for file in files])
         if (folder / PROGRESS).exists():
@@ -225,6 +234,7 @@ class Tokenizing:
                 if number % SAVE_EVERY == 0:
                     self._save(tokens, ends)
             self._save(tokens, ends)
+            tokens.truncate(progress.tokens * self.dtype.itemsize)
         if not progress.tokens:
             return Corpus(np.zeros(0, self.dtype), np.zeros(0, ENDS))
         return Corpus(
@@ -233,7 +243,7 @@ class Tokenizing:
         )
 
     def _open_valid(self, name: str, size: int) -> IO[bytes]:
-        """Truncate a file of the corpus to its first `size` bytes, and open it for appending.
+        """Truncate a file of the corpus to its first `size` bytes, and open it to write more.
 
         Raises:
           InputError: if the file has fewer than `size` bytes.
@@ -246,7 +256,9 @@ class Tokenizing:
                 "records; start over with --new"
             )
         os.truncate(path, size)
-        return open(path, "ab")
+        file = open(path, "r+b")  # noqa: SIM115
+        file.seek(size)
+        return file
 
     def _encoded(self, bar: tqdm) -> Iterator[tuple[Batch, list[list[int]]]]:
         """Tokenise all batches, and yield (batch, token ids of each of its pieces).
@@ -289,13 +301,25 @@ class Tokenizing:
           pieces: the number of pieces to skip at the start, because they are tokenised already.
         """
         bad = BadInputHandler(self.skip_bad)
-        all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update)
-        for piece in islice(all_pieces, pieces, None):
-            yield piece._replace(text=self.clean(piece.text))
+        all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update, self.column)
+        if known := alphabet(self.tokenizer):
+            # Cleaning may add unknown characters, and their documents are not among the pieces
+            # that are counted, so all text is cleaned again if a run is resumed.
+            cleaned = without_bad(
+                map(self._cleaned, all_pieces),
+                lambda piece: unknown_error(piece.location, piece.text, known),
+                bad,
+            )
+            yield from islice(cleaned, pieces, None)
+        else:
+            yield from map(self._cleaned, islice(all_pieces, pieces, None))
         source.skipped = dict(sorted(bad.counts.items()))
         with files.open_file(file) as raw:
             source.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
         yield source
+
+    def _cleaned(self, piece: Piece) -> Piece:
+        return piece._replace(text=self.clean(piece.text))
 
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
@@ -320,7 +344,8 @@ class Tokenizing:
             progress.pieces += 1
             if item.is_bad:  # drop the document's earlier pieces
                 progress.tokens = progress.last_end
-                tokens.truncate(progress.tokens * self.dtype.itemsize)
+                # Without truncating the file, which must keep the tokens of the saved progress.
+                tokens.seek(progress.tokens * self.dtype.itemsize)
                 continue
             if item.is_end:
                 row.append(self.tokenizer.eos_token_id)

@@ -33,10 +33,11 @@ class TFRecordNewInputs:
     background thread reads a few batches ahead.
 
     Args:
-      index_path: the path of an index (a text file that lists TFRecord files), or a mixture: a
-        mapping from index paths to weights.  In a mixture, each record is read from a randomly
-        chosen index, with probability proportional to the index's weight.  With `repeat`, each
-        index restarts after its last record, independently of the others.
+      index_path: the path of an index (a text file that lists TFRecord files) or of a folder of
+        TFRecord files, which are read in order of their names; or a mixture: a mapping from such
+        paths to weights.  In a mixture, each record is read from a randomly chosen index, with
+        probability proportional to the index's weight.  With `repeat`, each index restarts after
+        its last record, independently of the others.
       batch_size: the leading dimensions of a batch.
       sample_size: T, the number of tokens per sequence.
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.

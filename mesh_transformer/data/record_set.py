@@ -1,4 +1,4 @@
-"""Reads the records of the files that an index lists, in order or shuffled, from any position."""
+"""Reads the records of an index or folder, in order or shuffled, from any position."""
 
 import dataclasses
 import functools
@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.data.tfrecords import (
+    RecordFiles,
     features,
     find_index,
     frames,
     is_compressed,
-    read_index,
-    resolve,
     size,
 )
 from mesh_transformer.storage.access import check_bucket, tensorflow
@@ -69,10 +68,9 @@ def set_size(index_path: str) -> SetSize:
     Raises:
       InputError: if the index or a record file cannot be read, or the first record has no tokens.
     """
-    index_path = find_index(index_path)
-    paths = [resolve(entry, index_path) for entry in read_index(index_path)]
+    source, _, paths = RecordFiles.of(index_path)
     for path in paths:
-        size(index_path, path)  # raises an error that names the index
+        size(source, path)  # raises an error that names the index
     first, _ = next(frames(paths[0], 0))
     arrays = features(first, _where(paths[0], 0))
     text, inputs = arrays.get("text"), arrays.get("input_ids")
@@ -116,7 +114,7 @@ class Record(NamedTuple):
 
 
 class RecordSet:
-    """The records of all files listed by one index.
+    """The records of all files listed by one index, or in one folder without an index.
 
     There are two kinds of records; all features are int64:
 
@@ -126,6 +124,7 @@ class RecordSet:
       `segment_ids`, [T]: the number of the text that each token belongs to.
 
     Args:
+      index_path: the path of the index or folder.
       seq: T, the number of tokens per sequence.
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
       shuffle: 0 to read the records in the index's order.  Otherwise each epoch has its own order
@@ -134,6 +133,7 @@ class RecordSet:
       seed: the random seed for shuffling.
 
     Attributes:
+      source: the index or folder, for error messages.
       extras: the keys that parsed records have besides `obs` and `target`, inferred from the first
         record.
     """
@@ -141,13 +141,11 @@ class RecordSet:
     def __init__(
         self, index_path: str, seq: int, n_vocab: int | None, *, shuffle: int = 0, seed: int = 0
     ):
-        self.index_path = index_path = find_index(index_path)
-        entries = read_index(index_path)
+        self.source, entries, self.paths = RecordFiles.of(index_path)
         # Hash the entries as written, not as resolved, so that a data folder can be moved.
         self.fingerprint = hashlib.sha256("\n".join(entries).encode()).hexdigest()
-        self.paths = [resolve(entry, index_path) for entry in entries]
         with ThreadPoolExecutor(16) as pool:  # an index may list thousands of remote files
-            self.sizes = list(pool.map(functools.partial(size, index_path), self.paths))
+            self.sizes = list(pool.map(functools.partial(size, self.source), self.paths))
         self.seq, self.n_vocab = seq, n_vocab
         self.shuffle, self.seed = shuffle, seed
         first, _ = next(frames(self.paths[0], 0))
@@ -162,7 +160,7 @@ class RecordSet:
         available = sum(1 for _ in islice(all_frames, count))
         if available < count:
             raise InputError(
-                f"index {self.index_path}: found {available} records in total, but one batch needs "
+                f"{self.source}: found {available} records in total, but one batch needs "
                 f"{count}; add data or lower the batch size"
             )
 
@@ -183,13 +181,13 @@ class RecordSet:
         """
         if state.get("index") != self.fingerprint:
             raise InputError(
-                f"index {self.index_path} lists other files than when the checkpoint was saved; "
-                "restore the index's lines or start over in another model folder"
+                f"{self.source} lists other files than when the checkpoint was saved; restore its "
+                "earlier list or start over in another model folder"
             )
         saved = {key: state[key] for key in ("shuffle_buffer", "seed") if key in state}
         if saved != self._order():
             raise InputError(
-                f"index {self.index_path}: the checkpoint was saved with {_format_order(saved)}, "
+                f"{self.source}: the checkpoint was saved with {_format_order(saved)}, "
                 f"but the data is now read with {_format_order(self._order())}; restore the "
                 "settings or start over in another model folder"
             )
@@ -308,7 +306,7 @@ class RecordSet:
             if "segment_ids" not in self.extras:
                 raise InputError(
                     f"{where} has the feature segment_ids, but the first record of "
-                    f"{self.index_path} does not; list packed records in an index of their own"
+                    f"{self.source} does not; list packed records in an index of their own"
                 )
             segments = self._numbers("segment_ids", arrays, where, self.seq)
             row["segment_ids"] = segments.astype(DTYPES["segment_ids"])

@@ -18,14 +18,8 @@ from typing import IO, NamedTuple
 import zstandard
 from tqdm import tqdm
 
-from mesh_transformer.data.documents import (
-    FILE_TYPES,
-    BadInputHandler,
-    Piece,
-    find_files,
-    format_counts,
-    read_pieces,
-)
+from mesh_transformer.data.documents import FILE_TYPES, TEXT_COLUMN, Piece, read_pieces
+from mesh_transformer.data.inputs import BadInputHandler, find_files, format_counts
 from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.storage.files import output_folder, size
 from mesh_transformer.util import InputError
@@ -69,7 +63,14 @@ class Choice(NamedTuple):
 
 
 def split(
-    text: str, folder: str, *, validation: float = 0.05, seed: int = 0, skip_bad: bool = False
+    text: str,
+    folder: str,
+    *,
+    validation: float = 0.05,
+    seed: int = 0,
+    skip_bad: bool = False,
+    column: str = TEXT_COLUMN,
+    files: list[str] | None = None,
 ) -> list[Part]:
     """Split text into FOLDER/train.jsonl.zst and FOLDER/val.jsonl.zst.
 
@@ -77,10 +78,12 @@ def split(
     of its files, `validation` and `seed`.
 
     Args:
-      text: a file, or a folder of files, of the types in `FILE_TYPES`.
+      text: a file, or a folder of files, of the types in `FILE_TYPES` (see `find_set`).
       validation: the fraction of the text's bytes to use for validation (see `choose`).
       seed: the random seed for choosing the validation documents.
       skip_bad: whether to skip unusable documents instead of raising InputError.
+      column: the column of the text in tables (see `read_pieces`).
+      files: the paths of the text's files, in reading order (default: those at `text`).
 
     Returns:
       The training part and the validation part.
@@ -93,8 +96,8 @@ def split(
         raise InputError(f"{folder} is also the folder of the text; choose another output folder")
     if not 0 < validation < 1:
         raise InputError(f"validation is {validation}, expected a fraction above 0 and below 1")
-    files = find_files(text, FILE_TYPES)
-    sizes, skipped = measure(files, skip_bad)
+    files = find_files(text, FILE_TYPES) if files is None else files
+    sizes, skipped = measure(files, skip_bad, column)
     choice = choose(sizes, validation, seed)
     used = [size for size in sizes if size > 0]
     if round(sum(used) * validation) < 1 or sum(used) < 2:
@@ -105,7 +108,7 @@ def split(
         )
     try:
         with output_folder(folder) as local:
-            parts = _write(files, sizes, choice, local)
+            parts = _write(files, sizes, choice, local, column)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written ({error.strerror or error}); choose another folder"
@@ -114,13 +117,15 @@ def split(
     return [part._replace(path=path) for part, path in zip(parts, names, strict=True)]
 
 
-def measure(files: list[str], skip_bad: bool) -> tuple[array, dict[str, int]]:
+def measure(
+    files: list[str], skip_bad: bool, column: str = TEXT_COLUMN
+) -> tuple[array, dict[str, int]]:
     """Return the size of each document in bytes of UTF-8, and counts of skipped items by reason.
 
     Documents are numbered from 0 in reading order.  The size of an unusable document is -1 (`BAD`).
     """
     sizes, bad = array("q"), BadInputHandler(skip_bad)
-    for document in _documents(files, bad, "measuring"):
+    for document in _documents(files, bad, "measuring", column):
         size = 0
         for piece in document:
             size = BAD if piece.is_bad else size + len(piece.text.encode())
@@ -153,7 +158,9 @@ def choose(sizes: array, validation: float, seed: int) -> Choice:
     return Choice(frozenset(order))
 
 
-def _documents(files: list[str], bad: BadInputHandler, title: str) -> Iterator[Iterator[Piece]]:
+def _documents(
+    files: list[str], bad: BadInputHandler, title: str, column: str
+) -> Iterator[Iterator[Piece]]:
     """Yield, for each document, an iterator over its pieces.
 
     The caller must exhaust each document's iterator before requesting the next document.
@@ -161,7 +168,7 @@ def _documents(files: list[str], bad: BadInputHandler, title: str) -> Iterator[I
     with tqdm(unit="B", unit_scale=True, desc=title) as bar:
         bar.total = sum(map(size, files))
         for file in files:
-            pieces = read_pieces(file, END_OF_TEXT, bad, bar.update)
+            pieces = read_pieces(file, END_OF_TEXT, bad, bar.update, column)
             for first in pieces:
                 yield _until_end(first, pieces)
 
@@ -172,7 +179,7 @@ def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
         piece = None if piece.is_end or piece.is_bad else next(pieces, None)
 
 
-def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list[Part]:
+def _write(files: list[str], sizes: array, choice: Choice, folder: Path, column: str) -> list[Part]:
     """Write each document to the training or the validation part, and return both parts.
 
     Raises:
@@ -184,7 +191,7 @@ def _write(files: list[str], sizes: array, choice: Choice, folder: Path) -> list
         copied = 0
         silent = BadInputHandler(skip=True)
         silent.counts["reported before"] = 1 << 62  # the first reading has printed its errors
-        for number, document in enumerate(_documents(files, silent, "writing")):
+        for number, document in enumerate(_documents(files, silent, "writing", column)):
             size = sizes[number] if number < len(sizes) else 0
             if size == BAD:
                 copied += min((BAD for piece in document if piece.is_bad), default=0)

@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,83 @@ from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
 FOOTER_BYTES = 4  # the checksum of the payload
+RECORD_TYPES = (".tfrecords", ".tfrecord")  # endings of the record files in a folder
 LONGEST_PATH = 4096  # characters
 CHUNK_BYTES = 1 << 20  # read from compressed files at once
 UNCHECKED_BYTES = 1 << 24  # for shorter records, the file's size is not queried before reading
+
+
+class RecordFiles(NamedTuple):
+    """The record files that an index lists, or those in a folder without an index.
+
+    Attributes:
+      source: "index" or "folder", followed by its path; for error messages.
+      entries: the lines of the index, or the names of the files in the folder.
+      paths: the path of each file.
+    """
+
+    source: str
+    entries: list[str]
+    paths: list[str]
+
+    @classmethod
+    def of(cls, path: str) -> "RecordFiles":
+        """Return the record files that `path`, a value of `train_set` or `val_set`, stands for.
+
+        Raises:
+          InputError: see `find_index` and `read_index`.
+        """
+        path = find_index(path)
+        if (names := _names(path, RECORD_TYPES)) is not None:
+            return cls(f"folder {path}", names, [os.path.join(path, name) for name in names])
+        entries = read_index(path)
+        return cls(f"index {path}", entries, [_resolve(entry, path) for entry in entries])
+
+
+def find_index(path: str) -> str:
+    """Return the path of the index or folder of records that a config means by `path`.
+
+    If only data/`path` exists, that is meant.  This supports configs of the original
+    mesh-transformer-jax, whose paths are relative to `data/`.  A folder with an index means that
+    index.
+
+    Raises:
+      InputError: if the path is a folder with several indexes, or with neither an index nor record
+        files.
+    """
+    in_data = os.path.join("data", path)
+    missing = "://" not in path and not os.path.exists(path)
+    path = in_data if missing and os.path.exists(in_data) else path
+    indexes = _names(path, (".index",))
+    if indexes is None:
+        return path
+    if len(indexes) > 1:
+        raise InputError(
+            f"folder {path} has the indexes {', '.join(indexes)}; name one of them, such as "
+            f"{os.path.join(path, indexes[0])}"
+        )
+    if not indexes and not _names(path, RECORD_TYPES):
+        raise InputError(
+            f"folder {path} has neither an index nor {' or '.join(RECORD_TYPES)} files; name a "
+            "folder or index that `mesh-transformer records` has written"
+        )
+    return os.path.join(path, indexes[0]) if indexes else path
+
+
+def _names(path: str, types: tuple[str, ...]) -> list[str] | None:
+    """Return the names in a folder that end in one of `types`, sorted, without hidden ones.
+
+    Returns None if `path` is not a folder.
+    """
+    check_bucket(path)
+    tf = tensorflow()
+    try:
+        if not tf.io.gfile.isdir(path):
+            return None
+        names = sorted(tf.io.gfile.listdir(path))
+    except tf.errors.OpError as error:
+        raise InputError(f"folder {path}: {_first_line(error)}") from error
+    return [name for name in names if name.endswith(types) and name[0] != "."]
 
 
 def read_index(index_path: str) -> list[str]:
@@ -62,17 +136,7 @@ def read_index(index_path: str) -> list[str]:
     return entries
 
 
-def find_index(path: str) -> str:
-    """Return the path of an index: data/`path` if only that file exists, otherwise `path`.
-
-    This supports configs of the original mesh-transformer-jax, whose paths are relative to `data/`.
-    """
-    in_data = os.path.join("data", path)
-    missing = "://" not in path and not os.path.exists(path)
-    return in_data if missing and os.path.exists(in_data) else path
-
-
-def resolve(entry: str, index_path: str) -> str:
+def _resolve(entry: str, index_path: str) -> str:
     """Return the path of the record file that an entry (line) of an index names.
 
     A relative path is resolved against the working directory if the file exists there, and
@@ -83,11 +147,11 @@ def resolve(entry: str, index_path: str) -> str:
     return os.path.join(os.path.dirname(index_path), entry)
 
 
-def size(index_path: str, path: str) -> int:
+def size(source: str, path: str) -> int:
     """Return the size in bytes of a record file.
 
     Args:
-      index_path: the index that lists the file, named in error messages.
+      source: the index or folder of the file, as in `RecordFiles`; for error messages.
 
     Raises:
       InputError: if the file is missing, empty or a folder.
@@ -99,12 +163,11 @@ def size(index_path: str, path: str) -> int:
     except tf.errors.OpError as error:
         missing = isinstance(error, tf.errors.NotFoundError)
         problem = "no such file" if missing else _first_line(error)
-        raise InputError(f"{path}: {problem}; index {index_path} lists this file") from error
+        raise InputError(f"{path}: {problem}; {source} lists this file") from error
     if status.is_directory or status.length == 0:
         problem = "a folder" if status.is_directory else "empty"
         raise InputError(
-            f"{path} is {problem}, expected records; recreate it, or remove its line from index "
-            f"{index_path}"
+            f"{path} is {problem}, expected records; recreate it, or remove it from {source}"
         )
     return status.length
 

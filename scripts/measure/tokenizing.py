@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.data.corpus import Tokenizing
-from mesh_transformer.data.documents import BadInputHandler, find_files, read_pieces
+from mesh_transformer.data.documents import read_pieces
+from mesh_transformer.data.inputs import BadInputHandler, find_files
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import run_script
 

@@ -32,10 +32,10 @@ COMMANDS = """
     tokenizer {root}/parts/train.jsonl.zst {root}/tokenizer --size 300
     records {root}/parts/train.jsonl.zst train --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
     records {root}/parts/val.jsonl.zst val --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
-    completion-records {root}/pairs.jsonl pairs --output-dir {root}/sets --seq {seq} --tokenizer {root}/tokenizer
+    completion-records {root}/pairs.jsonl pairs --output-dir {root}/pairs --seq {seq} --tokenizer {root}/tokenizer
     config --train {root}/sets/train.index --val {root}/sets/val.index --topology v3-8 --output {root}/new.json
     train --config {root}/config.json --set train_set={root}/sets/train.index --model-dir {root}/run
-    train --config {root}/config.json --set train_set={root}/sets/pairs.index --model-dir {root}/tuned --tune-model-path {root}/run
+    train --config {root}/config.json --set train_set={root}/pairs --model-dir {root}/tuned --tune-model-path {root}/run
     convert --from native {root}/tuned --to original {root}/original
     convert --from original {root}/original/step_6 --to hf {root}/hf --config {root}/config.json
     plot {root}/run/metrics.jsonl loss.png

@@ -15,7 +15,8 @@ import zstandard
 from mesh_transformer.cli import split as command
 from mesh_transformer.cli import text_records
 from mesh_transformer.data import split as library
-from mesh_transformer.data.documents import BadInputHandler, read_pieces
+from mesh_transformer.data.documents import read_pieces
+from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.split import choose, split
 from mesh_transformer.util import InputError
 

@@ -17,6 +17,8 @@ import zstandard
 
 from mesh_transformer.cli import completion_records, text_records
 from mesh_transformer.data import documents as text_documents
+from mesh_transformer.data import tables
+from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -68,7 +70,7 @@ def run(tmp_path, monkeypatch, capsys, tokenizer):
         out = capsys.readouterr()
         return ended.value.code or 0, (out.err if ended.value.code else out.out).splitlines()[-1]
 
-    monkeypatch.setattr(text_documents, "LONGEST_LINE", LIMIT)
+    monkeypatch.setattr(tables, "LONGEST_LINE", LIMIT)
     return run_on
 
 
@@ -193,7 +195,7 @@ def pieces_or_none(path) -> list[text_documents.Piece] | None:
 
 
 def pieces(path) -> list[text_documents.Piece]:
-    bad = text_documents.BadInputHandler(False)
+    bad = BadInputHandler(False)
     return list(text_documents.read_pieces(str(path), "<|endoftext|>", bad, int))
 
 

@@ -150,6 +150,10 @@ def test_a_uri_is_read_through_tensorflows_file_system(files):
     np.testing.assert_array_equal(take(loader, 2), expected[:10])
     resumed = load("ram://bucket/some.index", 2, restore_state=loader.state())
     np.testing.assert_array_equal(take(resumed, 1), expected[10:])
+    for path in ("ram://bucket", "ram://bucket/"):  # a folder with one index
+        np.testing.assert_array_equal(take(load(path, 5), 2), expected[:10])
+    gfile.remove("ram://bucket/some.index")  # a folder of records
+    np.testing.assert_array_equal(take(load("ram://bucket", 5), 2), expected[:10])
     assert "ram://bucket/absent.index: no such file" in refusal("ram://bucket/absent.index")
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.cli import completion_records as script
+from mesh_transformer.data.completions import Encoder, Pair, pack_texts
+from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.evaluation import validation
@@ -30,6 +31,7 @@ class Letters(SimpleNamespace):
     """A tokenizer with one token per character."""
 
     eos_token_id = 0
+    unk_token = None
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [list(map(ord, text)) for text in texts]}
@@ -41,14 +43,12 @@ def random_pairs() -> list[Any]:
     lengths = [SEQ, 1, *rng.integers(1, SEQ // 2, PAIRS - 2)]
     texts = ["".join(map(chr, rng.integers(1, CONFIG.n_vocab, length))) for length in lengths]
     cuts = [int(rng.integers(0, length)) for length in lengths]
-    return [script.Pair("", text[:cut], text[cut:]) for text, cut in zip(texts, cuts, strict=True)]
+    return [Pair("", text[:cut], text[cut:]) for text, cut in zip(texts, cuts, strict=True)]
 
 
 def records(*, pack: bool) -> list[dict[str, np.ndarray]]:
-    rows = script.read_records(
-        random_pairs(), Letters(), SEQ, script.BadInputHandler(False), pack=pack
-    )
-    return list(rows)
+    texts = Encoder(Letters(), SEQ, BadInputHandler(False)).texts(random_pairs())
+    return list(pack_texts(texts, Letters.eos_token_id, SEQ, pack=pack))
 
 
 @pytest.fixture(scope="module")

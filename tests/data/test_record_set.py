@@ -273,3 +273,44 @@ def test_position_in_another_mixture_is_refused(tmp_path):
     with pytest.raises(InputError, match="lists other files than when the checkpoint was saved"):
         load({b: 1, a: 1}, restore_state=state)
     load({a: 1, b: 5}, restore_state=state).close()  # changed weights can resume
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_buffer": 4, "seed": 3}])
+def test_folder_is_read_as_an_index_of_its_files(tmp_path, monkeypatch, options):
+    """A run that was begun with one can be resumed with the other."""
+    index = write_index(tmp_path / "set", "a")
+    expected = load(index, 5, **options)
+    assert numbers(load(str(tmp_path / "set"), 5, **options), 7) == numbers(expected, 7)
+    (tmp_path / "set" / "a.index").unlink()
+    (tmp_path / "set" / ".a_9.tfrecords").write_bytes(b"a hidden draft")
+    monkeypatch.chdir(tmp_path)
+    write_index(tmp_path, "a", first=100)  # the files of the working directory have the same names
+    (tmp_path / "a.index").unlink()
+    for path in ("set", "set/", str(tmp_path / "set")):
+        loader = load(path, 5, restore_state=expected.state(), **options)
+        assert numbers(loader, 7) == numbers(expected, 7)
+        expected.restore(loader.state())
+    assert record_set.set_size("set") == (24, SEQ)
+    assert record_set.tokenizer_of("set") is None
+    mixed = load({"set": 1, write_index(tmp_path / "b", "b", (3,), first=50): 1}, 50, seed=1)
+    assert {*range(24), *range(50, 53)} == set(numbers(mixed, 4))
+    write_records(str(tmp_path / "set" / "b.tfrecords"), np.zeros((1, SEQ + 1), int))
+    with pytest.raises(InputError, match=r"^folder set lists other files than when the checkpoint"):
+        load("set", 5, restore_state=expected.state(), **options)
+
+
+def test_folder_without_one_record_set_is_refused(tmp_path):
+    folder = tmp_path / "set"
+    index = write_index(folder, "a")
+    write_index(folder, "b")
+    with pytest.raises(
+        InputError, match=rf"has the indexes a\.index, b\.index; .*such as {index}$"
+    ):
+        load(str(folder))
+    empty = folder / "sub"
+    empty.mkdir()
+    with pytest.raises(InputError, match=r"neither an index nor \.tfrecords or \.tfrecord files"):
+        load(str(empty))
+    (empty / "c.tfrecords").touch()
+    with pytest.raises(InputError, match=rf"c\.tfrecords is empty.*remove it from folder {empty}$"):
+        load(str(empty))

@@ -343,7 +343,7 @@ def test_a_missing_input_is_refused(tmp_path):
 
 def test_a_folder_without_text_is_refused(tmp_path):
     (tmp_path / "in").mkdir()
-    with pytest.raises(InputError, match=r"no text found, expected files ending in \.jsonl\.zst"):
+    with pytest.raises(InputError, match=r"no text found, expected files ending in \.txt"):
         create(tmp_path)
 
 

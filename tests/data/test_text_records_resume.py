@@ -13,6 +13,7 @@ import zstandard
 
 from mesh_transformer.cli import text_records as script
 from mesh_transformer.data import corpus, documents, packing
+from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
@@ -235,7 +236,7 @@ def test_long_documents_are_read_in_small_pieces(tmp_path):
     (tmp_path / "c.txt").write_text("\u4e2d" * 1_500_000)
     longest = 0
     for name in "a.jsonl.zst", "b.txt", "c.txt":
-        bad = documents.BadInputHandler(False)
+        bad = BadInputHandler(False)
         for piece in documents.read_pieces(str(tmp_path / name), "<|end|>", bad, int):
             longest = max(longest, len(piece.text))
     assert longest <= documents.MAX_UNCUT_CHARACTERS + documents.PIECE_CHARACTERS

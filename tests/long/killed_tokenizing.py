@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import zstandard
+from pyarrow import parquet
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["To", "be,", "or", "not", "question!\n", "'tis", "don't", "caf\u00e9", "42", "\u4e2d"]
@@ -37,6 +39,9 @@ def write_text(folder: Path) -> None:
     halves = ("\n".join(lines[:20]) + "\n", "\n".join(lines[20:]))
     frames = b"".join(zstandard.compress(half.encode()) for half in halves)
     (folder / "3.jsonl.zst").write_bytes(frames)
+    (folder / "4.csv").write_text(f'text\n"{text(200)}"\n"{text(7)}"\n"{text(90)}"\n', "utf-8")
+    rows = [{"text": text(length), "id": length} for length in range(1, 60, 3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "5.parquet", row_group_size=6)
 
 
 def main_in_child(script: Any, arguments: list[str], kill_after: int | None) -> int:

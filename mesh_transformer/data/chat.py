@@ -1,0 +1,217 @@
+"""Conversations: messages of a table's row, rendered as text by a chat template.
+
+A chat template is a program in the language Jinja, in the form that transformers uses.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from mesh_transformer.data.inputs import BadInputError, BadInputHandler
+from mesh_transformer.data.tables import replace_surrogates
+from mesh_transformer.data.tokenizer import (
+    answer_spans,
+    chat_template,
+    check_chat_template,
+    render_chat,
+)
+from mesh_transformer.util import InputError
+
+Message = dict[str, Any]  # with the strings `role` and `content`
+ANSWERS = "assistant"  # the role whose messages count in the loss
+SYSTEM = ("system", "developer")  # roles of a message that applies to the whole conversation
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag at the beginning of an answer
+# The template for tokenizers without one of their own.
+PLAIN = """\
+{% for message in messages %}
+{% if not loop.first %}{{ '\\n\\n' }}{% endif %}
+{{ message.role | capitalize }}:
+{%- if message.role == 'assistant' %}
+{% generation %} {{ message.content }}{{ eos_token }}{% endgeneration %}
+{% else %} {{ message.content }}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '\\n\\n' }}Assistant:{% endif %}
+"""
+
+
+class Segment(NamedTuple):
+    """Part of a text, and whether its tokens count in the loss."""
+
+    text: str
+    has_loss: bool
+
+
+class Conversation(NamedTuple):
+    """The messages of a conversation, the last of which is an answer.
+
+    Attributes:
+      where: the file and line or row of the conversation, for error messages.
+    """
+
+    where: str
+    messages: list[Message]
+
+    @classmethod
+    def of(cls, value: Any, where: str) -> "Conversation":
+        """Return the conversation in a cell of a table, without messages after the last answer.
+
+        Args:
+          value: a list of dicts with the strings `role` and `content`, this list as JSON, or a dict
+            of lists, as early versions of the package datasets stored lists of dicts.
+          where: the file and the line or row, for error messages.
+
+        Raises:
+          BadInputError: if the value is something else, or no message is an answer.
+        """
+        messages = []
+        for entry in _entries(value):
+            message = _message(entry)
+            if message is None:
+                keys = f", found the keys {', '.join(entry)}" if isinstance(entry, dict) else ""
+                expected = "expected a list of messages, each with the strings role and content"
+                raise BadInputError("no messages", f"{where}: {expected}{keys}")
+            messages.append(message)
+        ends = [end for end, message in enumerate(messages, 1) if message["role"] == ANSWERS]
+        if not ends:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
+            raise BadInputError(
+                "no answer", f"{where}: no message has the role {ANSWERS}, found {roles}"
+            )
+        return cls(where, messages[: ends[-1]])
+
+    def parts(
+        self, length: Callable[["Conversation"], int], longest: int, bad: BadInputHandler
+    ) -> Iterator["Conversation"]:
+        """Cut a long conversation, after answers, into the fewest parts of limited length.
+
+        Each part begins with the system message, if there is one.
+
+        Args:
+          length: returns the number of tokens of a conversation.
+          longest: the maximum number of tokens of a part.
+          bad: called for each answer that is too long, with the messages before it, for a part of
+            its own.  It is left out.
+        """
+        system = [message for message in self.messages[:1] if message["role"] in SYSTEM]
+        rest = self.messages[len(system) :]
+        ends = [end for end, message in enumerate(rest, 1) if message["role"] == ANSWERS]
+        part: Conversation | None = None
+        for start, end in pairwise([0, *ends]):
+            longer = part and self._replace(messages=[*part.messages, *rest[start:end]])
+            if longer and length(longer) <= longest:
+                part = longer
+                continue
+            if part:
+                yield part
+            part = self._replace(messages=[*system, *rest[start:end]])
+            if (tokens := length(part)) > longest:
+                where = f"{self.where}: message {len(system) + end}"
+                size = f"{tokens} tokens with the messages before it since the last answer"
+                bad(BadInputError("too long", f"{where}: {size}, --seq {longest} is shorter"))
+                part = None
+        if part:
+            yield part
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return the list of messages in a cell of a table; [None] if there is no list."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+        rows = zip(*value.values(), strict=False)
+        return [dict(zip(value, row, strict=True)) for row in rows]
+    return value if isinstance(value, list) else [None]
+
+
+def _message(value: Any) -> Message | None:
+    """Return a message of a conversation; None if it has no `role` or `content`."""
+    keys = ("role", "content")
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in keys):
+        return None
+    # In a table, all messages have the same keys, and null for those that were absent.
+    present = {key: value for key, value in value.items() if value is not None}
+    return present | {"content": replace_surrogates(value["content"])}
+
+
+class ChatTemplate:
+    """Renders conversations as text.
+
+    Args:
+      template: the template; None for the tokenizer's own or, if it has none, `PLAIN`.
+      source: the file of the template.
+
+    Attributes:
+      source: where the template is from, to be printed.
+
+    Raises:
+      InputError: at construction, if the template is not valid.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None, source: str = ""):
+        own = chat_template(tokenizer)
+        self.template = template or own or PLAIN
+        self.source = source if template else "the tokenizer's" if own else "plain"
+        self._tokenizer = tokenizer
+        self._is_marked = bool(MARKED.search(self.template))
+        check_chat_template(self.template)
+
+    def segments(self, conversation: Conversation) -> list[Segment]:
+        """Return the text of a conversation up to the end of its last answer.
+
+        The loss counts what the template marks by `{% generation %}`.  In a template without such
+        marks, it counts the text that an answer adds to the prompt for it, which is the
+        conversation before it, rendered with `add_generation_prompt`.
+
+        Raises:
+          BadInputError: if the template cannot render the conversation, or if a template without
+            marks changes earlier text when a message is added.
+        """
+        try:
+            segments = (
+                self._marked(conversation) if self._is_marked else self._by_answer(conversation)
+            )
+        except InputError:
+            raise
+        except Exception as error:  # the template is a program
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise BadInputError(
+                "template", f"{conversation.where}: the chat template fails: {reason}"
+            ) from error
+        while segments and not segments[-1].has_loss:
+            segments.pop()
+        if not any(segment.text for segment in segments):
+            raise BadInputError(
+                "template", f"{conversation.where}: the chat template renders no answer"
+            )
+        return segments
+
+    def _marked(self, conversation: Conversation) -> list[Segment]:
+        text, spans = answer_spans(self._tokenizer, conversation.messages, self.template)
+        segments, position = [], 0
+        for start, end in spans:
+            segments += [Segment(text[position:start], False), Segment(text[start:end], True)]
+            position = end
+        return segments
+
+    def _by_answer(self, conversation: Conversation) -> list[Segment]:
+        messages, segments, before = conversation.messages, [], ""
+        for number, message in enumerate(messages):
+            if message["role"] != ANSWERS:
+                continue
+            prompt = render_chat(self._tokenizer, messages[:number], self.template, prompt=True)
+            text = render_chat(self._tokenizer, messages[: number + 1], self.template)
+            if not prompt.startswith(before) or not text.startswith(prompt):
+                raise BadInputError(
+                    "template",
+                    f"{conversation.where}: the chat template changes earlier text when message "
+                    f"{number + 1} is added; mark the answers in it by {{% generation %}}",
+                )
+            segments.append(Segment(prompt[len(before) :], False))
+            segments.append(Segment(text[len(prompt) :], True))
+            before = text
+        return segments

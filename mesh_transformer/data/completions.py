@@ -1,0 +1,222 @@
+"""Records of prompts with completions, and of conversations, with loss on the answers only."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mesh_transformer.data.chat import ChatTemplate, Conversation, Segment
+from mesh_transformer.data.documents import unknown_error
+from mesh_transformer.data.inputs import BadInputError, BadInputHandler
+from mesh_transformer.data.tables import replace_surrogates
+from mesh_transformer.data.tokenizer import alphabet, encode_batch
+
+TOKENIZER_BATCH = 1000  # pairs or conversations per call of the tokenizer, which uses all cores
+
+
+class Pair(NamedTuple):
+    """A prompt and its completion.
+
+    Attributes:
+      where: the file and the line or row of the pair, for error messages.
+    """
+
+    where: str
+    prompt: str
+    completion: str
+
+    @classmethod
+    def of(cls, value: Any, where: str, prompt: str, completion: str) -> "Pair":
+        """Return the pair in a row of a table.
+
+        Args:
+          value: a dict of columns, or the parsed JSON of a line.
+          where: the file and the line or row, for error messages.
+          prompt, completion: the names of the columns.
+
+        Raises:
+          BadInputError: if a string is missing or the completion is empty.
+        """
+        mapping = value if isinstance(value, dict) else {}
+        names = (prompt, completion)
+        texts = [mapping[name] for name in names if isinstance(mapping.get(name), str)]
+        if len(texts) < 2 or not texts[1]:
+            raise BadInputError(
+                "no pair",
+                f"{where}: expected strings `{prompt}` and `{completion}`; only `{prompt}` may be "
+                "empty",
+            )
+        return cls(where, *map(replace_surrogates, texts))
+
+    def segments(self) -> list[Segment]:
+        return [Segment(self.prompt, False), Segment(self.completion, True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A tokenised pair or conversation.
+
+    Attributes:
+      tokens: the tokens, the last of which ends the last answer.
+      has_loss: for each token, whether it counts in the loss.
+    """
+
+    tokens: list[int]
+    has_loss: list[bool]
+
+    def __len__(self) -> int:
+        """Return the number of positions that the text takes in a record.
+
+        The last token takes no position, because it is only a label and never an input.
+        """
+        return len(self.tokens) - 1
+
+
+class Encoder:
+    """Tokenises pairs and conversations.
+
+    Args:
+      seq: the maximum number of tokens of a text.
+      bad: called for each text that cannot be tokenised, or is longer than `seq` and cannot be cut.
+      template: the chat template; None for the default of `ChatTemplate`.
+
+    Attributes:
+      template: the chat template; None as long as it is not needed.
+      cut: the number of conversations that were cut.
+      parts: the number of parts that they were cut into.
+    """
+
+    def __init__(
+        self, tokenizer: Any, seq: int, bad: BadInputHandler, template: ChatTemplate | None = None
+    ):
+        self.tokenizer, self.seq, self.bad, self.template = tokenizer, seq, bad, template
+        self.cut = self.parts = 0
+
+    def texts(self, items: Iterable[Pair | Conversation]) -> Iterator[Text]:
+        """Yield the text of each pair, and of each conversation or its parts."""
+        items = iter(items)
+        while batch := list(islice(items, TOKENIZER_BATCH)):
+            for item, text in self._encoded(batch):
+                if len(text) <= self.seq:
+                    yield text
+                elif isinstance(item, Conversation):
+                    yield from self._parts(item)
+                else:
+                    completion = sum(text.has_loss) - 1
+                    prompt = len(text) - completion
+                    length = f"{prompt} tokens of prompt and {completion} of completion"
+                    limit = f"--seq {self.seq} has room for {self.seq} in total"
+                    self.bad(BadInputError("too long", f"{item.where}: {length}, {limit}"))
+
+    def _parts(self, conversation: Conversation) -> Iterator[Text]:
+        """Yield the parts of a conversation that is too long for one record."""
+        self.cut += 1
+        try:
+            for part in conversation.parts(self._length, self.seq, self.bad):
+                self.parts += 1
+                yield self._text(part)
+        except BadInputError as error:  # the template refuses a part
+            self.bad(error)
+
+    def _length(self, conversation: Conversation) -> int:
+        return len(self._text(conversation))
+
+    def _text(self, conversation: Conversation) -> Text:
+        segments = self._segments(conversation)
+        tokens = encode_batch(self.tokenizer, [segment.text for segment in segments])
+        return self._joined(conversation, segments, tokens)
+
+    def _encoded(
+        self, items: list[Pair | Conversation]
+    ) -> Iterator[tuple[Pair | Conversation, Text]]:
+        """Yield (item, its text) for each item that can be tokenised."""
+        usable = []
+        for item in items:
+            try:
+                usable.append((item, self._segments(item)))
+            except BadInputError as error:
+                self.bad(error)
+        everything = [segment.text for _, segments in usable for segment in segments]
+        tokens = iter(encode_batch(self.tokenizer, everything))
+        for item, segments in usable:
+            yield item, self._joined(item, segments, list(islice(tokens, len(segments))))
+
+    def _segments(self, item: Pair | Conversation) -> list[Segment]:
+        """Return the text of an item.
+
+        Raises:
+          BadInputError: if the chat template fails, or if the tokenizer lacks a character.
+        """
+        if isinstance(item, Conversation):
+            self.template = self.template or ChatTemplate(self.tokenizer)
+            segments = self.template.segments(item)
+        else:
+            segments = item.segments()
+        if known := alphabet(self.tokenizer):
+            text = "".join(segment.text for segment in segments)
+            text = text.replace(self.tokenizer.eos_token, "")
+            if error := unknown_error(item.where, text, known):
+                raise error
+        return segments
+
+    def _joined(
+        self, item: Pair | Conversation, segments: list[Segment], tokens: list[list[int]]
+    ) -> Text:
+        """Return the text with the given tokens of each segment.
+
+        The end-of-text token is added, unless the chat template ends the last answer with it.
+        """
+        has_loss = [
+            segment.has_loss for segment, row in zip(segments, tokens, strict=True) for _ in row
+        ]
+        end = self.tokenizer.eos_token_id
+        if isinstance(item, Pair) or end not in tokens[-1]:
+            return Text([*chain(*tokens), end], [*has_loss, True])
+        return Text([*chain(*tokens)], has_loss)
+
+
+def pack_texts(
+    texts: Iterable[Text], end: int, seq: int, *, pack: bool
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield training records of texts, each as a dict of features (see `record`).
+
+    Each record holds one text or, if `pack` is true, as many consecutive texts as fit.
+
+    Args:
+      end: the id of the end-of-text token.
+      seq: tokens per record.
+    """
+    waiting: list[Text] = []
+    for text in texts:
+        if waiting and not (pack and sum(map(len, waiting)) + len(text) <= seq):
+            yield record(waiting, end, seq, pack=pack)
+            waiting = []
+        waiting.append(text)
+    if waiting:
+        yield record(waiting, end, seq, pack=pack)
+
+
+def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
+    """Return a record as a dict from each feature's name to an array of shape [seq].
+
+    Each array holds the values of the first text, then those of the second, and so on, followed by
+    padding.  If `pack` is true, the record also has the feature `segment_ids`.
+
+    Args:
+      texts: the texts in the record; one if `pack` is false.
+      end: the id of the end-of-text token, which also serves as padding.
+    """
+    columns: dict[str, list[list[Any]]] = {
+        "input_ids": [text.tokens[:-1] for text in texts],
+        "labels": [text.tokens[1:] for text in texts],
+        "input_mask": [text.has_loss[1:] for text in texts],
+    }
+    if pack:  # the texts are segments 1, 2 and so on, and the padding is segment 0
+        columns["segment_ids"] = [[n] * len(text) for n, text in enumerate(texts, 1)]
+    padding = dict.fromkeys(columns, 0) | {"input_ids": end, "labels": end}
+    return {
+        name: np.array([*chain(*parts), *[padding[name]] * (seq - sum(map(len, texts)))], int)
+        for name, parts in columns.items()
+    }

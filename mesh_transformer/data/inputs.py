@@ -1,0 +1,353 @@
+"""Finds and opens input files: files and folders, saved datasets, datasets on the hub."""
+
+import collections
+import contextlib
+import fnmatch
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NamedTuple
+
+import zstandard
+from tqdm import tqdm
+
+from mesh_transformer.data import hub
+from mesh_transformer.storage import files
+from mesh_transformer.util import InputError
+
+HUB = "hf:"  # what the name of a dataset on the Hugging Face hub begins with
+# Files that `save_to_disk` of a Hugging Face DatasetDict or Dataset writes into its folder.
+SPLITS_FILE, STATE_FILE, INFO_FILE = "dataset_dict.json", "state.json", "dataset_info.json"
+COMPRESSIONS = (".zst", ".gz", "")  # endings of the compressions that `decompressed` undoes
+
+
+class DamagedError(Exception):
+    """Error for a damaged file of a format whose own errors depend on a package."""
+
+
+DAMAGE_ERRORS = (
+    DamagedError,
+    EOFError,
+    gzip.BadGzipFile,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zlib.error,
+    zstandard.ZstdError,
+)
+# Compressed bytes per read.  The value is small because even so few bytes can decompress to 500 MB.
+COMPRESSED_BYTES = 1 << 14
+MAX_PRINTED = 20  # skipped items that a `BadInputHandler` prints; further ones are only counted
+
+
+class BadInputError(InputError):
+    """Error for an unusable line or document, or a damaged file; other input can still be read.
+
+    Attributes:
+      reason: a short category, such as "not JSON"; skipped items are counted by category.
+    """
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+class BadInputHandler:
+    """Stops at unusable input, or skips and counts it.
+
+    Call the handler with a BadInputError for each unusable item.
+
+    Args:
+      skip: if false, each call raises InputError.  If true, each call counts the item by the
+        error's reason, and the first 20 (`MAX_PRINTED`) calls also print the error.
+
+    Attributes:
+      counts: the number of skipped items by reason.
+    """
+
+    def __init__(self, skip: bool):
+        self.skip = skip
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __call__(self, error: BadInputError) -> None:
+        if not self.skip:
+            raise InputError(f"{error}; fix the input, or skip such input with --skip-bad")
+        if self.count < MAX_PRINTED:
+            tqdm.write(f"skipped: {error}")
+        self.counts[error.reason] += 1
+
+    @property
+    def count(self) -> int:
+        return self.counts.total()
+
+
+def format_counts(counts: dict[str, int]) -> str:
+    """Format counts by reason as text, largest count first, such as "3 not JSON, 1 no text"."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {reason}" for reason, count in ordered)
+
+
+class InputSet(NamedTuple):
+    """Input files that belong together.
+
+    Attributes:
+      name: the file's name without its ending, the split of a dataset, or the name of a folder.
+      files: the paths of the files, in reading order.
+      origin: for a dataset on the hub: its name, subset, split and commit.
+    """
+
+    name: str
+    files: list[str]
+    origin: dict[str, str] | None = None
+
+
+def find_sets(
+    path: str, types: tuple[str, ...], split: str | None = None, subset: str | None = None
+) -> list[InputSet]:
+    """Return the sets of input files at `path`: one per file, or one per split of a dataset.
+
+    Args:
+      path: a file, or a pattern of file names such as `data/train-*.parquet`; a folder of files,
+        without those in subfolders; a folder written by `save_to_disk` of a Hugging Face Dataset
+        or DatasetDict; or `hf:NAME`, a dataset on the Hugging Face hub, which is downloaded.
+      types: the accepted endings of file names; a folder's other files are left out.
+      split: the only split of a dataset to return.
+      subset: the subset (also called config) of a dataset on the hub.
+
+    Raises:
+      InputError: if there is no such input, or no file has an accepted ending.
+    """
+    splits, origin = None, None
+    if path.startswith(HUB):
+        splits, origin = hub.download(path.removeprefix(HUB), subset, split)
+    elif subset is not None:
+        raise InputError(f"--subset {subset}: only a dataset on the hub (hf:NAME) has subsets")
+    elif (saved := _saved(path)) == SPLITS_FILE:
+        splits = _saved_splits(path)
+    elif saved == STATE_FILE and split is None:
+        return [InputSet(os.path.basename(os.path.normpath(path)), _saved_files(path))]
+    if splits is None:
+        if split is not None:
+            raise InputError(
+                f"--split {split}: {path} is not a dataset with splits; remove --split"
+            )
+        return [InputSet(_stem(file, types), [file]) for file in _find_files(path, types)]
+    if split is not None and split not in splits:
+        raise InputError(
+            f"--split {split}: {path} has no such split; choose one of {', '.join(splits)}"
+        )
+    return [
+        InputSet(name, paths, None if origin is None else origin | {"split": name})
+        for name, paths in splits.items()
+        if split in (None, name)
+    ]
+
+
+def find_set(
+    path: str, types: tuple[str, ...], split: str | None = None, subset: str | None = None
+) -> InputSet:
+    """Return all input files at `path` as a single set, in order of their names.
+
+    See `find_sets` for the arguments.
+
+    Raises:
+      InputError: also if `path` is a dataset with several splits, and `split` is None.
+    """
+    sets = find_sets(path, types, split, subset)
+    if len(sets) == 1:
+        return sets[0]
+    if path.startswith(HUB) or _saved(path):
+        raise InputError(
+            f"{path} has the splits {', '.join(inputs.name for inputs in sets)}; choose one with "
+            "--split"
+        )
+    return InputSet(path, [file for inputs in sets for file in inputs.files])
+
+
+def find_files(
+    path: str, types: tuple[str, ...], split: str | None = None, subset: str | None = None
+) -> list[str]:
+    """Return the paths of the input files at `path`; see `find_set`."""
+    return find_set(path, types, split, subset).files
+
+
+def _find_files(path: str, types: tuple[str, ...]) -> list[str]:
+    folder, name = os.path.split(path)
+    if files.is_file(path):
+        paths = [path]
+    elif files.is_folder(path):
+        paths = _files_in(path, types)
+    elif set(name) & set("*?[") and files.is_folder(folder or "."):
+        inside = _files_in(folder, types)
+        paths = [file for file in inside if fnmatch.fnmatchcase(os.path.basename(file), name)]
+    else:
+        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(types)
+        hint = f", or give {HUB}{path} for a dataset on the Hugging Face hub" if is_name else ""
+        raise InputError(f"{path}: no such file or folder; check the path{hint}")
+    if not paths or not paths[0].endswith(types):
+        raise InputError(
+            f"{path}: no text found, expected files ending in {format_types(types)}; rename or "
+            "convert the files"
+        )
+    return paths
+
+
+def format_types(types: tuple[str, ...]) -> str:
+    """Format endings of file names as text, with the compressed ones in brackets."""
+    *compressions, _ = COMPRESSIONS
+    variants = {ending + compression for ending in types for compression in compressions}
+    plain = [ending for ending in types if ending not in variants]
+    also = f"[{', '.join(compressions)}]"
+    return ", ".join(end + also if end + compressions[0] in types else end for end in plain)
+
+
+def _files_in(folder: str, types: tuple[str, ...]) -> list[str]:
+    inside = (os.path.join(folder, name) for name in sorted(files.names(folder or ".")))
+    return [entry for entry in inside if entry.endswith(types) and files.is_file(entry)]
+
+
+def _stem(path: str, types: tuple[str, ...]) -> str:
+    name = os.path.basename(path)
+    return name.removesuffix(next(ending for ending in types if name.endswith(ending)))
+
+
+def _saved(path: str) -> str | None:
+    """Return whether `save_to_disk` has written a folder: None if not.
+
+    Returns `SPLITS_FILE` for a DatasetDict, and `STATE_FILE` for a Dataset, which has no splits.
+    """
+    names = set(files.names(path)) if files.is_folder(path) else set()
+    if SPLITS_FILE in names:
+        return SPLITS_FILE
+    return STATE_FILE if {STATE_FILE, INFO_FILE} <= names else None
+
+
+def _saved_splits(folder: str) -> dict[str, list[str]]:
+    """Return {split: files} of a saved Hugging Face DatasetDict."""
+    path = os.path.join(folder, SPLITS_FILE)
+    splits = _read_json(path, lambda value: [str(name) for name in value["splits"]])
+    return {name: _saved_files(os.path.join(folder, name)) for name in splits}
+
+
+def _saved_files(folder: str) -> list[str]:
+    """Return the paths of the .arrow files of a saved Hugging Face Dataset.
+
+    Raises:
+      InputError: if a file is missing, or the dataset was saved with a selection of its rows, as
+        early versions of the package datasets did.
+    """
+    path = os.path.join(folder, STATE_FILE)
+    names = _read_json(path, lambda value: [entry["filename"] for entry in value["_data_files"]])
+    if _read_json(path, lambda value: value.get("_indices_data_files")):
+        raise InputError(
+            f"{path}: the dataset is stored with a selection of its rows; save it again with a "
+            "newer version of the package datasets"
+        )
+    paths = [os.path.join(folder, name) for name in names]
+    for file in paths:
+        if not files.is_file(file):
+            raise InputError(f"{file}: no such file, but {path} lists it; save the dataset again")
+    return paths
+
+
+def _read_json(path: str, field: Callable[[Any], Any]) -> Any:
+    """Return the result of `field` on the value in a JSON file of a saved dataset."""
+    try:
+        with files.open_file(path) as file:
+            return field(json.loads(file.read()))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{path}: not a file of a saved dataset; save the dataset again"
+        ) from error
+
+
+def left_out(path: str, types: tuple[str, ...]) -> str:
+    """Return a line that names the entries of the folder `path` that `find_files` leaves out.
+
+    Hidden entries are not named.  The result is empty if there are none, or if `path` is not a
+    folder of files.
+    """
+    if path.startswith(HUB) or not files.is_folder(path) or _saved(path):
+        return ""
+    used = {os.path.basename(file) for file in _files_in(path, types)}
+    names = [name for name in sorted(files.names(path)) if name not in used and name[0] != "."]
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"left out: {len(names)} of other types ({shown})" if names else ""
+
+
+@contextlib.contextmanager
+def open_input(path: str, bad: BadInputHandler) -> Iterator[IO[bytes]]:
+    """Return a context manager that opens a file for reading bytes.
+
+    If the code in the `with` block raises one of the errors in DAMAGE_ERRORS, the error is
+    suppressed, and `bad` is called with a BadInputError saying that the file is damaged.
+
+    Raises:
+      InputError: if the file cannot be read.
+    """
+    try:
+        with files.open_file(path) as raw:
+            yield raw
+    except DAMAGE_ERRORS as error:
+        bad(BadInputError("damaged", f"{path}: damaged or cut short: {error}"))
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
+
+
+class ZstandardReader(io.RawIOBase):
+    """A stream of the decompressed contents of zstandard frames.
+
+    Unlike the zstandard package's own reader, this stream raises ZstdError if the last frame is
+    incomplete, or if the input has no frames.
+    """
+
+    def __init__(self, raw: IO[bytes]):
+        self._raw = raw
+        self._frame: Any = None  # the decompressor of a frame that is only partly read
+        self._compressed, self._contents = b"", memoryview(b"")
+        self._is_empty = True
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._contents:
+            self._compressed = self._compressed or self._raw.read(COMPRESSED_BYTES)
+            if not self._compressed:
+                if self._frame is not None or self._is_empty:
+                    raise zstandard.ZstdError("the last frame is incomplete or missing")
+                return 0
+            self._is_empty = False
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._contents = memoryview(self._frame.decompress(self._compressed))
+            self._compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._contents))
+        buffer[:count] = self._contents[:count]
+        self._contents = self._contents[count:]
+        return count
+
+
+def decompressed(raw: IO[bytes], path: str) -> IO[bytes]:
+    """Return a stream of the content of a file, decompressed if `path` ends in .zst or .gz.
+
+    Reading raises one of `DAMAGE_ERRORS` if the compressed data is damaged or cut short.
+    """
+    if path.endswith(".zst"):
+        return io.BufferedReader(ZstandardReader(raw), 1 << 17)
+    if path.endswith(".gz"):
+        if not raw.read(1):
+            raise EOFError("the file is empty")
+        raw.seek(0)
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    return raw
