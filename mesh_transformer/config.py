@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mesh_transformer.families import BLOCKS, PRESETS, Block
+from mesh_transformer.storage.mappings import read_mapping
 from mesh_transformer.util import InputError, describe, mismatch
 
 # Norms of a layer's input.
@@ -387,51 +388,12 @@ def _named(path: str) -> Path | None:
 def _read_mapping(path: str) -> dict[str, Any]:
     """Return the mapping in a config file; see `Config.load` for `path`."""
     try:
-        text = _read(path)
+        return read_mapping(os.fspath(_named(path) or path), f"config {path}")
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
         raise InputError(
             f"config {path} cannot be read ({error.strerror}); give the path of a JSON or YAML "
             f"file, one of {names}, or a preset: {', '.join(PRESETS)}"
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError(f"config {path}: not UTF-8 text; give a JSON or YAML file") from None
-    values = _parse(path, text)
-    if not isinstance(values, dict):
-        raise InputError(
-            f"config {path}: found {describe(values)}, expected one mapping of keys to values"
-        )
-    return values
-
-
-def _read(path: str) -> str:
-    """Return the text of a config file; see `Config.load` for `path`."""
-    if "://" not in path:
-        with open(_named(path) or path, encoding="utf-8") as file:
-            return file.read()
-    if not path.startswith("gs://"):
-        raise InputError(f"config {path}: expected a local file or gs://; download it first")
-    from mesh_transformer.storage import files  # imports tensorstore
-
-    with files.open_file(path) as file:
-        return file.read().decode()
-
-
-def _parse(path: str, text: str) -> Any:
-    if path.endswith((".yaml", ".yml")):
-        import yaml
-
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            line = " ".join(str(error).split())
-            raise InputError(f"config {path}: not YAML: {line}; correct the file") from None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"config {path}: not JSON at line {error.lineno}, column {error.colno}: "
-            f"{error.msg}; correct the file"
         ) from None
 
 
