@@ -108,9 +108,15 @@ class Config:
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica
     gradient_accumulation_steps: int = 1  # microbatches per update
+    # How the learning rate changes; see docs/training.md.
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     warmup_steps: int = 0  # updates of linear warm-up from 0 to lr
-    # Updates of cosine decay from lr to end_lr, after the warm-up.  None: the rest of total_steps.
+    # Updates of decay from lr to end_lr, after the warm-up; with wsd, the last ones of total_steps.
+    # None: the rest of total_steps; with wsd a tenth of total_steps.
     anneal_steps: int | None = None
+    # Lengths of warm-up and decay in tokens instead of updates; null if they are in updates.
+    warmup_tokens: int | None = None
+    anneal_tokens: int | None = None
     lr: float = 1e-4  # peak learning rate
     end_lr: float = 1e-5  # learning rate after the decay
     weight_decay: float = 0.1  # decoupled, applied to matrices only
@@ -176,6 +182,8 @@ class Config:
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
         block = BLOCKS[self.block or ("geglu" if second else "gptj")]
+        total = self.total_steps or 0
+        anneal = total // 10 if self.schedule == "wsd" else total - self.warmup_steps
         return {
             "head_size": self.d_model // max(self.n_heads, 1),
             "pe_rotary_dims": head_size,
@@ -184,7 +192,7 @@ class Config:
             "partitioning": "jit" if second else "shard_map",
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
-            "anneal_steps": max(1, (self.total_steps or 0) - self.warmup_steps),
+            "anneal_steps": max(1, anneal),
             "tpu_size": self.cores_per_replica,
             "lora_alpha": float(self.lora_rank),
             "lora_targets": list(block.lora_targets[: block.lora_default]),
@@ -218,6 +226,11 @@ class Config:
         """Maximum number of positions that a query attends to, including its own position."""
         assert self.attention_window is not None
         return self.attention_window
+
+    @property
+    def schedule_in_tokens(self) -> bool:
+        """Whether the learning rate schedule counts tokens instead of updates."""
+        return self.warmup_tokens is not None or self.anneal_tokens is not None
 
     @property
     def lora_scale(self) -> float:
@@ -446,9 +459,39 @@ def _check(c: Config) -> None:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
         )
+    _check_schedule(c)
     _check_block(c)
     _check_lora(c)
     _check_divisions(c)
+
+
+def _check_schedule(c: Config) -> None:
+    assert c.anneal_steps is not None
+    for key, least in (("warmup_tokens", 0), ("anneal_tokens", 1)):
+        if (value := getattr(c, key)) is not None and value < least:
+            raise InputError(f"{key} is {value}, expected at least {least}")
+    decays = c.schedule in ("cosine", "linear", "wsd")
+    if c.schedule_in_tokens:
+        for key, value in (("warmup_steps", 0), ("anneal_steps", c._defaults()["anneal_steps"])):
+            if getattr(c, key) != value:
+                raise InputError(
+                    f"{key} is {getattr(c, key)}, but warmup_tokens or anneal_tokens is set, too; "
+                    "give both lengths in updates or both in tokens"
+                )
+        if decays and c.anneal_tokens is None:
+            raise InputError(
+                f"warmup_tokens is {c.warmup_tokens}, but anneal_tokens is null; set it to the "
+                f"length of the decay (schedule {c.schedule})"
+            )
+    if c.schedule == "inverse_sqrt" and not (c.warmup_tokens or c.warmup_steps):
+        raise InputError("schedule inverse_sqrt needs a warm-up; set warmup_steps or warmup_tokens")
+    if c.schedule == "wsd" and c.total_steps is None:
+        raise InputError("schedule wsd needs total_steps, where its decay ends; set it")
+    if c.schedule == "wsd" and c.warmup_steps + c.anneal_steps > max(c.total_steps or 0, 1):
+        raise InputError(
+            f"warmup_steps {c.warmup_steps} and anneal_steps {c.anneal_steps} exceed total_steps "
+            f"{c.total_steps}; lower one of them (schedule wsd)"
+        )
 
 
 def _check_block(c: Config) -> None:

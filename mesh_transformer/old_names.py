@@ -217,7 +217,7 @@ NOW = {
         "use optax.global_norm(updates), or the grad_norm that "
         "mesh_transformer.transformer_shard.CausalTransformer.train returns"
     ),
-    "mesh_transformer.util.gpt3_schedule": "mesh_transformer.training.optimizer.gpt3_schedule",
+    "mesh_transformer.util.gpt3_schedule": "mesh_transformer.training.schedule.gpt3_schedule",
     "mesh_transformer.util.head_print": "use print where jax.process_index() is 0",
     "mesh_transformer.util.maybe_shard": (
         "use mesh_transformer.mesh.parallel.Parallel.shard(x, *axes), or "

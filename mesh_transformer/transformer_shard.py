@@ -28,7 +28,6 @@ from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
-from mesh_transformer.training.spikes import fresh_norms
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
@@ -361,7 +360,7 @@ class CausalTransformer:
         saved = {path[0] for path in step.leaves}
         # There are no saved norms if the key skip_spikes is new.
         only = [key for key in template if key != "norms" or key in saved]
-        restored = self._fresh_norms() | checkpoints.restore(newest, template, only=only)
+        restored = self._fresh_history() | checkpoints.restore(newest, template, only=only)
         self.resume(newest, restored, aux, where, base)
         return aux
 
@@ -412,12 +411,10 @@ class CausalTransformer:
             loaded.state["opt_state"] = self._fresh_moments(loaded.state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
         self.step, self._base = 0, loaded.base
-        self.state = loaded.state | {"step": zero} | self._fresh_norms()
+        self.state = loaded.state | {"step": zero} | self._fresh_history()
 
-    def _fresh_norms(self) -> dict[str, Any]:
-        if not self.config.skip_spikes:
-            return {}
-        return {"norms": jax.device_put(fresh_norms(), NamedSharding(self.mesh, P()))}
+    def _fresh_history(self) -> steps.State:
+        return jax.device_put(steps.history(self.config), NamedSharding(self.mesh, P()))
 
     def _fresh_moments(self, state: steps.State) -> Any:
         return steps.compile_opt_state(self.config, self.mesh)(state["params"])

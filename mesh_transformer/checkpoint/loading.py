@@ -86,11 +86,9 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
     Raises:
       InputError: if the source cannot be read or does not fit the config.
     """
-    template = saved_part(steps.abstract_state(config, mesh))
-    for key in {"step", "norms"} & template.keys():  # those of another run
-        del template[key]
-    if not optimizer:
-        del template["opt_state"]
+    state = steps.abstract_state(config, mesh)
+    # The other entries are those of another run.
+    template = {key: state[key] for key in (("params", "opt_state") if optimizer else ("params",))}
     recorded = source.adapters
     if not config.lora_rank:
         return Loaded(_read(source, config, template) | {"frozen": {}}, None)

@@ -63,6 +63,12 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
             f"{config.lora_rank}; "
             "choose another model folder, and give this checkpoint as --tune-model-path"
         )
+    if config.schedule_in_tokens and not saved_config.schedule_in_tokens:
+        raise InputError(
+            f"{where}: its run did not count tokens, but the config has warmup_tokens or "
+            "anneal_tokens; give the lengths in updates (warmup_steps, anneal_steps), or choose "
+            "another model folder, and give this checkpoint as --tune-model-path"
+        )
 
 
 Path = tuple[str, ...]  # a leaf's keys, outermost first

@@ -24,7 +24,7 @@ from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path, set_aside
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
-from mesh_transformer.training.optimizer import schedule_changes
+from mesh_transformer.training.schedule import schedule_changes
 from mesh_transformer.util import DamagedError, HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read

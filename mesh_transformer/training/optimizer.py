@@ -1,6 +1,5 @@
-"""The optimizer of mesh-transformer-jax: clipping, Adam, weight decay and the GPT-3 schedule."""
+"""The optimizer of mesh-transformer-jax: clipping, Adam and weight decay."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,47 +15,11 @@ from mesh_transformer.util import to_bf16, to_f32
 OptState = dict[str, Any]  # Adam's moments, each in the structure of the parameters
 
 
-def gpt3_schedule(
-    warmup_steps: int, anneal_steps: int, lr: float, end_lr: float
-) -> Callable[[Array], Array]:
-    """Return a schedule: linear warm-up from 0 to `lr`, then cosine decay to `end_lr`.
-
-    The warm-up takes `warmup_steps` steps, and the decay `anneal_steps` steps.  The schedule maps
-    the number of completed updates to the learning rate of the next update.  The learning rate of
-    the first update is therefore 0, unless `warmup_steps` is 0.
-    """
-
-    def schedule(step: Array) -> Array:
-        warm = jnp.clip(step, 0, warmup_steps) / warmup_steps if warmup_steps else 1.0
-        annealed = jnp.clip(step - warmup_steps, 0, anneal_steps) / anneal_steps
-        return warm * lr - (lr - end_lr) * (1 - jnp.cos(jnp.pi * annealed)) / 2
-
-    return schedule
-
-
-def schedule_changes(config: Config, saved: dict[str, Any]) -> str:
-    """Describe how the learning rate schedule differs from the one in a saved config.
-
-    The default of `anneal_steps` depends on `total_steps`, so extending a run changes its schedule.
-
-    Args:
-      saved: the config stored in a checkpoint, as a dict.
-
-    Returns:
-      The keys with their old and new values; "" if the schedule is the same.
-    """
-    return ", ".join(
-        f"{key} is {getattr(config, key)}, was {saved[key]}"
-        for key in ("lr", "end_lr", "warmup_steps", "anneal_steps")
-        if key in saved and saved[key] != getattr(config, key)
-    )
-
-
 @dataclass(frozen=True)
 class Optimizer:
     """Gradient clipping by global norm, Adam, and decoupled weight decay of the matrices.
 
-    The learning rate follows `gpt3_schedule`.  Gradients must be means over microbatches and
+    Gradients must be means over microbatches and
     replicas, in f32, and sharded like the state.
 
     The original mesh-transformer-jax stores some biases once per shard and uses the sum of the
@@ -104,22 +67,15 @@ class Optimizer:
 
         return map_declared(square, self.declared, grads)
 
-    def learning_rate(self, step: Array) -> Array:
-        """Return the scheduled learning rate of the next update after `step` completed updates."""
-        c = self.config
-        assert c.anneal_steps is not None
-        return gpt3_schedule(c.warmup_steps, c.anneal_steps, c.lr, c.end_lr)(step)
-
     def update(
-        self, grads: Any, state: OptState, params: Any, step: Array, norm: Array
+        self, grads: Any, state: OptState, params: Any, rate: Array, norm: Array
     ) -> tuple[Any, OptState]:
         """Return the updated parameters and optimizer state.
 
         The gradients are clipped to the global norm `config.clip_norm`.
 
         Args:
-          step: number of completed updates, which determines the learning rate.  Adam's bias
-            correction uses the count in `state` instead.
+          rate: the learning rate of this update (see `schedule.learning_rate`).
           norm: the global norm of the gradients before clipping.
         """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
@@ -127,7 +83,6 @@ class Optimizer:
         before = optax.ScaleByAdamState(state["count"], to_f32(state["mu"]), to_f32(state["nu"]))
         updates, after = self._adam().update(grads, before)
         assert isinstance(after, optax.ScaleByAdamState)
-        rate = self.learning_rate(step)
 
         def move(declaration: Declaration, p: Array, u: Array) -> Array:
             decay = self.config.weight_decay if declaration.decay else 0.0

@@ -20,6 +20,7 @@ from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
 from mesh_transformer.training import spikes
 from mesh_transformer.training.optimizer import Optimizer
+from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError, to_bf16, to_f32
 
 State = dict[str, Any]  # the state of a training run; `init_state` describes its entries
@@ -37,6 +38,7 @@ def init_state(config: Config, key: Array) -> State:
         opt_state: Adam's moments of `params`.
         step: the number of completed updates.
         norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
+        sequences: the number of sequences consumed so far, if the schedule counts tokens.
     """
     params, frozen = partition(transformer.declarations(config), transformer.init(config, key))
     return {
@@ -44,8 +46,19 @@ def init_state(config: Config, key: Array) -> State:
         "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
         "opt_state": Optimizer(config, transformer.trained(config)).init(params),
         "step": jnp.zeros((), jnp.int32),
-        **({"norms": spikes.fresh_norms()} if config.skip_spikes else {}),
+        **history(config),
     }
+
+
+def history(config: Config) -> State:
+    """Return the initial values of the entries of a state that only some configs need.
+
+    These entries summarise the run's earlier steps; see `init_state`.
+    """
+    entries: State = {"norms": spikes.fresh_norms()} if config.skip_spikes else {}
+    if config.schedule_in_tokens:
+        entries["sequences"] = jnp.zeros((), jnp.int32)
+    return entries
 
 
 def all_params(state: State) -> Any:
@@ -71,7 +84,7 @@ def state_specs(config: Config, mesh: Mesh) -> State:
         "frozen": par.at_rest(transformer.frozen(config)),
         "opt_state": {"count": P(), "mu": params, "nu": params},
         "step": P(),
-        **({"norms": P()} if config.skip_spikes else {}),
+        **dict.fromkeys(jax.eval_shape(functools.partial(history, config)), P()),
     }
 
 
@@ -151,23 +164,27 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         grads, metrics = measure(params, state["frozen"], batch)
+        microbatches, rows = batch["obs"].shape[:2]
+        rate = learning_rate(config, step, state.get("sequences"), rows)
+        norm = metrics["grad_norm"]
         # Each leaf is updated in the state's layout, without collectives.
-        updated = optimizer.update(grads, moments, params, step, metrics["grad_norm"])
-        norm, norms = metrics["grad_norm"], {}
+        updated = optimizer.update(grads, moments, params, rate, norm)
+        new: State = {"step": step + 1}
+        if "sequences" in state:
+            new["sequences"] = state["sequences"] + microbatches * rows
         skipped = jnp.bool(False)
         if config.skip_nonfinite:
             skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
         if config.skip_spikes:
             skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
-            norms = {"norms": spikes.with_norm(state["norms"], norm, step)}
+            new["norms"] = spikes.with_norm(state["norms"], norm, step)
         if config.skip_nonfinite or config.skip_spikes:
             updated = jax.tree.map(
                 lambda new, old: jnp.where(skipped, old, new), updated, (params, moments)
             )
-        params, moments = updated
-        metrics["learning_rate"] = optimizer.learning_rate(step)
+        new["params"], new["opt_state"] = updated
+        metrics["learning_rate"] = rate
         metrics["skipped"] = skipped.astype(jnp.float32)
-        new = {"params": params, "opt_state": moments, "step": step + 1} | norms
         return state | new, metrics
 
     return jax.jit(
