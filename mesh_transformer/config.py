@@ -108,6 +108,9 @@ class Config:
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica
     gradient_accumulation_steps: int = 1  # microbatches per update
+    # Updates over which the number of microbatches rises linearly; 0: it is constant.
+    batch_ramp_steps: int = 0
+    batch_ramp_from: int = 1  # microbatches of the first update, with batch_ramp_steps
     # How the learning rate changes; see docs/training.md.
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     warmup_steps: int = 0  # updates of linear warm-up from 0 to lr
@@ -226,6 +229,12 @@ class Config:
         """Maximum number of positions that a query attends to, including its own position."""
         assert self.attention_window is not None
         return self.attention_window
+
+    def microbatches(self, step: int) -> int:
+        """Return the number of microbatches of the update that follows `step` updates."""
+        most, ramp = self.gradient_accumulation_steps, self.batch_ramp_steps
+        rise = most - self.batch_ramp_from
+        return most if step >= ramp else self.batch_ramp_from + rise * step // ramp
 
     @property
     def schedule_in_tokens(self) -> bool:
@@ -438,7 +447,8 @@ def _check(c: Config) -> None:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
     if c.layers > MOST_LAYERS:
         raise InputError(f"layers is {c.layers}, expected at most {MOST_LAYERS}")
-    at_least_0 = "warmup_steps lr end_lr weight_decay adam_eps z_loss shuffle_buffer val_batches"
+    at_least_0 = "warmup_steps batch_ramp_steps lr end_lr weight_decay adam_eps z_loss "
+    at_least_0 += "shuffle_buffer val_batches"
     for key in at_least_0.split(" "):
         if getattr(c, key) < 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
@@ -448,6 +458,11 @@ def _check(c: Config) -> None:
     for key, value in dataclasses.asdict(c).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{key} is {value}, expected a finite number")
+    if c.batch_ramp_steps and not 1 <= c.batch_ramp_from <= c.gradient_accumulation_steps:
+        raise InputError(
+            f"batch_ramp_from is {c.batch_ramp_from}, expected 1 to gradient_accumulation_steps "
+            f"({c.gradient_accumulation_steps})"
+        )
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")

@@ -131,7 +131,7 @@ class CausalTransformer:
         In the metrics that `train` returns, `grad_square_micro` is the mean squared norm of the
         gradients of small batches, and `grad_norm` is the norm of the gradient of one big batch.  A
         small batch is one replica's part of a microbatch (with ZeRO 3, the whole microbatch).  A
-        big batch has all sequences of an update.
+        big batch has all sequences of an update, after the ramp of `batch_ramp_steps`.
         """
         replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
@@ -188,7 +188,8 @@ class CausalTransformer:
         self._generator.drop_weights()
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state)
-        self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))
+        batch, *count = steps.whole_batch(self.config, batch)
+        self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")), *count)
         self.step += 1
         limit_in_flight(metrics["loss"])
         return metrics

@@ -140,8 +140,8 @@ def _train(
         if network.step >= total and unscored is None and not unsaved:
             print(f"{folder} is at step {network.step} of {total}: nothing left to train")
             return
-        if "loader" in aux:
-            loader.restore(aux["loader"])
+        if "loader" in aux or network.step:
+            loader.restore(aux.get("loader"), network.step)
         noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
         if "noise" in aux:
             noise.restore(aux["noise"])
@@ -423,12 +423,12 @@ class _Run:
                 row[f"train/{name}"] = values[name]
         if self.config.skip_nonfinite or self.config.skip_spikes:
             row["train/skipped"] = self.skipped["total"]
-        sequences = self.config.gradient_accumulation_steps * self.network.batch_size
+        sequences = self.config.microbatches(step.number - 1) * self.network.batch_size
         row["train/tokens_per_sec"] = sequences * self.config.seq / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
         row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}
-        row |= self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
+        row |= self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2, sequences)
         return row | self.ledger.metrics(complete=step.number == self.network.step)
 
     def _count_skipped(self, step: _Step, values: dict[str, float]) -> None:

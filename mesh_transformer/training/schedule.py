@@ -91,11 +91,20 @@ def learning_rate(
 def _remaining(config: Config, step: Array, rows: int) -> Array:
     """Return the number of updates, or of their tokens, that remain until `total_steps`."""
     assert config.total_steps is not None
-    remaining = config.total_steps - step
+    total, most = config.total_steps, config.gradient_accumulation_steps
+    remaining = total - step
     if not config.schedule_in_tokens:
         return remaining
-    sequences = config.gradient_accumulation_steps * rows
-    return remaining.astype(jnp.float32) * (sequences * config.seq)
+    microbatches = remaining.astype(jnp.float32) * most
+    if config.batch_ramp_steps:
+        # The steps up to which each microbatch but the first is missing.
+        starts = [
+            min(-(-rise * config.batch_ramp_steps // (most - config.batch_ramp_from)), total)
+            for rise in range(1, most - config.batch_ramp_from + 1)
+        ]
+        missing = jnp.maximum(jnp.asarray(starts, jnp.int32) - step, 0)
+        microbatches -= jnp.sum(missing.astype(jnp.float32))
+    return microbatches * (rows * config.seq)
 
 
 def schedule_changes(config: Config, saved: dict[str, Any]) -> str:
