@@ -103,7 +103,7 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     early_cast: bool = False  # store parameters in bf16
     int8_weights: bool = False  # for generation, quantize the weights to 8 bits
-    bf16_optimizer: bool = False  # store Adam's moments in bf16
+    bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica
@@ -123,6 +123,11 @@ class Config:
     lr: float = 1e-4  # peak learning rate
     end_lr: float = 1e-5  # learning rate after the decay
     weight_decay: float = 0.1  # decoupled, applied to matrices only
+    # See docs/training.md.
+    optimizer: Literal["adam", "adafactor", "lion", "muon", "sgd"] = "adam"
+    momentum: float | None = None  # of muon and sgd.  None: 0.95 for muon, 0.9 for sgd
+    lion_b1: float = 0.9  # weight of the average of gradients in Lion's update
+    lion_b2: float = 0.99  # decay of Lion's average of gradients
     adam_b1: float = 0.9  # decay of Adam's first moment
     adam_b2: float = 0.999  # decay of Adam's second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
@@ -196,6 +201,7 @@ class Config:
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
             "anneal_steps": max(1, anneal),
+            "momentum": {"muon": 0.95, "sgd": 0.9}.get(self.optimizer, 0.0),
             "tpu_size": self.cores_per_replica,
             "lora_alpha": float(self.lora_rank),
             "lora_targets": list(block.lora_targets[: block.lora_default]),
@@ -452,7 +458,7 @@ def _check(c: Config) -> None:
     for key in at_least_0.split(" "):
         if getattr(c, key) < 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
-    for key in ("adam_b1", "adam_b2", "noise_scale_alpha"):
+    for key in ("adam_b1", "adam_b2", "lion_b1", "lion_b2", "momentum", "noise_scale_alpha"):
         if not 0 <= getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
     for key, value in dataclasses.asdict(c).items():
@@ -468,6 +474,8 @@ def _check(c: Config) -> None:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
     if c.memory_every is not None and c.memory_every < 1:
         raise InputError(f"memory_every is {c.memory_every}, expected at least 1")
+    if c.momentum and c.optimizer not in ("muon", "sgd"):
+        raise InputError(f"momentum is {c.momentum}, expected null with optimizer {c.optimizer}")
     if c.skip_spikes is not None and c.skip_spikes <= 1:
         raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
     if c.attention_window is not None and c.attention_window > c.seq:

@@ -54,7 +54,7 @@ class CausalTransformer:
       config: the config, as a `Config`.
       mesh: the (dp, mp) mesh of the devices.
       step: number of completed updates.
-      state: the parameters, Adam's moments and so on, as device arrays (see
+      state: the parameters, the optimizer's state and so on, as device arrays (see
         `mesh_transformer.training.step.init_state`); None before `init`, `load` or `restore`.
     """
 
@@ -392,19 +392,21 @@ class CausalTransformer:
     ) -> None:
         """Load a checkpoint's parameters and set the step to 0.
 
-        Adam's moments are loaded too if the checkpoint has any; otherwise fresh ones are created.
+        The optimizer's state is loaded too if the checkpoint has one; otherwise a fresh one is
+        created.
 
         Args:
           path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
             checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.  If the
             config sets `lora_rank` and the checkpoint has no adapters, the checkpoint becomes the
             base model of new adapters.
-          fresh_opt: whether to create fresh moments even if the checkpoint has some.
-          only_params: if True, moments are neither loaded nor created; the first `train` creates
-            them.
+          fresh_opt: whether to create a fresh optimizer state even if the checkpoint has one.
+          only_params: if True, the optimizer's state is neither loaded nor created; the first
+            `train` creates it.
 
         Raises:
-          InputError: if the checkpoint cannot be read or does not fit the config.
+          InputError: if the checkpoint cannot be read or does not fit the config, or if its
+            optimizer's state is that of another optimizer.
         """
         optimizer = not fresh_opt and not only_params
         loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
@@ -553,7 +555,7 @@ def load(
         with mp (`cores_per_replica`) reduced to a divisor of the number of accelerators, or to 1 on
         CPUs.  For a Hugging Face folder, the default `dtype` is bfloat16, whatever the dtype of the
         folder's tensors.
-      optimizer: whether to load Adam's moments too; otherwise training creates fresh moments.
+      optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.
     """
     source = Source.of(path)
     fitted = _fit_to_devices(source.config) if config is None else _config_of(config)

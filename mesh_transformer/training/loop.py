@@ -47,8 +47,8 @@ def train(
 
     Training resumes from the newest checkpoint in `folder`.  If there is none, training starts from
     the model at `tune_model_path`, or from freshly initialised weights if no path is given.  With
-    `fresh_opt`, the Adam moments at `tune_model_path` are not loaded.  When a LoRA run resumes and
-    its base model has moved, `tune_model_path` must be the base model's new location.
+    `fresh_opt`, the optimizer's state at `tune_model_path` is not loaded.  When a LoRA run resumes
+    and its base model has moved, `tune_model_path` must be the base model's new location.
 
     If the newest checkpoint is damaged, DamagedError is raised.  With `fall_back`, the damaged
     checkpoint is renamed to step_N.damaged, and training resumes from the newest intact one.

@@ -36,7 +36,7 @@ def init_state(config: Config, key: Array) -> State:
         params: the trained parameters.
         frozen: all other parameters, in the compute dtype because they are never updated.  Empty
           unless the config sets `lora_rank`.
-        opt_state: Adam's moments of `params`.
+        opt_state: the optimizer's state (see `update_rules`).
         step: the number of completed updates.
         norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
         sequences: the number of sequences consumed so far, if the schedule counts tokens.
@@ -79,11 +79,15 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
 def state_specs(config: Config, mesh: Mesh) -> State:
     """Return the `PartitionSpec` of every leaf of the state between steps."""
     par = parallel_of(config, mesh)
-    params = par.at_rest(transformer.trained(config))
+    trained = transformer.trained(config)
+    moments = Optimizer(config, trained).moments()
     return {
-        "params": params,
+        "params": par.at_rest(trained),
         "frozen": par.at_rest(transformer.frozen(config)),
-        "opt_state": {"count": P(), "mu": params, "nu": params},
+        "opt_state": {
+            "count": P(),
+            **jax.tree.map(lambda moment: moment.spec(par.at_rest(moment.parameter)), moments),
+        },
         "step": P(),
         **dict.fromkeys(jax.eval_shape(functools.partial(history, config)), P()),
     }
@@ -213,7 +217,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)
         norm = metrics["grad_norm"]
-        # Each leaf is updated in the state's layout, without collectives.
+        # Each leaf is updated in the state's layout.  Elementwise rules need no collectives.
         updated = optimizer.update(grads, moments, params, rate, norm)
         new: State = {"step": step + 1}
         if "sequences" in state:
