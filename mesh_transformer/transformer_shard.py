@@ -20,6 +20,7 @@ from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
 from mesh_transformer.checkpoint.state_tree import check_same_run
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import checked_batch, checked_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
@@ -31,7 +32,6 @@ from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
-BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids")  # the first two are required
 
 
 class CausalTransformer:
@@ -178,7 +178,7 @@ class CausalTransformer:
           and mean squared norm of the gradients of small batches; see `noise_batches`),
           `learning_rate`, and `skipped` (1 if the update was skipped, else 0).
         """
-        batch = self._batch("train", sample, 3)
+        batch = checked_batch(self.config, "train", sample, 3)
         if batch["obs"].shape[1] % len(self.replicas):
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
@@ -206,7 +206,7 @@ class CausalTransformer:
           [B, T]; `loss` (the mean of `all_loss` over T) and `last_loss` (`all_loss` at the last
           position), both [B].
         """
-        batch = self._batch("eval", sample, 2, ignored="ctx_length")
+        batch = checked_batch(self.config, "eval", sample, 2, ignored="ctx_length")
         batch.pop("loss_mask", None)
         rows = len(batch["obs"])
         batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
@@ -216,7 +216,7 @@ class CausalTransformer:
 
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
-        tokens = self._tokens("tokens", tokens, 2)
+        tokens = checked_tokens(self.config, "tokens", tokens, 2)
         padded = self._rows.place(self._rows.pad(tokens), P("dp"))
         logits = self._logits(self._params(), padded)
         return self._rows.fetch(logits.block_until_ready(), len(tokens))
@@ -232,7 +232,7 @@ class CausalTransformer:
           A `Chosen` tuple of numpy arrays: [B, T - 1], and [B, T - 1, alternatives] for the most
           likely tokens.  As in `generate`, weights are f32 on CPUs, elsewhere in `config.dtype`.
         """
-        tokens = self._tokens("tokens", tokens, 2, longest=self.config.seq + 1)
+        tokens = checked_tokens(self.config, "tokens", tokens, 2, self.config.seq + 1)
         return self._generator.score(self._own_params(), tokens, alternatives)
 
     def generate(
@@ -445,85 +445,6 @@ class CausalTransformer:
 
     def _params(self) -> Any:
         return steps.all_params(self._loaded())
-
-    def _batch(
-        self, method: str, sample: dict[str, np.ndarray], rank: int, ignored: str | None = None
-    ) -> dict[str, np.ndarray]:
-        """Check the arrays of a batch, and return them with the dtypes that the model requires.
-
-        Args:
-          method: the name of the calling method, for error messages.
-          rank: required number of dimensions of each array.
-          ignored: a key that the batch may have and the result leaves out.
-        """
-        _check_keys(method, sample, ignored)
-        batch = {key: self._tokens(key, sample[key], rank) for key in BATCH_KEYS[:2]}
-        if "loss_mask" in sample:
-            mask = np.asarray(sample["loss_mask"])
-            if not ((mask == 0) | (mask == 1)).all():
-                raise InputError(
-                    f"{method}: loss_mask has values other than 0 and 1; give 1 where a target "
-                    "counts, else 0"
-                )
-            batch["loss_mask"] = mask.astype(np.uint8, copy=False)
-        if "segment_ids" in sample:
-            segments = np.asarray(sample["segment_ids"])
-            if not np.issubdtype(segments.dtype, np.integer):
-                raise InputError(
-                    f"{method}: segment_ids has dtype {segments.dtype}, expected integers"
-                )
-            batch["segment_ids"] = segments.astype(np.int32, copy=False)
-        for key, array in batch.items():
-            if array.shape != batch["obs"].shape:
-                raise InputError(
-                    f"obs has shape {batch['obs'].shape}, but {key} has shape {array.shape}; "
-                    "expected equal shapes"
-                )
-        return batch
-
-    def _tokens(
-        self, name: str, tokens: np.ndarray, rank: int, longest: int | None = None
-    ) -> np.ndarray:
-        """Check the dtype, shape and range of token ids, and return them as uint32.
-
-        Args:
-          name: the name of the array, for error messages.
-          rank: required number of dimensions.
-          longest: maximum length of the last axis (default: `config.seq`).
-        """
-        tokens, longest = np.asarray(tokens), longest or self.config.seq
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise InputError(f"{name} has dtype {tokens.dtype}, expected integer token ids")
-        if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > longest:
-            dimensions = "[A, B, T]" if rank == 3 else "[B, T]"
-            raise InputError(
-                f"{name} has shape {tokens.shape}, expected {dimensions} "
-                f"with T from 1 to {longest} (seq is {self.config.seq})"
-            )
-        if tokens.min() < 0 or tokens.max() >= self.config.n_vocab:
-            raise InputError(
-                f"{name} holds token id {min(tokens.min(), 0) or tokens.max()}, outside the "
-                f"vocabulary; expected at least 0 and below n_vocab ({self.config.n_vocab})"
-            )
-        return tokens.astype(np.uint32)
-
-
-def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
-    """Raise InputError unless `sample` is a dict with the keys of a batch.
-
-    Args:
-      method: the name of the calling method, for error messages.
-      ignored: a further key that is allowed, or None.
-    """
-    expected = "expected a dict of obs, target, and optionally loss_mask and segment_ids"
-    if not isinstance(sample, dict):
-        raise InputError(f"{method}: the batch is of type {type(sample).__name__}, {expected}")
-    for key in BATCH_KEYS[:2]:
-        if key not in sample:
-            raise InputError(f"{method}: the batch has no {key!r}; {expected}")
-    for key in sample:
-        if key not in (*BATCH_KEYS, ignored):
-            raise InputError(f"{method}: the batch has an unknown key {key!r}; {expected}")
 
 
 def _config_of(config: Config | dict[str, Any] | AnyPath) -> Config:

@@ -1,0 +1,93 @@
+"""Checks of the batches and token ids that callers pass to a network."""
+
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError
+
+KEYS = ("obs", "target", "loss_mask", "segment_ids")  # the first two are required
+
+
+def checked_batch(
+    config: Config,
+    method: str,
+    sample: dict[str, np.ndarray],
+    rank: int,
+    ignored: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Check the arrays of a batch, and return them with the dtypes that the model requires.
+
+    Args:
+      method: the name of the calling method, for error messages.
+      rank: required number of dimensions of each array.
+      ignored: a key that the batch may have and the result leaves out.
+    """
+    _check_keys(method, sample, ignored)
+    batch = {key: checked_tokens(config, key, sample[key], rank) for key in KEYS[:2]}
+    if "loss_mask" in sample:
+        mask = np.asarray(sample["loss_mask"])
+        if not ((mask == 0) | (mask == 1)).all():
+            raise InputError(
+                f"{method}: loss_mask has values other than 0 and 1; give 1 where a target "
+                "counts, else 0"
+            )
+        batch["loss_mask"] = mask.astype(np.uint8, copy=False)
+    if "segment_ids" in sample:
+        segments = np.asarray(sample["segment_ids"])
+        if not np.issubdtype(segments.dtype, np.integer):
+            raise InputError(f"{method}: segment_ids has dtype {segments.dtype}, expected integers")
+        batch["segment_ids"] = segments.astype(np.int32, copy=False)
+    for key, array in batch.items():
+        if array.shape != batch["obs"].shape:
+            raise InputError(
+                f"obs has shape {batch['obs'].shape}, but {key} has shape {array.shape}; "
+                "expected equal shapes"
+            )
+    return batch
+
+
+def checked_tokens(
+    config: Config, name: str, tokens: np.ndarray, rank: int, longest: int | None = None
+) -> np.ndarray:
+    """Check the dtype, shape and range of token ids, and return them as uint32.
+
+    Args:
+      name: the name of the array, for error messages.
+      rank: required number of dimensions.
+      longest: maximum length of the last axis (default: `config.seq`).
+    """
+    tokens, longest = np.asarray(tokens), longest or config.seq
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise InputError(f"{name} has dtype {tokens.dtype}, expected integer token ids")
+    if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > longest:
+        dimensions = "[A, B, T]" if rank == 3 else "[B, T]"
+        raise InputError(
+            f"{name} has shape {tokens.shape}, expected {dimensions} "
+            f"with T from 1 to {longest} (seq is {config.seq})"
+        )
+    if tokens.min() < 0 or tokens.max() >= config.n_vocab:
+        raise InputError(
+            f"{name} holds token id {min(tokens.min(), 0) or tokens.max()}, outside the "
+            f"vocabulary; expected at least 0 and below n_vocab ({config.n_vocab})"
+        )
+    return tokens.astype(np.uint32)
+
+
+def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
+    """Raise InputError unless `sample` is a dict with the keys of a batch.
+
+    Args:
+      method: the name of the calling method, for error messages.
+      ignored: a further key that is allowed, or None.
+    """
+    expected = "expected a dict of obs, target, and optionally loss_mask and segment_ids"
+    if not isinstance(sample, dict):
+        raise InputError(f"{method}: the batch is of type {type(sample).__name__}, {expected}")
+    for key in KEYS[:2]:
+        if key not in sample:
+            raise InputError(f"{method}: the batch has no {key!r}; {expected}")
+    for key in sample:
+        if key not in (*KEYS, ignored):
+            raise InputError(f"{method}: the batch has an unknown key {key!r}; {expected}")
