@@ -167,6 +167,10 @@ class Config:
     memory_every: int | None = None
     keep_n: int = 3  # newest checkpoints to keep
     keep_every: int = 10000  # also keep checkpoints at multiples of this step
+    # Name of a val_set: also keep the step with its lowest loss, as <model folder>/best.
+    keep_best: str | None = None
+    # Stop after so many validations in a row without a lower loss on that set, or on the only one.
+    early_stop: int | None = None
     # After a failed save, training continues and saves again later, or it stops.
     on_save_failure: Literal["continue", "stop"] = "continue"
     tokenizer: str = "gpt2"  # see `load_tokenizer`
@@ -235,6 +239,13 @@ class Config:
         """Maximum number of positions that a query attends to, including its own position."""
         assert self.attention_window is not None
         return self.attention_window
+
+    @property
+    def watched_set(self) -> str | None:
+        """The validation set of `keep_best` and `early_stop`; None if neither is set."""
+        if self.keep_best is not None or self.early_stop is None:
+            return self.keep_best
+        return next(iter(self.val_set))
 
     def microbatches(self, step: int) -> int:
         """Return the number of microbatches of the update that follows `step` updates."""
@@ -464,57 +475,55 @@ def _check(c: Config) -> None:
     for key, value in dataclasses.asdict(c).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{key} is {value}, expected a finite number")
-    if c.batch_ramp_steps and not 1 <= c.batch_ramp_from <= c.gradient_accumulation_steps:
-        raise InputError(
-            f"batch_ramp_from is {c.batch_ramp_from}, expected 1 to gradient_accumulation_steps "
-            f"({c.gradient_accumulation_steps})"
-        )
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
-    if c.memory_every is not None and c.memory_every < 1:
-        raise InputError(f"memory_every is {c.memory_every}, expected at least 1")
-    if c.momentum and c.optimizer not in ("muon", "sgd"):
-        raise InputError(f"momentum is {c.momentum}, expected null with optimizer {c.optimizer}")
+    for key in ("memory_every", "early_stop", "anneal_tokens", "warmup_tokens"):
+        least = int(key != "warmup_tokens")
+        if (value := getattr(c, key)) is not None and value < least:
+            raise InputError(f"{key} is {value}, expected at least {least}")
     if c.skip_spikes is not None and c.skip_spikes <= 1:
         raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
     if c.attention_window is not None and c.attention_window > c.seq:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
         )
-    _check_schedule(c)
+    _check_training(c)
     _check_block(c)
     _check_lora(c)
     _check_divisions(c)
 
 
-def _check_schedule(c: Config) -> None:
+def _check_training(c: Config) -> None:
+    def refuse(is_wrong: object, problem: str) -> None:
+        if is_wrong:
+            raise InputError(problem)
+
     assert c.anneal_steps is not None
-    for key, least in (("warmup_tokens", 0), ("anneal_tokens", 1)):
-        if (value := getattr(c, key)) is not None and value < least:
-            raise InputError(f"{key} is {value}, expected at least {least}")
-    decays = c.schedule in ("cosine", "linear", "wsd")
-    if c.schedule_in_tokens:
-        for key, value in (("warmup_steps", 0), ("anneal_steps", c._defaults()["anneal_steps"])):
-            if getattr(c, key) != value:
-                raise InputError(
-                    f"{key} is {getattr(c, key)}, but warmup_tokens or anneal_tokens is set, too; "
-                    "give both lengths in updates or both in tokens"
-                )
-        if decays and c.anneal_tokens is None:
-            raise InputError(
-                f"warmup_tokens is {c.warmup_tokens}, but anneal_tokens is null; set it to the "
-                f"length of the decay (schedule {c.schedule})"
-            )
-    if c.schedule == "inverse_sqrt" and not (c.warmup_tokens or c.warmup_steps):
-        raise InputError("schedule inverse_sqrt needs a warm-up; set warmup_steps or warmup_tokens")
-    if c.schedule == "wsd" and c.total_steps is None:
-        raise InputError("schedule wsd needs total_steps, where its decay ends; set it")
-    if c.schedule == "wsd" and c.warmup_steps + c.anneal_steps > max(c.total_steps or 0, 1):
-        raise InputError(
-            f"warmup_steps {c.warmup_steps} and anneal_steps {c.anneal_steps} exceed total_steps "
-            f"{c.total_steps}; lower one of them (schedule wsd)"
-        )
+    lengths = f"warmup_steps {c.warmup_steps} and anneal_steps {c.anneal_steps}"
+    wrong = c.warmup_steps or c.anneal_steps != c._defaults()["anneal_steps"]
+    advice = "but warmup_tokens or anneal_tokens is set; give both in updates, or both in tokens"
+    refuse(c.schedule_in_tokens and wrong, f"{lengths} are in updates, {advice}")
+    kind, total, most = c.schedule, c.total_steps or 0, c.gradient_accumulation_steps
+    wrong = c.schedule_in_tokens and c.anneal_tokens is None
+    wrong = wrong and kind not in ("constant", "inverse_sqrt")
+    refuse(wrong, f"schedule {kind} with warmup_tokens needs anneal_tokens, too; set it")
+    wrong = kind == "inverse_sqrt" and not (c.warmup_tokens or c.warmup_steps)
+    refuse(wrong, f"schedule {kind} needs a warm-up; set warmup_steps or warmup_tokens")
+    wrong = kind == "wsd" and c.warmup_steps + c.anneal_steps > max(total, 1)
+    refuse(kind == "wsd" and not total, f"schedule {kind} needs total_steps; set it")
+    refuse(wrong, f"{lengths} exceed total_steps {total}; lower one of them (schedule {kind})")
+    wrong = c.batch_ramp_steps and not 1 <= c.batch_ramp_from <= most
+    expected = f"expected 1 to gradient_accumulation_steps ({most})"
+    refuse(wrong, f"batch_ramp_from is {c.batch_ramp_from}, {expected}")
+    wrong = c.momentum and c.optimizer not in ("muon", "sgd")
+    refuse(wrong, f"momentum is {c.momentum}, expected null with optimizer {c.optimizer}")
+    wrong, sets = c.keep_best not in (None, *c.val_set), ", ".join(c.val_set) or "none"
+    refuse(wrong, f"keep_best is {c.keep_best!r}, expected a name in val_set: {sets}")
+    wrong = c.early_stop and c.keep_best is None and len(c.val_set) != 1
+    refuse(wrong, f"early_stop needs keep_best, the name of one val_set: {sets}")
+    wrong = (c.keep_best or c.early_stop) and not c.val_batches
+    refuse(wrong, "keep_best and early_stop need validation; set val_batches above 0")
 
 
 def _check_block(c: Config) -> None:

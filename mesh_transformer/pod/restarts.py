@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from etils import epath
 
-from mesh_transformer.checkpoint.step_folders import own_steps
+from mesh_transformer.checkpoint.step_folders import BEST, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import validation
@@ -214,7 +214,7 @@ def _run_with_retries(
 
 
 def delete_run(folder: str, *, yes: bool) -> None:
-    """Delete a run's checkpoints and metrics; other files in the folder are kept.
+    """Delete a run's checkpoints, metrics and results; other files in the folder are kept.
 
     Args:
       folder: the run's model folder.
@@ -225,8 +225,9 @@ def delete_run(folder: str, *, yes: bool) -> None:
         terminal, if another process writes to the folder, or if a file cannot be deleted.
     """
     folder = local_path(folder)
-    steps, metrics = own_steps(folder), epath.Path(folder) / NAME
-    names = sorted(path.name for path in (*steps, metrics) if path.exists())
+    steps = own_steps(folder)
+    records = [epath.Path(folder) / name for name in (NAME, BEST)]
+    names = sorted(path.name for path in (*steps, *records) if path.exists())
     if not names:
         return
     with lock_folder(folder):
@@ -235,7 +236,8 @@ def delete_run(folder: str, *, yes: bool) -> None:
         try:
             for path in steps:
                 delete_step(path)
-            metrics.unlink(missing_ok=True)
+            for path in records:
+                path.unlink(missing_ok=True)
         except OSError as error:
             failed_path = error.filename or folder
             raise InputError(

@@ -102,7 +102,8 @@ class Counter:
     notice = ""
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        self.saved[self.step] = json.loads(json.dumps(aux))
+        # As in `Checkpoints.save`, nothing is saved again.
+        self.saved.setdefault(self.step, json.loads(json.dumps(aux)))
 
     def wait(self) -> None:
         self.calls.append("wait")

@@ -116,10 +116,13 @@ def test_token_counts_may_exceed_int32():
         ({"anneal_tokens": 0}, "anneal_tokens is 0, expected at least 1"),
         (
             {"anneal_tokens": 9, "warmup_steps": 3},
-            "warmup_steps is 3, but warmup_tokens or anneal_tokens is set",
+            "warmup_steps 3 and anneal_steps 1 are in updates, but warmup_tokens or anneal_tokens",
         ),
-        ({"warmup_tokens": 9, "anneal_steps": 3, "total_steps": 8}, "anneal_steps is 3, but"),
-        ({"warmup_tokens": 9}, "warmup_tokens is 9, but anneal_tokens is null"),
+        (
+            {"warmup_tokens": 9, "anneal_steps": 3, "total_steps": 8},
+            "anneal_steps 3 are in updates, but",
+        ),
+        ({"warmup_tokens": 9}, "cosine with warmup_tokens needs anneal_tokens, too"),
         ({"schedule": "inverse_sqrt"}, "inverse_sqrt needs a warm-up; set warmup_steps"),
         ({"schedule": "wsd"}, "schedule wsd needs total_steps"),
         (
