@@ -42,6 +42,7 @@ def train(
     tune_model_path: AnyPath | None = None,
     fresh_opt: bool = False,
     fall_back: bool = False,
+    validate: bool = True,
     ledger: Ledger | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
@@ -53,6 +54,8 @@ def train(
 
     If the newest checkpoint is damaged, DamagedError is raised.  With `fall_back`, the damaged
     checkpoint is renamed to step_N.damaged, and training resumes from the newest intact one.
+
+    Without `validate`, the config's validation sets and lm-eval tasks are not used.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
@@ -86,7 +89,15 @@ def train(
         try:
             with closing(network):
                 _train(
-                    network, folder, total, base, fresh_opt, fall_back, ledger or Ledger(), received
+                    network,
+                    folder,
+                    total,
+                    base,
+                    fresh_opt,
+                    fall_back,
+                    validate,
+                    ledger or Ledger(),
+                    received,
                 )
                 saved = True
         except HostError as error:
@@ -107,6 +118,7 @@ def _train(
     tune_model_path: str | None,
     fresh_opt: bool,
     fall_back: bool,
+    validate: bool,
     ledger: Ledger,
     received: list[int],
 ) -> None:
@@ -116,12 +128,12 @@ def _train(
       received: the list of the signals received so far (see `_stop_signals`).
     """
     config = network.config
-    val_sets = {} if config.val_batches == 0 else config.val_set
+    val_sets = config.val_set if validate and config.val_batches else {}
     with contextlib.ExitStack() as stack:
         wandb = start_wandb(folder, config)
         if wandb is not None:
             stack.callback(wandb.close)
-        eval_tasks = harness.load_harness(config)
+        eval_tasks = harness.load_harness(config) if validate else None
         loader = stack.enter_context(contextlib.closing(network.open_train_set()))
         for path in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, path).close()

@@ -167,6 +167,14 @@ def test_rows_have_the_documented_keys(counter, tmp_path, capsys, peak):
     assert network.calls == [f"claim {tmp_path.name}", "init", *["wait"] * 5, "close"]
 
 
+def test_training_without_validation_needs_no_validation_sets(counter, tmp_path):
+    tasks = ["a_task_that_does_not_exist"]
+    network = counter(val_set={"x": "nowhere.index"}, eval_harness_tasks=tasks)
+    loop.train(network, str(tmp_path), validate=False)
+    assert network.step == 30
+    assert not [name for row in rows_of(tmp_path) for name in row if name.startswith("val/")]
+
+
 def test_a_missing_wandb_key_is_reported_before_anything_is_loaded(
     counter, tmp_path, monkeypatch, capsys
 ):
