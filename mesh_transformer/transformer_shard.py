@@ -298,7 +298,8 @@ class CausalTransformer:
         base model's parameters are not saved, only its path and checksums.
 
         Args:
-          aux: JSON values to save with the state; `restore` returns them in its dict.
+          aux: JSON values to save with the state; `restore` returns them in its dict.  For the
+            entry `best`, see `Checkpoints.save`.
         """
         self._writer(folder).save(self.step, self.saved_state(), self.own_aux() | (aux or {}))
 
