@@ -117,13 +117,12 @@ class Config:
     # Updates of decay from lr to end_lr, after the warm-up; with wsd, the last ones of total_steps.
     # None: the rest of total_steps; with wsd a tenth of total_steps.
     anneal_steps: int | None = None
-    # Lengths of warm-up and decay in tokens instead of updates; null if they are in updates.
-    warmup_tokens: int | None = None
-    anneal_tokens: int | None = None
+    warmup_tokens: int | None = None  # tokens of warm-up, in place of warmup_steps
+    anneal_tokens: int | None = None  # tokens of decay, in place of anneal_steps
     lr: float = 1e-4  # peak learning rate
     end_lr: float = 1e-5  # learning rate after the decay
     weight_decay: float = 0.1  # decoupled, applied to matrices only
-    # See docs/training.md.
+    # The rule by which gradients become updates; see docs/training.md.
     optimizer: Literal["adam", "adafactor", "lion", "muon", "sgd"] = "adam"
     momentum: float | None = None  # of muon and sgd.  None: 0.95 for muon, 0.9 for sgd
     lion_b1: float = 0.9  # weight of the average of gradients in Lion's update

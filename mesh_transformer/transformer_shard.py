@@ -166,10 +166,12 @@ class CausalTransformer:
 
         Args:
           sample: token ids `obs` and `target` [A, B, T]: A microbatches of B sequences, where B is
-            a multiple of the number of `replicas`.  Optionally `loss_mask` [A, B, T], 1 where a
-            target counts in the loss and 0 elsewhere; losses are then means over all targets of the
-            update that count.  Optionally `segment_ids` [A, B, T]: each run of equal numbers marks
-            one text, which is processed as if it were in a sequence of its own.
+            a multiple of the number of `replicas`.  With `batch_ramp_steps`, A is at most
+            `gradient_accumulation_steps`, and may differ from call to call.  Optionally `loss_mask`
+            [A, B, T], 1 where a target counts in the loss and 0 elsewhere; losses are then means
+            over all targets of the update that count.  Optionally `segment_ids` [A, B, T]: each run
+            of equal numbers marks one text, which is processed as if it were in a sequence of its
+            own.
 
         Returns:
           Scalars on the devices: `loss` (z-loss included), `last_loss` (the loss at the last
