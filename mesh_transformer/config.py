@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mesh_transformer.families import BLOCKS, PRESETS, Block
+from mesh_transformer.storage.mappings import read_mapping
 from mesh_transformer.util import InputError, describe, mismatch
 
 # Norms of a layer's input.
@@ -107,17 +108,30 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     early_cast: bool = False  # store parameters in bf16
     int8_weights: bool = False  # for generation, quantize the weights to 8 bits
-    bf16_optimizer: bool = False  # store Adam's moments in bf16
+    bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica
     gradient_accumulation_steps: int = 1  # microbatches per update
+    # Updates over which the number of microbatches rises linearly; 0: it is constant.
+    batch_ramp_steps: int = 0
+    batch_ramp_from: int = 1  # microbatches of the first update, with batch_ramp_steps
+    # How the learning rate changes; see docs/training.md.
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
     warmup_steps: int = 0  # updates of linear warm-up from 0 to lr
-    # Updates of cosine decay from lr to end_lr, after the warm-up.  None: the rest of total_steps.
+    # Updates of decay from lr to end_lr, after the warm-up; with wsd, the last ones of total_steps.
+    # None: the rest of total_steps; with wsd a tenth of total_steps.
     anneal_steps: int | None = None
+    warmup_tokens: int | None = None  # tokens of warm-up, in place of warmup_steps
+    anneal_tokens: int | None = None  # tokens of decay, in place of anneal_steps
     lr: float = 1e-4  # peak learning rate
     end_lr: float = 1e-5  # learning rate after the decay
     weight_decay: float = 0.1  # decoupled, applied to matrices only
+    # The rule by which gradients become updates; see docs/training.md.
+    optimizer: Literal["adam", "adafactor", "lion", "muon", "sgd"] = "adam"
+    momentum: float | None = None  # of muon and sgd.  None: 0.95 for muon, 0.9 for sgd
+    lion_b1: float = 0.9  # weight of the average of gradients in Lion's update
+    lion_b2: float = 0.99  # decay of Lion's average of gradients
     adam_b1: float = 0.9  # decay of Adam's first moment
     adam_b2: float = 0.999  # decay of Adam's second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
@@ -157,6 +171,10 @@ class Config:
     memory_every: int | None = None
     keep_n: int = 3  # newest checkpoints to keep
     keep_every: int = 10000  # also keep checkpoints at multiples of this step
+    # Name of a val_set: also keep the step with its lowest loss, as <model folder>/best.
+    keep_best: str | None = None
+    # Stop after so many validations in a row without a lower loss on that set, or on the only one.
+    early_stop: int | None = None
     # After a failed save, training continues and saves again later, or it stops.
     on_save_failure: Literal["continue", "stop"] = "continue"
     tokenizer: str = "gpt2"  # see `load_tokenizer`
@@ -180,6 +198,8 @@ class Config:
         second = self.version == 2
         head_size = self.head_size or self.d_model // max(self.n_heads, 1)
         block = BLOCKS[self.block or ("geglu" if second else "gptj")]
+        total = self.total_steps or 0
+        anneal = total // 10 if self.schedule == "wsd" else total - self.warmup_steps
         return {
             "head_size": self.d_model // max(self.n_heads, 1),
             "pe_rotary_dims": head_size,
@@ -188,7 +208,8 @@ class Config:
             "partitioning": "jit" if second else "shard_map",
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
-            "anneal_steps": max(1, (self.total_steps or 0) - self.warmup_steps),
+            "anneal_steps": max(1, anneal),
+            "momentum": {"muon": 0.95, "sgd": 0.9}.get(self.optimizer, 0.0),
             "tpu_size": self.cores_per_replica,
             "lora_alpha": float(self.lora_rank),
             "lora_targets": list(block.lora_targets[: block.lora_default]),
@@ -227,6 +248,24 @@ class Config:
     def drops(self) -> bool:
         """Whether training uses dropout."""
         return max(self.dropout_embedding, self.dropout_attention, self.dropout_residual) > 0
+
+    @property
+    def watched_set(self) -> str | None:
+        """The validation set of `keep_best` and `early_stop`; None if neither is set."""
+        if self.keep_best is not None or self.early_stop is None:
+            return self.keep_best
+        return next(iter(self.val_set))
+
+    def microbatches(self, step: int) -> int:
+        """Return the number of microbatches of the update that follows `step` updates."""
+        most, ramp = self.gradient_accumulation_steps, self.batch_ramp_steps
+        rise = most - self.batch_ramp_from
+        return most if step >= ramp else self.batch_ramp_from + rise * step // ramp
+
+    @property
+    def schedule_in_tokens(self) -> bool:
+        """Whether the learning rate schedule counts tokens instead of updates."""
+        return self.warmup_tokens is not None or self.anneal_tokens is not None
 
     @property
     def lora_scale(self) -> float:
@@ -397,51 +436,12 @@ def _named(path: str) -> Path | None:
 def _read_mapping(path: str) -> dict[str, Any]:
     """Return the mapping in a config file; see `Config.load` for `path`."""
     try:
-        text = _read(path)
+        return read_mapping(os.fspath(_named(path) or path), f"config {path}")
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
         raise InputError(
             f"config {path} cannot be read ({error.strerror}); give the path of a JSON or YAML "
             f"file, one of {names}, or a preset: {', '.join(PRESETS)}"
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError(f"config {path}: not UTF-8 text; give a JSON or YAML file") from None
-    values = _parse(path, text)
-    if not isinstance(values, dict):
-        raise InputError(
-            f"config {path}: found {describe(values)}, expected one mapping of keys to values"
-        )
-    return values
-
-
-def _read(path: str) -> str:
-    """Return the text of a config file; see `Config.load` for `path`."""
-    if "://" not in path:
-        with open(_named(path) or path, encoding="utf-8") as file:
-            return file.read()
-    if not path.startswith("gs://"):
-        raise InputError(f"config {path}: expected a local file or gs://; download it first")
-    from mesh_transformer.storage import files  # imports tensorstore
-
-    with files.open_file(path) as file:
-        return file.read().decode()
-
-
-def _parse(path: str, text: str) -> Any:
-    if path.endswith((".yaml", ".yml")):
-        import yaml
-
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            line = " ".join(str(error).split())
-            raise InputError(f"config {path}: not YAML: {line}; correct the file") from None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"config {path}: not JSON at line {error.lineno}, column {error.colno}: "
-            f"{error.msg}; correct the file"
         ) from None
 
 
@@ -473,12 +473,14 @@ def _check(c: Config) -> None:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
     if c.layers > MOST_LAYERS:
         raise InputError(f"layers is {c.layers}, expected at most {MOST_LAYERS}")
-    at_least_0 = "warmup_steps lr end_lr weight_decay adam_eps z_loss shuffle_buffer val_batches"
+    at_least_0 = "warmup_steps batch_ramp_steps lr end_lr weight_decay adam_eps z_loss "
+    at_least_0 += "shuffle_buffer val_batches"
     for key in at_least_0.split(" "):
         if getattr(c, key) < 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
     dropouts = ("dropout_embedding", "dropout_attention", "dropout_residual")
-    for key in ("adam_b1", "adam_b2", "noise_scale_alpha", *dropouts):
+    below_1 = ("adam_b1", "adam_b2", "lion_b1", "lion_b2", "momentum", "noise_scale_alpha")
+    for key in (*below_1, *dropouts):
         if not 0 <= getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
     for key, value in dataclasses.asdict(c).items():
@@ -487,17 +489,52 @@ def _check(c: Config) -> None:
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
-    if c.memory_every is not None and c.memory_every < 1:
-        raise InputError(f"memory_every is {c.memory_every}, expected at least 1")
+    for key in ("memory_every", "early_stop", "anneal_tokens", "warmup_tokens"):
+        least = int(key != "warmup_tokens")
+        if (value := getattr(c, key)) is not None and value < least:
+            raise InputError(f"{key} is {value}, expected at least {least}")
     if c.skip_spikes is not None and c.skip_spikes <= 1:
         raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
     if c.attention_window is not None and c.attention_window > c.seq:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
         )
+    _check_training(c)
     _check_block(c)
     _check_lora(c)
     _check_divisions(c)
+
+
+def _check_training(c: Config) -> None:
+    def refuse(is_wrong: object, problem: str) -> None:
+        if is_wrong:
+            raise InputError(problem)
+
+    assert c.anneal_steps is not None
+    lengths = f"warmup_steps {c.warmup_steps} and anneal_steps {c.anneal_steps}"
+    wrong = c.warmup_steps or c.anneal_steps != c._defaults()["anneal_steps"]
+    advice = "but warmup_tokens or anneal_tokens is set; give both in updates, or both in tokens"
+    refuse(c.schedule_in_tokens and wrong, f"{lengths} are in updates, {advice}")
+    kind, total, most = c.schedule, c.total_steps or 0, c.gradient_accumulation_steps
+    wrong = c.schedule_in_tokens and c.anneal_tokens is None
+    wrong = wrong and kind not in ("constant", "inverse_sqrt")
+    refuse(wrong, f"schedule {kind} with warmup_tokens needs anneal_tokens, too; set it")
+    wrong = kind == "inverse_sqrt" and not (c.warmup_tokens or c.warmup_steps)
+    refuse(wrong, f"schedule {kind} needs a warm-up; set warmup_steps or warmup_tokens")
+    wrong = kind == "wsd" and c.warmup_steps + c.anneal_steps > max(total, 1)
+    refuse(kind == "wsd" and not total, f"schedule {kind} needs total_steps; set it")
+    refuse(wrong, f"{lengths} exceed total_steps {total}; lower one of them (schedule {kind})")
+    wrong = c.batch_ramp_steps and not 1 <= c.batch_ramp_from <= most
+    expected = f"expected 1 to gradient_accumulation_steps ({most})"
+    refuse(wrong, f"batch_ramp_from is {c.batch_ramp_from}, {expected}")
+    wrong = c.momentum and c.optimizer not in ("muon", "sgd")
+    refuse(wrong, f"momentum is {c.momentum}, expected null with optimizer {c.optimizer}")
+    wrong, sets = c.keep_best not in (None, *c.val_set), ", ".join(c.val_set) or "none"
+    refuse(wrong, f"keep_best is {c.keep_best!r}, expected a name in val_set: {sets}")
+    wrong = c.early_stop and c.keep_best is None and len(c.val_set) != 1
+    refuse(wrong, f"early_stop needs keep_best, the name of one val_set: {sets}")
+    wrong = (c.keep_best or c.early_stop) and not c.val_batches
+    refuse(wrong, "keep_best and early_stop need validation; set val_batches above 0")
 
 
 def _check_block(c: Config) -> None:

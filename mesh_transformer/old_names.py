@@ -217,7 +217,7 @@ NOW = {
         "use optax.global_norm(updates), or the grad_norm that "
         "mesh_transformer.transformer_shard.CausalTransformer.train returns"
     ),
-    "mesh_transformer.util.gpt3_schedule": "mesh_transformer.training.optimizer.gpt3_schedule",
+    "mesh_transformer.util.gpt3_schedule": "mesh_transformer.training.schedule.gpt3_schedule",
     "mesh_transformer.util.head_print": "use print where jax.process_index() is 0",
     "mesh_transformer.util.maybe_shard": (
         "use mesh_transformer.mesh.parallel.Parallel.shard(x, *axes), or "
@@ -243,8 +243,9 @@ NOW = {
         "gen_length)"
     ),
     'params["optimizer"]': (
-        "leave it out, as the keys lr, end_lr, warmup_steps, anneal_steps, weight_decay, adam_b1, "
-        "adam_b2, adam_eps and clip_norm set the optimizer"
+        "leave it out, or give an optimizer's name, such as adam, as the keys lr, end_lr, "
+        "schedule, warmup_steps, anneal_steps, weight_decay, adam_b1, adam_b2, adam_eps and "
+        "clip_norm set it"
     ),
     'params["sampler"]': (
         "leave it out, as mesh_transformer.transformer_shard.CausalTransformer.generate takes "
@@ -309,7 +310,9 @@ def keys_line(params: dict[str, Any]) -> str | None:
     The message says what replaces each key.  Returns None if `params` has no removed key of
     mesh-transformer-jax.
     """
-    lines = [error_line(f'params["{key}"]') for key in params]
+    # The key "optimizer" still exists, but its value is a name.
+    now = {"optimizer"} if isinstance(params.get("optimizer"), str) else set()
+    lines = [error_line(f'params["{key}"]') for key in params if key not in now]
     return "; ".join(filter(None, lines)) or None
 
 

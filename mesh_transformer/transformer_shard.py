@@ -29,7 +29,6 @@ from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
-from mesh_transformer.training.spikes import fresh_norms
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
@@ -55,7 +54,7 @@ class CausalTransformer:
       config: the config, as a `Config`.
       mesh: the (dp, mp) mesh of the devices.
       step: number of completed updates.
-      state: the parameters, Adam's moments and so on, as device arrays (see
+      state: the parameters, the optimizer's state and so on, as device arrays (see
         `mesh_transformer.training.step.init_state`); None before `init`, `load` or `restore`.
     """
 
@@ -132,7 +131,7 @@ class CausalTransformer:
         In the metrics that `train` returns, `grad_square_micro` is the mean squared norm of the
         gradients of small batches, and `grad_norm` is the norm of the gradient of one big batch.  A
         small batch is one replica's part of a microbatch (with ZeRO 3, the whole microbatch).  A
-        big batch has all sequences of an update.
+        big batch has all sequences of an update, after the ramp of `batch_ramp_steps`.
         """
         replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
@@ -167,10 +166,12 @@ class CausalTransformer:
 
         Args:
           sample: token ids `obs` and `target` [A, B, T]: A microbatches of B sequences, where B is
-            a multiple of the number of `replicas`.  Optionally `loss_mask` [A, B, T], 1 where a
-            target counts in the loss and 0 elsewhere; losses are then means over all targets of the
-            update that count.  Optionally `segment_ids` [A, B, T]: each run of equal numbers marks
-            one text, which is processed as if it were in a sequence of its own.
+            a multiple of the number of `replicas`.  With `batch_ramp_steps`, A is at most
+            `gradient_accumulation_steps`, and may differ from call to call.  Optionally `loss_mask`
+            [A, B, T], 1 where a target counts in the loss and 0 elsewhere; losses are then means
+            over all targets of the update that count.  Optionally `segment_ids` [A, B, T]: each run
+            of equal numbers marks one text, which is processed as if it were in a sequence of its
+            own.
 
         Returns:
           Scalars on the devices: `loss` (z-loss included), `last_loss` (the loss at the last
@@ -189,7 +190,8 @@ class CausalTransformer:
         self._generator.drop_weights()
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state)
-        self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")))
+        batch, *count = steps.whole_batch(self.config, batch)
+        self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")), *count)
         self.step += 1
         limit_in_flight(metrics["loss"])
         return metrics
@@ -298,7 +300,8 @@ class CausalTransformer:
         base model's parameters are not saved, only its path and checksums.
 
         Args:
-          aux: JSON values to save with the state; `restore` returns them in its dict.
+          aux: JSON values to save with the state; `restore` returns them in its dict.  For the
+            entry `best`, see `Checkpoints.save`.
         """
         self._writer(folder).save(self.step, self.saved_state(), self.own_aux() | (aux or {}))
 
@@ -356,12 +359,15 @@ class CausalTransformer:
             return None
         step = checkpoints.saved(newest)
         aux, where = step.aux, str(step)
+        best = aux.get("best") or {}
+        if best and best["step"] not in checkpoints.steps():  # deleted, or set aside as damaged
+            aux = aux | {"best": best | {"step": None, "loss": None}}
         check_same_run(self.config, step.config, where)
         template = self.saved_template()
         saved = {path[0] for path in step.leaves}
         # There are no saved norms if the key skip_spikes is new.
         only = [key for key in template if key != "norms" or key in saved]
-        restored = self._fresh_norms() | checkpoints.restore(newest, template, only=only)
+        restored = self._fresh_history() | checkpoints.restore(newest, template, only=only)
         self.resume(newest, restored, aux, where, base)
         return aux
 
@@ -393,19 +399,21 @@ class CausalTransformer:
     ) -> None:
         """Load a checkpoint's parameters and set the step to 0.
 
-        Adam's moments are loaded too if the checkpoint has any; otherwise fresh ones are created.
+        The optimizer's state is loaded too if the checkpoint has one; otherwise a fresh one is
+        created.
 
         Args:
           path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
             checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.  If the
             config sets `lora_rank` and the checkpoint has no adapters, the checkpoint becomes the
             base model of new adapters.
-          fresh_opt: whether to create fresh moments even if the checkpoint has some.
-          only_params: if True, moments are neither loaded nor created; the first `train` creates
-            them.
+          fresh_opt: whether to create a fresh optimizer state even if the checkpoint has one.
+          only_params: if True, the optimizer's state is neither loaded nor created; the first
+            `train` creates it.
 
         Raises:
-          InputError: if the checkpoint cannot be read or does not fit the config.
+          InputError: if the checkpoint cannot be read or does not fit the config, or if its
+            optimizer's state is that of another optimizer.
         """
         optimizer = not fresh_opt and not only_params
         loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
@@ -414,12 +422,10 @@ class CausalTransformer:
             state["opt_state"] = self._fresh_moments(state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
         self.step, self._base = 0, loaded.base
-        self.state = state | {"step": zero} | self._fresh_norms()
+        self.state = state | {"step": zero} | self._fresh_history()
 
-    def _fresh_norms(self) -> dict[str, Any]:
-        if not self.config.skip_spikes:
-            return {}
-        return {"norms": jax.device_put(fresh_norms(), NamedSharding(self.mesh, P()))}
+    def _fresh_history(self) -> steps.State:
+        return jax.device_put(steps.history(self.config), NamedSharding(self.mesh, P()))
 
     def _fresh_moments(self, state: steps.State) -> Any:
         return steps.compile_opt_state(self.config, self.mesh)(state["params"])
@@ -478,7 +484,7 @@ def load(
         with mp (`cores_per_replica`) reduced to a divisor of the number of accelerators, or to 1 on
         CPUs.  For a Hugging Face folder, the default `dtype` is bfloat16, whatever the dtype of the
         folder's tensors.
-      optimizer: whether to load Adam's moments too; otherwise training creates fresh moments.
+      optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.
     """
     source = Source.of(path)
     fitted = _fit_to_devices(source.config) if config is None else _config_of(config)

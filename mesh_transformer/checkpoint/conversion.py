@@ -67,8 +67,8 @@ def read(
       source: the checkpoint, of any format.
       config: a config of the checkpoint's model (default: the one that the checkpoint stores).
       dtype: the dtype to cast the parameters to as they are read (default: their own).
-      optimizer: whether to read Adam's moments if there are any.  The moments of adapters are never
-        read.
+      optimizer: whether to read the optimizer's state, if there is one and it is that of the
+        config's optimizer.  That of adapters is never read.
       lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
       base: if the checkpoint holds adapters, the path of their base model (default: the path that
         the checkpoint records).
@@ -160,8 +160,9 @@ def convert(
       shards: the number of shards to write, if `target_kind` is "original", the format of
         mesh-transformer-jax (default: the config's cores_per_replica).
       dtype: the dtype to cast the parameters to (default: their own).
-      slim: whether to leave out Adam's moments.  Otherwise they are converted if `source` has them
-        and the target format can store them.
+      slim: whether to leave out the optimizer's state.  Otherwise it is converted if `source` has
+        one and the target format can store it: a native checkpoint can store all, one of
+        mesh-transformer-jax only Adam's.
       step: the step to convert, if `source` is a model folder (default: its newest).
       trim_vocab: whether to cut the padding off the vocabulary, if `target_kind` is "hf".
       tokenizer: the model's tokenizer, as `load_tokenizer` accepts it (default: the config's).
@@ -184,7 +185,9 @@ def convert(
         if tokenizer is not None:
             config = config.replace(tokenizer=tokenizer)
             Tokenizer.of(tokenizer, config, must_fit=True)
-        optimizer = not slim and target_kind != "hf"
+        # Which formats can store the state of the config's optimizer.
+        stores = {"native": True, "original": config.optimizer == "adam", "hf": False}
+        optimizer = not slim and stores[source_kind] and stores[target_kind]
         options: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": True, "base": base}
         _, state = read(opened, config, **options)
     except InputError:

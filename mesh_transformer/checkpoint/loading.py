@@ -15,7 +15,13 @@ from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base
 from mesh_transformer.checkpoint.integrity import checksum
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.source import Source
-from mesh_transformer.checkpoint.state_tree import check_same_model, leaves, put_on_devices
+from mesh_transformer.checkpoint.state_tree import (
+    check_optimizer,
+    check_same_model,
+    leaves,
+    optimizer_of,
+    put_on_devices,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.storage.access import AnyPath
@@ -76,7 +82,7 @@ def saved_part(state: steps.State) -> steps.State:
 
 
 def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
-    """Load a checkpoint's weights, and optionally Adam's moments, onto `mesh`.
+    """Load a checkpoint's weights, and optionally its optimizer's state, onto `mesh`.
 
     If the config does not set `lora_rank`, the result is a whole model.  Adapters in the checkpoint
     are merged into their base model.
@@ -86,16 +92,15 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
     whole model, it becomes the base model of newly initialised adapters.
 
     Args:
-      optimizer: whether to load Adam's moments if the checkpoint has any.
+      optimizer: whether to load the optimizer's state, if the checkpoint has one.
 
     Raises:
-      InputError: if the source cannot be read or does not fit the config.
+      InputError: if the source cannot be read or does not fit the config, or if the optimizer's
+        state is that of another optimizer.
     """
-    template = saved_part(stored_state(config, mesh))
-    for key in {"step", "norms"} & template.keys():  # those of another run
-        del template[key]
-    if not optimizer:
-        del template["opt_state"]
+    state = stored_state(config, mesh)
+    # The other entries are those of another run.
+    template = {key: state[key] for key in (("params", "opt_state") if optimizer else ("params",))}
     recorded = source.adapters
     if not config.lora_rank:
         return Loaded(_read(source, config, template) | {"frozen": {}}, None)
@@ -180,10 +185,14 @@ def _read(source: Source, config: Config, template: steps.State) -> steps.State:
     _, host = conversion.read(
         source, config, dtype=dtype, optimizer="opt_state" in template, lazy=True
     )
+    if "opt_state" in host:  # of mesh-transformer-jax, whose optimizer is Adam
+        check_optimizer(config, "adam", source.path)
     return put_on_devices(host, {key: leaf for key, leaf in template.items() if key in host})
 
 
 def _read_native(step: SavedStep, config: Config, template: steps.State) -> steps.State:
     check_same_model(config, step.config, str(step))
     saved = {path[0] for path in step.leaves}
+    if "opt_state" in template.keys() & saved:
+        check_optimizer(config, optimizer_of(Config.from_dict(step.config, str(step))), str(step))
     return step.restore(template, only=[k for k in template if k in saved or k == "params"])

@@ -43,10 +43,13 @@ from mesh_transformer.checkpoint.state_tree import (
     leaves,
 )
 from mesh_transformer.checkpoint.step_folders import (
+    BEST,
     TEMPORARY,
+    best_step,
     committed_steps,
     is_committed,
     is_unfinished,
+    write_best,
 )
 from mesh_transformer.storage.access import (
     check_bucket,
@@ -92,7 +95,8 @@ class Checkpoints:
 
         Args:
           folder: a local path or a URI such as `gs://bucket/model`.
-          keep_n: the number of newest steps to keep after each save; older ones are deleted.
+          keep_n: the number of newest steps to keep after each save; older ones are deleted, except
+            the best step (see `save`).
           keep_every: also keep every step that is a multiple of this number (default: none).
           read_only: if True, `save` and `claim` raise RuntimeError.
           host: whether the states to save hold numpy arrays and `LazyLeaf`s instead of jax Arrays.
@@ -111,6 +115,7 @@ class Checkpoints:
         self._pending: tuple[int, int, Future[None]] | None = None  # step, bytes, commit
         self._known: int | None = None  # the step saved or restored last
         self._saving: int | None = None  # the step whose save started last
+        self._best: dict[str, Any] = {}  # the entry `best` of the last `aux`
         self._lock: LocalLock | BucketLock | None = None
         self._pruning: threading.Thread | None = None
         self._joint = JointSave()
@@ -155,11 +160,13 @@ class Checkpoints:
 
         Waits for the previous save first.  Returns once all jax Arrays have been copied to the
         host, so the caller may donate them.  numpy arrays must not change until `wait` has
-        returned.  Does nothing if `step` is the step that this object saved or restored last.
+        returned.  If `step` is the step that this object saved or restored last, nothing is saved.
 
         Args:
           state: nested dicts of arrays.
-          aux: a JSON-serialisable dict.
+          aux: a JSON-serialisable dict.  An entry `best` with the keys `step`, `set` and `loss`
+            names the best step (none if `step` is None).  As soon as `step` is saved, the file
+            `best` of the folder names the best step, too.  That step is not deleted.
 
         Raises:
           InputError: if this step already exists, the save cannot start, or the previous save
@@ -168,7 +175,10 @@ class Checkpoints:
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
         self.wait()
+        self._best = aux.get("best") or {}
         if step == self._known:
+            with convert_failures(lambda error: unwritable_error(self.folder, error)):
+                self._record_best()
             return
         json.dumps(aux)  # Raise a TypeError here, not in the background thread.
         check_names(state)
@@ -344,24 +354,41 @@ class Checkpoints:
     def _commit(self, saved: int) -> None:
         """Wait until Orbax has committed step `saved`, then delete old steps in another thread."""
         self._checkpointer.wait_until_finished()
+        try:
+            self._record_best()
+        except Exception as error:  # the next save tries again
+            if not is_failure(error):
+                raise
+            _log.warning("cannot record the best step of %s: %s", self.folder, reason(error))
         if jax.process_index() != 0 or (self._pruning and self._pruning.is_alive()):
             return
         # In a separate thread, so that storage that hangs does not hold up a successful save.
         self._pruning = threading.Thread(target=self._prune, args=(saved,), daemon=True)
         self._pruning.start()
 
+    def _record_best(self) -> None:
+        """Make the file `best` name the step that the last `aux` names, if that step is saved."""
+        step = self._best.get("step")
+        if step is None or jax.process_index() != 0 or step == best_step(self.folder):
+            return
+        if is_committed(self._path(step)):
+            self.claim()
+            self._check_lock()
+            write_best(self.folder, {key: self._best[key] for key in ("step", "set", "loss")})
+
     def _prune(self, saved: int) -> None:
         """Delete the steps that `keep_n` and `keep_every` do not keep; log a warning if that fails.
 
-        The next save tries again.
+        The best step is kept, too.  The next save tries again.
 
         Args:
           saved: the step that was saved last, which is always kept.
         """
         try:
             self._check_lock()
+            kept = (saved, self._best.get("step"), best_step(self.folder))
             for step in self.steps()[: -self._keep_n]:
-                if step != saved and (self._keep_every is None or step % self._keep_every):
+                if step not in kept and (self._keep_every is None or step % self._keep_every):
                     delete_step(self._path(step))
         except Exception as error:
             if not is_failure(error):
@@ -438,6 +465,8 @@ class Checkpoints:
 def find(path: str) -> SavedStep:
     """Return the newest step of the model folder `path`; if `path` is a step, return that step.
 
+    If `path` is the file `best` of a model folder, return the best step of that folder.
+
     Raises:
       InputError: if `path` does not exist or has no committed step.
     """
@@ -445,6 +474,11 @@ def find(path: str) -> SavedStep:
     with convert_storage_errors(f"checkpoint folder {folder}"):
         if is_committed(folder):
             return SavedStep(folder)
+    if folder.name == BEST and (number := best_step(folder.parent)) is not None:
+        step = folder.parent / f"step_{number}"
+        if is_committed(step):
+            return SavedStep(step)
+        raise InputError(f"{folder} names step_{number}, which does not exist; use another step")
     steps = committed_steps(folder)
     if not steps:
         raise no_checkpoint_error(folder)

@@ -19,9 +19,11 @@ from mesh_transformer.checkpoint.state_tree import (
     declared_leaves,
     leaves,
     nested,
+    optimizer_of,
 )
 from mesh_transformer.config import Config
 from mesh_transformer.model import transformer
+from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
 
 
@@ -41,7 +43,8 @@ def read(
       path: a model folder (its newest step) or a step_N.
       config: a config to use in place of the saved one; it must describe the same model.
       dtype: the dtype to cast the parameters to (default: as saved); moments are not cast.
-      optimizer: whether to read Adam's moments if there are any.
+      optimizer: whether to read the optimizer's state, if there is one and it is that of the
+        config's optimizer.
       lazy: whether to return `LazyLeaf`s instead of numpy arrays; they are read from disk, and
         checked for damage, when they are used.
 
@@ -57,8 +60,12 @@ def read(
     if config is None:
         config = Config.from_dict(step.config, f"{where}: saved config")
     check_same_model(config, step.config, where)
-    full = optimizer and ("opt_state", "count") in step.leaves
-    expected_leaves = declared_leaves(transformer.trained(config), optimizer=full)
+    declared, moments = transformer.trained(config), None
+    if optimizer and ("opt_state", "count") in step.leaves:
+        saved = Config.from_dict(step.config, f"{where}: saved config")
+        if optimizer_of(saved) == optimizer_of(config):
+            moments = Optimizer(config, declared).moments()
+    expected_leaves = declared_leaves(declared, moments)
     check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
     for key in expected_leaves:

@@ -338,6 +338,11 @@ def write(
     declared = transformer.declarations(config)
     parameters = entries(config, declared)
     check_shards(config, parameters, count, folder, "choose another number of shards")
+    if "opt_state" in state and config.optimizer != "adam":
+        raise InputError(
+            f"{folder}: the optimizer is {config.optimizer}, but mesh-transformer-jax checkpoints "
+            "can store only adam's state; leave out opt_state"
+        )
     check_state(state, declared)
     leaves = _leaves(state, parameters, None if dtype is None else np.dtype(dtype), count)
     step = int(state["step"])

@@ -4,12 +4,15 @@ import functools
 import os
 from typing import Literal, get_args
 
+from etils import epath
+
 from mesh_transformer.checkpoint import hf_config, native, original_files
 from mesh_transformer.checkpoint.adapters import Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
+from mesh_transformer.checkpoint.step_folders import committed_steps
 from mesh_transformer.config import Config
 from mesh_transformer.storage import files
-from mesh_transformer.storage.access import AnyPath, local_path, step_number
+from mesh_transformer.storage.access import AnyPath, check_bucket, local_path, step_number
 from mesh_transformer.util import InputError
 
 Format = Literal["original", "native", "hf"]  # a checkpoint's format
@@ -99,6 +102,20 @@ class Source:
     def adapters(self) -> Base | None:
         """The record of the base model if the checkpoint holds LoRA adapters, otherwise None."""
         return None if self.step is None else saved_base(self.step.aux, self.path)
+
+
+def saved_steps(folder: AnyPath) -> list[int]:
+    """Return the numbers of a model folder's steps, ascending; [] if it is not a model folder.
+
+    The steps may be native ones or those of mesh-transformer-jax.
+    """
+    path = local_path(folder)
+    if _is_original(path):
+        numbers = original_files.entry_numbers(path, "step")
+        steps = ((number, os.path.join(path, f"step_{number}")) for number in numbers)
+        return [number for number, step in steps if original_files.entry_numbers(step, "shard")]
+    check_bucket(path)
+    return committed_steps(epath.Path(path))
 
 
 def _is_original(folder: str) -> bool:

@@ -64,6 +64,37 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
             f"{config.lora_rank}; "
             "choose another model folder, and give this checkpoint as --tune-model-path"
         )
+    if (other := optimizer_of(saved_config)) != optimizer_of(config):
+        raise InputError(
+            f"{where} was saved by a run with optimizer {other}, but the config has "
+            f"{optimizer_of(config)}; change it back, or choose another model folder, and give "
+            "this checkpoint as --tune-model-path with --fresh-opt"
+        )
+    if config.schedule_in_tokens and not saved_config.schedule_in_tokens:
+        raise InputError(
+            f"{where}: its run did not count tokens, but the config has warmup_tokens or "
+            "anneal_tokens; give the lengths in updates (warmup_steps, anneal_steps), or choose "
+            "another model folder, and give this checkpoint as --tune-model-path"
+        )
+
+
+def optimizer_of(config: Config) -> str:
+    """Return the name of the optimizer whose moments a run's state has."""
+    is_plain = config.optimizer == "sgd" and not config.momentum
+    return "sgd without momentum" if is_plain else config.optimizer
+
+
+def check_optimizer(config: Config, saved: str, where: str) -> None:
+    """Raise InputError if a run with `config` cannot use moments of the optimizer `saved`.
+
+    Args:
+      where: the checkpoint with the moments, for error messages.
+    """
+    if optimizer_of(config) != saved:
+        raise InputError(
+            f"{where}: its optimizer state is that of {saved}, but the config has optimizer "
+            f"{optimizer_of(config)}; add --fresh-opt to start with a fresh one"
+        )
 
 
 Path = tuple[str, ...]  # a leaf's keys, outermost first
@@ -140,7 +171,7 @@ def put_on_devices(host: Any, template: Any) -> Any:
     return jax.make_array_from_callback(template.shape, template.sharding, values.__getitem__)
 
 
-def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
+def declared_leaves(declared: Any, moments: dict[str, Any] | None = None) -> dict[Path, Any]:
     """Return the leaves that a state is expected to have, as {path: array of zeros}.
 
     The arrays only show the expected shapes and dtypes.  Floating leaves are f32 here, but a state
@@ -148,13 +179,17 @@ def declared_leaves(declared: Any, *, optimizer: bool) -> dict[Path, Any]:
 
     Args:
       declared: the `Declaration` of each parameter, as nested dicts.
-      optimizer: whether the state has Adam's count and moments.
+      moments: the moments of the optimizer, from `Optimizer.moments` (default: the state has no
+        entry "opt_state").
     """
-    params = map_declared(lambda d: np.broadcast_to(np.float32(0), d.shape), declared)
+
+    def zeros(leaf: Any) -> np.ndarray:
+        return np.broadcast_to(np.float32(0), leaf.shape)
+
     count = np.zeros((), np.int32)
-    state: dict[str, Any] = {"params": params, "step": count}
-    if optimizer:
-        state["opt_state"] = {"count": count, "mu": params, "nu": params}
+    state: dict[str, Any] = {"params": map_declared(zeros, declared), "step": count}
+    if moments is not None:
+        state["opt_state"] = {"count": count} | jax.tree.map(zeros, moments)
     return leaves(state)
 
 
@@ -189,14 +224,16 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
 def check_state(state: dict[str, Any], declared: Any) -> None:
     """Raise InputError if a state's leaves do not match the declared parameters.
 
-    Names, shapes and integer dtypes must be equal.  The state may lack Adam's moments.
+    Names, shapes and integer dtypes must be equal.  The moments, if there are any, must be Adam's.
 
     Args:
       declared: the `Declaration` of each parameter, as nested dicts.
     """
-    expected_leaves = declared_leaves(declared, optimizer=True)
-    expected_leaves = {key: leaf for key, leaf in expected_leaves.items() if key[0] in state}
-    _check_leaves("the state", leaves(state), expected_leaves)
+    moments: dict[str, Any] | None = None
+    if "opt_state" in state:
+        moments = {"mu": declared, "nu": declared}
+    expected = declared_leaves(declared, moments)
+    _check_leaves("the state", leaves(state), expected)
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:

@@ -1,15 +1,20 @@
-"""The folders `step_<N>` of a native model folder: which are complete, and which are left over.
+"""The folders `step_<N>` of a native model folder: which are complete, left over, or the best.
 
 A model folder has no index file: its steps are found by listing it.  A step is complete if it has a
 commit file, which Orbax writes last.  Without this file, a step folder is left over from an
 interrupted save or deletion if it has Orbax's temporary suffix or Orbax's metadata file, and the
 next writer deletes it.  Anything else named `step_*` is left alone.
+
+If the run keeps its best step, a file `best` names that step, and is replaced when it changes.
 """
 
+import json
 import os
+from typing import Any
 
 from etils import epath
 
+from mesh_transformer.storage import files
 from mesh_transformer.storage.access import (
     COMMIT_FILE,
     MARK_FILE,
@@ -21,6 +26,7 @@ from mesh_transformer.storage.access import (
 from mesh_transformer.util import DamagedError, InputError
 
 TEMPORARY = ".orbax-checkpoint-tmp"
+BEST = "best"  # the name of the file that names the best step
 
 
 def is_committed(path: epath.Path) -> bool:
@@ -43,6 +49,34 @@ def committed_steps(folder: epath.Path) -> list[int]:
     with convert_storage_errors(f"model folder {folder}"):
         names = [path.name for path in entries(folder) if is_committed(path)]
     return sorted(int(name.removeprefix("step_")) for name in names)
+
+
+def best_step(folder: epath.Path) -> int | None:
+    """Return the step that the file `best` of a model folder names.
+
+    Returns None if there is no such file, or if it names no step, as after a power failure.
+
+    Raises:
+      InputError: if the file cannot be read.
+    """
+    path = folder / BEST
+    with convert_storage_errors(f"{path}"):
+        if not path.is_file():
+            return None
+        text = path.read_text()
+    try:
+        return int(json.loads(text)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def write_best(folder: epath.Path, best: dict[str, Any]) -> None:
+    """Replace the file `best` of a model folder.
+
+    Args:
+      best: the JSON values to write: `step`, `set` (the validation set) and `loss`.
+    """
+    files.write_text(os.fspath(folder / BEST), json.dumps(best) + "\n")
 
 
 def own_steps(folder: str) -> list[epath.Path]:

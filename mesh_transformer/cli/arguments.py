@@ -21,6 +21,11 @@ class RunOptions(TypedDict):
     tune_model_path: str | None
     fresh_opt: bool
     fall_back: bool
+    validate: bool
+
+
+# Modes that train, and modes that only evaluate.
+TRAIN_MODES, EVAL_MODES = ("train_and_eval", "train"), ("eval", "eval_all")
 
 
 def positive(text: str) -> int:
@@ -74,10 +79,12 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     add_setting_argument(parser)
     parser.add_argument(
         "--mode",
-        choices=("train", "eval"),
-        default="train",
-        help="train, or eval: score the newest checkpoint, or --tune-model-path, on the config's "
-        "val_set and eval_harness_tasks (default train)",
+        choices=TRAIN_MODES + EVAL_MODES,
+        default=TRAIN_MODES[0],
+        help="train_and_eval: train, and score the config's val_set and eval_harness_tasks every "
+        "val_every steps; train: without scores; eval: score the newest checkpoint, or "
+        "--tune-model-path; eval_all: score every step of the model folder (default "
+        "%(default)s)",
     )
     parser.add_argument(
         "--tune-model-path",
@@ -118,10 +125,19 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     if args.fresh_opt and args.tune_model_path is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
     for name in ("max_steps", "fresh_opt", "fall_back", "new"):
-        if args.mode == "eval" and getattr(args, name, None):
+        if args.mode in EVAL_MODES and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} is for training; remove {flag} or --mode eval")
+            raise InputError(f"{flag} is for training; remove {flag} or --mode {args.mode}")
+    if args.mode == "eval_all" and args.tune_model_path is not None:
+        raise InputError("--mode eval_all scores a model folder; give it as --model-dir")
     config = Config.load(args.config, args.version, settings(args))
+    if args.mode == "train" and config.watched_set is not None:
+        raise InputError(
+            f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
+            "need; use --mode train_and_eval, or set both to null"
+        )
+    if args.mode == "train" and (config.val_set or config.eval_harness_tasks):
+        print("--mode train: the config's val_set and eval_harness_tasks are not scored")
     if config.total_steps is None and args.max_steps is not None:
         config = config.replace(total_steps=args.max_steps)  # the learning rate decays until then
     options = RunOptions(
@@ -129,6 +145,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
         tune_model_path=args.tune_model_path,
         fresh_opt=args.fresh_opt,
         fall_back=args.fall_back,
+        validate=args.mode == "train_and_eval",
     )
     return config, args.model_dir or config.model_folder(), options
 

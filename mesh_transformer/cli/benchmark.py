@@ -192,7 +192,8 @@ def config_of(args: argparse.Namespace) -> Config:
         "dtype": args.dtype,
     }
     changes = {key: value for key, value in changes.items() if value is not None}
-    return Config.from_dict(config.as_dict() | changes | settings(args))
+    full = {"batch_ramp_steps": 0}  # steps of the full size are measured
+    return Config.from_dict(config.as_dict() | changes | settings(args) | full)
 
 
 def mode_of(args: argparse.Namespace) -> str:

@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> None:
         base=args.base,
     )
     optimizer = ", with the optimizer" if written.optimizer else ""
+    if target_kind == "original" and written.config.optimizer != "adam":
+        optimizer = f"; this format cannot store the state of optimizer {written.config.optimizer}"
     print(f"wrote {written.path}: {target_kind} format, weights in {written.dtype}{optimizer}")
     tokenizer = written.config.tokenizer
     if target_kind == "native" and os.path.isabs(tokenizer):

@@ -119,7 +119,8 @@ def main() -> None:
     from mesh_transformer.performance.topology import slice_named, topology
 
     slice_ = slice_named(args.topology)
-    config = Config.load(args.config, changes=settings(args))
+    # Plans are for the full batch size.
+    config = Config.load(args.config, changes=settings(args)).replace(batch_ramp_steps=0)
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
     if args.scaling:
         generation = topology(args.topology).generation

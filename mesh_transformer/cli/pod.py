@@ -5,7 +5,12 @@ Recovers from failed hosts, and resumes stopped runs.
 
 import argparse
 
-from mesh_transformer.cli.arguments import add_host_arguments, run_arguments, run_parser
+from mesh_transformer.cli.arguments import (
+    TRAIN_MODES,
+    add_host_arguments,
+    run_arguments,
+    run_parser,
+)
 from mesh_transformer.cli.machines import machines_of
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod import restarts
@@ -27,15 +32,16 @@ def main() -> None:
     ledger = Ledger(process_seconds())
     args = parse_args()
     config, folder, options = run_arguments(args)
-    if args.mode == "train":
+    if args.mode in TRAIN_MODES:
         config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
-        restarts.check_records(config)
-    harness.load_harness(config)  # fails before a TPU is created if the tasks are not available
+        restarts.check_records(config, validate=options["validate"])
+    if args.mode != "train":
+        harness.load_harness(config)  # fails before a TPU is created if tasks are not available
     machines = machines_of(args, config)
     if args.new:
         restarts.delete_run(folder, yes=args.yes)
     with machines as hosts:
-        copies = new_copies(config) if args.mode == "train" else None
+        copies = new_copies(config) if args.mode in TRAIN_MODES else None
 
         def make():
             return build_model(
@@ -44,5 +50,7 @@ def main() -> None:
 
         if args.mode == "eval":
             restarts.validate(make, args.tune_model_path or folder)
+        elif args.mode == "eval_all":
+            restarts.evaluate_all(make, folder)
         else:
             restarts.train(make, folder, ledger=ledger, **options)

@@ -1,9 +1,10 @@
 """Data loader: reads batches from the TFRecord files of an index; can resume from any record."""
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ class TFRecordNewInputs:
         paths to weights.  In a mixture, each record is read from a randomly chosen index, with
         probability proportional to the index's weight.  With `repeat`, each index restarts after
         its last record, independently of the others.
-      batch_size: the leading dimensions of a batch.
+      batch_size: the leading dimensions of a batch; with `first_size`, of the largest one.
       sample_size: T, the number of tokens per sequence.
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
       repeat: whether to read endlessly, epoch after epoch.
@@ -50,6 +51,8 @@ class TFRecordNewInputs:
       shuffle_buffer: the number of records that are shuffled together; 0 for the index's order.
       seed: the random seed for mixing and shuffling.
       restore_state: the position to resume from, as returned by `state`.
+      first_size: a function from the number of earlier batches to the first dimension of the next
+        batch (default: always that of `batch_size`).
 
     Raises:
       InputError: if a file is missing or damaged, or if its records do not fit `sample_size` or
@@ -69,6 +72,7 @@ class TFRecordNewInputs:
         shuffle_buffer: int = 0,
         seed: int = 0,
         restore_state: dict | None = None,
+        first_size: Callable[[int], int] | None = None,
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         mixture = index_path if isinstance(index_path, Mapping) else {index_path: 1.0}
@@ -84,6 +88,7 @@ class TFRecordNewInputs:
             sets[0].require(everything.size)
         self._mixture = Mixture(sets, list(weights.values()), seed)
         self._repeat, self._partial = repeat, partial
+        self._first_size, self._batches = first_size, 0  # the number of batches returned
         self._place = self._mixture.beginning
         self._ahead: Prefetch[tuple[Row, MixturePosition]] | None = None
         if restore_state is not None:
@@ -102,18 +107,25 @@ class TFRecordNewInputs:
           StopIteration: if `repeat` is False and all batches have been returned.
         """
         if self._ahead is None:
-            self._ahead = Prefetch(self._batches(), BATCHES_AHEAD)
+            self._ahead = Prefetch(self._batches_from(self._batches), BATCHES_AHEAD)
         batch, self._place = next(self._ahead)
+        self._batches += 1
         return batch
 
-    def _batches(self) -> Iterator[tuple[Row, "MixturePosition"]]:
-        """Yield (batch, position of the record after the batch)."""
+    def _batches_from(self, first: int) -> Iterator[tuple[Row, "MixturePosition"]]:
+        """Yield (batch, position of the record after the batch).
+
+        Args:
+          first: the number of batches before the first one.
+        """
         records = self._mixture.records(self._place, repeat=self._repeat)
-        count = int(np.prod(self._shape))
-        while chunk := list(islice(records, count)):
-            if len(chunk) < count and not self._partial:
+        for number in count(first):
+            rows = self._shape[0] if self._first_size is None else self._first_size(number)
+            size = rows * math.prod(self._shape[1:])
+            chunk = list(islice(records, size))
+            if len(chunk) < size and not (chunk and self._partial):
                 return
-            selected = self._selected if len(chunk) == count else np.arange(len(chunk))
+            selected = self._selected[:rows] if len(chunk) == size else np.arange(len(chunk))
             rows = [chunk[at][0]() for at in selected.flat]
             batch = {
                 key: np.stack([row[key] for row in rows]).reshape(*selected.shape, -1)
@@ -133,15 +145,21 @@ class TFRecordNewInputs:
         """
         return self._mixture.state(self._place)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a position that was returned by the method `state`.
+    def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
+        """Continue from a position that was returned by the method `state`; None: the first record.
+
+        Args:
+          batches: the number of batches before this position; used only with `first_size`.
 
         Raises:
           InputError: if the position is damaged, or was saved with other indexes or other shuffle
             settings.
         """
         self.close()
-        self._place = self._mixture.checked_place(state)
+        self._place = self._mixture.beginning
+        if state is not None:
+            self._place = self._mixture.checked_place(state)
+        self._batches = batches
 
     def close(self) -> None:
         """Stop the background thread; the next call of `get_samples` starts a new one."""
@@ -155,8 +173,8 @@ def open_train_set(
 ) -> TFRecordNewInputs:
     """Return a loader of a config's training set, whose arrays have shape [A, batch_size, T].
 
-    A is the config's `gradient_accumulation_steps`, and T is its `seq`.  For `columns`, see
-    `TFRecordNewInputs`.
+    A is the number of microbatches of the update (`Config.microbatches`), and T is the config's
+    `seq`.  For `columns`, see `TFRecordNewInputs`.
     """
     assert config.train_set is not None
     return TFRecordNewInputs(
@@ -167,6 +185,7 @@ def open_train_set(
         columns=columns,
         shuffle_buffer=config.shuffle_buffer,
         seed=config.seed,
+        first_size=config.microbatches,
     )
 
 

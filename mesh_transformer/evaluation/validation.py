@@ -147,6 +147,43 @@ def score(
     return scores
 
 
+class Evaluation:
+    """The validation sets in a config's `val_set`, and the tasks in its `eval_harness_tasks`.
+
+    Raises:
+      InputError: if the config has neither sets nor tasks, or if they cannot be used.
+    """
+
+    def __init__(self, network: TrainableNetwork):
+        config = network.config
+        self._sets = config.val_set if config.val_batches else {}
+        self._tasks = harness.load_harness(config)
+        if not self._sets and self._tasks is None:
+            raise InputError(
+                "config: --mode eval needs the key val_set with val_batches above 0, or the key "
+                "eval_harness_tasks; add one"
+            )
+        for index in self._sets.values():
+            open_set(network, index).close()
+
+    def run(self, network: TrainableNetwork) -> tuple[dict[str, Scores], dict[str, Any] | None]:
+        """Return the scores of a network by validation set, and the results of the tasks."""
+        config, scores_by_set = network.config, {}
+        if self._sets:
+            bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
+            for name, index in self._sets.items():
+                scores_by_set[name] = score(network, index, bytes_of=bytes_of, show=True)
+        return scores_by_set, self._tasks.results(network) if self._tasks else None
+
+    def table(self, scores_by_set: dict[str, Scores], results: dict[str, Any] | None) -> str:
+        """Format the results of `run`."""
+        rows = [scores.row(name) for name, scores in scores_by_set.items()]
+        tables = ["\n".join([HEADING, *rows])] if rows else []
+        if self._tasks and results:
+            tables.append(self._tasks.table(results))
+        return "\n".join(tables)
+
+
 def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
     """Load the weights of the checkpoint at `path` into a network, and evaluate the network.
 
@@ -159,23 +196,8 @@ def validate(network: TrainableNetwork, path: str) -> dict[str, Scores]:
     Raises:
       InputError: if the config has neither validation sets nor lm-eval tasks.
     """
-    config = network.config
-    sets = config.val_set if config.val_batches else {}
-    eval_tasks = harness.load_harness(config)
-    if not sets and eval_tasks is None:
-        raise InputError(
-            "config: --mode eval needs the key val_set with val_batches above 0, or the key "
-            "eval_harness_tasks; add one"
-        )
-    for index in sets.values():
-        open_set(network, index).close()
-    network.load(path, fresh_opt=True)
-    scores_by_set = {}
-    if sets:
-        bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
-        for name, index in sets.items():
-            scores_by_set[name] = score(network, index, bytes_of=bytes_of, show=True)
-        print("\n".join([HEADING, *(scores.row(name) for name, scores in scores_by_set.items())]))
-    if eval_tasks and (results := eval_tasks.results(network)):
-        print(eval_tasks.table(results))
+    evaluation = Evaluation(network)
+    network.load(path, only_params=True)
+    scores_by_set, results = evaluation.run(network)
+    print(evaluation.table(scores_by_set, results))
     return scores_by_set

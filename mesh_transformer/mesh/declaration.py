@@ -128,13 +128,66 @@ class Declaration:
     def at_rest(self, dp: int) -> P:
         """Return the PartitionSpec that this parameter has between steps with ZeRO.
 
-        The parameter's Adam moments have the same PartitionSpec.
-
         Args:
           dp: number of data-parallel replicas.
         """
         split = self.zero_axis(dp)
         return P(*("dp" if axis == split else name for axis, name in enumerate(self.spec)))
+
+    @property
+    def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes that are the inputs of this matrix, and those that are its outputs.
+
+        The layer axis is neither.
+        """
+        axes = range(self.stacked, len(self.shape))
+        inputs = count_input_axes(tuple(self.spec)[self.stacked :])
+        return tuple(axes[:inputs]), tuple(axes[inputs:])
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The numbers of inputs and outputs of this matrix, in one layer."""
+        inputs, outputs = (math.prod(self.shape[a] for a in axes) for axes in self.matrix_axes)
+        return inputs, outputs
+
+
+def count_input_axes(axes: tuple[str | None, ...]) -> int:
+    """Return how many of a matrix's axes, from the first, are inputs; the others are outputs.
+
+    If mp splits the first axis, all axes but the last are inputs.  Otherwise, only the first is.
+
+    Args:
+      axes: for each axis, the mesh axis that splits it, or None.
+    """
+    return len(axes) - 1 if axes[0] == "mp" else 1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An array of the optimizer's state, which has some or all axes of a parameter.
+
+    Attributes:
+      parameter: the parameter's declaration.
+      axes: the parameter's axes that the array has, ascending.
+    """
+
+    parameter: Declaration
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(self.parameter.shape[axis] for axis in self.axes)
+
+    def spec(self, parameter: P) -> P:
+        """Return the PartitionSpec of this array if its parameter has the spec `parameter`."""
+        return P(*(tuple(parameter)[axis] for axis in self.axes))
+
+    @property
+    def declaration(self) -> Declaration:
+        """The parameter's declaration, with the shape and spec of this array."""
+        spec, stacked = self.spec(self.parameter.spec), self.parameter.stacked and 0 in self.axes
+        return replace(self.parameter, shape=self.shape, spec=spec, stacked=stacked)
 
 
 def is_spec(node: Any) -> bool:
@@ -155,25 +208,36 @@ def map_declared(function: Callable[..., Any], declared: Any, *trees: Any) -> An
     return jax.tree.map(function, declared, *trees, is_leaf=is_declaration)
 
 
-def partition(declared: Any, tree: Any) -> tuple[Any, Any]:
-    """Split a nested dict of parameters into two: the trained ones, and the frozen ones.
+def partition(
+    declared: Any, tree: Any, where: Callable[[Declaration], bool] = lambda d: d.frozen
+) -> tuple[Any, Any]:
+    """Split a nested dict of parameters into two, by default the trained and the frozen ones.
 
     Args:
       declared: the `Declaration` of each leaf, in the structure of `tree`.
       tree: the nested dict.
+      where: a condition on a leaf's declaration.
 
     Returns:
-      A nested dict with the trained leaves, and one with the frozen leaves.
+      A nested dict with the leaves for which `where` is false, and one with the other leaves.
     """
-    trained, frozen = {}, {}
+    rest, selected = {}, {}
     for name, node in declared.items():
         if is_declaration(node):
-            (frozen if node.frozen else trained)[name] = tree[name]
+            (selected if where(node) else rest)[name] = tree[name]
             continue
-        for part, subtree in zip((trained, frozen), partition(node, tree[name]), strict=True):
+        parts = partition(node, tree[name], where)
+        for part, subtree in zip((rest, selected), parts, strict=True):
             if subtree:
                 part[name] = subtree
-    return trained, frozen
+    return rest, selected
+
+
+def select(tree: Any, like: Any) -> Any:
+    """Return the leaves of the nested dict `tree` that the nested dict `like` has, too."""
+    if not isinstance(like, dict):
+        return tree
+    return {name: select(tree[name], node) for name, node in like.items()}
 
 
 def combine(one: Any, other: Any) -> Any:

@@ -242,7 +242,7 @@ class Parallel(abc.ABC):
         return declaration.zero_axis(self.dp)
 
     def at_rest(self, declared: Any) -> Any:
-        """Return the PartitionSpec that each parameter and its Adam moments have between steps."""
+        """Return the PartitionSpec that each parameter has between steps."""
 
         def layout(d: Declaration) -> P:
             return d.spec if self._zero_axis(d) is None else d.at_rest(self.dp)

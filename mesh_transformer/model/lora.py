@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.declaration import count_input_axes
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 
 
@@ -31,8 +32,7 @@ def factors(
     module.  The factor b is initialised to zero.  The caller must add
     `config.lora_scale` * x @ a @ b to the product of x and the weight.
 
-    A weight may have several input axes or several output axes.  If mp splits the weight's first
-    axis, all axes but the last are inputs.  Otherwise all axes but the first are outputs.  The
+    A weight may have several input axes or several output axes (see `count_input_axes`).  The
     factors split each of these axes over the mesh in the same way as the weight.
 
     Args:
@@ -44,7 +44,7 @@ def factors(
     """
     if not config.adapts(target):
         return None
-    inputs = len(shape) - 1 if axes[0] == "mp" else 1
+    inputs = count_input_axes(axes)
     name_a, name_b = adapter_names(weight)
     shape_a, axes_a = (*shape[:inputs], config.lora_rank), (*axes[:inputs], None)
     shape_b, axes_b = (config.lora_rank, *shape[inputs:]), (None, *axes[inputs:])

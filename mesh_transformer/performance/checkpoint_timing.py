@@ -6,9 +6,9 @@ import shutil
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -55,8 +55,8 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
 
     For comparison, each round also writes and reads a plain file of the same size.  The checkpoint
     and the plain file are flushed to disk and dropped from the page cache before they are read.
-    Adam's moments are set to the values of the parameters, which are random, because moments of
-    zero would take almost no space on disk.
+    The optimizer's moments are set to random values, because moments of zero would take almost no
+    space on disk.
 
     Args:
       folder: folder for the checkpoint and the plain file; both are deleted after each round.
@@ -65,11 +65,8 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
     network = CausalTransformer(config, devices=list(mesh.devices.flat))
     state = network.state
     assert state is not None
-    for name in ("mu", "nu"):
-        moments = state["opt_state"][name]
-        state["opt_state"][name] = jax.tree.map(
-            lambda x, moment: jnp.array(x, moment.dtype), state["params"], moments
-        )
+    count = state["opt_state"].pop("count")
+    state["opt_state"] = _random_like(state["opt_state"]) | {"count": count}
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(state)))
     del state
     timings: list[tuple[float, ...]] = []
@@ -104,6 +101,15 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
         save_ratio=statistics.median(row[1] / row[2] for row in timings),
         restore_ratio=statistics.median(row[3] / row[4] for row in timings),
     )
+
+
+def _random_like(tree: Any) -> Any:
+    """Return random arrays with the shapes, dtypes and shardings of those in `tree`."""
+
+    def random() -> Any:
+        return jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), tree)
+
+    return jax.jit(random, out_shardings=jax.tree.map(lambda x: x.sharding, tree))()
 
 
 def _flush(folder: Path) -> float:

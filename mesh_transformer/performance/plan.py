@@ -177,7 +177,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         compilation fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
     mesh = mesh_of(config, topology)
-    config = config.replace(tpu_size=topology.devices)
+    config = config.replace(tpu_size=topology.devices, batch_ramp_steps=0)
     step.check_zero(config, mesh)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm

@@ -5,14 +5,18 @@ the step, but they are fast enough to rank thousands of settings.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
+
+import jax
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.accelerators import Hardware
-from mesh_transformer.model import flops
+from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance.roofline import bytes_sent, link_seconds
+from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
 
 F32, BF16 = 4, 2  # bytes per element
@@ -156,8 +160,8 @@ def _traffic(config: Config, part: int, tokens: int, split: int, attention: str)
 
     * per microbatch: the bf16 weights three times, and three f32 arrays of the same shape, to add
       the gradients to the gradient sum.
-    * per step: seven f32 arrays of the parameters' shape, to read the gradients and to read and
-      write the parameters and both of Adam's moments.
+    * per step: f32 arrays of the parameters' shape, to read the gradients and to read and write the
+      parameters and the optimizer's moments.  With Adam, these are seven.
     * per token and layer: 24 vectors of length d_model, and 12 vectors of length d_ff, which are
       split over mp.
     * per token and layer, unless attention uses a kernel: the f32 attention scores eight times,
@@ -170,7 +174,7 @@ def _traffic(config: Config, part: int, tokens: int, split: int, attention: str)
       attention: attention backend, as `attention_backend` returns it.
     """
     microbatches = config.gradient_accumulation_steps * part * (3 * BF16 + 3 * F32)
-    optimizer = 7 * F32 * part // split
+    optimizer = F32 * int((3 + 2 * moments_per_parameter(config)) * part) // split
     mp = config.cores_per_replica
     wide = BF16 * (24 * config.d_model + 12 * config.d_ff // mp)
     scores = 8 * _scores(config, attention) // mp
@@ -185,6 +189,17 @@ def _scores(config: Config, attention: str) -> int:
     if attention not in ("xla", "blocks"):
         return 0
     return F32 * config.n_heads * flops.attended_pairs(config, attention) // config.seq
+
+
+def moments_per_parameter(config: Config) -> float:
+    """Return the number of entries in all of the optimizer's moments, divided by the parameters'.
+
+    This is 2 for Adam.
+    """
+    config = config.merged()
+    moments = Optimizer(config, transformer.declarations(config)).moments()
+    entries = sum(math.prod(moment.shape) for moment in jax.tree.leaves(moments))
+    return entries / flops.n_params(config)
 
 
 def memory_bytes(config: Config, devices: int, attention: str) -> int:
@@ -207,7 +222,9 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     activations = config.layers * tokens * saved_activation_bytes(config, attention)
     if config.lora_rank:
         return _width(config) * part + activations
-    state = (F32 + 2 * (BF16 if config.bf16_optimizer else F32)) * part // (dp if zero else 1)
+    moment = BF16 if config.bf16_optimizer else F32
+    per_parameter = F32 + moment * moments_per_parameter(config)
+    state = int(per_parameter * part) // (dp if zero else 1)
     is_copied = zero == 1 or (zero == 0 and config.dtype == "bfloat16")
     weights = _width(config) * part if is_copied else 0
     sums = F32 * part // (dp if zero == 3 else 1)

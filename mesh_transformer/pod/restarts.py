@@ -1,5 +1,6 @@
 """Training runs and servers that survive host failures by restarting all hosts."""
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -8,10 +9,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from etils import epath
 
-from mesh_transformer.checkpoint.step_folders import own_steps
+from mesh_transformer.checkpoint.source import saved_steps
+from mesh_transformer.checkpoint.step_folders import BEST, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.evaluation import validation
+from mesh_transformer.evaluation import all_steps, validation
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
@@ -121,6 +123,7 @@ def train(
     tune_model_path: str | None = None,
     fresh_opt: bool = False,
     fall_back: bool = False,
+    validate: bool = True,
     ledger: Ledger | None = None,
     retries: int = RETRIES,
 ) -> None:
@@ -151,6 +154,7 @@ def train(
             tune_model_path=tune_model_path,
             fresh_opt=fresh_opt,
             fall_back=fall_back,
+            validate=validate,
             ledger=ledger,
         )
 
@@ -168,6 +172,24 @@ def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = 
 
     def attempt(network: TrainableNetwork) -> None:
         validation.validate(network, path)
+
+    _run_with_retries(make, attempt, retries, Ledger())
+
+
+def evaluate_all(
+    make: Callable[[], TrainableNetwork], folder: str, *, retries: int = RETRIES
+) -> None:
+    """Run `all_steps.evaluate_all`, and restart it on a new network after each host failure.
+
+    Args:
+      make: function that returns a new network; called for each attempt.
+      folder: the model folder.
+      retries: maximum number of consecutive restarts without progress.
+    """
+    folder = local_path(folder)
+
+    def attempt(network: TrainableNetwork) -> None:
+        all_steps.evaluate_all(network, folder, functools.partial(saved_steps, folder))
 
     _run_with_retries(make, attempt, retries, Ledger())
 
@@ -214,7 +236,7 @@ def _run_with_retries(
 
 
 def delete_run(folder: str, *, yes: bool) -> None:
-    """Delete a run's checkpoints and metrics; other files in the folder are kept.
+    """Delete a run's checkpoints, metrics and results; other files in the folder are kept.
 
     Args:
       folder: the run's model folder.
@@ -225,8 +247,9 @@ def delete_run(folder: str, *, yes: bool) -> None:
         terminal, if another process writes to the folder, or if a file cannot be deleted.
     """
     folder = local_path(folder)
-    steps, metrics = own_steps(folder), epath.Path(folder) / NAME
-    names = sorted(path.name for path in (*steps, metrics) if path.exists())
+    steps = own_steps(folder)
+    records = [epath.Path(folder) / name for name in (NAME, BEST, all_steps.NAME)]
+    names = sorted(path.name for path in (*steps, *records) if path.exists())
     if not names:
         return
     with lock_folder(folder):
@@ -235,7 +258,8 @@ def delete_run(folder: str, *, yes: bool) -> None:
         try:
             for path in steps:
                 delete_step(path)
-            metrics.unlink(missing_ok=True)
+            for path in records:
+                path.unlink(missing_ok=True)
         except OSError as error:
             failed_path = error.filename or folder
             raise InputError(
@@ -243,16 +267,19 @@ def delete_run(folder: str, *, yes: bool) -> None:
             ) from None
 
 
-def check_records(config: Config) -> None:
+def check_records(config: Config, *, validate: bool = True) -> None:
     """Raise InputError if this process cannot read the config's training or validation records.
 
     Call this before creating a TPU, so that a wrong path is reported before the TPU costs money.
     If the config sets `hosts_read`, the training records are not checked, because only the hosts
     need access to them.
+
+    Args:
+      validate: whether the run uses the validation records.
     """
     if not config.hosts_read:
         open_train_set(config, 1).close()
-    if config.val_batches:
+    if validate and config.val_batches:
         for path in config.val_set.values():
             TFRecordNewInputs(path, 1, config.seq, n_vocab=config.n_vocab, repeat=False).close()
 

@@ -211,7 +211,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def open_train_set(
-        self, train_set: str | dict[str, float], state: dict[str, Any] | None
+        self, train_set: str | dict[str, float], state: dict[str, Any] | None, batches: int
     ) -> dict[str, Any]:
         """Open the training set, to read only this process's batch rows.
 
@@ -219,6 +219,7 @@ class NetworkRunner:
           train_set: path of the training set, or a dict {path: weight} for a mixture.
           state: position to resume from, as returned by `TFRecordNewInputs.state`; None begins at
             the first record.
+          batches: number of batches before this position.
 
         Returns:
           The new position in the records, as from `TFRecordNewInputs.state`.
@@ -230,8 +231,7 @@ class NetworkRunner:
         config = network.config.replace(train_set=train_set)
         (columns,) = process_rows([network.replicas], network.batch_size // network.dp)
         self._train_set = open_train_set(config, network.batch_size, columns.tolist())
-        if state is not None:
-            self._train_set.restore(state)
+        self._train_set.restore(state, batches)
         return self._train_set.state()
 
     @_one_line_errors

@@ -29,16 +29,17 @@ class ClusterTrainSet:
     def __init__(self, cluster: "TPUCluster"):
         self._cluster = cluster
         self._state: dict[str, Any] = {}
-        self._open(None)
+        self.restore(None)
 
-    def _open(self, state: dict[str, Any] | None) -> None:
+    def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
+        """Continue reading from a position; see `TFRecordNewInputs.restore`."""
         train_set = self._cluster.config.train_set
         assert train_set is not None
         if isinstance(train_set, Mapping):
             resolved: Any = {local_path(path): weight for path, weight in train_set.items()}
         else:
             resolved = local_path(train_set)
-        self._call("open_train_set", resolved, state)
+        self._call("open_train_set", resolved, state, batches)
 
     def get_samples(self) -> dict[str, np.ndarray]:
         """Make the hosts read the next batch, which stays on the hosts.
@@ -53,10 +54,6 @@ class ClusterTrainSet:
     def state(self) -> dict[str, Any]:
         """Return the position after the last batch that was read; see `TFRecordNewInputs.state`."""
         return self._state
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue reading from a position that the method `state` returned earlier."""
-        self._open(state)
 
     def close(self) -> None:
         """Do nothing, because the readers on the hosts close by themselves."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,13 +22,14 @@ from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path, set_aside
+from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
-from mesh_transformer.training.optimizer import schedule_changes
+from mesh_transformer.training.saver import Saver
+from mesh_transformer.training.schedule import schedule_changes
 from mesh_transformer.util import DamagedError, HostError, InputError, StoppedError
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
-MOST_STEPS_BETWEEN_SAVES = 8  # longest pause between attempts to save, while saving fails
 
 NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
 
@@ -41,17 +42,20 @@ def train(
     tune_model_path: AnyPath | None = None,
     fresh_opt: bool = False,
     fall_back: bool = False,
+    validate: bool = True,
     ledger: Ledger | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
     Training resumes from the newest checkpoint in `folder`.  If there is none, training starts from
     the model at `tune_model_path`, or from freshly initialised weights if no path is given.  With
-    `fresh_opt`, the Adam moments at `tune_model_path` are not loaded.  When a LoRA run resumes and
-    its base model has moved, `tune_model_path` must be the base model's new location.
+    `fresh_opt`, the optimizer's state at `tune_model_path` is not loaded.  When a LoRA run resumes
+    and its base model has moved, `tune_model_path` must be the base model's new location.
 
     If the newest checkpoint is damaged, DamagedError is raised.  With `fall_back`, the damaged
     checkpoint is renamed to step_N.damaged, and training resumes from the newest intact one.
+
+    Without `validate`, the config's validation sets and lm-eval tasks are not used.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
@@ -85,7 +89,15 @@ def train(
         try:
             with closing(network):
                 _train(
-                    network, folder, total, base, fresh_opt, fall_back, ledger or Ledger(), received
+                    network,
+                    folder,
+                    total,
+                    base,
+                    fresh_opt,
+                    fall_back,
+                    validate,
+                    ledger or Ledger(),
+                    received,
                 )
                 saved = True
         except HostError as error:
@@ -106,6 +118,7 @@ def _train(
     tune_model_path: str | None,
     fresh_opt: bool,
     fall_back: bool,
+    validate: bool,
     ledger: Ledger,
     received: list[int],
 ) -> None:
@@ -115,12 +128,12 @@ def _train(
       received: the list of the signals received so far (see `_stop_signals`).
     """
     config = network.config
-    val_sets = {} if config.val_batches == 0 else config.val_set
+    val_sets = config.val_set if validate and config.val_batches else {}
     with contextlib.ExitStack() as stack:
         wandb = start_wandb(folder, config)
         if wandb is not None:
             stack.callback(wandb.close)
-        eval_tasks = harness.load_harness(config)
+        eval_tasks = harness.load_harness(config) if validate else None
         loader = stack.enter_context(contextlib.closing(network.open_train_set()))
         for path in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, path).close()
@@ -135,13 +148,25 @@ def _train(
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
         if changes := schedule_changes(config, aux.get("config", {})):
             print(f"resuming {folder} with another learning rate schedule: {changes}")
-        unscored = _unscored(folder, network, bool(val_sets or eval_tasks)) if aux else None
+        best = BestStep(config)
+        best.restore(aux.get("best"))
+        unscored = _unscored(folder, network, bool(val_sets or eval_tasks), best) if aux else None
         unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
-        if network.step >= total and unscored is None and not unsaved:
-            print(f"{folder} is at step {network.step} of {total}: nothing left to train")
-            return
-        if "loader" in aux:
-            loader.restore(aux["loader"])
+        if best.step is not None and not unsaved:
+            # The step is saved.  This updates the record of the best step if a kill prevented it.
+            network.save(folder, {"best": best.state()})
+        if unscored is None and not unsaved:
+            if network.step >= total:
+                print(f"{folder} is at step {network.step} of {total}: nothing left to train")
+                return
+            if best.is_over:
+                print(
+                    f"{folder} is at step {network.step}: {best.reason()}; to train on, raise "
+                    "early_stop or set it to null"
+                )
+                return
+        if "loader" in aux or network.step:
+            loader.restore(aux.get("loader"), network.step)
         noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
         if "noise" in aux:
             noise.restore(aux["noise"])
@@ -150,9 +175,11 @@ def _train(
         stack.callback(log.close)
         ledger.resume(log.earlier, network.step)
         log.earlier.clear()  # a long run has many
-        run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, ledger, total, logged)
+        run = _Run(
+            network, folder, loader, val_sets, eval_tasks, best, log, noise, ledger, total, logged
+        )
         run.skipped = run.skipped | aux.get("skipped", {})
-        run.saved = -1 if unsaved else run.saved
+        run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
 
 
@@ -177,7 +204,9 @@ def _restore(
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
 
 
-def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[str, Any] | None:
+def _unscored(
+    folder: str, network: TrainableNetwork, has_scores: bool, best: BestStep
+) -> dict[str, Any] | None:
     """Return the metrics row of the restored step if that step must still be validated, else None.
 
     The step must still be validated if the config's `val_every` requires a validation at this step,
@@ -185,12 +214,16 @@ def _unscored(folder: str, network: TrainableNetwork, has_scores: bool) -> dict[
 
     Args:
       has_scores: whether the run has validation sets or evaluation tasks.
+      best: gets the row's results if the step was validated after it had been saved.
     """
     if not has_scores or network.step % network.config.val_every:
         return None
     row = row_of(folder, network.step)
-    missing = row is not None and not any(name.startswith(("val/", "eval/")) for name in row)
-    return row if missing else None
+    if row is None or any(name.startswith(("val/", "eval/")) for name in row):
+        if row is not None and best.lacks(network.step):
+            best.add(network.step, row)
+        return None
+    return row
 
 
 @contextlib.contextmanager
@@ -279,6 +312,7 @@ class _Run:
         loader: TrainSet,
         val_sets: dict[str, str],
         eval_tasks: harness.Harness | None,
+        best: BestStep,
         log: MetricsLog,
         noise: NoiseScale,
         ledger: Ledger,
@@ -291,22 +325,20 @@ class _Run:
         self.loader = loader
         self.val_sets = val_sets
         self.eval_tasks = eval_tasks
+        self.best = best
         self.log = log
         self.noise = noise
         self.ledger = ledger
         self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
-        self.saved = network.step  # the newest checkpoint's step, or this run's first step if none
-        self.saving = False  # whether the last save may still be in progress
-        self.save_pause = 0  # steps between attempts to save, after a failure
-        self.save_again_at: int | None = None
+        self.saver = Saver(network, folder, self._state, best, ledger, self._report)
         self.peak = network.peak_flops
         self.clock = StepClock()
         self.bar = tqdm(total=total, initial=logged, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
-        """Train until the last step or until a signal is received, then save.
+        """Train until the last step, until `early_stop` or until a signal is received, then save.
 
         Args:
           received: the list of the signals received so far (see `_stop_signals`).
@@ -314,11 +346,11 @@ class _Run:
         """
         with self.bar, self.ledger.spending("compile"), self._summary():
             try:
-                if self.saved < 0:  # restored from memory
+                if self.saver.saved < 0:  # restored from memory
                     self._save()
                 if unscored is not None:
                     self._score(unscored, received)
-                while self.network.step < self.total and not received:
+                while self.network.step < self.total and not (received or self.best.is_over):
                     self._step(received)
             except StoppedError:  # a non-finite loss or lost hosts: do not save
                 raise
@@ -330,6 +362,8 @@ class _Run:
             name, step = signal.Signals(received[0]).name, self.network.step
             where = f"and saved at step {step}" if step else "before the first step"
             print(f"{name}: stopped {where}; start again to resume")
+        elif self.network.step < self.total:
+            print(f"{self.folder}: stopped at step {self.network.step}: {self.best.reason()}")
         else:
             print(f"{self.folder}: trained to step {self.network.step}")
 
@@ -366,10 +400,7 @@ class _Run:
             self._validate(received)
         if config.memory_every and network.step % config.memory_every == 0:
             self._keep()
-        if network.save_failed and (error := self._failure_of_save()) is not None:
-            self._save_later(error)
-        if network.step % config.ckpt_every == 0 or network.step == self.save_again_at:
-            self._save()
+        self.saver.save_if_due(self._save)
 
     def _finish(self) -> None:
         """Log the pending metrics and save the last step.
@@ -378,12 +409,7 @@ class _Run:
           InputError: if saving fails twice.
         """
         self._log(self._rows(0))
-        if (error := self._failure_of_save()) is None and self.network.step != self.saved:
-            error = self._failure_of(self._begin_save) or self._failure_of_save()
-        if error is not None:
-            self._report(f"{error}; retrying once")
-            self._begin_save()
-            self._wait()
+        self.saver.save_last()
         self.log.upload()
 
     def _save_before_end(self) -> None:
@@ -423,12 +449,12 @@ class _Run:
                 row[f"train/{name}"] = values[name]
         if self.config.skip_nonfinite or self.config.skip_spikes:
             row["train/skipped"] = self.skipped["total"]
-        sequences = self.config.gradient_accumulation_steps * self.network.batch_size
+        sequences = self.config.microbatches(step.number - 1) * self.network.batch_size
         row["train/tokens_per_sec"] = sequences * self.config.seq / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
         row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}
-        row |= self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2)
+        row |= self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2, sequences)
         return row | self.ledger.metrics(complete=step.number == self.network.step)
 
     def _count_skipped(self, step: _Step, values: dict[str, float]) -> None:
@@ -490,7 +516,7 @@ class _Run:
           received: the list of the signals received so far; a signal interrupts the validation.
         """
         scores: dict[str, float] = {}
-        summary = []
+        summary, is_best = [], False
 
         def stopped() -> bool:
             return bool(received)
@@ -509,6 +535,7 @@ class _Run:
                 scores |= {f"eval/{name}": value for name, value in task_scores.items()}
                 summary += [f"{name} {value:.4f}" for name, value in task_scores.items()]
             newest = newest | scores
+            is_best = self.best.add(self.network.step, newest)
         except validation.StoppedScoringError:
             summary = []
         finally:
@@ -516,21 +543,16 @@ class _Run:
             self._log([newest])
         if summary:
             self.bar.write(f"step {self.network.step}: {', '.join(summary)}")
+        if is_best:
+            self._save(again=True)
         self.clock.restart()
 
-    def _save(self) -> None:
-        """Start saving a checkpoint of this step; a failed save is retried later."""
+    def _save(self, *, again: bool = False) -> None:
+        """Start saving a checkpoint of this step; see `Saver.save`."""
         self._log(self._rows(0))  # raises if a loss is not finite, before anything is saved
-        # Wait for the previous save first: its failure must not prevent this one.
-        error = self._failure_of_save()
-        if error is not None:
-            self._stop_if_configured(error)
-            self._report(str(error))
-        self.save_again_at = None
-        if self.network.step != self.saved:
-            error = self._failure_of(self._begin_save)
-            if error is not None:
-                self._save_later(error)
+        self.saver.save(again=again)
+        self.log.upload()
+        self.clock.restart()
 
     def _keep(self) -> None:
         """Start copying the state to the memory of the hosts, if the network has several."""
@@ -547,54 +569,9 @@ class _Run:
             "loader": self.loader.state(),
             "noise": self.noise.state(),
             "skipped": self.skipped,
+            "best": self.best.state(),
             "wandb": self.log.wandb_id,
         }
-
-    def _begin_save(self) -> None:
-        """Start saving a checkpoint of the network and of the loop's own state."""
-        with self.ledger.spending("save"):
-            self.network.save(self.folder, self._state())
-        self.saved, self.saving = self.network.step, True
-        self.log.upload()
-        self.clock.restart()
-
-    def _failure_of_save(self) -> InputError | None:
-        """Wait for the save in progress, if any; return its error if it failed, else None."""
-        if not self.saving:
-            return None
-        error = self._failure_of(self._wait)
-        self.saving = False
-        if error is None:
-            self.save_pause = 0
-        else:
-            self.saved = -1
-        return error
-
-    def _wait(self) -> None:
-        with self.ledger.spending("save"):
-            self.network.wait()
-
-    @staticmethod
-    def _failure_of(action: Callable[[], None]) -> InputError | None:
-        try:
-            action()
-        except InputError as error:
-            return error
-        return None
-
-    def _stop_if_configured(self, error: InputError) -> None:
-        """Raise the error of a failed save if the config's `on_save_failure` is "stop"."""
-        if self.config.on_save_failure == "stop":
-            raise error
-
-    def _save_later(self, error: InputError) -> None:
-        """Schedule another attempt after a failed save; the pauses between attempts increase."""
-        self._stop_if_configured(error)
-        self.save_pause = min(2 * self.save_pause or 1, MOST_STEPS_BETWEEN_SAVES)
-        self.save_again_at = self.network.step + self.save_pause
-        self._report(
-            f"{error}; training continues, next attempt to save at step {self.save_again_at}"
-        )
 
     def _report(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)

@@ -314,7 +314,7 @@ class NoiseScale:
     Args:
       alpha: weight of the newest step in the moving averages.
       small: the small batch size, in sequences.
-      big: the big batch size, in sequences.  If `big` equals `small`, nothing can be estimated.
+      big: the big batch size, in sequences.  If it equals `small`, nothing can be estimated.
     """
 
     def __init__(self, alpha: float, small: int, big: int):
@@ -324,17 +324,21 @@ class NoiseScale:
         self.square: float | None = None
         self.trace: float | None = None
 
-    def update(self, small_square: float, big_square: float) -> dict[str, float]:
+    def update(
+        self, small_square: float, big_square: float, big: int | None = None
+    ) -> dict[str, float]:
         """Add one step's estimates to the averages; return the metrics `noise/*`.
 
         Args:
           small_square: mean squared gradient norm of the small batches.
           big_square: squared gradient norm of the big batch.
+          big: the size of this step's big batch (default: that of all steps).
         """
-        if self.big == self.small or not math.isfinite(small_square + big_square):
+        small, big = self.small, self.big if big is None else big
+        if big == small or not math.isfinite(small_square + big_square):
             return {}
-        square = (self.big * big_square - self.small * small_square) / (self.big - self.small)
-        trace = (small_square - big_square) / (1 / self.small - 1 / self.big)
+        square = (big * big_square - small * small_square) / (big - small)
+        trace = (small_square - big_square) / (1 / small - 1 / big)
         self.square = self._average(self.square, square)
         self.trace = self._average(self.trace, trace)
         metrics = {"noise/grad_square": self.square, "noise/covariance_trace": self.trace}

@@ -1,68 +1,31 @@
-"""The optimizer of mesh-transformer-jax: clipping, Adam, weight decay and the GPT-3 schedule."""
+"""The optimizer: gradient clipping, a rule for updates such as Adam, and weight decay."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.declaration import Declaration, map_declared
+from mesh_transformer.mesh.declaration import Declaration, Moment, map_declared, select
+from mesh_transformer.training.update_rules import RULES, Rule
 from mesh_transformer.util import to_bf16, to_f32
 
-OptState = dict[str, Any]  # Adam's moments, each in the structure of the parameters
-
-
-def gpt3_schedule(
-    warmup_steps: int, anneal_steps: int, lr: float, end_lr: float
-) -> Callable[[Array], Array]:
-    """Return a schedule: linear warm-up from 0 to `lr`, then cosine decay to `end_lr`.
-
-    The warm-up takes `warmup_steps` steps, and the decay `anneal_steps` steps.  The schedule maps
-    the number of completed updates to the learning rate of the next update.  The learning rate of
-    the first update is therefore 0, unless `warmup_steps` is 0.
-    """
-
-    def schedule(step: Array) -> Array:
-        warm = jnp.clip(step, 0, warmup_steps) / warmup_steps if warmup_steps else 1.0
-        annealed = jnp.clip(step - warmup_steps, 0, anneal_steps) / anneal_steps
-        return warm * lr - (lr - end_lr) * (1 - jnp.cos(jnp.pi * annealed)) / 2
-
-    return schedule
-
-
-def schedule_changes(config: Config, saved: dict[str, Any]) -> str:
-    """Describe how the learning rate schedule differs from the one in a saved config.
-
-    The default of `anneal_steps` depends on `total_steps`, so extending a run changes its schedule.
-
-    Args:
-      saved: the config stored in a checkpoint, as a dict.
-
-    Returns:
-      The keys with their old and new values; "" if the schedule is the same.
-    """
-    return ", ".join(
-        f"{key} is {getattr(config, key)}, was {saved[key]}"
-        for key in ("lr", "end_lr", "warmup_steps", "anneal_steps")
-        if key in saved and saved[key] != getattr(config, key)
-    )
+OptState = dict[str, Any]  # `count` and the moments of the config's rule; see `update_rules`
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Gradient clipping by global norm, Adam, and decoupled weight decay of the matrices.
+    """Gradient clipping by global norm, the config's `optimizer`, and decoupled weight decay.
 
-    The learning rate follows `gpt3_schedule`.  Gradients must be means over microbatches and
-    replicas, in f32, and sharded like the state.
+    Weight decay applies to the matrices.  Gradients must be means over microbatches and replicas,
+    in f32, and sharded like the state.
 
     The original mesh-transformer-jax stores some biases once per shard and uses the sum of the
     copies.  This library stores only the sum.  To reproduce the original's training with c copies,
     set the config's `original_bias_copies` to c.  For these biases, the optimizer then multiplies
-    the Adam step and the contribution to the squared gradient norm by c.
+    the update and the contribution to the squared gradient norm by c.
 
     Attributes:
       declared: a tree with the `Declaration` of every trained parameter.  `Declaration.summed`
@@ -75,22 +38,34 @@ class Optimizer:
     def _copies(self, declaration: Declaration) -> int:
         return self.config.original_bias_copies if declaration.summed else 1
 
-    def _adam(self) -> optax.GradientTransformation:
-        c = self.config
-        return optax.scale_by_adam(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_eps)
+    @property
+    def _rule(self) -> Rule:
+        return RULES[self.config.optimizer](self.config, self.declared)
+
+    def moments(self) -> dict[str, Any]:
+        """Return {name: tree of `Moment`s}: which arrays the state has besides its `count`."""
+        return self._rule.moments()
 
     def init(self, params: Any) -> OptState:
-        """Return Adam's initial state, with zero moments in the parameters' shapes.
+        """Return the initial state, whose moments are 0.
 
         The moments are in f32 or, if the config sets `bf16_optimizer`, in bf16.
         """
-        adam = self._adam().init(to_f32(params))
-        assert isinstance(adam, optax.ScaleByAdamState)
-        return self._pack(adam)
 
-    def _pack(self, adam: optax.ScaleByAdamState) -> OptState:
-        cast = to_bf16 if self.config.bf16_optimizer else to_f32
-        return {"count": adam.count, "mu": cast(adam.mu), "nu": cast(adam.nu)}
+        def zeros(moment: Moment, p: Array) -> Array:
+            return jnp.zeros([p.shape[axis] for axis in moment.axes], jnp.float32)
+
+        moments = {
+            name: jax.tree.map(zeros, tree, select(params, tree))
+            for name, tree in self.moments().items()
+        }
+        return self._stored({"count": jnp.zeros((), jnp.int32)} | moments)
+
+    def _stored(self, state: OptState) -> OptState:
+        """Cast the moments to the dtype that they have between steps."""
+        # Adafactor's are few, and its averages over many steps would lose small terms in bf16.
+        in_bf16 = self.config.bf16_optimizer and self.config.optimizer != "adafactor"
+        return to_bf16(state) if in_bf16 else state
 
     def squares(self, grads: Any) -> Any:
         """Return each leaf's contribution to the squared gradient norm, in f32.
@@ -104,30 +79,20 @@ class Optimizer:
 
         return map_declared(square, self.declared, grads)
 
-    def learning_rate(self, step: Array) -> Array:
-        """Return the scheduled learning rate of the next update after `step` completed updates."""
-        c = self.config
-        assert c.anneal_steps is not None
-        return gpt3_schedule(c.warmup_steps, c.anneal_steps, c.lr, c.end_lr)(step)
-
     def update(
-        self, grads: Any, state: OptState, params: Any, step: Array, norm: Array
+        self, grads: Any, state: OptState, params: Any, rate: Array, norm: Array
     ) -> tuple[Any, OptState]:
         """Return the updated parameters and optimizer state.
 
         The gradients are clipped to the global norm `config.clip_norm`.
 
         Args:
-          step: number of completed updates, which determines the learning rate.  Adam's bias
-            correction uses the count in `state` instead.
+          rate: the learning rate of this update (see `schedule.learning_rate`).
           norm: the global norm of the gradients before clipping.
         """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
         grads = jax.tree.map(lambda g: g * clip, grads)
-        before = optax.ScaleByAdamState(state["count"], to_f32(state["mu"]), to_f32(state["nu"]))
-        updates, after = self._adam().update(grads, before)
-        assert isinstance(after, optax.ScaleByAdamState)
-        rate = self.learning_rate(step)
+        updates, after = self._rule.update(grads, to_f32(state), to_f32(params))
 
         def move(declaration: Declaration, p: Array, u: Array) -> Array:
             decay = self.config.weight_decay if declaration.decay else 0.0
@@ -135,4 +100,4 @@ class Optimizer:
             return (p.astype(jnp.float32) - rate * u).astype(p.dtype)
 
         moved = map_declared(move, self.declared, params, updates)
-        return moved, self._pack(after)
+        return moved, self._stored(after)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +29,7 @@ from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
 from mesh_transformer.training import spikes
 from mesh_transformer.training.optimizer import Optimizer
+from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError, to_bf16, to_f32
 
 State = dict[str, Any]  # the state of a training run; `init_state` describes its entries
@@ -45,9 +47,10 @@ def init_state(config: Config, key: Array, mp: int = 1) -> State:
         params: the trained parameters.
         frozen: all other parameters, in the compute dtype because they are never updated.  Empty
           unless the config sets `lora_rank`.
-        opt_state: Adam's moments of `params`.
+        opt_state: the optimizer's state (see `update_rules`).
         step: the number of completed updates.
         norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
+        sequences: the number of sequences consumed so far, if the schedule counts tokens.
     """
     declared = transformer.declarations(config)
     padded = map_declared(
@@ -59,8 +62,19 @@ def init_state(config: Config, key: Array, mp: int = 1) -> State:
         "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
         "opt_state": Optimizer(config, transformer.trained(config)).init(params),
         "step": jnp.zeros((), jnp.int32),
-        **({"norms": spikes.fresh_norms()} if config.skip_spikes else {}),
+        **history(config),
     }
+
+
+def history(config: Config) -> State:
+    """Return the initial values of the entries of a state that only some configs need.
+
+    These entries summarise the run's earlier steps; see `init_state`.
+    """
+    entries: State = {"norms": spikes.fresh_norms()} if config.skip_spikes else {}
+    if config.schedule_in_tokens:
+        entries["sequences"] = jnp.zeros((), jnp.int32)
+    return entries
 
 
 def all_params(state: State) -> Any:
@@ -81,12 +95,13 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
 def _declared_state(config: Config) -> State:
     """Return the `Declaration` of every leaf of the state."""
     params, single = transformer.trained(config), Declaration((), P(), decay=False, summed=False)
+    moments = jax.tree.map(lambda moment: moment.declaration, Optimizer(config, params).moments())
     return {
         "params": params,
         "frozen": transformer.frozen(config),
-        "opt_state": {"count": single, "mu": params, "nu": params},
+        "opt_state": {"count": single} | moments,
         "step": single,
-        "norms": single,
+        **dict.fromkeys(jax.eval_shape(functools.partial(history, config)), single),
     }
 
 
@@ -128,34 +143,47 @@ def _compile_resized(shape: tuple[int, ...], sharding: NamedSharding) -> Callabl
 def state_specs(config: Config, mesh: Mesh) -> State:
     """Return the `PartitionSpec` of every leaf of the state between steps."""
     par = parallel_of(config, mesh)
-    params = par.at_rest(transformer.trained(config))
+    trained = transformer.trained(config)
+    moments = Optimizer(config, trained).moments()
     return {
-        "params": params,
+        "params": par.at_rest(trained),
         "frozen": par.at_rest(transformer.frozen(config)),
-        "opt_state": {"count": P(), "mu": params, "nu": params},
+        "opt_state": {
+            "count": P(),
+            **jax.tree.map(lambda moment: moment.spec(par.at_rest(moment.parameter)), moments),
+        },
         "step": P(),
-        **({"norms": P()} if config.skip_spikes else {}),
+        **dict.fromkeys(jax.eval_shape(functools.partial(history, config)), P()),
     }
 
 
 def gradients(
-    params: Any, frozen: Any, batch: Batch, config: Config, par: Parallel
+    params: Any,
+    frozen: Any,
+    batch: Batch,
+    count: Array | None = None,
+    *,
+    config: Config,
+    par: Parallel,
 ) -> tuple[Any, dict[str, Array]]:
     """Return the gradients of `params`, sharded like the state, and the metrics in `MEASURED`.
 
-    The gradients are averaged over the A microbatches and over dp, with all sums in f32.
+    The gradients are averaged over the microbatches and over dp, with all sums in f32.
 
     Args:
       params, frozen: the trained parameters and all other parameters (see `init_state`).
       batch: `obs` and `target` [A, B, T], optionally `loss_mask` and `segment_ids` (see
         `CausalTransformer.train`), and with dropout `key` [A, B] (see `sequence_keys`).  Inside a
         `shard_map`, B counts only the device's sequences.
+      count: the number of microbatches to use, from the first (default: all A).
     """
     declared = transformer.trained(config)
     params = par.compute_copy(params, declared, config.dtype)
     frozen = par.compute_copy(frozen, transformer.frozen(config), config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights = None if mask is None else loss_weights(mask, par, segments)
+    if count is not None:  # the mean of the weights is 1 over the microbatches to use
+        weights = jax.tree.map(lambda w: w * (count / len(w)), weights)
     squares = Optimizer(config, declared).squares
 
     def loss_of(params: Any, *sample: Any) -> tuple[Array, Array]:
@@ -171,15 +199,18 @@ def gradients(
         square = par.microbatch_total(squares(par.microbatch_grads(grads, declared)), declared)
         return sums, (loss, last_loss, square)
 
-    accumulation = batch["obs"].shape[0]
+    accumulation: Array | int = batch["obs"].shape[0]
     samples = (batch["obs"], batch["target"], weights, segments, batch.get("key"))
-    sums, (loss, last_loss, micro_square) = jax.lax.scan(
-        microbatch, par.accumulator(params, declared), samples
-    )
+    sums = par.accumulator(params, declared)
+    if count is None:
+        sums, (loss, last_loss, micro_square) = jax.lax.scan(microbatch, sums, samples)
+        measured = jnp.stack(
+            (loss.mean(), last_loss.mean(), jnp.sqrt(micro_square).mean(), micro_square.mean())
+        )
+    else:
+        sums, measured = _sum_of_first(microbatch, sums, samples, count, par)
+        accumulation = count
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
-    measured = jnp.stack(
-        (loss.mean(), last_loss.mean(), jnp.sqrt(micro_square).mean(), micro_square.mean())
-    )
     loss, last_loss, norm_micro, square_micro = par.mean_scalar(measured)
     return grads, {
         "loss": loss,
@@ -190,19 +221,52 @@ def gradients(
     }
 
 
+def _sum_of_first(
+    microbatch: Callable[..., Any], sums: Any, samples: Any, count: Array, par: Parallel
+) -> tuple[Any, Array]:
+    """Accumulate gradients and metrics over the first `count` microbatches of `samples`.
+
+    The number of iterations is not known at compile time, so that one program serves all sizes of
+    a batch.
+
+    Args:
+      microbatch: see `gradients`.
+      sums: the gradient sums to add to.
+
+    Returns:
+      The new sums, and the means of the loss, of `last_loss`, and of the gradient's norm and
+      squared norm, [4].
+    """
+
+    def body(index: Array, carry: Any) -> Any:
+        sums, totals = carry
+        sample = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), samples)
+        sums, (loss, last_loss, square) = microbatch(sums, sample)
+        return sums, totals + jnp.stack((loss, last_loss, jnp.sqrt(square), square))
+
+    totals = par.zeros((4,), jnp.float32, "dp")
+    sums, totals = jax.lax.fori_loop(0, count, body, (sums, totals))
+    return sums, totals / count
+
+
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
 
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Return the compiled training step: a function (state, batch) -> (state, metrics).
 
+    If the config sets `batch_ramp_steps`, the function takes a third argument: the number of
+    microbatches to use, int32 [], of the A = `gradient_accumulation_steps` microbatches of `batch`.
+    `whole_batch` returns these arguments.
+
     The buffers of the state that is passed in are donated.
     """
     batch = P(None, "dp")  # for all arrays of the batch
+    count = (P(),) if config.batch_ramp_steps else ()
     measured = dict.fromkeys(MEASURED, P())
     layout = state_specs(config, mesh)
     optimizer = Optimizer(config, transformer.trained(config))
-    specs = (layout["params"], layout["frozen"], batch), (layout["params"], measured)
+    specs = (layout["params"], layout["frozen"], batch, *count), (layout["params"], measured)
     measure = partitioned(
         gradients,
         config,
@@ -212,37 +276,64 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         split_stream=config.shard_activations,
     )
 
-    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+    def train_step(state: State, batch: Batch, *count: Array) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         if config.drops:
             batch = batch | {"key": sequence_keys(config, step, batch["obs"].shape[:2])}
-        grads, metrics = measure(params, state["frozen"], batch)
-        # Each leaf is updated in the state's layout, without collectives.
-        updated = optimizer.update(grads, moments, params, step, metrics["grad_norm"])
-        norm, norms = metrics["grad_norm"], {}
+        grads, metrics = measure(params, state["frozen"], batch, *count)
+        rows = batch["obs"].shape[1]
+        rate = learning_rate(config, step, state.get("sequences"), rows)
+        norm = metrics["grad_norm"]
+        # Each leaf is updated in the state's layout.  Elementwise rules need no collectives.
+        updated = optimizer.update(grads, moments, params, rate, norm)
+        new: State = {"step": step + 1}
+        if "sequences" in state:
+            microbatches = count[0] if count else len(batch["obs"])
+            new["sequences"] = state["sequences"] + microbatches * rows
         skipped = jnp.bool(False)
         if config.skip_nonfinite:
             skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
         if config.skip_spikes:
             skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
-            norms = {"norms": spikes.with_norm(state["norms"], norm, step)}
+            new["norms"] = spikes.with_norm(state["norms"], norm, step)
         if config.skip_nonfinite or config.skip_spikes:
             updated = jax.tree.map(
                 lambda new, old: jnp.where(skipped, old, new), updated, (params, moments)
             )
-        params, moments = updated
-        metrics["learning_rate"] = optimizer.learning_rate(step)
+        new["params"], new["opt_state"] = updated
+        metrics["learning_rate"] = rate
         metrics["skipped"] = skipped.astype(jnp.float32)
-        new = {"params": params, "opt_state": moments, "step": step + 1} | norms
         return state | new, metrics
 
     return jax.jit(
         train_step,
-        in_shardings=named(mesh, (layout, batch)),
+        in_shardings=named(mesh, (layout, batch, *count)),
         out_shardings=(named(mesh, layout), named(mesh, P())),
         donate_argnums=0,
         compiler_options=compiler_options(config, mesh),
     )
+
+
+def whole_batch(config: Config, batch: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    """Return the arguments of the compiled training step that follow the state, on the host.
+
+    Without `batch_ramp_steps`, this is `batch`.  Otherwise zeros are appended to `batch` until it
+    has `gradient_accumulation_steps` microbatches, and its own number of microbatches is returned,
+    too.
+
+    Raises:
+      InputError: if `batch` has more microbatches than that.
+    """
+    if not config.batch_ramp_steps:
+        return (batch,)
+    count, most = len(batch["obs"]), config.gradient_accumulation_steps
+    if count > most:
+        raise InputError(
+            f"train: the batch has {count} microbatches, expected at most "
+            f"gradient_accumulation_steps ({most})"
+        )
+    whole = {key: np.pad(x, ((0, most - count), (0, 0), (0, 0))) for key, x in batch.items()}
+    return whole, np.int32(count)
 
 
 def _attention(config: Config, mesh: Mesh) -> str:

@@ -42,6 +42,7 @@ def test_run_arguments(tmp_path):
     config, folder, options = run_arguments(run_parser(None).parse_args(words))
     assert (config.block, folder) == ("geglu", "./models/run")
     expected = {"max_steps": 7, "tune_model_path": None, "fresh_opt": False, "fall_back": False}
+    expected["validate"] = True
     assert options == expected
     assert config.total_steps == 7
     words += ["--model-dir", "there", "--tune-model-path", "gpt-j", "--fresh-opt"]
@@ -50,6 +51,25 @@ def test_run_arguments(tmp_path):
     assert options == expected | {"tune_model_path": "gpt-j", "fresh_opt": True}
     with pytest.raises(InputError, match="--fresh-opt requires --tune-model-path"):
         run_arguments(run_parser(None).parse_args(["--config", str(path), "--fresh-opt"]))
+
+
+def test_mode_train_does_not_validate(tmp_path, capsys):
+    path = tmp_path / "config.json"
+
+    def options(mode: str, **changes: object) -> object:
+        path.write_text(json.dumps(SMALL | changes))
+        words = ["--config", str(path), "--model-dir", "there", "--mode", mode]
+        return run_arguments(run_parser(None).parse_args(words))[2]["validate"]
+
+    assert options("train_and_eval", val_set="a.index") is True
+    assert options("train") is False
+    assert capsys.readouterr().out == ""
+    assert options("train", val_set="a.index") is False
+    line = "--mode train: the config's val_set and eval_harness_tasks are not scored\n"
+    assert capsys.readouterr().out == line
+    for key, value in (("keep_best", "val"), ("early_stop", 3)):
+        with pytest.raises(InputError, match="--mode train does not score val, which keep_best"):
+            options("train", val_set="a.index", **{key: value})
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,13 @@ from tests.support.waiting import SECONDS, wait_until
 OTHER_PROCESSES = 1e-5
 
 TOKEN = "a-token-of-ray-that-nobody-else-may-see"
+# The batch still grows when the last part of each run starts.
+RAMP = {"gradient_accumulation_steps": 3, "batch_ramp_steps": 28}
 # Versions of the run: the hosts read mixed and shuffled records, or the driver reads them, with
 # ZeRO.
 VERSIONS = {
-    "1": functools.partial(mixed_values, hosts_read=True),
-    "2": functools.partial(run_values, zero=1),
+    "1": functools.partial(mixed_values, hosts_read=True, **RAMP),
+    "2": functools.partial(run_values, zero=1, **RAMP),
 }
 # For each version, (number of hosts, last step) pairs: each part of the run resumes from the
 # previous part's checkpoint.

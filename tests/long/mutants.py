@@ -40,6 +40,9 @@ SUBJECTS = {
         ],
     ),
     "optimizer": (["training/optimizer"], ["training/test_optimizer", "training/test_step"]),
+    "rules": (["training/update_rules"], ["training/test_update_rules"]),
+    "schedule": (["training/schedule"], ["training/test_schedule", "training/test_ramp"]),
+    "best": (["training/best", "training/saver"], ["training/test_best", "training/test_loop"]),
     "parallel": (
         ["mesh/parallel", "mesh/devices"],
         ["model/test_layers", "mesh/test_parallel", "training/test_step"],

@@ -26,6 +26,7 @@ from mesh_transformer.performance.hlo import Program
 from mesh_transformer.performance.roofline import bytes_sent, estimate, link_seconds, traffic_of
 from mesh_transformer.performance.scaling import estimate_step
 from mesh_transformer.performance.topology import topology
+from mesh_transformer.training import step
 from mesh_transformer.util import InputError, to_bf16
 from scripts import plot_scaling
 
@@ -287,6 +288,20 @@ def test_the_estimate_for_gpt_j_on_a_v3_8():
     assert accumulated.memory_bytes == (12 + 4 + 2) * eighth + stream
     large_batch = estimate_step(config.replace(per_replica_batch=8), accelerators.hardware("v3"), 8)
     assert large_batch.memory_bytes == (12 + 2) * eighth + 8 * stream
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor", "lion", "muon", "sgd"])
+def test_the_estimate_counts_the_moments_of_the_optimizer(optimizer):
+    config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(optimizer=optimizer)
+    state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
+    params, moments = (
+        sum(leaf.size for leaf in jax.tree.leaves(state[key])) for key in ("params", "opt_state")
+    )
+    # The optimizer's state has a count, too.
+    assert scaling.moments_per_parameter(config) == pytest.approx((moments - 1) / params)
+    expected = {"adam": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}[optimizer]
+    # Muon has two moments of the embedding and the head, a fifteenth of the parameters.
+    assert 0 <= scaling.moments_per_parameter(config) - expected < 0.07
 
 
 def test_the_estimate_of_dp_bytes_with_zero():

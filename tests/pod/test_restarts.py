@@ -39,7 +39,7 @@ def attempts(monkeypatch):
     def attempt(network: Attempt, folder: str, **options: Any) -> None:
         assert isinstance(options.pop("ledger"), Ledger)
         expected = {"max_steps": 7, "tune_model_path": None, "fresh_opt": False, "fall_back": False}
-        assert options == expected
+        assert options == expected | {"validate": True}
         network.step = network.reaches
         if network.error is not None:
             raise network.error
@@ -163,3 +163,26 @@ def test_driver_reads_the_records_before_it_creates_a_tpu(tmp_path):
             restarts.check_records(config.replace(**changes))
     # The driver needs no access to data that only the hosts read.
     restarts.check_records(config.replace(train_set="gs://far/away.index", hosts_read=True))
+
+
+def test_an_evaluation_of_all_steps_continues_on_new_hosts(monkeypatch, tmp_path):
+    monkeypatch.setattr(restarts.time, "sleep", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    calls: list[Any] = []
+
+    def evaluate_all(network: Attempt, folder: str, saved_steps: Any) -> None:
+        calls.append((network, folder, saved_steps()))
+        if len(calls) == 1:
+            raise HostError("host 1 died")
+
+    monkeypatch.setattr(restarts.all_steps, "evaluate_all", evaluate_all)
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(Attempt(0, None))
+        return made[-1]
+
+    restarts.evaluate_all(make, "model")
+    # The hosts have another working folder.
+    assert calls == [(network, f"{tmp_path}/model", []) for network in made]
+    assert [network.closed for network in made] == [True, True]

@@ -35,11 +35,11 @@ def test_hosts_read_and_driver_records_the_position(tmp_path, monkeypatch):
     loader = ClusterTrainSet(hosts)
     # The paths are absolute because a host has a different working folder.
     absolute = {f"{tmp_path}/a.index": 2.0, "gs://b/c.index": 1.0}
-    assert hosts.calls == [("open_train_set", (absolute, None))]
+    assert hosts.calls == [("open_train_set", (absolute, None, 0))]
     assert loader.get_samples() is READ_ON_HOSTS
     assert loader.state() == {"record": 2}
-    loader.restore({"record": 9})
-    assert hosts.calls[1:] == [("read", ()), ("open_train_set", (absolute, {"record": 9}))]
+    loader.restore({"record": 9}, 7)
+    assert hosts.calls[1:] == [("read", ()), ("open_train_set", (absolute, {"record": 9}, 7))]
     assert loader.state() == {"record": 3}
     loader.close()
 

@@ -102,7 +102,8 @@ class Counter:
     notice = ""
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        self.saved[self.step] = json.loads(json.dumps(aux))
+        # As in `Checkpoints.save`, nothing is saved again.
+        self.saved.setdefault(self.step, json.loads(json.dumps(aux)))
 
     def wait(self) -> None:
         self.calls.append("wait")
@@ -164,6 +165,14 @@ def test_rows_have_the_documented_keys(counter, tmp_path, capsys, peak):
         assert row.get("val/loss_held_out", 1.5) == 1.5
     assert sorted(network.saved) == [7, 14, 21, 28, 30]
     assert network.calls == [f"claim {tmp_path.name}", "init", *["wait"] * 5, "close"]
+
+
+def test_training_without_validation_needs_no_validation_sets(counter, tmp_path):
+    tasks = ["a_task_that_does_not_exist"]
+    network = counter(val_set={"x": "nowhere.index"}, eval_harness_tasks=tasks)
+    loop.train(network, str(tmp_path), validate=False)
+    assert network.step == 30
+    assert not [name for row in rows_of(tmp_path) for name in row if name.startswith("val/")]
 
 
 def test_a_missing_wandb_key_is_reported_before_anything_is_loaded(
