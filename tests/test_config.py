@@ -67,15 +67,6 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"tpu_zone": 3}, ["tpu_zone is int 3", "expected str or null"]),
         ({"tpu_region": "a"}, ["unknown key 'tpu_region'", "did you mean 'tpu_zone'?"]),
         ({"n_heads": 6}, ["d_model is 64", "not divisible by n_heads 6", "set head_size"]),
-        ({"cores_per_replica": 3}, ["n_heads is 8", "not divisible by cores_per_replica 3"]),
-        (
-            {"n_vocab": 130, "cores_per_replica": 4},
-            ["n_vocab is 130", "not divisible by cores_per_replica 4", "round n_vocab up"],
-        ),
-        (
-            {"pe": "fixed", "d_model": 36, "n_heads": 8, "head_size": 6, "cores_per_replica": 8},
-            ["d_model is 36", "not divisible by cores_per_replica 8"],
-        ),
         ({"tpu_size": 6, "cores_per_replica": 4}, ["tpu_size is 6", "cores_per_replica 4"]),
         ({"pe_rotary_dims": 10}, ["pe_rotary_dims is 10", "above the head size 8", "lower"]),
         ({"pe_rotary_dims": 5}, ["pe_rotary_dims is 5", "positive even number"]),

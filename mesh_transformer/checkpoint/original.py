@@ -23,6 +23,7 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_m
 from mesh_transformer.checkpoint.original_files import Shard
 from mesh_transformer.checkpoint.state_tree import check_state
 from mesh_transformer.config import Config
+from mesh_transformer.families import DEFAULTS
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
@@ -177,17 +178,11 @@ def check_shards(
 
 def _check_expressible(config: Config) -> None:
     """Raise InputError if mesh-transformer-jax checkpoints cannot represent the config's model."""
-    if config.block != "gptj":
-        raise InputError(
-            f"config: block is {config.block}, but mesh-transformer-jax checkpoints support only "
-            "gptj; keep this model in native format"
-        )
-    for key in ("activation", "rotary_pairs", "tie_head"):
-        value, expected = getattr(config, key), config.layer_kind.defaults[key]
-        if value != expected:
+    for key, expected in {"block": "gptj", **DEFAULTS, "pe": config.pe}.items():
+        if key != "hf_type" and getattr(config, key) != expected:
             raise InputError(
-                f"config: {key} is {value!r}, but mesh-transformer-jax checkpoints support only "
-                f"{expected!r}; keep this model in native format"
+                f"config: {key} is {getattr(config, key)}, but mesh-transformer-jax checkpoints "
+                f"support only {expected}; keep this model in native format"
             )
     if config.d_head * config.n_heads != config.d_model:
         raise InputError(
