@@ -359,10 +359,10 @@ class CausalTransformer:
             return None
         step = checkpoints.saved(newest)
         aux, where = step.aux, str(step)
+        check_same_run(self.config, step.config, where)
         best = aux.get("best") or {}
         if best and best["step"] not in checkpoints.steps():  # deleted, or set aside as damaged
             aux = aux | {"best": best | {"step": None, "loss": None}}
-        check_same_run(self.config, step.config, where)
         template = self.saved_template()
         saved = {path[0] for path in step.leaves}
         # There are no saved norms if the key skip_spikes is new.

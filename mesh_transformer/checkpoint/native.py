@@ -175,7 +175,7 @@ class Checkpoints:
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
         self.wait()
-        self._best = aux.get("best") or {}
+        self._best = aux["best"] if isinstance(aux, dict) and aux.get("best") else {}
         if step == self._known:
             with convert_failures(lambda error: unwritable_error(self.folder, error)):
                 self._record_best()

@@ -155,16 +155,10 @@ def _train(
         if best.step is not None and not unsaved:
             # The step is saved.  This updates the record of the best step if a kill prevented it.
             network.save(folder, {"best": best.state()})
-        if unscored is None and not unsaved:
-            if network.step >= total:
-                print(f"{folder} is at step {network.step} of {total}: nothing left to train")
-                return
-            if best.is_over:
-                print(
-                    f"{folder} is at step {network.step}: {best.reason()}; to train on, raise "
-                    "early_stop or set it to null"
-                )
-                return
+        ended = _ended(network.step, total, best)
+        if ended and unscored is None and not unsaved:
+            print(f"{folder} is at step {network.step}{ended}")
+            return
         if "loader" in aux or network.step:
             loader.restore(aux.get("loader"), network.step)
         noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
@@ -181,6 +175,14 @@ def _train(
         run.skipped = run.skipped | aux.get("skipped", {})
         run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
+
+
+def _ended(step: int, total: int, best: BestStep) -> str:
+    """Say why a run that has reached `step` has ended; return "" if it has not."""
+    if step >= total:
+        return f" of {total}: nothing left to train"
+    advice = "to train on, raise early_stop or set it to null"
+    return f": {best.reason()}; {advice}" if best.is_over else ""
 
 
 def _restore(
