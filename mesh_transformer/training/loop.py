@@ -5,11 +5,11 @@ single process and on a TPU pod.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -22,8 +22,16 @@ from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path, set_aside
+from mesh_transformer.training.agreement import Agreement
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
+from mesh_transformer.training.metrics import (
+    MetricsLog,
+    NoiseScale,
+    NoLog,
+    StepClock,
+    row_of,
+    start_wandb,
+)
 from mesh_transformer.training.optimizer import schedule_changes
 from mesh_transformer.util import DamagedError, HostError, InputError, StoppedError
 
@@ -42,6 +50,7 @@ def train(
     fresh_opt: bool = False,
     fall_back: bool = False,
     ledger: Ledger | None = None,
+    agreement: Agreement | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
@@ -55,6 +64,9 @@ def train(
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
+
+    `agreement` makes several processes that run this function on one network decide alike (default:
+    this process decides alone).
 
     A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
     or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
@@ -81,11 +93,20 @@ def train(
         key = "total_steps" if max_steps is None else "--max-steps"
         raise InputError(f"{key} is {total}, expected at least 1")
     saved = False
-    with _stop_signals() as received:
+    agreement = agreement or Agreement()
+    with agreement.stop_signals() as received:
         try:
             with closing(network):
                 _train(
-                    network, folder, total, base, fresh_opt, fall_back, ledger or Ledger(), received
+                    network,
+                    folder,
+                    total,
+                    base,
+                    fresh_opt,
+                    fall_back,
+                    ledger or Ledger(),
+                    agreement,
+                    received,
                 )
                 saved = True
         except HostError as error:
@@ -107,17 +128,18 @@ def _train(
     fresh_opt: bool,
     fall_back: bool,
     ledger: Ledger,
+    agreement: Agreement,
     received: list[int],
 ) -> None:
     """Train until step `total` or until a signal is received, then save.
 
     Args:
-      received: the list of the signals received so far (see `_stop_signals`).
+      received: the list of the signals received so far (see `Agreement.stop_signals`).
     """
     config = network.config
     val_sets = {} if config.val_batches == 0 else config.val_set
     with contextlib.ExitStack() as stack:
-        wandb = start_wandb(folder, config)
+        wandb = start_wandb(folder, config) if agreement.writes else None
         if wandb is not None:
             stack.callback(wandb.close)
         eval_tasks = harness.load_harness(config)
@@ -126,7 +148,7 @@ def _train(
             validation.open_set(network, path).close()
         with ledger.spending("restore"):
             network.claim(folder)
-            aux = _restore(network, folder, tune_model_path, fall_back)
+            aux = _restore(network, folder, tune_model_path, fall_back, agreement)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
         if aux is None:
@@ -135,7 +157,8 @@ def _train(
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
         if changes := schedule_changes(config, aux.get("config", {})):
             print(f"resuming {folder} with another learning rate schedule: {changes}")
-        unscored = _unscored(folder, network, bool(val_sets or eval_tasks)) if aux else None
+        has_scores = bool(val_sets or eval_tasks)
+        unscored = agreement.once(lambda: _unscored(folder, network, has_scores)) if aux else None
         unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
         if network.step >= total and unscored is None and not unsaved:
             print(f"{folder} is at step {network.step} of {total}: nothing left to train")
@@ -146,18 +169,21 @@ def _train(
         if "noise" in aux:
             noise.restore(aux["noise"])
         logged = network.step - (unscored is not None)
-        log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
+        log = NoLog()
+        if agreement.writes:
+            log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
         stack.callback(log.close)
         ledger.resume(log.earlier, network.step)
         log.earlier.clear()  # a long run has many
         run = _Run(network, folder, loader, val_sets, eval_tasks, log, noise, ledger, total, logged)
+        run.agreement = agreement
         run.skipped = run.skipped | aux.get("skipped", {})
         run.saved = -1 if unsaved else run.saved
         run.run(received, unscored)
 
 
 def _restore(
-    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool
+    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool, agreement: Agreement
 ) -> dict[str, Any] | None:
     """Restore the newest checkpoint in `folder`, and return the result of `network.restore`.
 
@@ -173,7 +199,7 @@ def _restore(
             if not fall_back:
                 message = f"{error}; --fall-back resumes from that step"
                 raise DamagedError(message, *error.args[1:]) from None
-            name = set_aside(error.step)
+            name = agreement.once(functools.partial(set_aside, error.step))
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
 
 
@@ -218,39 +244,6 @@ def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) 
         network.load(path, fresh_opt=fresh_opt)
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Yield a list that collects the numbers of received SIGTERM, SIGINT and SIGHUP signals.
-
-    After the first signal, the previous handlers of SIGTERM and SIGINT (Ctrl-C) are restored.  A
-    second Ctrl-C therefore raises KeyboardInterrupt, so that callers can still clean up, for
-    example delete a TPU.  Interrupting a save is safe: the previous checkpoint stays intact.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python handles signals only on its main thread.
-        return
-    stops: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
-    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (*stops, signal.SIGHUP)}
-    if handlers[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
-        del handlers[signal.SIGHUP]
-
-    def restore(numbers: Iterable[int]) -> None:
-        for number in numbers:
-            signal.signal(number, handlers[number])
-
-    def receive(number: int, frame: object) -> None:
-        received.append(number)
-        restore(stops)  # not SIGHUP: a closing terminal may send it twice
-
-    for number in handlers:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        restore(handlers)
-
-
 class _Step(NamedTuple):
     """A training step that was started; its results may not be ready yet.
 
@@ -279,7 +272,7 @@ class _Run:
         loader: TrainSet,
         val_sets: dict[str, str],
         eval_tasks: harness.Harness | None,
-        log: MetricsLog,
+        log: MetricsLog | NoLog,
         noise: NoiseScale,
         ledger: Ledger,
         total: int,
@@ -294,6 +287,7 @@ class _Run:
         self.log = log
         self.noise = noise
         self.ledger = ledger
+        self.agreement = Agreement()
         self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
@@ -309,7 +303,7 @@ class _Run:
         """Train until the last step or until a signal is received, then save.
 
         Args:
-          received: the list of the signals received so far (see `_stop_signals`).
+          received: the list of the signals received so far (see `Agreement.stop_signals`).
           unscored: the restored step's metrics row if that step must still be validated, else None.
         """
         with self.bar, self.ledger.spending("compile"), self._summary():
@@ -322,8 +316,9 @@ class _Run:
                     self._step(received)
             except StoppedError:  # a non-finite loss or lost hosts: do not save
                 raise
-            except Exception:
-                self._save_before_end()
+            except Exception as error:
+                if self.agreement.can_save(error):
+                    self._save_before_end()
                 raise
             self._finish()
         if received:

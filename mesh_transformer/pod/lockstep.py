@@ -1,0 +1,362 @@
+"""`Lockstep`: makes processes that run the same training loop take the same decisions.
+
+All processes make the same calls on the network in the same order.  A call that runs on the devices
+of all processes would never end if one of them did not make it.  So whatever a single process
+notices, such as a signal, must take effect before the same call in all of them.
+
+A process announces what it has noticed.  On the news, each process reports how many calls it has
+begun, and begins no further call until all reports are known.  The news take effect in every
+process once it has begun as many calls as the furthest one.  A thread answers the news, because the
+main thread may be waiting for the devices.  Calls without news cost no communication.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+from mesh_transformer.pod.meeting import Meeting, Message
+from mesh_transformer.training.agreement import Agreement
+from mesh_transformer.util import DamagedError, InputError, StoppedError, exit_now
+
+Result = TypeVar("Result")
+
+SECONDS_TO_AGREE = 5.0  # for the other processes to finish a call that has failed in this one
+SECONDS_TO_END = 20 * 60.0  # for the other processes to end, while they may be saving
+WAIT_SECONDS = 0.5  # longest time until a signal is handled while the main thread waits
+ADVICE = "start all processes again to resume from the newest checkpoint"
+
+
+class PeerError(Exception):
+    """Another process of the run has failed, and this one ends for this reason.
+
+    Attributes:
+      status: the exit status.
+    """
+
+    def __init__(self, line: str, status: int):
+        super().__init__(line)
+        self.status = status
+
+
+@dataclasses.dataclass
+class _News:
+    """News that have not taken effect yet.
+
+    Attributes:
+      number: their number in the meeting.
+      sender: index of the process that has announced them.
+      content: what was announced.  Its entry "kind" is "signal", "save failed" or "error".
+      target: number of begun calls at which they take effect; None until it is known.
+    """
+
+    number: int
+    sender: int
+    content: Message
+    target: int | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the sender can begin as many calls as the furthest process."""
+        return self.target is not None and self.target <= self.content.get("until", self.target)
+
+
+class Lockstep(Agreement):
+    """The agreement of this process with the other processes of a meeting.
+
+    Attributes:
+      save_failed: whether all processes have learned that the last save has failed.
+      broken: whether this process ends without the others.
+    """
+
+    def __init__(self, meeting: Meeting):
+        self.meeting = meeting
+        self.index = meeting.place.index
+        self.writes = self.index == 0
+        self.save_failed = False
+        self.broken = False
+        self._begun = 0  # number of calls that this process has begun
+        self._news: list[_News] = []
+        self._gathered: dict[str, list[Any]] = {}
+        self._changed = threading.Condition()  # guards the three attributes above
+        self._saves = 0  # number of saves that this process has started or waited for
+        self._received: list[int] = []  # signals that this process has received
+        self._stops: list[int] = []  # signals that have taken effect
+        self._announced: set[Any] = set()
+        self._due_error: Exception | None = None  # an announced error of this process
+        self._shared_error: Exception | None = None  # raised in all processes by the same call
+        self._last_error: Exception | None = None  # after which all processes end
+        self._all_end = self._leaving = False
+        self._stderr = sys.stderr
+        meeting.listen(self._receive)
+
+    @contextlib.contextmanager
+    def stop_signals(self) -> Iterator[list[int]]:
+        """Yield a list that collects the signals that any of the processes has received.
+
+        A signal is added to it before the same call in all processes.
+        """
+        with super().stop_signals() as self._received:
+            yield self._stops
+
+    def once(self, function: Callable[[], Result]) -> Result:
+        """Call a function in process 0, and return its result, a JSON value, in all processes."""
+        result = self.together(lambda: function() if self.writes else None)
+        return self.values(result)[0]
+
+    def can_save(self, error: Exception) -> bool:
+        """Return whether all processes can save a checkpoint after an error in this process.
+
+        If so, the others raise PeerError instead of beginning their next call.  If not, they end at
+        once.
+        """
+        is_shared = error in (self._last_error, self._shared_error)
+        if is_shared or (not self.broken and self._announce_error(error, 0)):
+            self._last_error = error
+        return error is self._last_error
+
+    def announce_error(self, error: Exception, calls: int) -> None:
+        """Announce an error that ends the run after at most this many more calls.
+
+        A later `begin_call` raises the error, and PeerError in the other processes.
+
+        Raises:
+          Exception: the error, if another process has begun more calls already.
+        """
+        if not self._announce_error(error, calls):
+            raise error
+        self._due_error = error
+
+    def _announce_error(self, error: Exception, calls: int) -> bool:
+        """Announce an error; return whether the other processes can end when this one does."""
+        line, status = describe(error)
+        content = {"kind": "error", "line": line, "status": status, "until": self._begun + calls}
+        self.meeting.announce(content)
+        with self._changed:
+            self._wait(lambda: any(self._is_answered(news, content) for news in self._news))
+            (news,) = (news for news in self._news if self._is_answered(news, content))
+        self.broken = not news.is_possible
+        return news.is_possible
+
+    def _is_answered(self, news: _News, content: Message) -> bool:
+        return news.sender == self.index and news.content == content and news.target is not None
+
+    def begin_call(self, *, save_failed: bool = False) -> None:
+        """Begin a call that all processes make, after taking account of news.
+
+        Args:
+          save_failed: whether the last save is known to have failed in this process.
+
+        Raises:
+          PeerError: if another process has announced an error.
+        """
+        if self._received:
+            self._announce_once({"kind": "signal", "signal": self._received[0]})
+        if save_failed:
+            self._announce_once({"kind": "save failed", "save": self._saves})
+        with self._changed:
+            self._wait(lambda: all(news.target is not None for news in self._news))
+            due = [news for news in self._news if news.target == self._begun]
+            self._news = [news for news in self._news if news.target != self._begun]
+            self._begun += 1
+        for news in due:
+            self._take_effect(news)
+
+    def _announce_once(self, content: Message) -> None:
+        if (key := tuple(content.items())) not in self._announced:
+            self._announced.add(key)
+            self.meeting.announce(content)
+
+    def _take_effect(self, news: _News) -> None:
+        content = news.content
+        if content["kind"] == "signal":
+            self._stops.append(content["signal"])
+        elif content["kind"] == "save failed":
+            self.save_failed |= content["save"] == self._saves
+        elif self._last_error is None:  # else all processes are about to end
+            line = f"{self.meeting.name(news.sender)}: {content['line']}"
+            self._last_error = self._due_error or PeerError(line, content["status"])
+            raise self._last_error
+
+    def values(self, value: Any) -> list[Any]:
+        """Return the JSON values that the processes pass in."""
+        self.begin_call()
+        values = self._gather(f"call/{self._begun}", value, None)
+        assert values is not None
+        return values
+
+    def together(self, call: Callable[[], Result], *, patience: float = SECONDS_TO_AGREE) -> Result:
+        """Make a call that succeeds in all processes, or fails in all of them; return its result.
+
+        Args:
+          patience: seconds for the other processes to finish the call if it fails in this one.
+
+        Raises:
+          InputError: if `call` raises it in any process; also for DamagedError and StoppedError.
+          PeerError: if `call` raises another exception in another process, or if it fails in this
+            process and the others do not finish it.
+        """
+        self.begin_call()
+        result, caught = None, None
+        try:
+            result = call()
+        except Exception as error:
+            caught = error
+        outcome = None if caught is None else _outcome(caught)
+        key = f"call/{self._begun}"
+        outcomes = self._gather(key, outcome, None if caught is None else patience)
+        if outcomes is None:
+            self.broken = True
+            raise PeerError(*describe(caught)) from caught
+        if error := self._joint_error(outcomes, caught):
+            self._shared_error = error
+            raise error from caught if error is not caught else None
+        return result  # type: ignore[return-value]
+
+    def count_save(self) -> None:
+        """Forget the failure of the last save, because it was reported or a new save has begun."""
+        self._saves += 1
+        self.save_failed = False
+
+    def _joint_error(
+        self, outcomes: list[Message | None], caught: Exception | None
+    ) -> Exception | None:
+        """Return the error that this process raises for a call with these outcomes, or None.
+
+        Args:
+          outcomes: for each process, the result of `_outcome`, or None if the call has succeeded.
+          caught: the exception that the call has raised in this process, or None.
+        """
+        failed = {index: outcome for index, outcome in enumerate(outcomes) if outcome is not None}
+        if not failed:
+            return None
+        # An unexpected error ends the run, so it comes first.
+        index = min(failed, key=lambda index: (bool(failed[index]["kind"]), index))
+        kind, line = failed[index]["kind"], failed[index]["line"]
+        if not kind and isinstance(caught, Exception) and not isinstance(caught, _JOINT_ERRORS):
+            return caught
+        if len(failed) < len(outcomes):
+            line = f"{self.meeting.name(index)}: {line}"
+        if not kind:
+            return PeerError(line, failed[index]["status"])
+        kinds: dict[str, Any] = {kind.__name__: kind for kind in _JOINT_ERRORS}
+        return kinds[kind](line, *failed[index]["rest"])
+
+    def _gather(self, key: str, value: Any, seconds: float | None) -> list[Any] | None:
+        """Return the values of all processes; None if they are not complete within `seconds`."""
+        self.meeting.gather(key, value)
+        with self._changed:
+            self._wait(lambda: key in self._gathered, seconds)
+            return self._gathered.pop(key, None)
+
+    def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Wait until a condition holds, at most for `seconds`; `_changed` must be held."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        # Python handles a signal that arrives just before a wait only when that wait ends.
+        while not self._changed.wait_for(condition, WAIT_SECONDS):
+            if deadline is not None and time.monotonic() > deadline:
+                return
+
+    def _receive(self, message: Message) -> None:
+        """Handle a message of the meeting; called in its thread."""
+        if "lost" in message:
+            self._end(f"{self.meeting.name(message['lost'])} has ended without notice", 1)
+        elif "news" in message:
+            news = _News(message["number"], message["sender"], message["news"])
+            if news.content["kind"] == "failed":
+                self._end_after(news)
+                return
+            with self._changed:
+                self._news.append(news)
+                begun = self._begun
+            self.meeting.gather(f"news/{news.number}", begun)
+        else:
+            kind, _, number = message["key"].partition("/")
+            with self._changed:
+                if kind != "news":
+                    self._gathered[message["key"]] = message["gathered"]
+                else:
+                    (news,) = (news for news in self._news if news.number == int(number))
+                    news.target = max(message["gathered"])
+                    if not news.is_possible:
+                        self._end_after(news)
+                self._changed.notify_all()
+
+    def _end_after(self, news: _News) -> None:
+        """End this process because another one ends without it."""
+        if news.sender != self.index:
+            line = f"{self.meeting.name(news.sender)}: {news.content['line']}"
+            self._end(line, news.content["status"])
+
+    def _end(self, line: str, status: int) -> None:
+        if not self._leaving:
+            self._leave()
+            print(f"error: {line}; {ADVICE}", file=self._stderr, flush=True)
+            exit_now("", status)
+
+    def finish(self) -> None:
+        """Wait until all processes have finished, and leave the meeting.
+
+        Raises:
+          PeerError: if another process has failed.
+        """
+        self._wait_for_end(None)
+        for news in self._news:
+            if news.content["kind"] == "error":
+                self._take_effect(news)
+        self._leave()
+
+    def _wait_for_end(self, seconds: float | None) -> bool:
+        """Wait until all processes end; return whether they do so within `seconds`."""
+        self._all_end = self._all_end or self._gather("end", None, seconds) is not None
+        return self._all_end
+
+    def exit(self, error: BaseException) -> NoReturn:
+        """Report an error, and end this process, together with the others if possible."""
+        line, status = describe(error)
+        all_end = (
+            isinstance(error, Exception)
+            and self.can_save(error)
+            and self._wait_for_end(SECONDS_TO_END)
+        )
+        if not all_end:
+            self.meeting.announce({"kind": "failed", "line": line, "status": status})
+        if not isinstance(error, _EXPECTED):
+            traceback.print_exception(error, file=self._stderr)
+        elif line and (self.writes or not all_end):
+            print(f"error: {line}", file=self._stderr, flush=True)
+        self._leave()
+        exit_now("", status)
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self.meeting.leave()
+
+
+# Errors that all processes raise if one of them does.
+_JOINT_ERRORS = (DamagedError, InputError, StoppedError)
+_EXPECTED = (*_JOINT_ERRORS, PeerError, KeyboardInterrupt, SystemExit)
+
+
+def _outcome(error: Exception) -> Message:
+    """Return a JSON object that describes an error, from which `_joint_error` builds another."""
+    line, status = describe(error)
+    kind = next((kind.__name__ for kind in _JOINT_ERRORS if isinstance(error, kind)), "")
+    rest = error.args[1:] if isinstance(error, DamagedError) else ()
+    return {"kind": kind, "line": line, "rest": rest, "status": status}
+
+
+def describe(error: BaseException | None) -> tuple[str, int]:
+    """Return one line that describes an error, and the exit status after it."""
+    if isinstance(error, PeerError):
+        return str(error), error.status
+    if isinstance(error, _JOINT_ERRORS):
+        return str(error), 2 if isinstance(error, InputError) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted by Ctrl-C", 130
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}", 1
