@@ -336,25 +336,27 @@ def joined(
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         try:
-            _start_jax(config, meeting, ids, heartbeat)
+            _start_jax(config, lockstep, ids, heartbeat)
             yield EveryHost(config, lockstep)
             lockstep.finish()
         except BaseException as error:
             lockstep.exit(error)
 
 
-def _start_jax(config: Config, meeting: Meeting, ids: Sequence[int] | None, heartbeat: int) -> None:
+def _start_jax(
+    config: Config, lockstep: Lockstep, ids: Sequence[int] | None, heartbeat: int
+) -> None:
     """Connect JAX in this process to JAX in the others.
 
     Raises:
       InputError: if the processes do not have `config.tpu_size` devices together.
     """
-    place = meeting.place
+    meeting, place = lockstep.meeting, lockstep.meeting.place
     assert config.tpu_size is not None
     if config.tpu_size % place.count == 0:
         use_virtual_devices(config.tpu_size // place.count)
     if place.count > 1:
-        _report_aborts(meeting)
+        _report_aborts(lockstep)
         jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
         bypass_proxy(place.host)
         with contextlib.suppress(AttributeError):  # a JAX version without this setting
@@ -385,8 +387,8 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _report_aborts(meeting: Meeting) -> None:
-    """Print one line, after JAX's own report, when JAX aborts this process, and exit.
+def _report_aborts(lockstep: Lockstep) -> None:
+    """When JAX aborts this process, print one line after JAX's own report, and exit.
 
     JAX's client aborts the process when process 0 is gone, or when a process has not answered for
     some seconds.  Python's own signal handlers never run in that case, because they would run only
@@ -394,9 +396,9 @@ def _report_aborts(meeting: Meeting) -> None:
     """
 
     def report(number: int) -> None:
-        time.sleep(SECONDS_TO_REPORT)  # the thread of `Lockstep` may know the reason, and exit
-        name = meeting.name(meeting.place.index)
-        line = f"error: {name}: JAX has lost another process, or failed (see above); {ADVICE}"
+        lockstep.name_silent()
+        time.sleep(SECONDS_TO_REPORT)  # the thread of `lockstep` may learn the reason, and exit
+        line = f"error: JAX has lost another process, or failed (see above); {ADVICE}"
         print(line, file=sys.__stderr__, flush=True)  # `sys.stderr` may lead nowhere
         exit_now("", 1)
 

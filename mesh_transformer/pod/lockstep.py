@@ -26,6 +26,7 @@ from mesh_transformer.util import DamagedError, InputError, StoppedError, exit_n
 Result = TypeVar("Result")
 
 SECONDS_TO_AGREE = 5.0  # for the other processes to finish a call that has failed in this one
+SECONDS_TO_ANSWER = 1.0  # for the other processes to answer a ping
 SECONDS_TO_END = 20 * 60.0  # for the other processes to end, while they may be saving
 WAIT_SECONDS = 0.5  # longest time until a signal is handled while the main thread waits
 ADVICE = "start all processes again to resume from the newest checkpoint"
@@ -133,14 +134,20 @@ class Lockstep(Agreement):
 
     def _announce_error(self, error: Exception, calls: int) -> bool:
         """Announce an error; return whether the other processes can end when this one does."""
-        line, status = describe(error)
-        content = {"kind": "error", "line": line, "status": status, "until": self._begun + calls}
+        content = self._content("error", error) | {"until": self._begun + calls}
         self.meeting.announce(content)
         with self._changed:
             self._wait(lambda: any(self._is_answered(news, content) for news in self._news))
             (news,) = (news for news in self._news if self._is_answered(news, content))
         self.broken = not news.is_possible
         return news.is_possible
+
+    def _content(self, kind: str, error: BaseException) -> Message:
+        """Return the content of news about an error in this process."""
+        line, status = describe(error)
+        if not isinstance(error, PeerError):
+            line = f"{self.meeting.name(self.index)}: {line}"
+        return {"kind": kind, "line": line, "status": status}
 
     def _is_answered(self, news: _News, content: Message) -> bool:
         return news.sender == self.index and news.content == content and news.target is not None
@@ -162,9 +169,9 @@ class Lockstep(Agreement):
             self._wait(lambda: all(news.target is not None for news in self._news))
             due = [news for news in self._news if news.target == self._begun]
             self._news = [news for news in self._news if news.target != self._begun]
+            for news in due:
+                self._take_effect(news)
             self._begun += 1
-        for news in due:
-            self._take_effect(news)
 
     def _announce_once(self, content: Message) -> None:
         if (key := tuple(content.items())) not in self._announced:
@@ -178,8 +185,7 @@ class Lockstep(Agreement):
         elif content["kind"] == "save failed":
             self.save_failed |= content["save"] == self._saves
         elif self._last_error is None:  # else all processes are about to end
-            line = f"{self.meeting.name(news.sender)}: {content['line']}"
-            self._last_error = self._due_error or PeerError(line, content["status"])
+            self._last_error = self._due_error or PeerError(content["line"], content["status"])
             raise self._last_error
 
     def values(self, value: Any) -> list[Any]:
@@ -270,6 +276,9 @@ class Lockstep(Agreement):
             if news.content["kind"] == "failed":
                 self._end_after(news)
                 return
+            if news.content["kind"] == "ping":
+                self.meeting.gather("ping", None)
+                return
             with self._changed:
                 self._news.append(news)
                 begun = self._begun
@@ -289,13 +298,13 @@ class Lockstep(Agreement):
     def _end_after(self, news: _News) -> None:
         """End this process because another one ends without it."""
         if news.sender != self.index:
-            line = f"{self.meeting.name(news.sender)}: {news.content['line']}"
-            self._end(line, news.content["status"])
+            self._end(news.content["line"], news.content["status"])
 
     def _end(self, line: str, status: int) -> None:
         if not self._leaving:
             self._leave()
-            print(f"error: {line}; {ADVICE}", file=self._stderr, flush=True)
+            bar = "\n" if self.writes else ""  # ends the line of a progress bar
+            print(f"{bar}error: {line}; {ADVICE}", file=self._stderr, flush=True)
             exit_now("", status)
 
     def finish(self) -> None:
@@ -324,13 +333,24 @@ class Lockstep(Agreement):
             and self._wait_for_end(SECONDS_TO_END)
         )
         if not all_end:
-            self.meeting.announce({"kind": "failed", "line": line, "status": status})
+            self.meeting.announce(self._content("failed", error))
         if not isinstance(error, _EXPECTED):
             traceback.print_exception(error, file=self._stderr)
         elif line and (self.writes or not all_end):
             print(f"error: {line}", file=self._stderr, flush=True)
         self._leave()
         exit_now("", status)
+
+    def name_silent(self) -> None:
+        """If a process does not answer, end this one and the others with a line that names it."""
+        if self.writes:
+            self.meeting.announce({"kind": "ping"})
+            time.sleep(SECONDS_TO_ANSWER)
+            if silent := self.meeting.silent("ping"):
+                names = " and ".join(map(self.meeting.name, silent[:3]))
+                line = f"{names} {'does' if len(silent) == 1 else 'do'} not answer"
+                self.meeting.announce({"kind": "failed", "line": line, "status": 1})
+                self._end(line, 1)
 
     def _leave(self) -> None:
         self._leaving = True

@@ -98,8 +98,9 @@ class Meeting:
         self._hub: _Hub | None = None
         deadline = time.monotonic() + seconds
         if place.index == 0:
+            listener = _listener(place)
             self._socket, other = socket.socketpair()
-            self._hub = _Hub(place, other, seconds, heartbeat)
+            self._hub = _Hub(place, listener, other, seconds, heartbeat)
             self._hub.start()
         else:
             self._socket = _connected(place, seconds, heartbeat)
@@ -114,6 +115,9 @@ class Meeting:
         except OSError:
             answer = {}
         if "welcome" not in answer:
+            if self._hub is not None:
+                self._hub.join(LEAVE_SECONDS)
+            self._socket.close()
             lost = f"process 0 at {place.address} ended before all processes were connected"
             raise InputError(answer.get("refused") or f"{lost}; see its output")
         self.coordinator: str = answer["welcome"]["coordinator"]
@@ -138,6 +142,7 @@ class Meeting:
             with contextlib.suppress(OSError):
                 for message in self._lines.read():
                     receive(message)
+            self._socket.close()
             if not self._left:
                 receive({"lost": 0})
 
@@ -155,12 +160,19 @@ class Meeting:
         """
         self._send({"gather": key, "value": value})
 
+    def silent(self, key: str) -> list[int]:
+        """Return the processes that have not contributed to the values `key`; for process 0."""
+        assert self._hub is not None
+        return self._hub.silent(key)
+
     def leave(self) -> None:
         """Leave the meeting; process 0 waits some seconds for the others to leave too."""
         self._left = True
         self._send({"leave": True})
         if self._hub is not None:
             self._hub.join(LEAVE_SECONDS)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread that listens
 
     def _send(self, message: Message) -> None:
         # The thread that listens reports a lost connection.
@@ -216,22 +228,30 @@ class _Lines:
 class _Hub(threading.Thread):
     """Runs in process 0: accepts the other processes, and passes their messages on to all."""
 
-    def __init__(self, place: Place, own: socket.socket, seconds: float, heartbeat: int):
+    def __init__(
+        self,
+        place: Place,
+        listener: socket.socket,
+        own: socket.socket,
+        seconds: float,
+        heartbeat: int,
+    ):
         super().__init__(name="hub", daemon=True)
         self._place, self._seconds, self._heartbeat = place, seconds, heartbeat
-        self._listener = _listener(place)
+        self._deadline = time.monotonic() + seconds
+        self._listener = listener
         self._members: dict[int, tuple[socket.socket, _Lines]] = {}
         self._hellos: dict[int, Message] = {}
+        self._greeted = 0  # number of processes that have connected
         self._own = own
         self._news = 0  # number of the next news
         self._gathered: dict[str, dict[int, Any]] = {}
 
     def run(self) -> None:
         with self._listener:
-            problem = self._assemble()
-        if problem is not None:
-            self._broadcast({"refused": problem})
-            return
+            if (problem := self._assemble()) is not None:
+                self._refuse(problem)
+                return
         port = _free_port(self._place)
         hosts = [self._hellos[index]["host"] for index in range(self._place.count)]
         coordinator = f"{self._place.address.rpartition(':')[0]}:{port}"
@@ -240,11 +260,11 @@ class _Hub(threading.Thread):
 
     def _assemble(self) -> str | None:
         """Accept all processes; return a line if the run cannot start, else None."""
-        place, deadline = self._place, time.monotonic() + self._seconds
+        place = self._place
         if problem := self._admit(self._own):
             return problem
         while len(self._members) < place.count:
-            self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
@@ -258,6 +278,21 @@ class _Hub(threading.Thread):
             if problem := self._admit(connection):
                 return problem
         return None
+
+    def _refuse(self, problem: str) -> None:
+        """Tell all processes why the run cannot start, also those that connect soon."""
+        message = {"refused": problem}
+        self._broadcast(message)
+        deadline = min(self._deadline, time.monotonic() + LEAVE_SECONDS)
+        with contextlib.suppress(OSError):
+            while self._greeted < self._place.count:
+                self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
+                connection, _ = self._listener.accept()
+                with connection:
+                    connection.sendall(_encode(message))
+                self._greeted += 1
+        for connection, _ in self._members.values():
+            connection.close()
 
     def _admit(self, connection: socket.socket) -> str | None:
         """Add a process that has connected; return a line if it does not fit the run, else None.
@@ -276,10 +311,12 @@ class _Hub(threading.Thread):
         _set_options(connection, self._heartbeat)
         connection.settimeout(None)
         if index in self._members and _is_closed(self._members[index][0]):
-            del self._members[index]  # it was started again
+            self._members.pop(index)[0].close()  # it was started again
+            self._greeted -= 1
         problem = self._difference(index, count, facts)
+        self._greeted += 1
         if index in self._members:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), connection:
                 connection.sendall(_encode({"refused": problem}))
         else:
             self._members[index], self._hellos[index] = (connection, lines), hello
@@ -312,6 +349,7 @@ class _Hub(threading.Thread):
 
     def _relay(self) -> None:
         """Pass messages on until all processes have left."""
+        connections = [connection for connection, _ in self._members.values()]
         selector = selectors.DefaultSelector()
         for index, (connection, lines) in self._members.items():
             selector.register(connection, selectors.EVENT_READ, (index, lines))
@@ -328,6 +366,8 @@ class _Hub(threading.Thread):
                     selector.unregister(key.fileobj)
                     if self._members.pop(index, None) is not None:
                         self._broadcast({"lost": index})
+        for connection in connections:
+            connection.close()
 
     def _handle(self, index: int, lines: _Lines) -> None:
         for message in lines.pending():
@@ -343,6 +383,9 @@ class _Hub(threading.Thread):
                     self._broadcast({"gathered": in_order, "key": message["gather"]})
             else:  # it leaves
                 self._members.pop(index, None)
+
+    def silent(self, key: str) -> list[int]:
+        return sorted(set(range(self._place.count)) - self._gathered.get(key, {}).keys())
 
     def _broadcast(self, message: Message) -> None:
         line = _encode(message)
