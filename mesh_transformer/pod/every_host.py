@@ -98,11 +98,7 @@ class EveryHost(CausalTransformer):
                 f"train_set: {self.lockstep.meeting.name(index)} sees other record files than "
                 "process 0 (names or sizes differ); give all processes the same files"
             )
-        return _TrainSet(records, self.lockstep)
-
-    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        self._begin_call()
-        return super().train(sample)
+        return _TrainSet(records, self.lockstep, self._begin_call)
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         self._begin_call()
@@ -187,10 +183,14 @@ class _TrainSet:
 
     If reading a batch fails in one process, all processes stop at the same step, before that batch,
     and can still save.
+
+    Args:
+      begin_call: begins a call that all processes make (see `Lockstep.begin_call`): getting a batch
+        and training on it.
     """
 
-    def __init__(self, records: TrainSet, lockstep: Lockstep):
-        self._records, self._lockstep = records, lockstep
+    def __init__(self, records: TrainSet, lockstep: Lockstep, begin_call: Callable[[], None]):
+        self._records, self._lockstep, self._begin_call = records, lockstep, begin_call
         self._ahead: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
         self._state = records.state()
         self._error: Exception | None = None
@@ -204,9 +204,7 @@ class _TrainSet:
                 self._lockstep.announce_error(error, len(self._ahead))
             else:
                 self._ahead.append((sample, self._records.state()))
-        if not self._ahead:
-            assert self._error is not None
-            raise self._error
+        self._begin_call()  # raises before the position changes
         sample, self._state = self._ahead.popleft()
         return sample
 

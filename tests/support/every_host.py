@@ -23,7 +23,7 @@ from tests.support.multihost import PROXIES, ROOT, free_port
 from tests.support.waiting import SECONDS, wait_until
 
 DEVICES = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
-PROGRESS = re.compile(r"\d+%\||\[Gloo\]")  # what the bar and JAX print
+PROGRESS = re.compile(r"\d+%\||.*peer rank|\[Gloo\]")  # what the bar and JAX print
 
 
 class Processes:
