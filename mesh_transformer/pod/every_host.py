@@ -85,7 +85,7 @@ class EveryHost(CausalTransformer):
     def restore(self, folder: AnyPath, base: AnyPath | None = None) -> dict[str, Any] | None:
         return self._together(super().restore, folder, base)
 
-    def open_train_set(self) -> "_TrainSet":  # type: ignore[override]
+    def open_train_set(self) -> TrainSet:  # type: ignore[override]
         """Open `config.train_set`, to read only the batch rows of this process.
 
         Raises:
@@ -316,7 +316,8 @@ def joined(
     apart from errors.
 
     Args:
-      place, ids: the result of `find_place`.
+      place: the place of this process, from `find_place`.
+      ids: the local devices that it uses, from `find_place`.
       flags: further JSON values, by name, that must be equal in all processes.
       seconds: time limit for all processes to connect.
       heartbeat: seconds after which a process that does not answer counts as dead.

@@ -52,6 +52,7 @@ class Place:
 
     @property
     def port(self) -> int:
+        """The port in `address`."""
         return int(self.address.rpartition(":")[2])
 
     @property
