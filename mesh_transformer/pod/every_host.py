@@ -11,6 +11,7 @@ them make the same calls; JAX's collectives do the rest.
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -70,8 +71,8 @@ class EveryHost(CausalTransformer):
         self._eval_rows = AllRows(self.mesh)
         self._generator = Generator(self.config, self.mesh, self._eval_rows)
 
-    def _begin_call(self) -> None:
-        self.lockstep.begin_call(save_failed=super().save_failed)
+    def _call(self) -> contextlib.AbstractContextManager[None]:
+        return self.lockstep.call(save_failed=super().save_failed)
 
     def _together(self, call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         return self.lockstep.together(lambda: call(*args, **kwargs))
@@ -98,19 +99,28 @@ class EveryHost(CausalTransformer):
                 f"train_set: {self.lockstep.meeting.name(index)} sees other record files than "
                 "process 0 (names or sizes differ); give all processes the same files"
             )
-        return _TrainSet(records, self.lockstep, self._begin_call)
+        return _TrainSet(records, self._begin_step, self.lockstep)
+
+    def _begin_step(self, batch: int) -> None:
+        self.lockstep.begin_call(save_failed=super().save_failed, batch=batch)
+
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Complete the call that `get_samples` of the training set has begun."""
+        metrics = super().train(sample)
+        self.lockstep.complete_call()
+        return metrics
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        self._begin_call()
-        return super().eval(sample)
+        with self._call():
+            return super().eval(sample)
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
-        self._begin_call()
-        return super().score(tokens, alternatives)
+        with self._call():
+            return super().score(tokens, alternatives)
 
-    def batch(self, rows: int) -> Batch:
-        self._begin_call()
-        return super().batch(rows)
+    def batch(self, rows: int) -> "_Batch":  # type: ignore[override]
+        with self._call():
+            return _Batch(super().batch(rows), self._call)
 
     def claim(self, folder: AnyPath) -> None:
         """Lock a model folder; see `CausalTransformer.claim`.
@@ -178,19 +188,44 @@ def _is_seen(path: str) -> bool:
     return True
 
 
+class _Batch:
+    """A `generation.batch.Batch` whose methods are calls that all processes make."""
+
+    def __init__(self, batch: Batch, call: Callable[[], contextlib.AbstractContextManager[None]]):
+        self._batch, self._call = batch, call
+        self.rows = batch.rows
+        self.release = batch.release
+
+    @property
+    def left(self) -> np.ndarray:
+        return self._batch.left
+
+    def reserve(self, positions: int) -> None:
+        with self._call():
+            self._batch.reserve(positions)
+
+    def insert(self, *args: Any, **kwargs: Any) -> Chosen:
+        with self._call():
+            return self._batch.insert(*args, **kwargs)
+
+    def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
+        with self._call():
+            return self._batch.decode(steps, alternatives)
+
+
 class _TrainSet:
     """A training set that is read some batches ahead, so that errors are known early.
 
-    If reading a batch fails in one process, all processes stop at the same step, before that batch,
-    and can still save.
+    If reading a batch fails in one process, all processes stop before that batch, and can save.
 
     Args:
-      begin_call: begins a call that all processes make (see `Lockstep.begin_call`): getting a batch
-        and training on it.
+      begin_step: called with a batch's number before the batch is taken; begins a call that all
+        processes make (see `Lockstep.begin_call`), which ends when they train on the batch.
     """
 
-    def __init__(self, records: TrainSet, lockstep: Lockstep, begin_call: Callable[[], None]):
-        self._records, self._lockstep, self._begin_call = records, lockstep, begin_call
+    def __init__(self, records: TrainSet, begin_step: Callable[[int], None], lockstep: Lockstep):
+        self._records, self._begin_step, self._lockstep = records, begin_step, lockstep
+        self._taken = 0  # number of batches
         self._ahead: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
         self._state = records.state()
         self._error: Exception | None = None
@@ -201,10 +236,11 @@ class _TrainSet:
                 sample = self._records.get_samples()
             except Exception as error:
                 self._error = error
-                self._lockstep.announce_error(error, len(self._ahead))
+                self._lockstep.announce_bad_batch(error, self._taken + len(self._ahead))
             else:
                 self._ahead.append((sample, self._records.state()))
-        self._begin_call()  # raises before the position changes
+        self._begin_step(self._taken)  # raises before the position changes
+        self._taken += 1
         sample, self._state = self._ahead.popleft()
         return sample
 
@@ -335,7 +371,10 @@ def joined(
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         try:
+            lockstep.broken = True  # after an error in here, the others could wait inside JAX
             _start_jax(config, lockstep, ids, heartbeat)
+            lockstep.broken = False
+            lockstep.together(functools.partial(_check_devices, config, place))
             yield EveryHost(config, lockstep)
             lockstep.finish()
         except BaseException as error:
@@ -345,11 +384,7 @@ def joined(
 def _start_jax(
     config: Config, lockstep: Lockstep, ids: Sequence[int] | None, heartbeat: int
 ) -> None:
-    """Connect JAX in this process to JAX in the others.
-
-    Raises:
-      InputError: if the processes do not have `config.tpu_size` devices together.
-    """
+    """Connect JAX in this process to JAX in the others, and start its devices."""
     meeting, place = lockstep.meeting, lockstep.meeting.place
     assert config.tpu_size is not None
     if config.tpu_size % place.count == 0:
@@ -373,6 +408,10 @@ def _start_jax(
         )
         if jax.default_backend() == "cpu":
             compile_together()
+
+
+def _check_devices(config: Config, place: Place) -> None:
+    """Raise InputError if the processes do not have `config.tpu_size` devices together."""
     if jax.device_count() != config.tpu_size:
         raise InputError(
             f"{place.count} processes have {jax.device_count()} {jax.default_backend()} devices "

@@ -8,6 +8,9 @@ A process announces what it has noticed.  On the news, each process reports how 
 begun, and begins no further call until all reports are known.  The news take effect in every
 process once it has begun as many calls as the furthest one.  A thread answers the news, because the
 main thread may be waiting for the devices.  Calls without news cost no communication.
+
+An error in one process ends the others too.  If none of them has begun more calls than the process
+with the error has completed, all of them can still save.  Otherwise the others end at once.
 """
 
 import contextlib
@@ -51,19 +54,34 @@ class _News:
     Attributes:
       number: their number in the meeting.
       sender: index of the process that has announced them.
-      content: what was announced.  Its entry "kind" is "signal", "save failed" or "error".
-      target: number of begun calls at which they take effect; None until it is known.
+      content: what was announced.  Its entry "kind" is "signal", "save failed" or "error".  Of an
+        error, "completed" is the number of calls that the sender has completed, or "batch" the
+        number of the training batch that it cannot read.
+      begun: largest number of calls that a process has begun; None until it is known.
+      batches: largest number of training batches that a process has taken.
     """
 
     number: int
     sender: int
     content: Message
-    target: int | None = None
+    begun: int | None = None
+    batches: int = 0
 
     @property
     def is_possible(self) -> bool:
-        """Whether the sender can begin as many calls as the furthest process."""
-        return self.target is not None and self.target <= self.content.get("until", self.target)
+        """Whether no process has begun a call that the sender cannot take part in."""
+        if "batch" in self.content:
+            return self.batches <= self.content["batch"]
+        return self.begun is not None and self.begun <= self.content.get("completed", self.begun)
+
+    def is_due(self, begun: int, batch: int | None) -> bool:
+        """Return whether they take effect before the next call.
+
+        Args:
+          begun: number of calls that this process has begun.
+          batch: number of the training batch that the next call takes, if it takes one.
+        """
+        return batch == self.content["batch"] if "batch" in self.content else begun == self.begun
 
 
 class Lockstep(Agreement):
@@ -80,10 +98,11 @@ class Lockstep(Agreement):
         self.writes = self.index == 0
         self.save_failed = False
         self.broken = False
-        self._begun = 0  # number of calls that this process has begun
+        self._begun = self._batches = 0  # numbers of calls and batches that this process has begun
         self._news: list[_News] = []
         self._gathered: dict[str, list[Any]] = {}
-        self._changed = threading.Condition()  # guards the three attributes above
+        self._changed = threading.Condition()  # guards the attributes above
+        self._completed = 0  # the last call that this process has completed
         self._saves = 0  # number of saves that this process has started or waited for
         self._received: list[int] = []  # signals that this process has received
         self._stops: list[int] = []  # signals that have taken effect
@@ -116,25 +135,30 @@ class Lockstep(Agreement):
         once.
         """
         is_shared = error in (self._last_error, self._shared_error)
-        if is_shared or (not self.broken and self._announce_error(error, 0)):
+        if is_shared or (
+            not self.broken and self._announce_error(error, completed=self._completed)
+        ):
             self._last_error = error
         return error is self._last_error
 
-    def announce_error(self, error: Exception, calls: int) -> None:
-        """Announce an error that ends the run after at most this many more calls.
+    def announce_bad_batch(self, error: Exception, batch: int) -> None:
+        """Announce that this process cannot read a training batch, which is needed later.
 
-        A later `begin_call` raises the error, and PeerError in the other processes.
+        The call that would take it raises the error, and PeerError in the other processes.
+
+        Args:
+          batch: number of batches before it.
 
         Raises:
-          Exception: the error, if another process has begun more calls already.
+          Exception: the error, if another process has taken that batch already.
         """
-        if not self._announce_error(error, calls):
+        if not self._announce_error(error, batch=batch):
             raise error
         self._due_error = error
 
-    def _announce_error(self, error: Exception, calls: int) -> bool:
+    def _announce_error(self, error: Exception, **until: int) -> bool:
         """Announce an error; return whether the other processes can end when this one does."""
-        content = self._content("error", error) | {"until": self._begun + calls}
+        content = self._content("error", error) | until
         self.meeting.announce(content)
         with self._changed:
             self._wait(lambda: any(self._is_answered(news, content) for news in self._news))
@@ -142,7 +166,7 @@ class Lockstep(Agreement):
         self.broken = not news.is_possible
         return news.is_possible
 
-    def _content(self, kind: str, error: BaseException) -> Message:
+    def _content(self, kind: str, error: BaseException | None) -> Message:
         """Return the content of news about an error in this process."""
         line, status = describe(error)
         if not isinstance(error, PeerError):
@@ -150,13 +174,21 @@ class Lockstep(Agreement):
         return {"kind": kind, "line": line, "status": status}
 
     def _is_answered(self, news: _News, content: Message) -> bool:
-        return news.sender == self.index and news.content == content and news.target is not None
+        return news.sender == self.index and news.content == content and news.begun is not None
 
-    def begin_call(self, *, save_failed: bool = False) -> None:
-        """Begin a call that all processes make, after taking account of news.
+    @contextlib.contextmanager
+    def call(self, *, save_failed: bool = False) -> Iterator[None]:
+        """Return a context manager for a call that all processes make; see `begin_call`."""
+        self.begin_call(save_failed=save_failed)
+        yield
+        self.complete_call()
+
+    def begin_call(self, *, save_failed: bool = False, batch: int | None = None) -> None:
+        """Begin a call that all processes make, after the news that are due have taken effect.
 
         Args:
           save_failed: whether the last save is known to have failed in this process.
+          batch: number of the training batch that the call takes, if it takes one.
 
         Raises:
           PeerError: if another process has announced an error.
@@ -166,12 +198,18 @@ class Lockstep(Agreement):
         if save_failed:
             self._announce_once({"kind": "save failed", "save": self._saves})
         with self._changed:
-            self._wait(lambda: all(news.target is not None for news in self._news))
-            due = [news for news in self._news if news.target == self._begun]
-            self._news = [news for news in self._news if news.target != self._begun]
+            self._wait(lambda: all(news.begun is not None for news in self._news))
+            due = [news for news in self._news if news.is_due(self._begun, batch)]
+            self._news = [news for news in self._news if news not in due]
             for news in due:
                 self._take_effect(news)
             self._begun += 1
+            if batch is not None:
+                self._batches = batch + 1
+
+    def complete_call(self) -> None:
+        """Complete the call that `begin_call` has begun; the devices may still be running it."""
+        self._completed = self._begun
 
     def _announce_once(self, content: Message) -> None:
         if (key := tuple(content.items())) not in self._announced:
@@ -190,8 +228,8 @@ class Lockstep(Agreement):
 
     def values(self, value: Any) -> list[Any]:
         """Return the JSON values that the processes pass in."""
-        self.begin_call()
-        values = self._gather(f"call/{self._begun}", value, None)
+        with self.call():
+            values = self._gather(f"call/{self._begun}", value, None)
         assert values is not None
         return values
 
@@ -217,7 +255,9 @@ class Lockstep(Agreement):
         outcomes = self._gather(key, outcome, None if caught is None else patience)
         if outcomes is None:
             self.broken = True
-            raise PeerError(*describe(caught)) from caught
+            content = self._content("failed", caught)
+            raise PeerError(content["line"], content["status"]) from caught
+        self.complete_call()
         if error := self._joint_error(outcomes, caught):
             self._shared_error = error
             raise error from caught if error is not caught else None
@@ -281,7 +321,7 @@ class Lockstep(Agreement):
                 return
             with self._changed:
                 self._news.append(news)
-                begun = self._begun
+                begun = self._begun, self._batches
             self.meeting.gather(f"news/{news.number}", begun)
         else:
             kind, _, number = message["key"].partition("/")
@@ -290,7 +330,7 @@ class Lockstep(Agreement):
                     self._gathered[message["key"]] = message["gathered"]
                 else:
                     (news,) = (news for news in self._news if news.number == int(number))
-                    news.target = max(message["gathered"])
+                    news.begun, news.batches = map(max, zip(*message["gathered"], strict=True))
                     if not news.is_possible:
                         self._end_after(news)
                 self._changed.notify_all()
@@ -315,7 +355,7 @@ class Lockstep(Agreement):
         """
         self._wait_for_end(None)
         for news in self._news:
-            if news.content["kind"] == "error":
+            if "completed" in news.content:  # not a batch that was never needed
                 self._take_effect(news)
         self._leave()
 

@@ -243,7 +243,7 @@ class _Hub(threading.Thread):
         self._listener = listener
         self._members: dict[int, tuple[socket.socket, _Lines]] = {}
         self._hellos: dict[int, Message] = {}
-        self._greeted = 0  # number of processes that have connected
+        self._refused = 0  # number of processes that were refused besides the members
         self._own = own
         self._news = 0  # number of the next news
         self._gathered: dict[str, dict[int, Any]] = {}
@@ -264,12 +264,11 @@ class _Hub(threading.Thread):
         place = self._place
         if problem := self._admit(self._own):
             return problem
-        while len(self._members) < place.count:
+        while missing := self._missing():
             self._listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                missing = sorted(set(range(place.count)) - self._members.keys())
                 verb = "has" if len(missing) == 1 else "have"
                 return (
                     f"{_processes(missing)} of {place.count} {verb} not connected to "
@@ -280,18 +279,26 @@ class _Hub(threading.Thread):
                 return problem
         return None
 
+    def _missing(self) -> list[int]:
+        """Return the processes that have not connected, or have ended since."""
+        for index, (connection, _) in list(self._members.items()):
+            if _is_closed(connection):
+                connection.close()
+                del self._members[index]
+        return sorted(set(range(self._place.count)) - self._members.keys())
+
     def _refuse(self, problem: str) -> None:
         """Tell all processes why the run cannot start, also those that connect soon."""
         message = {"refused": problem}
         self._broadcast(message)
         deadline = min(self._deadline, time.monotonic() + LEAVE_SECONDS)
         with contextlib.suppress(OSError):
-            while self._greeted < self._place.count:
+            while len(self._members) + self._refused < self._place.count:
                 self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection, _ = self._listener.accept()
                 with connection:
                     connection.sendall(_encode(message))
-                self._greeted += 1
+                self._refused += 1
         for connection, _ in self._members.values():
             connection.close()
 
@@ -311,12 +318,10 @@ class _Hub(threading.Thread):
             return None
         _set_options(connection, self._heartbeat)
         connection.settimeout(None)
-        if index in self._members and _is_closed(self._members[index][0]):
-            self._members.pop(index)[0].close()  # it was started again
-            self._greeted -= 1
+        self._missing()  # forgets a process that was started again
         problem = self._difference(index, count, facts)
-        self._greeted += 1
         if index in self._members:
+            self._refused += 1
             with contextlib.suppress(OSError), connection:
                 connection.sendall(_encode({"refused": problem}))
         else:

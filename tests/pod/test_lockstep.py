@@ -250,20 +250,23 @@ def test_an_error_that_is_known_early_ends_all_processes_at_the_same_call(seed, 
             own = members[index]
             for step in range(60):
                 if index == failing and step == first:
-                    own.announce_error(InputError("record 7 is bad"), AHEAD)
+                    own.announce_bad_batch(InputError("record 7 is bad"), first + AHEAD)
                 try:
-                    own.begin_call()
+                    if step % 5 == 0:  # a validation
+                        with own.call():
+                            devices.run(index)
+                    own.begin_call(batch=step)
                 except (InputError, PeerError) as error:
                     kinds = isinstance(error, PeerError) is (index != failing)
                     return step, str(error), kinds and own.can_save(error)
                 devices.run(index)
+                own.complete_call()
             raise AssertionError("nothing was raised")
 
         results = together(count, train)
         names = members[0].meeting.name(failing)
     steps, lines, saved = zip(*results, strict=True)
-    assert len(set(steps)) == 1
-    assert first <= steps[0] <= first + AHEAD
+    assert set(steps) == {first + AHEAD}
     assert all(saved)
     for index, line in enumerate(lines):
         assert line == ("" if index == failing else f"{names}: ") + "record 7 is bad"
@@ -277,7 +280,8 @@ def test_an_error_without_warning_ends_the_processes_that_have_gone_on(ends, cap
         def train(index: int) -> bool | None:
             own = members[index]
             for _ in range(10 + (index != 1)):
-                own.begin_call()
+                with own.call():
+                    pass
             gone_on.wait(SECONDS)
             return own.can_save(ValueError("not on the others")) if index == 1 else None
 
@@ -290,6 +294,36 @@ def test_an_error_without_warning_ends_the_processes_that_have_gone_on(ends, cap
     assert capsys.readouterr().err.split("\n").count(line) == 2
 
 
+def test_an_error_inside_a_call_ends_the_processes_that_have_begun_it(ends):
+    with in_lockstep(2) as members:
+
+        def train(index: int) -> bool | None:
+            own = members[index]
+            with own.call():
+                pass
+            own.begin_call()
+            return own.can_save(MemoryError()) if index == 1 else None
+
+        assert together(2, train) == [None, False]
+        wait_until(lambda: ends == [1], "the other process ends")
+
+
+def test_a_bad_batch_that_is_not_needed_ends_nothing(ends):
+    with in_lockstep(2) as members:
+
+        def train(index: int) -> None:
+            own = members[index]
+            if index == 1:
+                own.announce_bad_batch(InputError("record 7 is bad"), 3)
+            for batch in range(3):
+                own.begin_call(batch=batch)
+                own.complete_call()
+            own.finish()
+
+        assert together(2, train) == [None, None]
+    assert not ends
+
+
 def test_an_error_where_all_processes_stand_lets_them_all_save(ends):
     with in_lockstep(3) as members:
         barrier = threading.Barrier(3)
@@ -297,8 +331,8 @@ def test_an_error_where_all_processes_stand_lets_them_all_save(ends):
         def train(index: int) -> tuple[str, bool]:
             own = members[index]
             for _ in range(5):
-                own.begin_call()
-                barrier.wait(SECONDS)
+                with own.call():
+                    barrier.wait(SECONDS)
             try:
                 if index == 2:
                     raise ValueError("only here")
@@ -306,8 +340,8 @@ def test_an_error_where_all_processes_stand_lets_them_all_save(ends):
                 own.begin_call()
             except Exception as error:
                 savable = own.can_save(error)
-                own.begin_call()  # to save; it must not raise the error again
-                return str(error), savable and not own.broken
+                with own.call():  # to save; it must not raise the error again
+                    return str(error), savable and not own.broken
             raise AssertionError("nothing was raised")
 
         results = together(3, train)
