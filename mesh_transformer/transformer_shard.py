@@ -26,7 +26,7 @@ from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
-from mesh_transformer.mesh.placement import Rows, limit_in_flight
+from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
@@ -72,8 +72,8 @@ class CausalTransformer:
         use_virtual_devices(self.config.tpu_size)
         self.mesh = make_mesh(self.config, devices)
         steps.check_zero(self.config, self.mesh)
-        self._rows = Rows(self.mesh)
-        self._generator = Generator(self.config, self.mesh, self._rows)
+        self._rows = self._eval_rows = Rows(self.mesh)  # of `train`, and of all other methods
+        self._generator = Generator(self.config, self.mesh, self._eval_rows)
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
@@ -157,7 +157,8 @@ class CausalTransformer:
 
     def open_train_set(self) -> TFRecordNewInputs:
         """Open `config.train_set`; return an iterator over batches that `train` accepts."""
-        return open_train_set(self.config, self.batch_size)
+        own = process_rows([self.replicas], self.config.per_replica_batch)
+        return open_train_set(self.config, self.batch_size, *own)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
         """Run one optimizer update; return its metrics without waiting for the devices.
@@ -210,18 +211,18 @@ class CausalTransformer:
         """
         batch = check_batch(self.config, "eval", sample, 2, ignored="ctx_length")
         batch.pop("loss_mask", None)
-        rows = len(batch["obs"])
-        batch = {key: self._rows.pad(tokens) for key, tokens in batch.items()}
-        outputs = self._eval(self._params(), self._rows.place(batch, P("dp")))
+        count, rows = len(batch["obs"]), self._eval_rows
+        placed = rows.place({key: rows.pad(x) for key, x in batch.items()}, P("dp"))
+        outputs = self._eval(self._params(), placed)
         limit_in_flight(outputs["loss"])
-        return {name: self._rows.fetch(x, rows) for name, x in outputs.items()}
+        return {name: rows.fetch(x, count) for name, x in outputs.items()}
 
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
         tokens = check_tokens(self.config, "tokens", tokens, 2)
-        padded = self._rows.place(self._rows.pad(tokens), P("dp"))
-        logits = self._logits(self._params(), padded)
-        return self._rows.fetch(logits.block_until_ready(), len(tokens))
+        rows = self._eval_rows
+        logits = self._logits(self._params(), rows.place(rows.pad(tokens), P("dp")))
+        return rows.fetch(logits.block_until_ready(), len(tokens))
 
     def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
         """Return each token's logprob given the tokens before it; a row's first token has none.

@@ -1,6 +1,7 @@
 """Data loader: reads batches from the TFRecord files of an index; can resume from any record."""
 
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ class TFRecordNewInputs:
         n_vocab: int | None = None,
         repeat: bool = True,
         partial: bool = False,
-        columns: Sequence[int] | None = None,
+        columns: Sequence[int] | np.ndarray | None = None,
         shuffle_buffer: int = 0,
         seed: int = 0,
         restore_state: dict | None = None,
@@ -161,6 +162,14 @@ class TFRecordNewInputs:
             self._place = self._mixture.checked_place(state)
         self._batches = batches
 
+    def fingerprint(self) -> str:
+        """Return a digest of the names and sizes of all record files.
+
+        Hosts that read the same records have the same fingerprint.
+        """
+        files = [(records.fingerprint, records.sizes) for records in self._mixture.sets]
+        return hashlib.sha256(repr(files).encode()).hexdigest()
+
     def close(self) -> None:
         """Stop the background thread; the next call of `get_samples` starts a new one."""
         if self._ahead is not None:
@@ -169,7 +178,7 @@ class TFRecordNewInputs:
 
 
 def open_train_set(
-    config: Config, batch_size: int, columns: Sequence[int] | None = None
+    config: Config, batch_size: int, columns: Sequence[int] | np.ndarray | None = None
 ) -> TFRecordNewInputs:
     """Return a loader of a config's training set, whose arrays have shape [A, batch_size, T].
 

@@ -101,6 +101,28 @@ class Rows:
         return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])[:count]
 
 
+class AllRows(Rows):
+    """Like `Rows`, but each process passes in the rows of all replicas, and gets all rows back.
+
+    All processes must pass in the same rows.
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__(mesh)
+        self.replicas = list(range(self.dp))
+        self._replicate = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+
+    def fetch(self, x: Array, count: int) -> Array | np.ndarray:
+        """Return the first `count` rows of x, which must be split over dp along its first axis.
+
+        If x has `count` rows, `fetch` does not wait for their values to be computed.
+        """
+        if not self.alone:
+            x = self._replicate(x)
+            limit_in_flight(x)
+        return x if count == len(x) else np.asarray(x)[:count]
+
+
 def replica_rows(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
     """Return the rows of the global batch x that belong to `replicas`.
 

@@ -25,6 +25,7 @@ from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.mesh.program import compile_together, use_compilation_cache
 from mesh_transformer.pod.keeper import Copy, receive, send
+from mesh_transformer.pod.shared_folder import create_marker
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -340,15 +341,7 @@ class NetworkRunner:
     @_one_line_errors
     def create_marker(self, path: str) -> None:
         """Create an empty file at `path`, to test which other hosts share this host's disk."""
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "xb"):
-                pass
-        except OSError as error:
-            raise InputError(
-                f"host {self.rank} cannot write to {os.path.dirname(path)}: {error.strerror}; "
-                "choose another folder or fix the permissions"
-            ) from None
+        create_marker(path, f"host {self.rank}")
 
     @_one_line_errors
     def marker_exists(self, path: str) -> bool:

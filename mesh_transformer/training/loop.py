@@ -5,11 +5,11 @@ single process and on a TPU pod.
 """
 
 import contextlib
+import functools
 import math
 import os
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -22,9 +22,17 @@ from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path, set_aside
+from mesh_transformer.training.agreement import Agreement
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.training.metrics import MetricsLog, NoiseScale, StepClock, row_of, start_wandb
+from mesh_transformer.training.metrics import (
+    MetricsLog,
+    NoiseScale,
+    NoLog,
+    StepClock,
+    row_of,
+    start_wandb,
+)
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes
 from mesh_transformer.util import DamagedError, HostError, InputError, StoppedError
@@ -44,6 +52,7 @@ def train(
     fall_back: bool = False,
     validate: bool = True,
     ledger: Ledger | None = None,
+    agreement: Agreement | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
@@ -59,6 +68,9 @@ def train(
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
+
+    `agreement` makes several processes that run this function on one network decide alike (default:
+    this process decides alone).
 
     A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
     or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
@@ -85,7 +97,8 @@ def train(
         key = "total_steps" if max_steps is None else "--max-steps"
         raise InputError(f"{key} is {total}, expected at least 1")
     saved = False
-    with _stop_signals() as received:
+    agreement = agreement or Agreement()
+    with agreement.stop_signals() as received:
         try:
             with closing(network):
                 _train(
@@ -97,6 +110,7 @@ def train(
                     fall_back,
                     validate,
                     ledger or Ledger(),
+                    agreement,
                     received,
                 )
                 saved = True
@@ -120,17 +134,18 @@ def _train(
     fall_back: bool,
     validate: bool,
     ledger: Ledger,
+    agreement: Agreement,
     received: list[int],
 ) -> None:
     """Train until step `total` or until a signal is received, then save.
 
     Args:
-      received: the list of the signals received so far (see `_stop_signals`).
+      received: the list of the signals received so far (see `Agreement.stop_signals`).
     """
     config = network.config
     val_sets = config.val_set if validate and config.val_batches else {}
     with contextlib.ExitStack() as stack:
-        wandb = start_wandb(folder, config)
+        wandb = start_wandb(folder, config) if agreement.writes else None
         if wandb is not None:
             stack.callback(wandb.close)
         eval_tasks = harness.load_harness(config) if validate else None
@@ -139,7 +154,7 @@ def _train(
             validation.open_set(network, path).close()
         with ledger.spending("restore"):
             network.claim(folder)
-            aux = _restore(network, folder, tune_model_path, fall_back)
+            aux = _restore(network, folder, tune_model_path, fall_back, agreement)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
         if aux is None:
@@ -150,7 +165,10 @@ def _train(
             print(f"resuming {folder} with another learning rate schedule: {changes}")
         best = BestStep(config)
         best.restore(aux.get("best"))
-        unscored = _unscored(folder, network, bool(val_sets or eval_tasks), best) if aux else None
+        unscored = None
+        if aux and (val_sets or eval_tasks) and network.step % config.val_every == 0:
+            row = agreement.once(lambda: row_of(folder, network.step))
+            unscored = _unscored(row, network.step, best)
         unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
         if best.step is not None and not unsaved:
             # The step is saved.  This updates the record of the best step if a kill prevented it.
@@ -165,13 +183,16 @@ def _train(
         if "noise" in aux:
             noise.restore(aux["noise"])
         logged = network.step - (unscored is not None)
-        log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
+        log = NoLog()
+        if agreement.writes:
+            log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
         stack.callback(log.close)
         ledger.resume(log.earlier, network.step)
         log.earlier.clear()  # a long run has many
         run = _Run(
             network, folder, loader, val_sets, eval_tasks, best, log, noise, ledger, total, logged
         )
+        run.agreement = agreement
         run.skipped = run.skipped | aux.get("skipped", {})
         run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
@@ -186,7 +207,7 @@ def _ended(step: int, total: int, best: BestStep) -> str:
 
 
 def _restore(
-    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool
+    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool, agreement: Agreement
 ) -> dict[str, Any] | None:
     """Restore the newest checkpoint in `folder`, and return the result of `network.restore`.
 
@@ -202,28 +223,24 @@ def _restore(
             if not fall_back:
                 message = f"{error}; --fall-back resumes from that step"
                 raise DamagedError(message, *error.args[1:]) from None
-            name = set_aside(error.step)
+            name = agreement.once(functools.partial(set_aside, error.step))
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
 
 
-def _unscored(
-    folder: str, network: TrainableNetwork, has_scores: bool, best: BestStep
-) -> dict[str, Any] | None:
+def _unscored(row: dict[str, Any] | None, step: int, best: BestStep) -> dict[str, Any] | None:
     """Return the metrics row of the restored step if that step must still be validated, else None.
 
-    The step must still be validated if the config's `val_every` requires a validation at this step,
-    but the row has no validation results because the run was interrupted.
+    The step must still be validated if its row has no validation results, because the run was
+    interrupted.
 
     Args:
-      has_scores: whether the run has validation sets or evaluation tasks.
+      row: the row of a step at which the config's `val_every` requires a validation; None if it is
+        missing.
       best: gets the row's results if the step was validated after it had been saved.
     """
-    if not has_scores or network.step % network.config.val_every:
-        return None
-    row = row_of(folder, network.step)
     if row is None or any(name.startswith(("val/", "eval/")) for name in row):
-        if row is not None and best.lacks(network.step):
-            best.add(network.step, row)
+        if row is not None and best.lacks(step):
+            best.add(step, row)
         return None
     return row
 
@@ -251,39 +268,6 @@ def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) 
         network.init()
     else:
         network.load(path, fresh_opt=fresh_opt)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Yield a list that collects the numbers of received SIGTERM, SIGINT and SIGHUP signals.
-
-    After the first signal, the previous handlers of SIGTERM and SIGINT (Ctrl-C) are restored.  A
-    second Ctrl-C therefore raises KeyboardInterrupt, so that callers can still clean up, for
-    example delete a TPU.  Interrupting a save is safe: the previous checkpoint stays intact.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python handles signals only on its main thread.
-        return
-    stops: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
-    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (*stops, signal.SIGHUP)}
-    if handlers[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
-        del handlers[signal.SIGHUP]
-
-    def restore(numbers: Iterable[int]) -> None:
-        for number in numbers:
-            signal.signal(number, handlers[number])
-
-    def receive(number: int, frame: object) -> None:
-        received.append(number)
-        restore(stops)  # not SIGHUP: a closing terminal may send it twice
-
-    for number in handlers:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        restore(handlers)
 
 
 class _Step(NamedTuple):
@@ -315,7 +299,7 @@ class _Run:
         val_sets: dict[str, str],
         eval_tasks: harness.Harness | None,
         best: BestStep,
-        log: MetricsLog,
+        log: MetricsLog | NoLog,
         noise: NoiseScale,
         ledger: Ledger,
         total: int,
@@ -331,6 +315,7 @@ class _Run:
         self.log = log
         self.noise = noise
         self.ledger = ledger
+        self.agreement = Agreement()
         self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
@@ -343,7 +328,7 @@ class _Run:
         """Train until the last step, until `early_stop` or until a signal is received, then save.
 
         Args:
-          received: the list of the signals received so far (see `_stop_signals`).
+          received: the list of the signals received so far (see `Agreement.stop_signals`).
           unscored: the restored step's metrics row if that step must still be validated, else None.
         """
         with self.bar, self.ledger.spending("compile"), self._summary():
@@ -356,8 +341,9 @@ class _Run:
                     self._step(received)
             except StoppedError:  # a non-finite loss or lost hosts: do not save
                 raise
-            except Exception:
-                self._save_before_end()
+            except Exception as error:
+                if self.agreement.can_save(error):
+                    self._save_before_end()
                 raise
             self._finish()
         if received:
