@@ -124,6 +124,33 @@ class InMemoryTrainSet:
             self._ahead = None
 
 
+class InOrder:
+    """Validation batches from data in memory, once and in their order.
+
+    The last batch may be smaller than the others.
+
+    Args:
+      data: as for `InMemoryTrainSet`; a 1-D array is divided into windows of T + 1 tokens, each of
+        which begins with the last token of the one before.
+      length: T, the number of positions per sequence, for a 1-D array.
+      rows: B, the number of sequences per batch.
+    """
+
+    def __init__(self, data: Any, length: int, rows: int):
+        if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype != object:
+            starts = range(0, len(data) - length, length)
+            data = [data[start : start + length + 1] for start in starts]
+        self._rows, self._batch = map(_row, iter(data)), rows
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield batches, arrays of shape [B, T]."""
+        while chunk := list(islice(self._rows, self._batch)):
+            yield _stack(chunk, (len(chunk),))
+
+    def close(self) -> None:
+        """Do nothing; there is nothing to close."""
+
+
 class _OnceInOrder:
     """The items of an iterable, in their order."""
 
@@ -162,7 +189,7 @@ def _row(item: Any) -> Row:
     return row
 
 
-def _stack(rows: list[Row], shape: tuple[int, int]) -> Row:
+def _stack(rows: list[Row], shape: tuple[int, ...]) -> Row:
     lengths = sorted({len(row["obs"]) for row in rows})
     if len(lengths) > 1:
         raise InputError(

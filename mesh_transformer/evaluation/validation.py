@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.data.in_memory import InOrder
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
@@ -81,14 +82,19 @@ HEADING = (
 )
 
 
-def open_set(network: TrainableNetwork, path: str) -> TFRecordNewInputs:
-    """Open the validation set with index file `path`, to be read once in the index's order.
+def open_set(network: TrainableNetwork, source: Any) -> TFRecordNewInputs | InOrder:
+    """Open a validation set, to be read once in its order.
 
     The last batch may be smaller than the others.
+
+    Args:
+      source: the path of an index or of a folder of records, or data in memory (see `InOrder`).
     """
-    config = network.config
+    config, rows = network.config, batch_size(network)
+    if not isinstance(source, str):
+        return InOrder(source, config.seq, rows)
     return TFRecordNewInputs(
-        path, batch_size(network), config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
+        source, rows, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
     )
 
 
@@ -114,7 +120,7 @@ def _pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray
 
 def score(
     network: TrainableNetwork,
-    path: str,
+    source: Any,
     *,
     bytes_of: np.ndarray | None = None,
     show: bool = False,
@@ -123,7 +129,7 @@ def score(
     """Score a network on the first `config.val_batches` batches of a validation set.
 
     Args:
-      path: index file of the validation set.
+      source: the validation set; see `open_set`.
       bytes_of: the number of bytes of each token id's text, [n_vocab]; None: bytes are not counted.
       show: whether to show a progress bar.
       stopped: function that is called before each batch; if it returns True, scoring ends.
@@ -133,8 +139,9 @@ def score(
     """
     scores, most = Scores(), network.config.val_batches
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
-    with contextlib.closing(open_set(network, path)) as batches:
-        for batch in tqdm(islice(batches, most), path, unit="batch", disable=not show):
+    name = source if isinstance(source, str) else "validation"
+    with contextlib.closing(open_set(network, source)) as batches:
+        for batch in tqdm(islice(batches, most), name, unit="batch", disable=not show):
             if stopped():
                 raise StoppedScoringError
             sample = _pad_batch(batch, batch_size(network))

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel
-from mesh_transformer.model.dropout import DropProbs
+from mesh_transformer.model.dropout import DropProbs, drop_at
 from mesh_transformer.util import InputError
 
 # (q_BTHK, k_BHSK, v_BHSK, a function for dropout or None) -> attended_BTHK.
@@ -423,7 +423,7 @@ def _blocks(
             other_text_BTS = text_BT[:, queries, None] != text_BT[:, None, keys]
             bias_BHTS = jnp.where(other_text_BTS[:, None], MASKED, bias_BHTS)
         k_BHSK, v_BHSK = (x[:, :, keys].astype(dtype) for x in (k_BHSK, v_BHSK))
-        own = drop and (lambda probs_BHTS: drop(probs_BHTS, queries.start, keys.start))
+        own = None if drop is None else drop_at(drop, queries.start, keys.start)
         return attend(q_BTHK[:, queries], k_BHSK, v_BHSK, bias_BHTS, own)
 
     outputs = [attend_block(begin, q_BTHK, k_BHSK, v_BHSK) for begin in range(0, length, block)]

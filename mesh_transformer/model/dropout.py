@@ -23,6 +23,11 @@ DROPOUT = 0xD809  # folded into the seed, so that the numbers are not those of t
 PROBS, ATTENTION, FEED_FORWARD = range(3)  # the places in a layer, each with masks of its own
 
 
+def drop_at(drop: DropProbs, query: int, key: int) -> Callable[[Array], Array]:
+    """Return `drop` for the probabilities of a block that begins at these positions."""
+    return lambda probs_BHTS: drop(probs_BHTS, query, key)
+
+
 def sequence_keys(config: Config, step: Array, shape: tuple[int, int]) -> Array:
     """Return the PRNG keys of the sequences of an update, [A, B].
 

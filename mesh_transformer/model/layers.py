@@ -27,7 +27,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model import lora
 from mesh_transformer.model.attention import MASKED, Attend, LayerCache, attend, rotate, write
-from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout
+from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
 MIDDLE = "middle"
@@ -418,7 +418,8 @@ class TransformerLayer(hk.Module):
         rate = self.config.dropout_residual
         if context.dropout is None or not rate:
             return x_BTD
-        return x_BTD * context.dropout.mask(place, rate, *x_BTD.shape[1:], x_BTD.dtype)
+        _, length, width = x_BTD.shape
+        return x_BTD * context.dropout.mask(place, rate, length, width, x_BTD.dtype)
 
     def _gelu(self, x: Array) -> Array:
         return jax.nn.gelu(x, approximate=self.config.activation == "gelu_tanh")
@@ -519,7 +520,7 @@ class TransformerLayer(hk.Module):
         if context.attend is not None:
             return context.attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, drop), cache
         assert context.bias_BHTS is not None
-        own = drop and (lambda probs_BHTS: drop(probs_BHTS, 0, 0))
+        own = None if drop is None else drop_at(drop, 0, 0)
         return attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, context.bias_BHTS, own), cache
 
 

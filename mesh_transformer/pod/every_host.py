@@ -247,10 +247,10 @@ class _TrainSet:
     def state(self) -> dict[str, Any]:
         return self._state
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
         self._ahead.clear()
-        self._records.restore(state)
-        self._state = state
+        self._records.restore(state, batches)
+        self._state = self._records.state()
 
     def close(self) -> None:
         self._records.close()

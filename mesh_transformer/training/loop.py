@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,6 +51,8 @@ def train(
     fresh_opt: bool = False,
     fall_back: bool = False,
     validate: bool = True,
+    val_sets: Mapping[str, Any] | None = None,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
     ledger: Ledger | None = None,
     agreement: Agreement | None = None,
 ) -> None:
@@ -64,7 +66,9 @@ def train(
     If the newest checkpoint is damaged, DamagedError is raised.  With `fall_back`, the damaged
     checkpoint is renamed to step_N.damaged, and training resumes from the newest intact one.
 
-    Without `validate`, the config's validation sets and lm-eval tasks are not used.
+    Without `validate`, no validation sets and lm-eval tasks are used.  `val_sets` replaces the
+    config's `val_set`; its values are what `validation.open_set` accepts.  `on_row` is called with
+    the metrics row of each step.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
@@ -97,6 +101,7 @@ def train(
         key = "total_steps" if max_steps is None else "--max-steps"
         raise InputError(f"{key} is {total}, expected at least 1")
     saved = False
+    val_sets = config.val_set if val_sets is None else val_sets
     agreement = agreement or Agreement()
     with agreement.stop_signals() as received:
         try:
@@ -108,7 +113,9 @@ def train(
                     base,
                     fresh_opt,
                     fall_back,
+                    val_sets if validate and config.val_batches else {},
                     validate,
+                    on_row,
                     ledger or Ledger(),
                     agreement,
                     received,
@@ -132,7 +139,9 @@ def _train(
     tune_model_path: str | None,
     fresh_opt: bool,
     fall_back: bool,
+    val_sets: Mapping[str, Any],
     validate: bool,
+    on_row: Callable[[dict[str, Any]], None] | None,
     ledger: Ledger,
     agreement: Agreement,
     received: list[int],
@@ -143,15 +152,14 @@ def _train(
       received: the list of the signals received so far (see `Agreement.stop_signals`).
     """
     config = network.config
-    val_sets = config.val_set if validate and config.val_batches else {}
     with contextlib.ExitStack() as stack:
         wandb = start_wandb(folder, config) if agreement.writes else None
         if wandb is not None:
             stack.callback(wandb.close)
         eval_tasks = harness.load_harness(config) if validate else None
         loader = stack.enter_context(contextlib.closing(network.open_train_set()))
-        for path in val_sets.values():  # report an unusable set now, not after hours
-            validation.open_set(network, path).close()
+        for source in val_sets.values():  # report an unusable set now, not after hours
+            validation.open_set(network, source).close()
         with ledger.spending("restore"):
             network.claim(folder)
             aux = _restore(network, folder, tune_model_path, fall_back, agreement)
@@ -192,7 +200,7 @@ def _train(
         run = _Run(
             network, folder, loader, val_sets, eval_tasks, best, log, noise, ledger, total, logged
         )
-        run.agreement = agreement
+        run.agreement, run.on_row = agreement, on_row
         run.skipped = run.skipped | aux.get("skipped", {})
         run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
@@ -296,7 +304,7 @@ class _Run:
         network: TrainableNetwork,
         folder: str,
         loader: TrainSet,
-        val_sets: dict[str, str],
+        val_sets: Mapping[str, Any],
         eval_tasks: harness.Harness | None,
         best: BestStep,
         log: MetricsLog | NoLog,
@@ -316,6 +324,7 @@ class _Run:
         self.noise = noise
         self.ledger = ledger
         self.agreement = Agreement()
+        self.on_row: Callable[[dict[str, Any]], None] | None = None
         self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
@@ -479,6 +488,8 @@ class _Run:
     def _log(self, rows: Iterable[dict[str, float]]) -> None:
         for row in rows:
             self.log.write(row)
+            if self.on_row is not None:
+                self.on_row(row)
             shown = {"loss": f"{row['train/loss']:.4f}" if "train/loss" in row else "skipped"}
             shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
             if self.peak is not None and "train/mfu" in row:

@@ -279,7 +279,8 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     def train_step(state: State, batch: Batch, *count: Array) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         if config.drops:
-            batch = batch | {"key": sequence_keys(config, step, batch["obs"].shape[:2])}
+            accumulation, rows, _ = batch["obs"].shape
+            batch = batch | {"key": sequence_keys(config, step, (accumulation, rows))}
         grads, metrics = measure(params, state["frozen"], batch, *count)
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)

@@ -1,0 +1,119 @@
+"""`fit`: trains a network on data in memory, with one call."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mesh_transformer.config import Config
+from mesh_transformer.data.in_memory import InMemoryTrainSet
+from mesh_transformer.data.loader import open_train_set
+from mesh_transformer.network import TrainableNetwork, TrainSet
+from mesh_transformer.storage.access import AnyPath
+from mesh_transformer.training import loop
+from mesh_transformer.util import InputError
+
+Hook = Callable[[dict[str, Any]], None]  # called with the metrics row of each step
+
+
+def fit(
+    network: TrainableNetwork,
+    data: Any,
+    folder: AnyPath | None = None,
+    *,
+    steps: int | None = None,
+    val: Any = None,
+    hooks: Sequence[Hook] = (),
+) -> list[dict[str, Any]]:
+    """Train a network on data in memory or on a record set, and return its metrics.
+
+    Training starts from the network's own weights, shows a progress bar, and ends at the step
+    `steps` or at Ctrl-C.  The keys of the network's config, such as `lr`, apply, except
+    `train_set`, `val_set` and `model_dir`.
+
+    Args:
+      data: token ids in one of these forms: a 1-D array, such as a `numpy.memmap` of a nanoGPT
+        `.bin` file; a torch dataset, a list or an array of sequences; any other iterable of
+        sequences; or the path of a record set.  See `InMemoryTrainSet` for sequences.
+      folder: the model folder for checkpoints and metrics.  If it has a checkpoint, training
+        resumes from it, with the batches that follow.  None writes nothing.
+      steps: the global step to train to (default: the config's `total_steps`).
+      val: validation data in the same forms, read in their order every `val_every` steps; the loss
+        is the metric `val/loss_val`.
+      hooks: functions that are called with the metrics row of each step, such as `print`.
+
+    Returns:
+      The metrics rows of the steps of this call, such as {"step": 1, "train/loss": 4.2, ...}.
+
+    Raises:
+      InputError: if `data` cannot be used, or neither `steps` nor `total_steps` is set.
+      StoppedError: see `loop.train`.
+    """
+    config = network.config
+    if config.total_steps is None:
+        raise InputError(
+            "config: total_steps is not set, on which the learning rate depends; set it"
+        )
+    rows: list[dict[str, Any]] = []
+
+    def on_row(row: dict[str, Any]) -> None:
+        rows.append(row)
+        for hook in hooks:
+            hook(row)
+
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="unsaved-model-"))
+            fitted: Any = _Unsaved(network, data)
+        else:
+            fitted = _Fitted(network, data)
+        val_sets = {} if val is None else {"val": val}
+        loop.train(fitted, folder, max_steps=steps, val_sets=val_sets, on_row=on_row)
+    return rows
+
+
+class _Fitted:
+    """A network that is trained on given data, from the weights that it has."""
+
+    def __init__(self, network: TrainableNetwork, data: Any):
+        self._network, self._data = network, data
+        # Training requires this key.
+        self.config: Config = network.config.replace(train_set=_name(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    def init(self) -> None:
+        """Initialise the weights, unless the network has some already."""
+        if getattr(self._network, "state", None) is None:
+            self._network.init()
+
+    def open_train_set(self) -> TrainSet:
+        config, rows = self.config, self._network.batch_size
+        if isinstance(self._data, str):
+            return open_train_set(config, rows)
+        return InMemoryTrainSet(
+            self._data, config.seq, lambda step: (config.microbatches(step), rows), config.seed
+        )
+
+
+class _Unsaved(_Fitted):
+    """A network that is trained on given data, and never saved."""
+
+    save_failed = False
+
+    def claim(self, folder: str) -> None:
+        """Do nothing."""
+
+    def restore(self, folder: str, base: str | None = None) -> None:
+        """Do nothing; there is no checkpoint."""
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+def _name(data: Any) -> str:
+    return data if isinstance(data, str) else "data in memory"
