@@ -8,8 +8,7 @@ import time
 
 import numpy as np
 
-from mesh_transformer.cli.arguments import CONFIG_HELP, Parser, add_setting_argument, settings
-from mesh_transformer.config import Config
+from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config
 from mesh_transformer.util import InputError, run_script
 
 PROMPT = (
@@ -20,12 +19,7 @@ PROMPT = (
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--config",
-        default="configs/6B_roto_256.json",
-        help=f"{CONFIG_HELP} (default %(default)s)",
-    )
-    add_setting_argument(parser)
+    add_config_arguments(parser, " (default %(default)s)", "configs/6B_roto_256.json")
     parser.add_argument(
         "--model-path",
         default="step_383500",
@@ -48,7 +42,7 @@ def main() -> None:
     for flag in ("devices", "length", "samples"):
         if getattr(args, flag) < 1:
             raise InputError(f"--{flag} is {getattr(args, flag)}, expected at least 1")
-    config = Config.load(args.config, changes=settings(args))
+    config = load_config(args)
     # bf16 parameters, as in the original's example: one device may not have room for f32.
     early_cast = config.dtype == "bfloat16"
     devices = args.devices

@@ -12,7 +12,7 @@ PACKAGE = (ROOT / "mesh_transformer/__init__.py").read_text(encoding="utf-8")
 setup(
     name="mesh-transformer",
     version=VERSION,
-    description="GPT-J in JAX and Haiku, model-parallel over a (dp, mp) mesh",
+    description="GPT-J and related models in JAX and Haiku, parallel over a (dp, mp) mesh",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",

@@ -4,6 +4,8 @@ The images are the 8 x 8 digits of scikit-learn: `pip install -e '.[examples]'`.
 `python examples/digits.py`; it takes some minutes on two cores and writes digits.png.
 """
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 from sklearn.datasets import load_digits
@@ -31,7 +33,7 @@ CONFIG = {
 
 def images() -> np.ndarray:
     """Return the images as sequences of tokens: the digit, then the pixels, [1797, 65]."""
-    digits = load_digits()
+    digits: Any = load_digits()
     pixels = digits.images.reshape(-1, 64).astype(np.int64)
     return np.concatenate((LEVELS + digits.target[:, None], pixels), axis=1)
 
@@ -48,7 +50,8 @@ def main() -> float:
     training, held_out = images()[:-200], images()[-200:]
     network = mesh_transformer.CausalTransformer(CONFIG)
     mesh_transformer.fit(network, training)
-    loss = float(np.mean(network.eval({"obs": held_out[:, :-1], "target": held_out[:, 1:]})["loss"]))
+    losses = network.eval({"obs": held_out[:, :-1], "target": held_out[:, 1:]})["loss"]
+    loss = float(np.mean(losses))
     print(f"{loss:.3f} nats per pixel of images that were not in the training set")
     some = held_out[:10]
     rows = {

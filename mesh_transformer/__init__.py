@@ -1,4 +1,4 @@
-"""GPT-J in JAX and Haiku, with data and model parallelism over a (dp, mp) mesh."""
+"""GPT-J and related models in JAX and Haiku, parallel over a (dp, mp) mesh."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -7,16 +7,18 @@ from mesh_transformer import old_names
 
 if TYPE_CHECKING:
     from mesh_transformer.config import Config
+    from mesh_transformer.training.fit import fit
     from mesh_transformer.transformer_shard import CausalTransformer, load
     from mesh_transformer.util import InputError
 
-__all__ = ["CausalTransformer", "Config", "InputError", "load"]
+__all__ = ["CausalTransformer", "Config", "InputError", "fit", "load"]
 __version__ = "1.0.0"
 
 _MODULES = {
     "CausalTransformer": "transformer_shard",
     "Config": "config",
     "InputError": "util",
+    "fit": "training.fit",
     "load": "transformer_shard",
 }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mesh_transformer.families import BLOCKS, PRESETS, Block
+from mesh_transformer.families import BLOCKS, MODEL_KEYS, PRESETS, Block
 from mesh_transformer.storage.mappings import read_mapping
 from mesh_transformer.util import InputError, describe, mismatch
 
@@ -325,26 +325,36 @@ class Config:
 
     @classmethod
     def load(
-        cls, path: str, version: int | None = None, changes: dict[str, Any] | None = None
+        cls,
+        path: str | None,
+        version: int | None = None,
+        changes: dict[str, Any] | None = None,
+        model: str | None = None,
     ) -> "Config":
         """Read a config from a JSON or YAML file that holds one flat mapping, or take a preset.
 
         Args:
           path: a local path or a gs:// URI, or the name of a config in the folder configs/ or in
             the library, or of a preset (see `families.PRESETS`).  The names tiny, tiny.json and
-            configs/tiny.json are equivalent.
+            configs/tiny.json are equivalent.  None: `model` is all there is to read.
           version: if not None, it replaces the file's `version`.  The file's `block` and
             `partitioning` are then ignored, so these keys get the defaults of this version.
-          changes: config keys whose values replace those in the file.
+          changes: config keys whose values replace those in the file and of the preset.
+          model: the name of a preset, whose keys replace those in the file that describe the model.
         """
-        if path in PRESETS and not os.path.exists(path) and _named(path) is None:
+        if path is None:
+            values = {}
+        elif path in PRESETS and not os.path.exists(path) and _named(path) is None:
             values = dict(PRESETS[path])
         else:
             values = _read_mapping(path)
         if version is not None:
             values = {k: v for k, v in values.items() if k not in ("block", "partitioning")}
             values["version"] = version
-        return cls.from_dict(values | (changes or {}), f"config {path}")
+        if model is not None:
+            values = {k: v for k, v in values.items() if k not in MODEL_KEYS} | _preset(model)
+        where = f"model {model}" if path is None else f"config {path}"
+        return cls.from_dict(values | (changes or {}), where)
 
     @classmethod
     def of(cls, source: "Config | dict[str, Any] | str | os.PathLike[str]") -> "Config":
@@ -418,6 +428,12 @@ def _key_hint(key: str, otherwise: str) -> str:
     """Return "did you mean 'seq'?" if `key` is similar to the config key seq, else `otherwise`."""
     close = difflib.get_close_matches(str(key), typing.get_type_hints(Config), n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def _preset(name: str) -> dict[str, Any]:
+    if name not in PRESETS:
+        raise InputError(f"model {name!r} is not a preset; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def _named(path: str) -> Path | None:

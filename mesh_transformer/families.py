@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "hf_type": None,
 }
 
+# The kinds of layers, by the value of the config key `block`.
 BLOCKS = {
     # Attention and feed-forward read the same norm, and their outputs are added.
     "gptj": Block(biased_ends=True, hf_types=("gptj", "codegen")),
@@ -104,3 +105,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "codegen-6b": _codegen(33, 4096, 16),
     "codegen-16b": _codegen(34, 6144, 24),
 }
+# The config keys that a preset determines; those that it does not name have their defaults.
+MODEL_KEYS = {key for preset in PRESETS.values() for key in preset} | {*DEFAULTS}

@@ -472,6 +472,7 @@ def load(
     path: AnyPath | Source,
     config: Config | dict[str, Any] | AnyPath | None = None,
     *,
+    changes: dict[str, Any] | None = None,
     optimizer: bool = False,
 ) -> CausalTransformer:
     """Return a model with the parameters at `path`, ready to evaluate, generate or fine-tune.
@@ -485,10 +486,13 @@ def load(
         with mp (`cores_per_replica`) reduced to a divisor of the number of accelerators, or to 1 on
         CPUs.  For a Hugging Face folder, the default `dtype` is bfloat16, whatever the dtype of the
         folder's tensors.
+      changes: config keys whose values replace those of the config, such as `total_steps` to
+        fine-tune, or `tpu_size` and `cores_per_replica` to load onto a mesh.
       optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.
     """
     source = Source.of(path)
     fitted = _fit_to_devices(source.config) if config is None else _config_of(config)
+    fitted = fitted.replace(**changes or {})
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
     # The default is all devices, on which a config for fewer devices would get several replicas.

@@ -56,6 +56,37 @@ CONFIG_HELP = (
 )
 
 
+def add_config_arguments(
+    parser: "argparse.ArgumentParser | argparse._ArgumentGroup",
+    note: str = "",
+    default: str | None = None,
+) -> None:
+    """Add the flags --config, --model and --set, which `load_config` reads.
+
+    Args:
+      note: the end of the help of --config, such as its default.
+    """
+    parser.add_argument("--config", default=default, help=CONFIG_HELP + note)
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="published architecture, such as gpt2-xl or pythia-1b, which replaces the keys of "
+        "--config that describe the model; alone, it is the whole config",
+    )
+    add_setting_argument(parser)
+
+
+def load_config(args: argparse.Namespace, version: int | None = None) -> Config:
+    """Return the config that --config, --model and --set describe.
+
+    Raises:
+      InputError: if the config is invalid, or neither --config nor --model is given.
+    """
+    if args.config is None and args.model is None:
+        raise InputError("give --config, --model or both")
+    return Config.load(args.config, version, settings(args), args.model)
+
+
 def add_setting_argument(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
     """Add the flag --set, which overrides config keys; `settings` parses its values."""
     parser.add_argument(
@@ -75,8 +106,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 def run_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that all training commands share."""
     parser = Parser(description=description)
-    parser.add_argument("--config", required=True, help=CONFIG_HELP)
-    add_setting_argument(parser)
+    add_config_arguments(parser)
     parser.add_argument(
         "--mode",
         choices=TRAIN_MODES + EVAL_MODES,
@@ -130,7 +160,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
             raise InputError(f"{flag} is for training; remove {flag} or --mode {args.mode}")
     if args.mode == "eval_all" and args.tune_model_path is not None:
         raise InputError("--mode eval_all scores a model folder; give it as --model-dir")
-    config = Config.load(args.config, args.version, settings(args))
+    config = load_config(args, args.version)
     if args.mode == "train" and config.watched_set is not None:
         raise InputError(
             f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
@@ -153,8 +183,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 def model_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that choose a trained model."""
     parser = Parser(description=description)
-    parser.add_argument("--config", help=f"{CONFIG_HELP} (default: the one stored in --model-path)")
-    add_setting_argument(parser)
+    add_config_arguments(parser, " (default: the one stored in --model-path)")
     parser.add_argument(
         "--model-path",
         help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
@@ -172,17 +201,18 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
 def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
     """Return (path of the model, config) from the values of `model_parser`'s flags.
 
-    The config is None if neither --config nor --set is given; the config stored with the model then
-    applies.
+    The config is None if none of --config, --model and --set is given; the config stored with the
+    model then applies.
 
     Raises:
-      InputError: if neither --config nor --model-path is given, if --version is given without
-        --config, or if the config or the model folder is invalid.
+      InputError: if none of --config, --model and --model-path is given, if --version is given
+        without --config, or if the config or the model folder is invalid.
     """
-    if args.config is None and (args.model_path is None or args.version is not None):
+    described = args.config is not None or args.model is not None
+    if not described and (args.model_path is None or args.version is not None):
         raise InputError("give --config or --model-path (--version requires --config)")
     changes = settings(args)
-    config = Config.load(args.config, args.version, changes) if args.config else None
+    config = load_config(args, args.version) if described else None
     if config is None and changes:
         from mesh_transformer.checkpoint.source import Source
 

@@ -27,6 +27,7 @@ from mesh_transformer.cli.arguments import (
     settings,
 )
 from mesh_transformer.config import CONFIGS, Config
+from mesh_transformer.families import PRESETS
 from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
 from mesh_transformer.util import InputError
 
@@ -79,7 +80,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--config", help=CONFIG_HELP)
-    model.add_argument("--model", help=f"preset: {', '.join(MODELS)} (default: by --hardware)")
+    model.add_argument(
+        "--model", help=f"{', '.join(MODELS)}, or a preset such as gpt2 (default: by --hardware)"
+    )
     parser.add_argument("--dp", type=positive, default=1, help="replicas (default 1)")
     parser.add_argument("--mp", type=positive, default=1, help="devices per replica (default 1)")
     parser.add_argument(
@@ -174,8 +177,11 @@ def config_of(args: argparse.Namespace) -> Config:
     name = model_name(args)
     if args.config is not None:
         config = Config.load(args.config)
+    elif name in PRESETS and name not in MODELS:
+        config = Config.load(None, model=name)
     elif name not in MODELS:
-        raise InputError(f"--model is {name!r}, expected one of {', '.join(MODELS)}")
+        presets = ", ".join(name for name in PRESETS if name not in MODELS)
+        raise InputError(f"--model is {name!r}, expected one of {', '.join(MODELS)}, {presets}")
     elif isinstance(MODELS[name], str):
         config = Config.load(str(CONFIGS / MODELS[name]))
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.checkpoint.source import FORMATS, Source
-from mesh_transformer.cli.arguments import CONFIG_HELP, Parser, add_setting_argument, settings
+from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config, settings
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError
 
@@ -32,12 +32,10 @@ def parse_args() -> argparse.Namespace:
             metavar=("|".join(FORMATS), metavar),
             help=f"format and path of the {dest}: {path}",
         )
-    parser.add_argument(
-        "--config",
-        help=f"{CONFIG_HELP} (default: the one stored in SRC; required for --from original, which "
-        "stores none)",
+    add_config_arguments(
+        parser,
+        " (default: the one stored in SRC; required for --from original, which stores none)",
     )
-    add_setting_argument(parser)
     parser.add_argument(
         "--shards",
         type=int,
@@ -88,7 +86,7 @@ def main() -> None:
 
 
 def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
-    """Return the config that --config and --set select, or None if neither flag is given.
+    """Return the config that --config, --model and --set select; None if no flag is given.
 
     If the result is None, the conversion uses the config stored in the source checkpoint.
 
@@ -97,8 +95,8 @@ def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
       kind: the format of the source checkpoint.
     """
     changes = settings(args)
-    if args.config:
-        return Config.load(args.config, changes=changes)
+    if args.config or args.model:
+        return load_config(args)
     if not changes:
         return None
     return Source(conversion.step_of(source, kind, args.step)).config.replace(**changes)

@@ -12,20 +12,19 @@ import sys
 from typing import Any
 
 from mesh_transformer.cli.arguments import (
-    CONFIG_HELP,
     Parser,
+    add_config_arguments,
     add_key_arguments,
-    add_setting_argument,
+    load_config,
     positive,
-    settings,
 )
-from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--config", required=True, help=CONFIG_HELP)
+    model = parser.add_argument_group("model")
+    add_config_arguments(model)
     parser.add_argument(
         "--topology",
         required=True,
@@ -37,7 +36,6 @@ def parse_args() -> argparse.Namespace:
         "--mp", type=int, help="devices per replica (default: the config's cores_per_replica)"
     )
     keys = add_key_arguments(parser)
-    add_setting_argument(keys)
     keys.add_argument(
         "--shard-activations",
         action=argparse.BooleanOptionalAction,
@@ -120,7 +118,7 @@ def main() -> None:
 
     slice_ = slice_named(args.topology)
     # Plans are for the full batch size.
-    config = Config.load(args.config, changes=settings(args)).replace(batch_ramp_steps=0)
+    config = load_config(args).replace(batch_ramp_steps=0)
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
     if args.scaling:
         generation = topology(args.topology).generation

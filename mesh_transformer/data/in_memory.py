@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.data.prefetch import Prefetch
+from mesh_transformer.data.record_set import Row
 from mesh_transformer.util import InputError
 
-Row = dict[str, np.ndarray]  # the arrays of one sequence, [T] each
 BATCHES_AHEAD = 2
 _EXPECTED = (
     "expected an array of seq + 1 token ids, a pair (obs, target), or a dict with obs and target, "

@@ -501,7 +501,10 @@ def param(
       shape: the global shape, without padding.
       axes: for each array axis, the mesh axis that splits it, or None.
       decay: whether weight decay applies; as in mesh-transformer-jax, set this for matrices only.
-      summed, adapter, fanned_out, unit: see `Declaration`.
+      summed: see `Declaration`.
+      adapter: see `Declaration`.
+      fanned_out: see `Declaration`.
+      unit: see `Declaration`.
     """
     declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out, unit=unit)
     declare(current_name(), name, declaration)

@@ -67,7 +67,8 @@ class Dropout(NamedTuple):
         Args:
           place: the place in the layer, such as `ATTENTION`.
           rate: the probability of 0.
-          length, width: T and D.
+          length: T, the number of positions.
+          width: D.
         """
 
         def one(key: Array) -> Array:

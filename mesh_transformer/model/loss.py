@@ -137,7 +137,8 @@ def losses(
     """Compute the model's losses at every position.
 
     Args:
-      segments_BT, dropout: see `transformer.residual_stream`.
+      segments_BT: see `transformer.residual_stream`.
+      dropout: see `transformer.residual_stream`.
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
     whole = collect_projection(params, config, par)

@@ -68,7 +68,14 @@ def fit(
         else:
             fitted = _Fitted(network, data)
         val_sets = {} if val is None else {"val": val}
-        loop.train(fitted, folder, max_steps=steps, val_sets=val_sets, on_row=on_row)
+        loop.train(
+            fitted,
+            folder,
+            max_steps=steps,
+            val_sets=val_sets,
+            on_row=on_row,
+            temporary=isinstance(fitted, _Unsaved),
+        )
     return rows
 
 

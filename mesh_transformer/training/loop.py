@@ -53,6 +53,7 @@ def train(
     validate: bool = True,
     val_sets: Mapping[str, Any] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
+    temporary: bool = False,
     ledger: Ledger | None = None,
     agreement: Agreement | None = None,
 ) -> None:
@@ -68,7 +69,8 @@ def train(
 
     Without `validate`, no validation sets and lm-eval tasks are used.  `val_sets` replaces the
     config's `val_set`; its values are what `validation.open_set` accepts.  `on_row` is called with
-    the metrics row of each step.
+    the metrics row of each step.  `temporary` means that `folder` will be deleted, so that messages
+    do not name it.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
@@ -116,6 +118,7 @@ def train(
                     val_sets if validate and config.val_batches else {},
                     validate,
                     on_row,
+                    temporary,
                     ledger or Ledger(),
                     agreement,
                     received,
@@ -142,6 +145,7 @@ def _train(
     val_sets: Mapping[str, Any],
     validate: bool,
     on_row: Callable[[dict[str, Any]], None] | None,
+    temporary: bool,
     ledger: Ledger,
     agreement: Agreement,
     received: list[int],
@@ -200,7 +204,7 @@ def _train(
         run = _Run(
             network, folder, loader, val_sets, eval_tasks, best, log, noise, ledger, total, logged
         )
-        run.agreement, run.on_row = agreement, on_row
+        run.agreement, run.on_row, run.temporary = agreement, on_row, temporary
         run.skipped = run.skipped | aux.get("skipped", {})
         run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
@@ -325,6 +329,7 @@ class _Run:
         self.ledger = ledger
         self.agreement = Agreement()
         self.on_row: Callable[[dict[str, Any]], None] | None = None
+        self.temporary = False
         self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
@@ -355,14 +360,20 @@ class _Run:
                     self._save_before_end()
                 raise
             self._finish()
+        print(self._outcome(received))
+
+    def _outcome(self, received: list[int]) -> str:
+        """Say where training ended, and why."""
+        step, where = self.network.step, "" if self.temporary else f"{self.folder}: "
         if received:
-            name, step = signal.Signals(received[0]).name, self.network.step
-            where = f"and saved at step {step}" if step else "before the first step"
-            print(f"{name}: stopped {where}; start again to resume")
-        elif self.network.step < self.total:
-            print(f"{self.folder}: stopped at step {self.network.step}: {self.best.reason()}")
-        else:
-            print(f"{self.folder}: trained to step {self.network.step}")
+            name = signal.Signals(received[0]).name
+            if self.temporary:
+                return f"{name}: stopped at step {step}"
+            saved = f"and saved at step {step}" if step else "before the first step"
+            return f"{name}: stopped {saved}; start again to resume"
+        if step < self.total:
+            return f"{where}stopped at step {step}: {self.best.reason()}"
+        return f"{where}trained to step {step}"
 
     @contextlib.contextmanager
     def _summary(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from mesh_transformer.mesh.declaration import Declaration, Moment, map_declared,
 from mesh_transformer.training.update_rules import RULES, Rule
 from mesh_transformer.util import to_bf16, to_f32
 
-OptState = dict[str, Any]  # `count` and the moments of the config's rule; see `update_rules`
+OptState = dict[str, Any]  # `count` and the moments of the config's rule; see `update_rules.Rule`
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def init_state(config: Config, key: Array, mp: int = 1) -> State:
         params: the trained parameters.
         frozen: all other parameters, in the compute dtype because they are never updated.  Empty
           unless the config sets `lora_rank`.
-        opt_state: the optimizer's state (see `update_rules`).
+        opt_state: the optimizer's state (see `update_rules.Rule`).
         step: the number of completed updates.
         norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
         sequences: the number of sequences consumed so far, if the schedule counts tokens.

@@ -58,7 +58,8 @@ class Rule(abc.ABC):
         """Return the updates, before they are multiplied by the learning rate, and the new state.
 
         Args:
-          grads, params: trees of f32 arrays.
+          grads: the clipped gradients, a tree of f32 arrays.
+          params: the parameters, a tree of f32 arrays.
         """
 
     def _whole(self) -> Any:
