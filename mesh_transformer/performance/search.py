@@ -106,7 +106,9 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
         **{key: value for key, value in fixed.items() if key not in SEARCHED_KEYS}
     )
     result = []
-    sizes = [mp for mp in range(1, min(MOST_MP, devices) + 1) if devices % mp == 0]
+    # With more devices than heads, mp only adds padding.
+    most_mp = min(MOST_MP, devices, config.n_heads)
+    sizes = [mp for mp in range(1, most_mp + 1) if devices % mp == 0]
     batches = (fixed["per_replica_batch"],) if "per_replica_batch" in fixed else BATCHES
     for mp, batch, zero, remat in itertools.product(sizes, batches, ZERO, REMAT):
         dp = devices // mp
@@ -124,7 +126,7 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
             continue
         try:
             result.append(config.replace(**changes))
-        except InputError:  # mp does not divide the heads, the vocabulary or the sequence
+        except InputError:  # such as a sequence that mp does not divide
             continue
     return result
 

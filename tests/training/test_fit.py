@@ -1,0 +1,147 @@
+"""`fit` runs the train steps on its batches, resumes exactly, and writes only to its folder."""
+
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import mesh_transformer
+from mesh_transformer.config import Config
+from mesh_transformer.data.in_memory import InMemoryTrainSet
+from mesh_transformer.data.tfrecords import write_set
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL
+
+STEPS = 5
+VALUES = SMALL | {"total_steps": STEPS, "val_every": 2, "ckpt_every": 2, "seed": 7}
+
+
+def network_with(**changes):
+    return CausalTransformer(Config.from_dict(VALUES | changes))
+
+
+def windows(count=20, seed=0):
+    return np.random.default_rng(seed).integers(0, SMALL["n_vocab"], (count, SMALL["seq"] + 1))
+
+
+def leaves(network):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(network.state)]
+
+
+def assert_same_state(actual, expected):
+    for a, e in zip(leaves(actual), leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def test_fit_is_the_train_steps_on_its_batches():
+    data = windows()
+    fitted, stepped = network_with(), network_with()
+    rows = mesh_transformer.fit(fitted, data)
+    config = stepped.config
+    shape = (config.gradient_accumulation_steps, stepped.batch_size)
+    batches = InMemoryTrainSet(data, config.seq, lambda _: shape, config.seed)
+    losses = [float(stepped.train(batches.get_samples())["loss"]) for _ in range(STEPS)]
+    batches.close()
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert [row["train/loss"] for row in rows] == losses
+    assert_same_state(fitted, stepped)
+
+
+def test_a_second_call_trains_on_from_the_networks_weights():
+    network = network_with()
+    first = mesh_transformer.fit(network, windows(), steps=2)
+    rows = mesh_transformer.fit(network, windows(seed=1))
+    assert [row["step"] for row in first + rows] == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("kind", ["epochs", "memmap"])
+def test_a_stopped_run_resumes_with_the_same_bits(tmp_path, kind):
+    data = windows() if kind == "epochs" else windows().ravel()
+    whole, stopped, resumed = network_with(), network_with(), network_with(seed=7)
+    expected = mesh_transformer.fit(whole, data, tmp_path / "whole")
+
+    def stop(row):
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = mesh_transformer.fit(stopped, data, tmp_path / "model", hooks=[stop])
+    assert len(before) < STEPS
+    after = mesh_transformer.fit(resumed, data, tmp_path / "model")
+    assert_same_state(resumed, whole)
+    for row, other in zip(before + after, expected, strict=True):
+        assert (row["step"], row["train/loss"]) == (other["step"], other["train/loss"])
+    ended = network_with()
+    assert mesh_transformer.fit(ended, data, tmp_path / "model") == []
+    assert_same_state(ended, whole)
+    lines = (tmp_path / "model/metrics.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, STEPS + 1)]
+
+
+def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    mesh_transformer.fit(network_with(), windows())
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out.endswith("\ntrained to step 5\n")
+
+
+def test_ctrl_c_ends_an_unsaved_run_with_its_rows(capsys):
+    network = network_with(total_steps=10_000)
+    rows = mesh_transformer.fit(
+        network,
+        windows(),
+        hooks=[lambda row: os.kill(os.getpid(), signal.SIGINT) if row["step"] == 3 else None],
+    )
+    assert 3 <= len(rows) < 10_000
+    assert len(rows) == network.step
+    assert capsys.readouterr().out.endswith(f"\nSIGINT: stopped at step {network.step}\n")
+
+
+def test_hooks_see_every_row_and_validation_is_the_mean_loss():
+    network, held_out, seen = network_with(), windows(11, seed=3), []
+    rows = mesh_transformer.fit(network, windows(), steps=4, val=held_out, hooks=[seen.append])
+    assert seen == rows
+    assert [row["step"] for row in rows if "val/loss_val" in row] == [2, 4]
+    losses = network.eval({"obs": held_out[:, :-1], "target": held_out[:, 1:]})["loss"]
+    # 1e-6: means of 11 losses in batches of 4 and at once, in f32.
+    np.testing.assert_allclose(rows[-1]["val/loss_val"], np.mean(losses), rtol=1e-6)
+
+
+def test_targets_below_0_do_not_count():
+    data = windows()
+    pairs = [(row[:-1], np.where(np.arange(SMALL["seq"]) < 9, -1, row[1:])) for row in data]
+    others = [(obs, np.where(target < 0, -5, target)) for obs, target in pairs]
+    masked, same = network_with(), network_with()
+    first = mesh_transformer.fit(masked, pairs)
+    assert [row["train/loss"] for row in first] == [
+        row["train/loss"] for row in mesh_transformer.fit(same, others)
+    ]
+    expected = masked.eval({"obs": data[:4, :-1], "target": data[:4, 1:]})
+    assert np.isfinite(np.asarray(expected["loss"])).all()
+
+
+def test_a_record_set_gives_the_losses_of_training_on_it(tmp_path):
+    rows = [row.astype(np.int64) for row in windows(30)]
+    _, index, _ = write_set(tmp_path, "text", rows)
+    from_records = mesh_transformer.fit(network_with(), index, tmp_path / "a", val=index)
+    again = mesh_transformer.fit(network_with(), index)
+    assert [row["train/loss"] for row in from_records] == [row["train/loss"] for row in again]
+    assert "val/loss_val" in from_records[3]
+
+
+def test_what_fit_cannot_use_is_refused_before_it_trains():
+    with pytest.raises(InputError, match="config: total_steps is not set, on which"):
+        mesh_transformer.fit(network_with(total_steps=None), windows())
+    with pytest.raises(InputError, match=r"data has 16 tokens, expected more than seq \(16\)"):
+        mesh_transformer.fit(network_with(), np.arange(16))
+    with pytest.raises(InputError, match="an item of data"):
+        mesh_transformer.fit(network_with(), [np.zeros((2, 2), np.int64)] * 8)
+    too_large = windows()
+    too_large[3, 4] = SMALL["n_vocab"]
+    with pytest.raises(InputError, match=f"{SMALL['n_vocab']}"):
+        mesh_transformer.fit(network_with(), too_large)
