@@ -78,6 +78,7 @@ setup(
         "gpu": ["jax[cuda12]"],
         "eval": ["lm-eval>=0.4.13", "rouge-score>=0.1.2"],
         "datasets": ["datasets>=4"],  # datasets on the Hugging Face hub
+        "examples": ["scikit-learn>=1.5"],
         "notebook": ["jupyterlab>=4"],  # with its kernel, ipykernel
         "dev": [
             "pytest>=9",
@@ -89,6 +90,7 @@ setup(
             "datasets>=4",
             "lm-eval[api]>=0.4.13",
             "rouge-score>=0.1.2",
+            "scikit-learn>=1.5",
             "nbclient>=0.10",
             "ipykernel>=6.29",
             "setuptools>=77",  # builds the wheel that tests install

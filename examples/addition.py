@@ -20,7 +20,7 @@ CONFIG = {
     "lr": 2e-3,
     "end_lr": 1e-5,
     "warmup_steps": 50,
-    "total_steps": 1500,
+    "total_steps": 800,
     "z_loss": 0.0,
 }
 

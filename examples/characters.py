@@ -15,10 +15,11 @@ import mesh_transformer
 from mesh_transformer.data.tokenizer import character_tokenizer, encode_batch
 
 CONFIG = {
-    "block": "gpt2",
+    "block": "gptj",
     "layers": 3,
     "d_model": 128,
     "n_heads": 4,
+    "pe_rotary_dims": 16,
     "seq": 96,
     "dtype": "float32",
     "per_replica_batch": 24,

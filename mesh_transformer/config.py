@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mesh_transformer.families import BLOCKS, MODEL_KEYS, PRESETS, Block
+from mesh_transformer.families import BLOCKS, PRESETS, Block, with_preset
 from mesh_transformer.storage.mappings import read_mapping
-from mesh_transformer.util import InputError, describe, mismatch
+from mesh_transformer.util import InputError, describe, mismatch, without_paths
 
 # Norms of a layer's input.
 Norm = Literal[
@@ -335,24 +335,19 @@ class Config:
 
         Args:
           path: a local path or a gs:// URI, or the name of a config in the folder configs/ or in
-            the library, or of a preset (see `families.PRESETS`).  The names tiny, tiny.json and
-            configs/tiny.json are equivalent.  None: `model` is all there is to read.
+            the library, or of a preset (see `families.PRESETS`); None to take only `model`.  The
+            names tiny, tiny.json and configs/tiny.json are equivalent.
           version: if not None, it replaces the file's `version`.  The file's `block` and
             `partitioning` are then ignored, so these keys get the defaults of this version.
           changes: config keys whose values replace those in the file and of the preset.
           model: the name of a preset, whose keys replace those in the file that describe the model.
         """
-        if path is None:
-            values = {}
-        elif path in PRESETS and not os.path.exists(path) and _named(path) is None:
-            values = dict(PRESETS[path])
-        else:
-            values = _read_mapping(path)
+        values = {} if path is None else _read_mapping(path)
         if version is not None:
             values = {k: v for k, v in values.items() if k not in ("block", "partitioning")}
             values["version"] = version
         if model is not None:
-            values = {k: v for k, v in values.items() if k not in MODEL_KEYS} | _preset(model)
+            values = with_preset(values, model)
         where = f"model {model}" if path is None else f"config {path}"
         return cls.from_dict(values | (changes or {}), where)
 
@@ -430,12 +425,6 @@ def _key_hint(key: str, otherwise: str) -> str:
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
-def _preset(name: str) -> dict[str, Any]:
-    if name not in PRESETS:
-        raise InputError(f"model {name!r} is not a preset; choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
 def _named(path: str) -> Path | None:
     """Return the config file that a name such as "tiny" refers to; None if there is none.
 
@@ -450,9 +439,12 @@ def _named(path: str) -> Path | None:
 
 
 def _read_mapping(path: str) -> dict[str, Any]:
-    """Return the mapping in a config file; see `Config.load` for `path`."""
+    """Return the mapping in a config file, or a preset; see `Config.load` for `path`."""
+    named = _named(path)
+    if path in PRESETS and named is None and not os.path.exists(path):
+        return with_preset({}, path)
     try:
-        return read_mapping(os.fspath(_named(path) or path), f"config {path}")
+        return read_mapping(os.fspath(named or path), f"config {path}")
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
         raise InputError(
@@ -461,15 +453,8 @@ def _read_mapping(path: str) -> dict[str, Any]:
         ) from None
 
 
-def _as_str(value: Any) -> Any:
-    """Convert a path object to a string; in a dict, convert all keys and values."""
-    if isinstance(value, dict):
-        return {_as_str(k): _as_str(v) for k, v in value.items()}
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
 def _typed(key: str, value: Any, annotation: Any) -> Any:
-    value = _as_str(value)
+    value = without_paths(value)
     if key == "val_set" and (value is None or isinstance(value, str)):
         return {"val": value} if value else {}
     if expected := mismatch(value, annotation):

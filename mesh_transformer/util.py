@@ -69,6 +69,13 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def without_paths(value: Any) -> Any:
+    """Convert a path object to a string; in a dict, convert all keys and values."""
+    if isinstance(value, dict):
+        return {without_paths(k): without_paths(v) for k, v in value.items()}
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def mismatch(value: Any, annotation: Any) -> str | None:
     """Return None if a value matches a type annotation, otherwise a text such as "expected int".
 

@@ -61,8 +61,13 @@ HOMES = {
         "mesh_transformer/evaluation/tasks.py",
         "mesh_transformer/evaluation/network_lm.py",
     },
-    "transformers": {"mesh_transformer/data/tokenizer.py", "scripts/measure/generation.py"},
-    "torch": {"scripts/measure/generation.py"},  # generates the text for the speed comparison
+    "transformers": {
+        "mesh_transformer/checkpoint/torch_model.py",
+        "mesh_transformer/data/tokenizer.py",
+        "scripts/measure/generation.py",
+    },
+    # To compare logits and speed.
+    "torch": {"mesh_transformer/checkpoint/torch_model.py", "scripts/measure/generation.py"},
     "fabric": {"mesh_transformer/pod/tpu/ssh.py"},
     "fastapi": {"mesh_transformer/serving/app.py"},
     "uvicorn": {"mesh_transformer/serving/server.py"},

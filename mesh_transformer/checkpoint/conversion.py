@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mesh_transformer.checkpoint import hf, native_state, original
+from mesh_transformer.checkpoint import hf, native_state, original, torch_model
 from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, merged_leaves
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, check_format, other_format
@@ -26,7 +26,7 @@ from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
-from mesh_transformer.storage.access import AnyPath, check_absent, local_path, step_number
+from mesh_transformer.storage.access import AnyPath, check_absent, is_uri, local_path, step_number
 from mesh_transformer.util import InputError, to_f32
 
 GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # vocabulary sizes; GPT-J's is GPT-2's, padded
@@ -356,8 +356,37 @@ def compare(
     tokens = min([config.n_vocab, *sizes])
     before, _ = _logits(one, config, tokens, base)
     after, dtype = _logits(other, config, tokens, None)
+    return _difference(before, after), LOGIT_BOUNDS[dtype]
+
+
+def compare_with_torch(folder: AnyPath) -> tuple[float, float] | None:
+    """Compare a Hugging Face folder's logits with those that transformers and torch compute.
+
+    Args:
+      folder: a local Hugging Face folder.
+
+    Returns:
+      As for `compare`; None if torch is not installed, or the folder is in a bucket.
+    """
+    path = os.path.expanduser(os.fspath(folder))
+    if is_uri(path) or not torch_model.is_installed():
+        return None
+    source = Source(path, "hf")
+    config = source.config
+    ours, _ = _logits(source, config, config.n_vocab, None)
+    [theirs] = torch_model.logits(path, _prompt(config, config.n_vocab))
+    return _difference(theirs, ours), LOGIT_BOUNDS["float32"]
+
+
+def _difference(before: np.ndarray, after: np.ndarray) -> float:
+    """Return the largest difference between logits, divided by the spread of `before`."""
     spread = before.max() - np.median(before)  # the same if a constant is added to all logits
-    return float(np.abs(after - before).max() / spread), LOGIT_BOUNDS[dtype]
+    return float(np.abs(after - before).max() / spread)
+
+
+def _prompt(config: Config, tokens: int) -> np.ndarray:
+    """Return a fixed prompt [1, T] of token ids below `tokens`."""
+    return np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
 
 
 def _logits(
@@ -375,7 +404,7 @@ def _logits(
     """
     own = None if source.kind == "hf" else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base)
-    prompt = np.arange(min(_PROMPT_LENGTH, config.seq))[None] * 7919 % tokens
+    prompt = _prompt(config, tokens)
     params = _on_device(state)["params"]
     dtype = params["embed"]["embedding"]["w"].dtype.name
     # The first activation is f32, so each layer casts its weights to f32 when it uses them.

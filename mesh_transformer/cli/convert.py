@@ -60,7 +60,10 @@ def parse_args() -> argparse.Namespace:
         "stored with the adapters)",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read both checkpoints again and compare their logits"
+        "--verify",
+        action="store_true",
+        help="read both checkpoints again and compare their logits; those of a Hugging Face folder "
+        "also with transformers', if torch is installed",
     )
     args = parser.parse_args()
     for flag, (kind, _) in (("--from", args.source), ("--to", args.target)):
@@ -140,3 +143,19 @@ def run(args: argparse.Namespace) -> None:
             raise StoppedError(
                 f"{target}: its logits differ from those of {source}; do not use the new checkpoint"
             )
+        for kind, path in ((source_kind, source), (target_kind, target)):
+            if kind == "hf":
+                _verify_with_torch(path)
+
+
+def _verify_with_torch(folder: str) -> None:
+    result = conversion.compare_with_torch(folder)
+    if result is None:
+        print(f"{folder}: not compared with transformers' logits, which need torch")
+        return
+    difference, bound = result
+    print(
+        f"{folder}: logits differ from transformers' by {difference:.1e}; {bound:.0e} is the limit"
+    )
+    if not difference <= bound:
+        raise StoppedError(f"{folder}: transformers computes other logits; do not use this folder")

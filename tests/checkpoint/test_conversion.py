@@ -581,8 +581,8 @@ def test_full_disk_leaves_nothing(formats, config, small_disk, target):
 
 def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
     def difference_and_bound() -> tuple[float, float]:
-        fields = capsys.readouterr().out.splitlines()[-1].split()
-        return float(fields[3]), float(fields[7])
+        fields = re.search(r"^logits differ by (\S+) .*; (\S+) is", capsys.readouterr().out, re.M)
+        return float(fields[1]), float(fields[2])
 
     flags = ("--config", config[0], "--verify")
     convert("original", formats["original"], "native", tmp_path / "a", *flags)

@@ -1,5 +1,7 @@
 """Every model type of Hugging Face: logits compared with torch's, and bit-identical round trips."""
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,8 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from mesh_transformer.checkpoint import conversion, hf
+from mesh_transformer.checkpoint import torch_model as torch_logits
+from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
+from mesh_transformer.util import StoppedError
 from tests.support.torch_models import FAMILIES, SEQ, torch_model
 
 SIZES = [  # layers, heads, head size, rotary dims, vocabulary
@@ -67,3 +72,26 @@ def test_conversions_to_native_and_back_keep_every_bit(tmp_path, family, dtype):
     conversion.convert(str(tmp_path / "native2"), "native", str(tmp_path / "again"), "hf")
     for path in (tmp_path / "back").iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_compares_with_transformers(tmp_path, family, capsys, monkeypatch):
+    torch_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    difference, bound = conversion.compare_with_torch(tmp_path / "theirs")
+    assert 0 < difference < bound == 1e-4
+
+    def convert(target, name):
+        flags = ["--from", "hf", str(tmp_path / "theirs"), "--to", target, str(tmp_path / name)]
+        monkeypatch.setattr(sys, "argv", ["convert", *flags, "--verify"])
+        convert_command.main()
+
+    convert("native", "native")
+    assert f"{tmp_path}/theirs: logits differ from transformers' by" in capsys.readouterr().out
+    logits_of = torch_logits.logits
+    # 1e-3 of logits up to some tens: more than the bound, which is relative to their spread.
+    monkeypatch.setattr(torch_logits, "logits", lambda *args: logits_of(*args) * 1.001)
+    with pytest.raises(StoppedError, match="transformers computes other logits"):
+        convert("native", "other")
+    monkeypatch.setattr(torch_logits, "is_installed", lambda: False)
+    convert("native", "third")
+    assert "theirs: not compared with transformers' logits, which need" in capsys.readouterr().out
