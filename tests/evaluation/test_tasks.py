@@ -184,11 +184,11 @@ def train(model) -> None:
     assert model.network._generator._made is None  # training keeps no weights for generation
 
 
-def hf_scores(folder: str, names: list[str]) -> dict[str, float]:
+def hf_scores(folder: str, names: list[str], rows: int = 4) -> dict[str, float]:
     """Return the scores that lm-eval computes with its own Hugging Face model."""
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(folder, device="cpu", dtype="float32", batch_size=4, max_length=SEQ)
+    model = HFLM(folder, device="cpu", dtype="float32", batch_size=rows, max_length=SEQ)
     results: Any = lm_eval.simple_evaluate(
         model,
         tasks=names,

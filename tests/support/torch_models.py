@@ -18,16 +18,18 @@ SEQ = 24
 FAMILIES = ("gptj", "codegen", "gpt2", "gpt_neox")
 
 
-def _config(family: str, layers: int, heads: int, head: int, rotary: int, vocab: int) -> Any:
+def _config(
+    family: str, layers: int, heads: int, head: int, rotary: int, vocab: int, seq: int
+) -> Any:
     common = {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None}
-    sizes = {"n_positions": SEQ, "n_embd": heads * head, "n_layer": layers, "n_head": heads}
+    sizes = {"n_positions": seq, "n_embd": heads * head, "n_layer": layers, "n_head": heads}
     if family == "gpt_neox":
         return GPTNeoXConfig(
             hidden_size=heads * head,
             intermediate_size=4 * heads * head,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            max_position_embeddings=SEQ,
+            max_position_embeddings=seq,
             rope_parameters={
                 "rope_type": "default",
                 "rope_theta": 10000,
@@ -49,6 +51,7 @@ def torch_model(
     head: int = 16,
     rotary: int = 8,
     vocab: int = 50,
+    seq: int = SEQ,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
@@ -62,7 +65,7 @@ def torch_model(
         "gpt2": GPT2LMHeadModel,
         "gpt_neox": GPTNeoXForCausalLM,
     }[family]
-    network = kind(_config(family, layers, heads, head, rotary, vocab)).eval()
+    network = kind(_config(family, layers, heads, head, rotary, vocab, seq)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, values in network.named_parameters():
