@@ -327,3 +327,16 @@ def test_learning_rate_decays_until_the_end_by_default():
     assert config.replace(total_steps=20).anneal_steps == 12
     assert config.replace(anneal_steps=30).replace(total_steps=20).anneal_steps == 30
     assert config.replace(total_steps=None).anneal_steps == 1
+
+
+def test_a_preset_replaces_what_describes_the_model():
+    config = Config.load("tiny", model="gpt2-medium", changes={"seq": 64})
+    tiny = Config.load("tiny")
+    assert (config.block, config.layers, config.n_heads, config.seq) == ("gpt2", 24, 16, 64)
+    assert (config.pe, config.tie_head) == ("fixed", True)  # the block's, not those of the file
+    assert (config.train_set, config.lr) == (tiny.train_set, tiny.lr)
+    assert Config.load("gpt2-medium") == Config.load(None, model="gpt2-medium")
+    with pytest.raises(InputError, match="model 'gpt3' is not a preset; choose one of gpt-j-6b, "):
+        Config.load("tiny", model="gpt3")
+    with pytest.raises(InputError, match="model gpt2: layers is 0, expected at least 1"):
+        Config.load(None, model="gpt2", changes={"layers": 0})
