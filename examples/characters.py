@@ -7,9 +7,8 @@ characters.png.
 import math
 import sys
 
-import matplotlib.pyplot as plt
+import corpus
 import numpy as np
-import shakespeare
 
 import mesh_transformer
 from mesh_transformer.data.tokenizer import character_tokenizer, encode_batch
@@ -34,10 +33,10 @@ CONFIG = {
 
 
 def main(path: str | None = None) -> float:
-    text = shakespeare.read(path)
+    text = corpus.read(path)
     tokenizer = character_tokenizer([text])
     [ids] = encode_batch(tokenizer, [text])
-    training, held_out = shakespeare.split(np.array(ids))
+    training, held_out = corpus.split(np.array(ids))
     network = mesh_transformer.CausalTransformer(CONFIG | {"n_vocab": len(tokenizer)})
     rows = mesh_transformer.fit(network, training, val=held_out)
 
@@ -45,17 +44,8 @@ def main(path: str | None = None) -> float:
     tokens = tokenizer.encode(prompt)
     [answer] = network.generate([tokens], [len(tokens)], 400, {"temp": 0.8, "top_p": 0.95})
     print(tokenizer.decode([*tokens, *answer]))
-    validated = [row for row in rows if "val/loss_val" in row]
-    result = validated[-1]["val/loss_val"] / math.log(2)
+    result = corpus.plot_losses(rows, "characters.png", "character")[-1] / math.log(2)
     print(f"{result:.2f} bits per character of text that was not in the training set")
-
-    plt.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], label="training")
-    steps, losses = zip(*((row["step"], row["val/loss_val"]) for row in validated), strict=True)
-    plt.plot(steps, losses, "o-", label="held out")
-    plt.xlabel("step")
-    plt.ylabel("loss per character")
-    plt.legend()
-    plt.savefig("characters.png")
     return result
 
 

@@ -7,9 +7,8 @@ text file.  It writes the tuned model to FOLDER-tuned, for transformers too, and
 
 import sys
 
-import matplotlib.pyplot as plt
+import corpus
 import numpy as np
-import shakespeare
 
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion
@@ -30,8 +29,8 @@ KEYS = {
 def main(folder: str, path: str | None = None, **changes: object) -> list[float]:
     network = mesh_transformer.load(folder, changes=KEYS | changes)
     tokenizer = load_tokenizer(folder)
-    [ids] = encode_batch(tokenizer, [shakespeare.read(path)])
-    training, held_out = shakespeare.split(np.array(ids))
+    [ids] = encode_batch(tokenizer, [corpus.read(path)])
+    training, held_out = corpus.split(np.array(ids))
 
     def sample() -> str:
         tokens = network.generate([ids[:8]], [8], 40, {"top_p": 0.9, "temp": 0.8, "seed": 1})[0]
@@ -43,15 +42,7 @@ def main(folder: str, path: str | None = None, **changes: object) -> list[float]
     conversion.convert(f"{folder}-tuned/native", "native", f"{folder}-tuned/hf", "hf")
     print(f"transformers can load {folder}-tuned/hf")
 
-    steps = [row["step"] for row in rows if "val/loss_val" in row]
-    losses = [row["val/loss_val"] for row in rows if "val/loss_val" in row]
-    plt.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], label="training")
-    plt.plot(steps, losses, "o-", label="held out")
-    plt.xlabel("step")
-    plt.ylabel("loss per token")
-    plt.legend()
-    plt.savefig("finetune.png")
-    return losses
+    return corpus.plot_losses(rows, "finetune.png", "token")
 
 
 if __name__ == "__main__":

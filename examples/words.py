@@ -3,11 +3,11 @@
 Run `python examples/words.py [FILE]`, with a text file of your own or without; it writes words.png.
 """
 
+import math
 import sys
 
-import matplotlib.pyplot as plt
+import corpus
 import numpy as np
-import shakespeare
 
 import mesh_transformer
 from mesh_transformer.data.tokenizer import encode_batch, train_tokenizer
@@ -33,27 +33,20 @@ CONFIG = {
 
 
 def main(path: str | None = None) -> float:
-    text = shakespeare.read(path)
+    text = corpus.read(path)
     tokenizer = train_tokenizer([text], CONFIG["n_vocab"])
     [ids] = encode_batch(tokenizer, [text])
     print("a beginning, in tokens:", "|".join(str(tokenizer.decode(token)) for token in ids[:30]))
-    training, held_out = shakespeare.split(np.array(ids))
+    training, held_out = corpus.split(np.array(ids))
     network = mesh_transformer.CausalTransformer(CONFIG)
     rows = mesh_transformer.fit(network, training, val=held_out)
 
     [answer] = network.generate([ids[:10]], [10], 120, {"temp": 0.8, "top_p": 0.95})
     print(tokenizer.decode([*ids[:10], *answer]))
-    validated = [row for row in rows if "val/loss_val" in row]
-    per_token = len(tokenizer.decode(held_out)) / len(held_out)
-    bits = [row["val/loss_val"] / np.log(2) / per_token for row in validated]
-    print(f"{bits[-1]:.2f} bits per character of text that was not in the training set")
-
-    plt.plot([row["step"] for row in validated], bits, "o-")
-    plt.xlabel("step")
-    plt.ylabel("bits per character, held out")
-    plt.title(f"{len(tokenizer)} tokens of {per_token:.1f} characters on average")
-    plt.savefig("words.png")
-    return float(bits[-1])
+    losses = corpus.plot_losses(rows, "words.png", "token")
+    result = losses[-1] / math.log(2) * len(held_out) / len(str(tokenizer.decode(held_out)))
+    print(f"{result:.2f} bits per character of text that was not in the training set")
+    return result
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class InMemoryTrainSet:
 
     def _reader(self, data: Any) -> Callable[[int], Iterator[Any]]:
         """Return a function from the number of earlier items to an iterator over the next ones."""
-        if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype != object:
+        if _is_text(data):
             if len(data) <= self._length:
                 raise InputError(
                     f"data has {len(data)} tokens, expected more than seq ({self._length})"
@@ -137,7 +137,7 @@ class InOrder:
     """
 
     def __init__(self, data: Any, length: int, rows: int):
-        if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype != object:
+        if _is_text(data):
             starts = range(0, len(data) - length, length)
             data = [data[start : start + length + 1] for start in starts]
         self._rows, self._batch = map(_row, iter(data)), rows
@@ -167,6 +167,11 @@ class _OnceInOrder:
             )
         self._used = True
         return islice(iterator, number, None)
+
+
+def _is_text(data: Any) -> bool:
+    """Return whether data is a 1-D array of tokens, of whatever library."""
+    return getattr(data, "ndim", None) == 1 and str(getattr(data, "dtype", "")) != "object"
 
 
 def _row(item: Any) -> Row:

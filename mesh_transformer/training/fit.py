@@ -1,6 +1,7 @@
 """`fit`: trains a network on data in memory, with one call."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ def fit(
       StoppedError: see `loop.train`.
     """
     config = network.config
+    data, val = (os.fspath(x) if isinstance(x, os.PathLike) else x for x in (data, val))
     if config.total_steps is None:
         raise InputError(
             "config: total_steps is not set, on which the learning rate depends; set it"

@@ -1,7 +1,9 @@
 """Batches from arrays, datasets and iterables: their contents, and their exact positions."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from mesh_transformer.data.in_memory import InMemoryTrainSet, InOrder
 from mesh_transformer.util import InputError
@@ -47,10 +49,15 @@ def sequences(batch):
     return np.concatenate((obs, target[:, -1:]), axis=1)
 
 
-def test_windows_of_a_memmap_are_pieces_of_it_from_all_places(tmp_path):
+@pytest.mark.parametrize("library", ["memmap", "torch", "jax"])
+def test_windows_of_a_text_are_pieces_of_it_from_all_places(tmp_path, library):
     tokens = np.random.default_rng(0).permutation(40).astype(np.uint16)
     tokens.tofile(tmp_path / "train.bin")  # as nanoGPT's
-    data = np.memmap(tmp_path / "train.bin", np.uint16, "r")
+    data = {
+        "memmap": lambda: np.memmap(tmp_path / "train.bin", np.uint16, "r"),
+        "torch": lambda: torch.tensor(tokens.astype(np.int64)),
+        "jax": lambda: jnp.asarray(tokens),
+    }[library]()
     train_set, starts = open_set(data), set()
     for _ in range(100):
         batch = train_set.get_samples()

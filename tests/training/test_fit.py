@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -129,7 +130,7 @@ def test_a_record_set_gives_the_losses_of_training_on_it(tmp_path):
     rows = [row.astype(np.int64) for row in windows(30)]
     _, index, _ = write_set(tmp_path, "text", rows)
     from_records = mesh_transformer.fit(network_with(), index, tmp_path / "a", val=index)
-    again = mesh_transformer.fit(network_with(), index)
+    again = mesh_transformer.fit(network_with(), Path(index))
     assert [row["train/loss"] for row in from_records] == [row["train/loss"] for row in again]
     assert "val/loss_val" in from_records[3]
 

@@ -1,7 +1,9 @@
-"""The text for the examples: a file, or the works of Shakespeare in the repository's records."""
+"""The text for the examples, Shakespeare's or a file's, and the plot of a training run."""
 
 from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 from mesh_transformer.data.tfrecords import features, frames
@@ -23,3 +25,16 @@ def split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first 95 % of the tokens to train on, and the rest to validate."""
     count = len(tokens) * 19 // 20
     return tokens[:count], tokens[count:]
+
+
+def plot_losses(rows: list[dict[str, Any]], path: str, unit: str) -> list[float]:
+    """Plot the losses in the rows that `fit` returned, and return those of the held-out tokens."""
+    validated = [row for row in rows if "val/loss_val" in row]
+    losses = [row["val/loss_val"] for row in validated]
+    plt.plot([row["step"] for row in rows], [row["train/loss"] for row in rows], label="training")
+    plt.plot([row["step"] for row in validated], losses, "o-", label="held out")
+    plt.xlabel("step")
+    plt.ylabel(f"loss per {unit}")
+    plt.legend()
+    plt.savefig(path)
+    return losses
