@@ -13,6 +13,7 @@ import numpy as np
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.data.tokenizer import encode_batch, load_tokenizer
+from mesh_transformer.storage.access import check_absent
 
 KEYS = {
     "per_replica_batch": 4,
@@ -27,6 +28,7 @@ KEYS = {
 
 
 def main(folder: str, path: str | None = None, **changes: object) -> list[float]:
+    check_absent(f"{folder}-tuned")
     network = mesh_transformer.load(folder, changes=KEYS | changes)
     tokenizer = load_tokenizer(folder)
     [ids] = encode_batch(tokenizer, [corpus.read(path)])

@@ -15,14 +15,15 @@ from safetensors.numpy import load_file
 
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion
+from mesh_transformer.storage.access import check_absent
 
 DEVICES = {"tpu_size": 8, "cores_per_replica": 4, "dtype": "float32", "attention": "xla"}
 
 
-def tensors(folder: str) -> dict[str, bytes]:
-    """Return the contents of all tensors in the safetensors files of a folder."""
+def tensors(folder: str) -> dict[str, np.ndarray]:
+    """Return all tensors in the safetensors files of a folder."""
     files = map(load_file, sorted(Path(folder).glob("*.safetensors")))
-    return {name: tensor.tobytes() for file in files for name, tensor in file.items()}
+    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def losses(network: mesh_transformer.CausalTransformer, tokens: np.ndarray) -> np.ndarray:
@@ -31,6 +32,8 @@ def losses(network: mesh_transformer.CausalTransformer, tokens: np.ndarray) -> n
 
 
 def main(folder: str) -> float:
+    for target in (f"{folder}-mesh", f"{folder}-back"):
+        check_absent(target)
     mesh = mesh_transformer.load(folder, changes=DEVICES)
     one = mesh_transformer.load(folder, changes=DEVICES | {"tpu_size": 1, "cores_per_replica": 1})
     rng = np.random.default_rng(0)
@@ -40,9 +43,11 @@ def main(folder: str) -> float:
 
     mesh.save(f"{folder}-mesh")
     mesh.wait()  # saving is asynchronous
-    conversion.convert(f"{folder}-mesh", "native", f"{folder}-back", "hf")
-    before, after = tensors(folder), tensors(f"{folder}-back")
-    equal = [name for name in after if after[name] == before.get(name)]
+    before = tensors(folder)
+    dtype = next(iter(before.values())).dtype  # on the mesh, the parameters are float32
+    conversion.convert(f"{folder}-mesh", "native", f"{folder}-back", "hf", dtype=dtype)
+    after = tensors(f"{folder}-back")
+    equal = [name for name in after if after[name].tobytes() == before[name].tobytes()]
     print(f"{len(equal)} of {len(after)} exported tensors have the bits of the imported ones")
 
     _, axes = plt.subplots(1, 3, figsize=(9, 3))

@@ -109,6 +109,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # The config keys that a preset determines; those that it does not name have their defaults.
 MODEL_KEYS = {key for preset in PRESETS.values() for key in preset} | {*DEFAULTS}
+MODEL_KEYS |= {"norm", "head_size", "attention_window", "lora_targets", "original_bias_copies"}
 
 
 def with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -491,8 +491,9 @@ def load(
       optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.
     """
     source = Source.of(path)
-    fitted = _fit_to_devices(source.config) if config is None else _config_of(config)
-    fitted = fitted.replace(**changes or {})
+    changes = changes or {}
+    fitted = _fit_to_devices(source.config, changes) if config is None else _config_of(config)
+    fitted = fitted.replace(**changes)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
     # The default is all devices, on which a config for fewer devices would get several replicas.
@@ -502,7 +503,7 @@ def load(
     return network
 
 
-def _fit_to_devices(saved: Config) -> Config:
+def _fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
     """Return a saved config adapted to the devices of this machine.
 
     mp (`cores_per_replica`) becomes the greatest common divisor of its saved value and the number
@@ -512,6 +513,13 @@ def _fit_to_devices(saved: Config) -> Config:
     """
     saved = saved.replace(attention="auto")
     assert saved.tpu_size is not None
+    if "tpu_size" in changes:
+        use_virtual_devices(max(changes["tpu_size"], SPARE_DEVICES))
+        if changes["tpu_size"] > jax.device_count():
+            raise InputError(
+                f"tpu_size is {changes['tpu_size']}, but there are {jax.device_count()} devices; "
+                "lower it, or load this model before others use JAX"
+            )
     # Create more devices than this model needs: their number is fixed once JAX has started, and
     # another model loaded later may need more.
     use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))

@@ -329,12 +329,17 @@ def test_learning_rate_decays_until_the_end_by_default():
     assert config.replace(total_steps=None).anneal_steps == 1
 
 
-def test_a_preset_replaces_what_describes_the_model():
+def test_a_preset_replaces_what_describes_the_model(tmp_path):
     config = Config.load("tiny", model="gpt2-medium", changes={"seq": 64})
     tiny = Config.load("tiny")
     assert (config.block, config.layers, config.n_heads, config.seq) == ("gpt2", 24, 16, 64)
     assert (config.pe, config.tie_head) == ("fixed", True)  # the block's, not those of the file
     assert (config.train_set, config.lr) == (tiny.train_set, tiny.lr)
+    other = {"norm": "rmsnorm", "head_size": 64, "attention_window": 32, "seq": 64}
+    (tmp_path / "other.json").write_text(json.dumps(tiny.as_dict() | other))
+    assert Config.load(str(tmp_path / "other.json"), model="gpt2-medium", changes={"seq": 64}) == (
+        config
+    )
     assert Config.load("gpt2-medium") == Config.load(None, model="gpt2-medium")
     with pytest.raises(InputError, match="model 'gpt3' is not a preset; choose one of gpt-j-6b, "):
         Config.load("tiny", model="gpt3")

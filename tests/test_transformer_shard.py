@@ -1,11 +1,14 @@
 """The checks of the batches and tokens that are passed to a `CausalTransformer`, and its pace."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh import placement
-from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 
@@ -98,3 +101,21 @@ def test_a_program_that_failed_does_not_fail_later_ones(network):
     for _ in range(placement.MOST_IN_FLIGHT + 1):
         network.train(batch())
     assert network.step == int(network.state["step"]) == placement.MOST_IN_FLIGHT + 2
+
+
+def test_load_provides_the_devices_of_its_changes(tmp_path):
+    network = CausalTransformer(SMALL)
+    network.save(str(tmp_path / "model"))
+    network.close()
+    code = (
+        "import mesh_transformer\n"
+        f"network = mesh_transformer.load({str(tmp_path / 'model')!r}, changes=%s)\n"
+        "print(dict(network.mesh.shape))"
+    )
+    wide = {"tpu_size": 16, "cores_per_replica": 4}
+    run = subprocess.run(
+        [sys.executable, "-c", code % wide], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "{'dp': 4, 'mp': 4}"
+    with pytest.raises(InputError, match="tpu_size is 16, but there are 8 devices; lower it"):
+        load(str(tmp_path / "model"), changes=wide)

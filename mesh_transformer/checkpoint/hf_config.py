@@ -305,10 +305,10 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
       ours: the sizes in it, by our names.
     """
     # transformers 5 writes rope_parameters, earlier releases the other two keys.
-    rope = values.get("rope_parameters") or {}
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     share = rope.get("partial_rotary_factor", values.get("rotary_pct", 0.25))
     base = rope.get("rope_theta", values.get("rotary_emb_base", _ROTARY_BASE))
-    kind = rope.get("rope_type", "default")
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if base != _ROTARY_BASE or kind != "default" or not isinstance(share, int | float):
         raise InputError(
             f"{path}: its rotary embedding has type {kind!r}, base {base!r} and share {share!r}; "

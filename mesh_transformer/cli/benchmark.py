@@ -78,10 +78,11 @@ MODEL_OF = {"cpu": "tiny", "v2": "2.8B", "v3": "6.9B"}
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--config", help=CONFIG_HELP)
-    model.add_argument(
-        "--model", help=f"{', '.join(MODELS)}, or a preset such as gpt2 (default: by --hardware)"
+    parser.add_argument("--config", help=CONFIG_HELP)
+    parser.add_argument(
+        "--model",
+        help=f"{', '.join(MODELS)}, or a preset such as gpt2 (default: by --hardware); with "
+        "--config, a preset",
     )
     parser.add_argument("--dp", type=positive, default=1, help="replicas (default 1)")
     parser.add_argument("--mp", type=positive, default=1, help="devices per replica (default 1)")
@@ -176,7 +177,7 @@ def config_of(args: argparse.Namespace) -> Config:
     """
     name = model_name(args)
     if args.config is not None:
-        config = Config.load(args.config)
+        config = Config.load(args.config, model=args.model)
     elif name in PRESETS and name not in MODELS:
         config = Config.load(None, model=name)
     elif name not in MODELS:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,9 +30,10 @@ class InMemoryTrainSet:
         * Any other iterable.  Its items are used once, in their order.
 
         An item is an array of T + 1 token ids; a pair (obs, target) of T token ids each, where
-        negative targets do not count in the loss; or a dict with `obs`, `target` and optionally
-        `loss_mask` and `segment_ids` (see `CausalTransformer.train`), or with `input_ids` of T + 1
-        token ids.
+        negative targets do not count in the loss; or a dict: with `obs`, `target` and optionally
+        `loss_mask` and `segment_ids` (see `CausalTransformer.train`), or, as for transformers, with
+        `input_ids` of T + 1 token ids and optionally `labels`, where those below 0 do not count,
+        and `attention_mask`, which is 0 for padding at the end.
       length: T, the number of positions per sequence, for a 1-D array.
       size_of: a function from the number of earlier batches to the shape of the next one, (A, B).
       seed: the random seed of windows and epochs.
@@ -45,27 +46,19 @@ class InMemoryTrainSet:
         self, data: Any, length: int, size_of: Callable[[int], tuple[int, int]], seed: int
     ):
         self._length, self._size_of, self._seed = length, size_of, seed
+        self._is_endless = True  # windows and epochs never end
         self._rows_from = self._reader(data)
         self._next = self._batches = 0  # numbers of sequences and batches that were returned
         self._ahead: Prefetch[tuple[Row, int]] | None = None
 
     def _reader(self, data: Any) -> Callable[[int], Iterator[Any]]:
         """Return a function from the number of earlier items to an iterator over the next ones."""
-        if _is_text(data):
-            if len(data) <= self._length:
-                raise InputError(
-                    f"data has {len(data)} tokens, expected more than seq ({self._length})"
-                )
+        kind = _kind(data, self._length, "data")
+        if kind == "text":
             return lambda number: self._windows(data, number)
-        if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, dict):
-            if not len(data):
-                raise InputError("data has no items, expected at least one sequence of tokens")
+        if kind == "items":
             return lambda number: self._epochs(data, number)
-        if not isinstance(data, Iterable) or isinstance(data, dict | str):
-            raise InputError(
-                f"data is of type {type(data).__name__}, expected an array, a dataset or an "
-                "iterable of sequences of tokens"
-            )
+        self._is_endless = False
         return _OnceInOrder(data)
 
     def _windows(self, tokens: np.ndarray, number: int) -> Iterator[np.ndarray]:
@@ -89,7 +82,16 @@ class InMemoryTrainSet:
         """
         if self._ahead is None:
             self._ahead = Prefetch(self._batches_from(), BATCHES_AHEAD)
-        batch, self._next = next(self._ahead)
+        try:
+            batch, self._next = next(self._ahead)
+        except StopIteration:
+            if self._next:
+                raise
+            rows = "{} x {}".format(*self._size_of(self._batches))
+            raise InputError(
+                f"data has fewer sequences than a batch ({rows}); give more, or lower "
+                "per_replica_batch"
+            ) from None
         self._batches += 1
         return batch
 
@@ -109,13 +111,28 @@ class InMemoryTrainSet:
         return {"sequence": self._next}
 
     def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
-        """Continue from a position that `state` returned; None is the beginning.
+        """Continue from a position that `state` returned.
 
         Args:
+          state: the position.  None is the position after `batches` batches or, of an iterable, its
+            beginning.
           batches: the number of batches before this position.
+
+        Raises:
+          InputError: if the position is one in a record set.
         """
+        if state is not None and state.keys() != {"sequence"}:
+            raise InputError(
+                "the checkpoint is of a run on records, whose position says nothing about data in "
+                "memory; give the records, or another folder"
+            )
         self.close()
-        self._next, self._batches = 0 if state is None else int(state["sequence"]), batches
+        self._batches = batches
+        if state is not None:
+            self._next = int(state["sequence"])
+        else:
+            earlier = range(batches if self._is_endless else 0)
+            self._next = sum(a * b for a, b in map(self._size_of, earlier))
 
     def close(self) -> None:
         """Stop the background thread; the next call of `get_samples` starts a new one."""
@@ -130,17 +147,29 @@ class InOrder:
     The last batch may be smaller than the others.
 
     Args:
-      data: as for `InMemoryTrainSet`; a 1-D array is divided into windows of T + 1 tokens, each of
-        which begins with the last token of the one before.
+      data: as for `InMemoryTrainSet`, but no iterator, which could be read only once.  A 1-D array
+        is divided into windows of T + 1 tokens, each of which begins with the last token of the one
+        before.
       length: T, the number of positions per sequence, for a 1-D array.
       rows: B, the number of sequences per batch.
+
+    Raises:
+      InputError: if the data cannot be used.
     """
 
     def __init__(self, data: Any, length: int, rows: int):
-        if _is_text(data):
+        kind, items = _kind(data, length, "val"), data
+        if kind == "text":
             starts = range(0, len(data) - length, length)
-            data = [data[start : start + length + 1] for start in starts]
-        self._rows, self._batch = map(_row, iter(data)), rows
+            items = (data[start : start + length + 1] for start in starts)
+        elif kind == "items":  # not iter(data): a torch dataset may lack an end
+            items = (data[index] for index in range(len(data)))
+        elif iter(data) is data:
+            raise InputError(
+                "val is an iterator, which can be read only once; give an iterable that can be "
+                "iterated again, such as a list"
+            )
+        self._rows, self._batch = map(_row, items), rows
 
     def __iter__(self) -> Iterator[Row]:
         """Yield batches, arrays of shape [B, T]."""
@@ -169,9 +198,27 @@ class _OnceInOrder:
         return islice(iterator, number, None)
 
 
-def _is_text(data: Any) -> bool:
-    """Return whether data is a 1-D array of tokens, of whatever library."""
-    return getattr(data, "ndim", None) == 1 and str(getattr(data, "dtype", "")) != "object"
+def _kind(data: Any, length: int, name: str) -> Literal["text", "items", "iterable"]:
+    """Return which kind of data `InMemoryTrainSet` gets.
+
+    Raises:
+      InputError: if it is none of them, or too short for a sequence; `name` is its name.
+    """
+    is_sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if getattr(data, "ndim", None) == 1 and str(getattr(data, "dtype", "")) != "object":
+        if len(data) <= length:
+            raise InputError(f"{name} has {len(data)} tokens, expected more than seq ({length})")
+        return "text"
+    if is_sized and not isinstance(data, dict | str):
+        if not len(data):
+            raise InputError(f"{name} has no items, expected at least one sequence of tokens")
+        return "items"
+    if not isinstance(data, Iterable) or isinstance(data, dict | str):
+        raise InputError(
+            f"{name} is of type {type(data).__name__}, expected an array, a dataset or an iterable "
+            "of sequences of tokens"
+        )
+    return "iterable"
 
 
 def _row(item: Any) -> Row:
@@ -179,11 +226,9 @@ def _row(item: Any) -> Row:
     if isinstance(item, dict):
         row = {key: np.asarray(item[key]) for key in item}
         if "input_ids" in row and "obs" not in row:
-            return _row(row["input_ids"])
+            row = _hugging_face_row(row)
     elif isinstance(item, tuple) and len(item) == 2:
-        target = np.asarray(item[1])
-        counts = (target >= 0).astype(np.uint8)
-        row = {"obs": np.asarray(item[0]), "target": np.maximum(target, 0), "loss_mask": counts}
+        row = _masked(np.asarray(item[0]), np.asarray(item[1]))
     else:
         tokens = np.asarray(item)
         row = {"obs": tokens[:-1], "target": tokens[1:]} if tokens.ndim == 1 else {}
@@ -191,7 +236,29 @@ def _row(item: Any) -> Row:
         shape = getattr(item, "shape", None)
         found = type(item).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
         raise InputError(f"an item of data is a {found}; {_EXPECTED}")
+    if len({len(array) for array in row.values()}) > 1:
+        found = ", ".join(f"{len(array)} ({name})" for name, array in row.items())
+        raise InputError(f"an item of data has arrays of different lengths: {found}")
     return row
+
+
+def _masked(obs: np.ndarray, target: np.ndarray) -> Row:
+    """Return a sequence in which targets below 0 do not count in the loss."""
+    counts = (target >= 0).astype(np.uint8)
+    return {"obs": obs, "target": np.maximum(target, 0), "loss_mask": counts}
+
+
+def _hugging_face_row(item: Row) -> Row:
+    """Return the sequence of an item with `input_ids` and, optionally, what goes with them."""
+    tokens, padding = item["input_ids"], item.get("attention_mask")
+    if padding is not None and padding.shape == tokens.shape and not padding[:1].all():
+        raise InputError("an item of data is padded at its start; pad at the end")
+    if padding is None and "labels" not in item:
+        return {"obs": tokens[:-1], "target": tokens[1:]}
+    labels = item.get("labels", tokens)
+    if padding is not None and padding.shape == labels.shape:
+        labels = np.where(padding, labels, -1)
+    return _masked(tokens[:-1], labels[1:])
 
 
 def _stack(rows: list[Row], shape: tuple[int, ...]) -> Row:
@@ -200,6 +267,10 @@ def _stack(rows: list[Row], shape: tuple[int, ...]) -> Row:
         raise InputError(
             f"items of data have {lengths[0]} and {lengths[-1]} positions; give equal lengths"
         )
+    keys = {tuple(sorted(row)) for row in rows}
+    if len(keys) > 1:
+        found = " and some ".join(", ".join(names) for names in sorted(keys))
+        raise InputError(f"some items of data have {found}; give all the same")
     return {
         key: np.stack([row[key] for row in rows]).reshape(*shape, lengths[0]) for key in rows[0]
     }

@@ -205,9 +205,11 @@ def describe_batch(
 
     Args:
       train_set: the config's `train_set`.
-      before, after: the positions before and after the batch, as `TFRecordNewInputs.state` returns
-        them.
+      before: the position before the batch, as the `state` of its `TrainSet` returned it.
+      after: the position after the batch.
     """
+    if "sequence" in before:  # of data in memory
+        return f"sequences {before['sequence']} to {after['sequence'] - 1} of the data"
     indexes = [train_set] if isinstance(train_set, str) else list(train_set)
     positions = zip(before.get("sets", [before]), after.get("sets", [after]), strict=True)
     return " and ".join(

@@ -39,15 +39,17 @@ def fit(
       folder: the model folder for checkpoints and metrics.  If it has a checkpoint, training
         resumes from it, with the batches that follow.  None writes nothing.
       steps: the global step to train to (default: the config's `total_steps`).
-      val: validation data in the same forms, read in their order every `val_every` steps; the loss
-        is the metric `val/loss_val`.
+      val: validation data in the same forms, but no iterator; read in their order every `val_every`
+        steps.  The loss is the metric `val/loss_val`.  For `keep_best` and `early_stop`, set
+        `val_set` to {"val": "in memory"} in the config.
       hooks: functions that are called with the metrics row of each step, such as `print`.
 
     Returns:
-      The metrics rows of the steps of this call, such as {"step": 1, "train/loss": 4.2, ...}.
+      The metrics rows of the steps of this call, such as {"step": 1, "train/loss": 4.2, ...}.  If
+      the data are an iterable, training may end earlier, with the data.
 
     Raises:
-      InputError: if `data` cannot be used, or neither `steps` nor `total_steps` is set.
+      InputError: if an argument cannot be used, or the config lacks `total_steps`.
       StoppedError: see `loop.train`.
     """
     config = network.config
@@ -55,6 +57,18 @@ def fit(
     if config.total_steps is None:
         raise InputError(
             "config: total_steps is not set, on which the learning rate depends; set it"
+        )
+    if steps is not None and steps < 1:
+        raise InputError(f"steps is {steps}, expected at least 1")
+    if getattr(network, "state", None) is None:
+        raise InputError(
+            "the network has no weights to train; call its init or load, and not only_generate"
+        )
+    watched = config.watched_set
+    if watched is not None and (watched != "val" or val is None):
+        raise InputError(
+            f"keep_best and early_stop need the losses of {watched!r}, but fit has those of val "
+            'alone; give val, and set val_set to {"val": "in memory"} in the config'
         )
     rows: list[dict[str, Any]] = []
 
@@ -93,9 +107,7 @@ class _Fitted:
         return getattr(self._network, name)
 
     def init(self) -> None:
-        """Initialise the weights, unless the network has some already."""
-        if getattr(self._network, "state", None) is None:
-            self._network.init()
+        """Do nothing; the network has weights."""
 
     def open_train_set(self) -> TrainSet:
         config, rows = self.config, self._network.batch_size
@@ -122,6 +134,9 @@ class _Unsaved(_Fitted):
 
     def wait(self) -> None:
         """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing; a folder that the network has claimed stays claimed."""
 
 
 def _name(data: Any) -> str:

@@ -187,7 +187,8 @@ def _train(
             network.save(folder, {"best": best.state()})
         ended = _ended(network.step, total, best)
         if ended and unscored is None and not unsaved:
-            print(f"{folder} is at step {network.step}{ended}")
+            name = "the network" if temporary else folder
+            print(f"{name} is at step {network.step}{ended}")
             return
         if "loader" in aux or network.step:
             loader.restore(aux.get("loader"), network.step)
@@ -330,6 +331,7 @@ class _Run:
         self.agreement = Agreement()
         self.on_row: Callable[[dict[str, Any]], None] | None = None
         self.temporary = False
+        self.length = network.config.seq  # of the last batch's sequences
         self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
@@ -397,7 +399,13 @@ class _Run:
         network, config = self.network, self.config
         before = self.loader.state()
         with self.ledger.spending("data"):
-            sample = self.loader.get_samples()
+            try:
+                sample = self.loader.get_samples()
+            except StopIteration:
+                self._report("the data have ended")
+                self.total = network.step
+                return
+        self.length = sample["obs"].shape[-1]
         metrics = network.train(sample)
         self.pending.append(_Step(network.step, metrics, before, self.loader.state()))
         self._log(self._rows(IN_FLIGHT))
@@ -458,7 +466,7 @@ class _Run:
         if self.config.skip_nonfinite or self.config.skip_spikes:
             row["train/skipped"] = self.skipped["total"]
         sequences = self.config.microbatches(step.number - 1) * self.network.batch_size
-        row["train/tokens_per_sec"] = sequences * self.config.seq / seconds
+        row["train/tokens_per_sec"] = sequences * self.length / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
         row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}
@@ -492,8 +500,14 @@ class _Run:
             count = self.skipped["in_row"]
             remedy = f"{count} updates in a row were skipped; lower lr, or check the data"
         raise StoppedError(
-            f"{problem}; this step is not saved, and any checkpoints in {self.folder} are of "
-            f"earlier steps; {remedy}"
+            f"{problem}; "
+            + (
+                ""
+                if self.temporary
+                else f"this step is not saved, and any checkpoints in "
+                f"{self.folder} are of earlier steps; "
+            )
+            + remedy
         )
 
     def _log(self, rows: Iterable[dict[str, float]]) -> None:

@@ -1,5 +1,6 @@
 """Every model type of Hugging Face: logits compared with torch's, and bit-identical round trips."""
 
+import json
 import sys
 
 import jax.numpy as jnp
@@ -8,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import mesh_transformer
 from mesh_transformer.checkpoint import conversion, hf
 from mesh_transformer.checkpoint import torch_model as torch_logits
 from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
-from mesh_transformer.util import StoppedError
+from mesh_transformer.util import InputError, StoppedError
 from tests.support.torch_models import FAMILIES, SEQ, torch_model
 
 SIZES = [  # layers, heads, head size, rotary dims, vocabulary
@@ -95,3 +97,31 @@ def test_verify_compares_with_transformers(tmp_path, family, capsys, monkeypatch
     monkeypatch.setattr(torch_logits, "is_installed", lambda: False)
     convert("native", "third")
     assert "theirs: not compared with transformers' logits, which need" in capsys.readouterr().out
+
+
+def test_exports_with_a_tied_head_and_a_bias_pass_verification(tmp_path):
+    """The embedding's bias goes into the embedding, which shifts all logits of a position."""
+    config = {"block": "gptj", "tie_head": True, "layers": 1, "d_model": 32, "n_heads": 4}
+    config |= {"n_vocab": 50, "seq": 16, "pe_rotary_dims": 4, "dtype": "float32"}
+    network = mesh_transformer.CausalTransformer(config)
+    embedding = network.state["params"]["embed"]["embedding"]
+    embedding["b"] += np.random.default_rng(0).normal(size=32).astype(np.float32)
+    network.save(str(tmp_path / "native"))
+    network.close()
+    conversion.convert(str(tmp_path / "native"), "native", str(tmp_path / "hf"), "hf")
+    difference, bound = conversion.compare(
+        tmp_path / "native", "native", tmp_path / "hf", "hf", network.config
+    )
+    assert difference < bound
+    difference, bound = conversion.compare_with_torch(tmp_path / "hf")
+    assert difference < bound
+
+
+def test_scaled_rotary_embeddings_are_refused(tmp_path):
+    torch_model("gpt_neox").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text("utf-8"))
+    del values["rope_parameters"]  # as transformers 4 wrote it
+    path.write_text(json.dumps(values | {"rope_scaling": {"type": "linear", "factor": 4.0}}))
+    with pytest.raises(InputError, match="its rotary embedding has type 'linear'"):
+        hf.read(str(tmp_path))

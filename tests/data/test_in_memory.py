@@ -147,6 +147,31 @@ def test_pairs_and_dicts_are_sequences_too():
     np.testing.assert_array_equal(sequences(ids), [[*obs, 5]])
 
 
+def test_items_for_transformers_count_their_labels_and_no_padding():
+    tokens = rows_of(1)[0]
+    labels, padding = np.where(np.arange(SEQ + 1) < 3, -100, tokens), np.arange(SEQ + 1) < 6
+    item = {"input_ids": tokens, "labels": labels, "attention_mask": padding.astype(int)}
+    [row] = InOrder([item], SEQ, 1)
+    np.testing.assert_array_equal(row["obs"][0], tokens[:-1])
+    np.testing.assert_array_equal(row["loss_mask"][0], [0, 0, 1, 1, 1, 0, 0])
+    counted = row["loss_mask"][0] == 1
+    np.testing.assert_array_equal(row["target"][0][counted], tokens[1:][counted])
+    del item["labels"]
+    [row] = InOrder([item], SEQ, 1)
+    np.testing.assert_array_equal(row["loss_mask"][0], [1, 1, 1, 1, 1, 0, 0])
+
+
+def test_validation_reads_a_dataset_that_does_not_end_by_itself():
+    class Windows:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            return np.arange(index, index + SEQ + 1)
+
+    assert sum(len(batch["obs"]) for batch in InOrder(Windows(), SEQ, 2)) == 5
+
+
 def test_validation_reads_every_token_of_an_array_once():
     tokens = np.arange(3 * SEQ + 1 + 4)  # the last 4 tokens do not fill a window
     batches = list(InOrder(tokens, SEQ, 2))
@@ -165,6 +190,18 @@ def test_validation_reads_every_token_of_an_array_once():
         ([3, 4], "an item of data is a int; expected an array of seq + 1 token ids"),
         (np.zeros((4, 2, 3)), "an item of data is a ndarray of shape (2, 3); expected"),
         ([{"obs": [1, 2]}], "an item of data is a dict; expected"),
+        (
+            [([1, 2], [1, 2, 3])],
+            "an item of data has arrays of different lengths: 2 (obs), 3 (target)",
+        ),
+        (
+            [{"input_ids": [1, 2], "attention_mask": [0, 1]}] * 2,
+            "padded at its start; pad at the end",
+        ),
+        (
+            [[1, 2, 3], ([1, 2], [2, 3])],
+            "some items of data have loss_mask, obs, target and some obs",
+        ),
         ([[1, 2, 3], [1, 2]], "items of data have 1 and 2 positions; give equal lengths"),
     ],
 )

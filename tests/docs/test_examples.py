@@ -72,7 +72,9 @@ def test_gpt2_is_tuned_and_exported(run):
 
 @pytest.mark.slow
 def test_pythia_goes_to_a_mesh_and_back(run):
-    torch_model("gpt_neox", layers=2, heads=8, rotary=4, vocab=101).save_pretrained("pythia")
+    torch_model(
+        "gpt_neox", layers=2, heads=8, rotary=4, vocab=101, dtype=torch.float16
+    ).save_pretrained("pythia")
     printed = run("import pythia_mesh as demo; print('score', demo.main('pythia'))")
     # 1e-5: losses of up to some tens, in f32, whose sums differ in order.
     assert float(printed.rpartition("score ")[2]) < 1e-5

@@ -14,7 +14,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.in_memory import InMemoryTrainSet
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, StoppedError
 from tests.conftest import SMALL
 
 STEPS = 5
@@ -52,11 +52,53 @@ def test_fit_is_the_train_steps_on_its_batches():
     assert_same_state(fitted, stepped)
 
 
-def test_a_second_call_trains_on_from_the_networks_weights():
+@pytest.mark.parametrize("kind", ["epochs", "text"])
+def test_several_calls_are_one_run(capsys, kind):
+    data = windows() if kind == "epochs" else windows().ravel()
+    network, whole = network_with(), network_with()
+    rows = mesh_transformer.fit(network, data, steps=2) + mesh_transformer.fit(network, data)
+    expected = mesh_transformer.fit(whole, data)
+    for row, other in zip(rows, expected, strict=True):
+        assert (row["step"], row["train/loss"]) == (other["step"], other["train/loss"])
+    assert_same_state(network, whole)
+    capsys.readouterr()
+    assert mesh_transformer.fit(network, data) == []
+    assert capsys.readouterr().out == "the network is at step 5 of 5: nothing left to train\n"
+
+
+def test_training_ends_with_the_data(capsys):
     network = network_with()
-    first = mesh_transformer.fit(network, windows(), steps=2)
-    rows = mesh_transformer.fit(network, windows(seed=1))
-    assert [row["step"] for row in first + rows] == [*range(1, STEPS + 1)]
+    count = 3 * network.batch_size * network.config.gradient_accumulation_steps
+    rows = mesh_transformer.fit(network, (row for row in windows(count + 1)))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    printed = capsys.readouterr()
+    assert "the data have ended" in printed.out + printed.err
+    with pytest.raises(InputError, match="data has fewer sequences than a batch"):
+        mesh_transformer.fit(network_with(), (row for row in windows(1)))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_loss_that_is_not_finite_names_its_sequences(tmp_path, capsys, skip):
+    network = network_with(lr=1e30, end_lr=1e30, warmup_steps=0, skip_nonfinite=skip, ckpt_every=1)
+    if skip:
+        rows = mesh_transformer.fit(network, windows(), steps=4)
+        assert rows[-1]["train/skipped"] >= 1
+    else:
+        with pytest.raises(StoppedError, match=r"its batch is sequences \d+ to \d+ of the data"):
+            mesh_transformer.fit(network, windows(), tmp_path / "model")
+        bad = 1 + len((tmp_path / "model/metrics.jsonl").read_text("utf-8").splitlines())
+        assert not (tmp_path / f"model/step_{bad}").exists()
+
+
+def test_early_stop_watches_the_validation_data():
+    keys = {"val_set": {"val": "in memory"}, "early_stop": 1, "lr": 0.0, "end_lr": 0.0}
+    rows = mesh_transformer.fit(network_with(**keys), windows(), val=windows(8))
+    assert rows[-1]["step"] == 4  # validated in steps 2 and 4
+    books = {"val_set": {"books": "x"}, "keep_best": "books"}
+    with pytest.raises(InputError, match="keep_best and early_stop need the losses of 'books'"):
+        mesh_transformer.fit(network_with(**books), windows(), val=windows(8))
+    with pytest.raises(InputError, match="keep_best and early_stop need the losses of 'val'"):
+        mesh_transformer.fit(network_with(**keys), windows())
 
 
 @pytest.mark.parametrize("kind", ["epochs", "memmap"])
@@ -114,30 +156,39 @@ def test_hooks_see_every_row_and_validation_is_the_mean_loss():
 
 
 def test_targets_below_0_do_not_count():
-    data = windows()
-    pairs = [(row[:-1], np.where(np.arange(SMALL["seq"]) < 9, -1, row[1:])) for row in data]
-    others = [(obs, np.where(target < 0, -5, target)) for obs, target in pairs]
-    masked, same = network_with(), network_with()
-    first = mesh_transformer.fit(masked, pairs)
-    assert [row["train/loss"] for row in first] == [
-        row["train/loss"] for row in mesh_transformer.fit(same, others)
-    ]
-    expected = masked.eval({"obs": data[:4, :-1], "target": data[:4, 1:]})
-    assert np.isfinite(np.asarray(expected["loss"])).all()
+    row = windows(1)[0]
+    target = np.where(np.arange(SMALL["seq"]) < 9, -1, row[1:])
+    network = network_with(z_loss=0.0)
+    losses = network.eval({"obs": row[None, :-1], "target": row[None, 1:]})["all_loss"]
+    [first] = mesh_transformer.fit(network, [(row[:-1], target)] * 4, steps=1)
+    # 1e-6: a mean in f32.
+    np.testing.assert_allclose(first["train/loss"], np.mean(losses[0, 9:]), rtol=1e-6)
 
 
 def test_a_record_set_gives_the_losses_of_training_on_it(tmp_path):
     rows = [row.astype(np.int64) for row in windows(30)]
     _, index, _ = write_set(tmp_path, "text", rows)
-    from_records = mesh_transformer.fit(network_with(), index, tmp_path / "a", val=index)
+    from_records = mesh_transformer.fit(network_with(), index, tmp_path / "a", steps=4, val=index)
+    with pytest.raises(InputError, match="the checkpoint is of a run on records"):
+        mesh_transformer.fit(network_with(), windows(), tmp_path / "a")
     again = mesh_transformer.fit(network_with(), Path(index))
-    assert [row["train/loss"] for row in from_records] == [row["train/loss"] for row in again]
+    assert [row["train/loss"] for row in from_records] == [row["train/loss"] for row in again[:4]]
     assert "val/loss_val" in from_records[3]
 
 
 def test_what_fit_cannot_use_is_refused_before_it_trains():
     with pytest.raises(InputError, match="config: total_steps is not set, on which"):
         mesh_transformer.fit(network_with(total_steps=None), windows())
+    with pytest.raises(InputError, match="steps is 0, expected at least 1"):
+        mesh_transformer.fit(network_with(), windows(), steps=0)
+    with pytest.raises(InputError, match="val is an iterator, which can be read only once"):
+        mesh_transformer.fit(network_with(), windows(), val=iter(windows()))
+    with pytest.raises(InputError, match=r"val has 9 tokens, expected more than seq \(16\)"):
+        mesh_transformer.fit(network_with(), windows(), val=np.arange(9))
+    generator = network_with()
+    generator.only_generate()
+    with pytest.raises(InputError, match="the network has no weights to train"):
+        mesh_transformer.fit(generator, windows())
     with pytest.raises(InputError, match=r"data has 16 tokens, expected more than seq \(16\)"):
         mesh_transformer.fit(network_with(), np.arange(16))
     with pytest.raises(InputError, match="an item of data"):
