@@ -130,7 +130,8 @@ def _converted(state: State, config: Config, mesh: Mesh, *, pad: bool) -> State:
         sharding = NamedSharding(mesh, spec if pad else d.unpadded_spec(spec, mesh.shape))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-        return _compile_resized(shape, sharding)(leaf)
+        # One after the other: see `placement.MOST_IN_FLIGHT`.
+        return jax.block_until_ready(_compile_resized(shape, sharding)(leaf))
 
     return {key: map_declared(one, declared[key], specs[key], leaf) for key, leaf in state.items()}
 

@@ -1,6 +1,8 @@
 """Meshes whose mp divides neither heads nor widths: the results are those of one device."""
 
 import itertools
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -186,3 +188,20 @@ def test_an_exported_file_has_the_bytes_of_the_imported_one(tmp_path):
         conversion.convert(tmp_path / f"saved{mp}", "native", tmp_path / f"hf{mp}", "hf")
         for path in (tmp_path / "hf").iterdir():
             assert (tmp_path / f"hf{mp}" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.slow
+def test_saving_often_with_padding_ends(tmp_path):
+    """One small program per array and save, of which XLA's CPU client can hold only so many."""
+    code = (
+        "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
+        "import numpy as np, mesh_transformer\n"
+        "config = {'block': 'gpt2', 'layers': 3, 'd_model': 60, 'n_heads': 5, 'n_vocab': 101}\n"
+        "config |= {'seq': 16, 'dtype': 'float32', 'cores_per_replica': 8, 'tpu_size': 8}\n"
+        "network = mesh_transformer.CausalTransformer(config)\n"
+        "tokens = np.random.default_rng(0).integers(0, 101, (1, network.batch_size, 17))\n"
+        "for _ in range(20):\n"
+        "    network.train({'obs': tokens[..., :-1], 'target': tokens[..., 1:]})\n"
+        "    network.saved_state()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
