@@ -499,16 +499,10 @@ class _Run:
         if can_continue:
             count = self.skipped["in_row"]
             remedy = f"{count} updates in a row were skipped; lower lr, or check the data"
-        raise StoppedError(
-            f"{problem}; "
-            + (
-                ""
-                if self.temporary
-                else f"this step is not saved, and any checkpoints in "
-                f"{self.folder} are of earlier steps; "
-            )
-            + remedy
-        )
+        if not self.temporary:
+            problem += "; this step is not saved, and any checkpoints in "
+            problem += f"{self.folder} are of earlier steps"
+        raise StoppedError(f"{problem}; {remedy}")
 
     def _log(self, rows: Iterable[dict[str, float]]) -> None:
         for row in rows:
