@@ -234,11 +234,11 @@ def _row(item: Any) -> Row:
         row = {"obs": tokens[:-1], "target": tokens[1:]} if tokens.ndim == 1 else {}
     if not {"obs", "target"} <= row.keys() or any(array.ndim != 1 for array in row.values()):
         shape = getattr(item, "shape", None)
-        found = type(item).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
-        raise InputError(f"an item of data is a {found}; {_EXPECTED}")
+        form = type(item).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
+        raise InputError(f"an item of data is a {form}; {_EXPECTED}")
     if len({len(array) for array in row.values()}) > 1:
-        found = ", ".join(f"{len(array)} ({name})" for name, array in row.items())
-        raise InputError(f"an item of data has arrays of different lengths: {found}")
+        lengths = ", ".join(f"{len(array)} ({name})" for name, array in row.items())
+        raise InputError(f"an item of data has arrays of different lengths: {lengths}")
     return row
 
 
@@ -269,8 +269,8 @@ def _stack(rows: list[Row], shape: tuple[int, ...]) -> Row:
         )
     keys = {tuple(sorted(row)) for row in rows}
     if len(keys) > 1:
-        found = " and some ".join(", ".join(names) for names in sorted(keys))
-        raise InputError(f"some items of data have {found}; give all the same")
+        kinds = " and some ".join(", ".join(names) for names in sorted(keys))
+        raise InputError(f"some items of data have {kinds}; give all the same")
     return {
         key: np.stack([row[key] for row in rows]).reshape(*shape, lengths[0]) for key in rows[0]
     }

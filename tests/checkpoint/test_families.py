@@ -3,20 +3,17 @@
 import json
 import sys
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion, hf
 from mesh_transformer.checkpoint import torch_model as torch_logits
 from mesh_transformer.cli import convert as convert_command
-from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError, StoppedError
-from tests.support.torch_models import FAMILIES, SEQ, torch_model
+from tests.checkpoint.test_hf import logits, tensors_in, tokens_for
+from tests.support.torch_models import FAMILIES, torch_model
 
 SIZES = [  # layers, heads, head size, rotary dims, vocabulary
     (1, 4, 16, 8, 50),
@@ -25,21 +22,11 @@ SIZES = [  # layers, heads, head size, rotary dims, vocabulary
 ]
 
 
-def logits(state, config, tokens):
-    config = config.replace(dtype="float32")
-    return np.asarray(transformer.logits(state["params"], jnp.asarray(tokens), config, Auto()))
-
-
-def tokens_for(vocab):
-    return np.random.default_rng(1).integers(0, vocab, (2, SEQ))
-
-
 def bits_in(folder):
     """Return {name: (dtype, shape, bytes)} of the tensors in a folder's safetensors files."""
-    tensors = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     return {
         name: (str(tensor.dtype), tensor.shape, tensor.view(torch.uint8).numpy().tobytes())
-        for name, tensor in tensors.items()
+        for name, tensor in tensors_in(folder).items()
     }
 
 

@@ -142,6 +142,7 @@ def test_the_same_weights_give_the_same_results(tmp_path, block, partitioning, m
     np.testing.assert_array_equal(actual["correct"], expected["correct"])
     logits = mesh.logits(batch["obs"])
     assert logits.shape == (3, config.seq, config.n_vocab)
+    # 2e-5: sums in another order, in f32.
     np.testing.assert_allclose(logits, one.logits(batch["obs"]), rtol=0, atol=2e-5)
     scored, wanted = (network.score(batch["obs"], 131) for network in (mesh, one))
     np.testing.assert_allclose(scored.logprob, wanted.logprob, rtol=0, atol=2e-5)
