@@ -5,6 +5,7 @@ single process and on a TPU pod.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -196,16 +197,26 @@ def _train(
         if "noise" in aux:
             noise.restore(aux["noise"])
         logged = network.step - (unscored is not None)
-        log = NoLog()
-        if agreement.writes:
-            log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
+        log = MetricsLog(folder, logged, wandb, aux.get("wandb")) if agreement.writes else NoLog()
         stack.callback(log.close)
         ledger.resume(log.earlier, network.step)
         log.earlier.clear()  # a long run has many
         run = _Run(
-            network, folder, loader, val_sets, eval_tasks, best, log, noise, ledger, total, logged
+            network,
+            folder,
+            loader,
+            val_sets,
+            eval_tasks,
+            best,
+            log,
+            on_row,
+            noise,
+            ledger,
+            agreement,
+            total,
+            logged,
+            temporary,
         )
-        run.agreement, run.on_row, run.temporary = agreement, on_row, temporary
         run.skipped = run.skipped | aux.get("skipped", {})
         run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
@@ -288,57 +299,49 @@ class _Step(NamedTuple):
 
     Attributes:
       number: the step's number, from 1.
+      length: the number of tokens per sequence.
       metrics: the step's metrics, as `TrainableNetwork.train` returns them.
       before, after: the training set's positions before and after the step's batch.
     """
 
     number: int
+    length: int
     metrics: dict[str, Any]
     before: dict[str, Any]
     after: dict[str, Any]
 
 
+@dataclasses.dataclass
 class _Run:
     """The training loop of one call of `train`, with the state that all steps share.
 
     `total` is the step to train to, and `logged` the last step whose metrics have been logged.
     """
 
-    def __init__(
-        self,
-        network: TrainableNetwork,
-        folder: str,
-        loader: TrainSet,
-        val_sets: Mapping[str, Any],
-        eval_tasks: harness.Harness | None,
-        best: BestStep,
-        log: MetricsLog | NoLog,
-        noise: NoiseScale,
-        ledger: Ledger,
-        total: int,
-        logged: int,
-    ):
-        self.network = network
+    network: TrainableNetwork
+    folder: str
+    loader: TrainSet
+    val_sets: Mapping[str, Any]
+    eval_tasks: harness.Harness | None
+    best: BestStep
+    log: MetricsLog | NoLog
+    on_row: Callable[[dict[str, Any]], None] | None
+    noise: NoiseScale
+    ledger: Ledger
+    agreement: Agreement
+    total: int
+    logged: int
+    temporary: bool
+
+    def __post_init__(self):
+        network = self.network
         self.config = network.config
-        self.folder = folder
-        self.loader = loader
-        self.val_sets = val_sets
-        self.eval_tasks = eval_tasks
-        self.best = best
-        self.log = log
-        self.noise = noise
-        self.ledger = ledger
-        self.agreement = Agreement()
-        self.on_row: Callable[[dict[str, Any]], None] | None = None
-        self.temporary = False
-        self.length = network.config.seq  # of the last batch's sequences
-        self.total = total
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
-        self.saver = Saver(network, folder, self._state, best, ledger, self._report)
+        self.saver = Saver(network, self.folder, self._state, self.best, self.ledger, self._report)
         self.peak = network.peak_flops
         self.clock = StepClock()
-        self.bar = tqdm(total=total, initial=logged, unit="step", dynamic_ncols=True)
+        self.bar = tqdm(total=self.total, initial=self.logged, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
         """Train until the last step, until `early_stop` or until a signal is received, then save.
@@ -405,9 +408,10 @@ class _Run:
                 self._report("the data have ended")
                 self.total = network.step
                 return
-        self.length = sample["obs"].shape[-1]
+        # A pod's sample is a placeholder: the hosts read the records, in sequences of `seq` tokens.
+        length = sample["obs"].shape[-1] if sample else config.seq
         metrics = network.train(sample)
-        self.pending.append(_Step(network.step, metrics, before, self.loader.state()))
+        self.pending.append(_Step(network.step, length, metrics, before, self.loader.state()))
         self._log(self._rows(IN_FLIGHT))
         if network.notice and not received:
             self._save_before_end()
@@ -466,7 +470,7 @@ class _Run:
         if self.config.skip_nonfinite or self.config.skip_spikes:
             row["train/skipped"] = self.skipped["total"]
         sequences = self.config.microbatches(step.number - 1) * self.network.batch_size
-        row["train/tokens_per_sec"] = sequences * self.length / seconds
+        row["train/tokens_per_sec"] = sequences * step.length / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
         row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}

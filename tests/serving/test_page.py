@@ -223,7 +223,8 @@ def test_stop_cancels_the_request_on_the_server(held, page, monkeypatch, way):
     monkeypatch.setattr(live.engine, "cancel", watched)
     page.open(live.url)
     page.generate("Hello", max_tokens=500, seed=0)
-    wait_for(lambda: len(page.text("#answer")) > len("Hello") and live.network.waits)
+    wait_for(lambda: live.network.waits)
+    page.wait_for_status("5 tokens …")  # all of them are shown
     assert not cancelled.is_set()
     shown = page.text("#answer")
     if way == "leave":
