@@ -1,5 +1,6 @@
 """Settings and fixtures for all tests: eight virtual CPU devices, small models and batches."""
 
+import gc
 import json
 import os
 import signal
@@ -26,6 +27,9 @@ AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimizati
 # Processes that tests start share a compilation cache during a session.  This process does not use
 # it: it compiles hardly any program twice, and writing all programs to the cache would take longer.
 jax.config.update("jax_enable_compilation_cache", False)
+# Tracing creates many objects that live as long as the program, and by default Python looks through
+# all of them again and again: a tenth of a test's time.
+gc.set_threshold(200_000, 20, 100)
 # A background process ignores SIGINT (Ctrl-C), a process under nohup ignores SIGHUP, and the
 # processes that they start would inherit this.  Signals with a handler in this process are reset to
 # the default in the processes that it starts.
@@ -65,6 +69,18 @@ SMALL = {
     # With 1e-8, Adam would amplify rounding errors where a gradient is zero by symmetry.
     "adam_eps": 1e-4,
 }
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the cases of a test after the first n, if it has the mark `quick(n)`."""
+    seen: dict[str, int] = {}
+    for item in items:
+        if mark := item.get_closest_marker("quick"):
+            name = item.nodeid.partition("[")[0]
+            seen[name] = seen.get(name, 0) + 1
+            if seen[name] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ def test_conversions_to_native_and_back_keep_every_bit(tmp_path, family, dtype):
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verify_compares_with_transformers(tmp_path, family, capsys, monkeypatch):
     torch_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")

@@ -1022,6 +1022,7 @@ def test_two_processes_save_to_a_bucket(tmp_path, monkeypatch):
     assert steps == {"step_2"}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("where", ["claim", "vacant", "finish", "prune"])
 def test_refusal_by_a_bucket_is_a_one_line_error(tmp_path, monkeypatch, caplog, where):
     """TensorFlow's errors, which are not OSErrors, are reported like them."""

@@ -245,6 +245,7 @@ def test_names_and_order_match_haikus(small, norm, pe):
     assert actual == haiku_names(config)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_resharding_to_any_number_of_shards_and_back_is_exact(small, norm, pe, tmp_path):

@@ -1,5 +1,7 @@
 """The commands of docs/plan.md and docs/benchmarks.md that need no TPU, run as written."""
 
+import pytest
+
 from tests.support.pages import reader
 
 
@@ -9,6 +11,7 @@ def test_the_page_on_plans_runs(tmp_path, monkeypatch, capsys):
     assert "fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_page_on_benchmarks_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch, ("tiny.json",)) as person:
         person.follow("docs/benchmarks.md")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from mesh_transformer.checkpoint import original
 from mesh_transformer.config import Config
@@ -13,6 +14,7 @@ from tests.support.pages import reader
 TINY = {"layers": 2, "d_model": 32, "n_heads": 8, "pe_rotary_dims": 4, "seq": 32}
 
 
+@pytest.mark.slow
 def test_the_code_of_the_notebook_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch, ("example_config.json",), **TINY) as person:
         config = Config.load("configs/example_config.json")

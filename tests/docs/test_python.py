@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import reader
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch) as person:
         person.follow("docs/python.md")

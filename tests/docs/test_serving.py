@@ -10,6 +10,7 @@ from tests.support.pages import reader
 MODEL = {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 50400, "seq": 64, "pe_rotary_dims": 8}
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capfd):
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -199,6 +199,7 @@ def hf_scores(folder: str, names: list[str], rows: int = 4) -> dict[str, float]:
     return harness.metric_values(results)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("weights", ["random", "trained"])
 def test_scores_match_the_hugging_face_model_of_lm_eval(
     model, tasks, tmp_path, monkeypatch, capsys, weights

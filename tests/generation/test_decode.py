@@ -75,6 +75,7 @@ EVERYWHERE = [
 ]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
 def test_logits_at_every_position_match_a_full_pass(kind, place):
     block, pe = kind
@@ -160,6 +161,7 @@ def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, A
     return compiled.as_text(), compiled.memory_analysis()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_decode_step_copies_no_cache(place, rows):
@@ -198,6 +200,7 @@ def generate_alone(
     return tokens[0].tolist()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", PLACES[:2])
 def test_inserted_rows_generate_the_same_tokens_as_alone(place):
     """Insert prompts late, into used rows, with varying calls, and generate beyond the window."""
@@ -287,6 +290,7 @@ def test_a_growing_cache_gives_the_same_tokens_as_a_large_one(monkeypatch):
     np.testing.assert_array_equal(small, large)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("variant", "partitioning"),
     [

@@ -66,6 +66,7 @@ def test_logits_of_the_original_models_change_little(variant):
     assert 0 < error < 0.02 * np.std(expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("block", "place"),
     [*itertools.product(("gptj", "geglu"), PLACES[1:3]), ("gpt2", PLACES[1]), ("neox", PLACES[2])],
@@ -80,6 +81,7 @@ def test_a_mesh_generates_the_same_tokens_as_one_device(block, place):
     np.testing.assert_array_equal(tokens[0], tokens[1])
 
 
+@pytest.mark.slow
 def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
     config = small_config(d_model=128, n_heads=8, layers=6)
 

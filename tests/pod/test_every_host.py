@@ -67,6 +67,7 @@ def assert_close_rows(actual: list[dict[str, Any]], expected: list[dict[str, Any
         assert row.keys() == base.keys()
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_a_step_from_which_any_run_resumes(
     tmp_path, monkeypatch
 ):

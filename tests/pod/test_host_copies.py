@@ -101,6 +101,7 @@ def test_a_state_in_memory_survives_a_host_and_moves_to_other_hosts(machines, tm
     assert copies.newest() is None
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_not_complete_is_reported_and_not_used(machines):
     copies = new_copies(CONFIG)
     assert copies is not None

@@ -52,6 +52,7 @@ def test_fit_is_the_train_steps_on_its_batches():
     assert_same_state(fitted, stepped)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["epochs", "text"])
 def test_several_calls_are_one_run(capsys, kind):
     data = windows() if kind == "epochs" else windows().ravel()
@@ -101,6 +102,7 @@ def test_early_stop_watches_the_validation_data():
         mesh_transformer.fit(network_with(**keys), windows())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["epochs", "memmap"])
 def test_a_stopped_run_resumes_with_the_same_bits(tmp_path, kind):
     data = windows() if kind == "epochs" else windows().ravel()

@@ -842,6 +842,7 @@ def relative_difference(actual_folder: Path, expected_folder: Path, first: int) 
     )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

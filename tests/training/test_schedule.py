@@ -161,6 +161,7 @@ def test_changes_of_the_schedule_are_described():
     assert schedule_changes(config, saved) == ""
 
 
+@pytest.mark.slow
 def test_a_run_counts_its_tokens_across_a_change_of_mesh_and_batch_size(tmp_path):
     """The first 3 updates have 2 x 4 sequences on 2 replicas, the others 1 x 12 on 4."""
     tokens = {"warmup_steps": 0, "anneal_steps": None, "warmup_tokens": 900, "anneal_tokens": 500}

@@ -45,6 +45,7 @@ def values(network: CausalTransformer) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(kept)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("dp", "mp", "changes"), MESHES)
 def test_an_update_that_is_not_finite_changes_only_the_step(dp, mp, changes):
     trained = network(dp, mp, changes)
@@ -88,6 +89,7 @@ def test_spikes_are_those_that_numpy_finds():
     np.testing.assert_array_equal(window, spikes.with_norm(window, np.float32("nan"), 7))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("dp", "mp", "changes"), MESHES)
 def test_a_spike_changes_only_the_step_and_the_window(dp, mp, changes):
     factor = 1.02  # so low that ordinary steps exceed it
@@ -139,6 +141,7 @@ def config(tmp_path) -> Config:
     return Config(**run_values(tmp_path, total_steps=12, skip_nonfinite=True, max_skipped=3))
 
 
+@pytest.mark.slow
 def test_skipped_updates_are_counted_also_by_a_resumed_run(tmp_path, config, capsys):
     bad = {2, 5, 6, 9}
     expected = train(tmp_path / "whole", config, bad)
@@ -166,6 +169,7 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_name_the_records(tmp
     assert [path.name for path in (tmp_path / "model").glob("step_*")] == ["step_5"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_skips_the_same_spikes(tmp_path, config):
     config = config.replace(skip_spikes=1.02, total_steps=24, max_skipped=24)
     expected = train(tmp_path / "whole", config, set())
@@ -175,6 +179,7 @@ def test_a_resumed_run_skips_the_same_spikes(tmp_path, config):
     assert actual == expected
 
 
+@pytest.mark.quick(1)
 def test_spikes_can_be_skipped_from_any_step_on(tmp_path, config):
     train(tmp_path, config, set(), 6)
     rows = train(tmp_path, config.replace(skip_spikes=1.02, max_skipped=24), set(), 24)

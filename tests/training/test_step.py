@@ -185,6 +185,7 @@ def test_only_shard_map_makes_the_whole_step_manual_over_mp():
     }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("norm", "partitioning"),
     [
@@ -210,6 +211,7 @@ def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioni
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("block", ["geglu", "neox"])
 def test_every_block_uses_the_norm_of_each_shard(block):
     config = small_config(norm="layernorm-desync", block=block, cores_per_replica=4)
@@ -251,6 +253,7 @@ def test_a_sharded_residual_stream_trains_like_one_device(partitioning, zero, ch
     check_agreement(split, one_device(config.replace(remat="full")), 2, 4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "zero"),
     [
