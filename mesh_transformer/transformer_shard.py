@@ -72,7 +72,8 @@ class CausalTransformer:
         use_virtual_devices(self.config.tpu_size)
         self.mesh = make_mesh(self.config, devices)
         steps.check_zero(self.config, self.mesh)
-        self._rows = self._eval_rows = Rows(self.mesh)  # of `train`, and of all other methods
+        # Of `train`, and of all other methods.
+        self._rows = self._eval_rows = Rows(self.mesh, self.config.replicas(self.dp) // self.dp)
         self._generator = Generator(self.config, self.mesh, self._eval_rows)
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it
@@ -122,7 +123,7 @@ class CausalTransformer:
     @property
     def batch_size(self) -> int:
         """Number of sequences per microbatch, summed over all replicas."""
-        return self.config.per_replica_batch * self.dp
+        return self.config.per_replica_batch * self.config.replicas(self.dp)
 
     @property
     def noise_batches(self) -> tuple[int, int]:
@@ -157,7 +158,7 @@ class CausalTransformer:
 
     def open_train_set(self) -> TFRecordNewInputs:
         """Open `config.train_set`; return an iterator over batches that `train` accepts."""
-        own = process_rows([self.replicas], self.config.per_replica_batch)
+        own = process_rows([self.replicas], self.batch_size // self.dp)
         return open_train_set(self.config, self.batch_size, *own)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
@@ -182,10 +183,10 @@ class CausalTransformer:
           `learning_rate`, and `skipped` (1 if the update was skipped, else 0).
         """
         batch = check_batch(self.config, "train", sample, 3)
-        if batch["obs"].shape[1] % len(self.replicas):
+        if batch["obs"].shape[1] % self._rows.multiple:
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
-                f"expected a multiple of the {len(self.replicas)} replicas"
+                f"expected a multiple of the {self._rows.multiple} replicas"
             )
         state = self._loaded()
         self._generator.drop_weights()

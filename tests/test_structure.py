@@ -23,6 +23,7 @@ ROOMS = (
     "util",
     "storage",
     "families",
+    "config_checks",
     "config",
     "mesh",
     "data",
@@ -42,7 +43,14 @@ ROOMS = (
 )
 # These modules use a network only through its protocol, without meshes and layouts.
 DRIVERS = ("training.loop", "training.metrics", "evaluation", "serving", "pod.restarts")
-LAYOUTS = {"declaration", "devices", "parallel", "placement", "program"}  # modules in mesh/
+LAYOUTS = {
+    "declaration",
+    "devices",
+    "parallel",
+    "placement",
+    "program",
+    "virtual",
+}  # modules in mesh/
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
 
 # The files that may import each of the heavy packages.

@@ -20,9 +20,11 @@ from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts, Wei
 from mesh_transformer.generation.prompts import check_prompts, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
+from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.mesh.program import compiled
+from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import LayerCache
 from mesh_transformer.util import InputError, bucket
 
@@ -40,8 +42,18 @@ def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 
     The parameters may have any sharding.  See `decode.weights_of` for the weights.
     """
+    declared, mp = transformer.declarations(config), mesh.shape["mp"]
+
+    def one(d: Declaration, x: Array) -> Array:  # a virtual mesh may have other padding
+        return resized(resized(x, d.shape), d.padded(mp))
+
+    def weights(params: Any) -> Any:
+        if config.virtual_mesh is not None:
+            params = map_declared(one, declared, params)
+        return decode.weights_of(params, config=config)
+
     return jax.jit(
-        functools.partial(decode.weights_of, config=config),
+        weights,
         out_shardings=named(mesh, decode.weight_specs(config)),
     )
 
@@ -127,6 +139,7 @@ class Generator:
         # The weights are split over mp only, even if ZeRO splits the training state over dp.
         config = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
         self._weights = compile_weights(config, mesh)
+        config = config.replace(virtual_mesh=None, cores_per_replica=config.shards, tpu_size=None)
         self.config = config.merged()
         self.mesh = mesh
         self.rows = rows

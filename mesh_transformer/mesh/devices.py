@@ -49,7 +49,13 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
             f"config: cores_per_replica is {mp}, but there are {len(devices)} {platform} devices; "
             f"{remedy}"
         )
-    return Mesh(np.asarray(devices).reshape(-1, mp), ("dp", "mp"))
+    dp = len(devices) // mp
+    if config.replicas(dp) % dp:
+        raise InputError(
+            f"config: virtual_mesh is {config.virtual_mesh}, whose dp is not divisible by the {dp} "
+            f"replicas of {len(devices)} devices; change it, or use fewer devices"
+        )
+    return Mesh(np.asarray(devices).reshape(dp, mp), ("dp", "mp"))
 
 
 def abstract(shapes: Any, layout: Any) -> Any:

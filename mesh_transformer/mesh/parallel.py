@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from haiku.experimental import current_name
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.mesh.declaration import (
@@ -92,7 +92,7 @@ class Parallel(abc.ABC):
 
     def __init__(
         self,
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         zero_stage: int = 0,
         *,
         attention: str = "xla",
@@ -441,7 +441,7 @@ class Manual(Parallel):
 
     axes = ("dp", "mp")
 
-    def __init__(self, mesh: Mesh, zero_stage: int = 0, **choices: Any):
+    def __init__(self, mesh: Mesh | AbstractMesh, zero_stage: int = 0, **choices: Any):
         super().__init__(mesh, zero_stage, **choices)
         self.mp = mesh.shape["mp"]
 

@@ -37,14 +37,17 @@ def limit_in_flight(result: Array) -> None:
 class Rows:
     """Transfers this process's batch rows to and from a (dp, mp) mesh that may span processes.
 
+    Args:
+      unit: the number of rows of each replica must be a multiple of this.
+
     Attributes:
       replicas: dp indices, ascending, of the replicas that have devices in this process.  Processes
         that share a replica must pass in the same rows for it, and get the same results.
       alone: whether all of the mesh's devices belong to this process.
     """
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, unit: int = 1):
+        self.mesh, self._unit = mesh, unit
         self.dp = mesh.shape["dp"]
         process = jax.process_index()
         self.replicas = [
@@ -54,12 +57,14 @@ class Rows:
         ]
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
 
-    def pad(self, rows: np.ndarray) -> np.ndarray:
-        """Append copies of the first row until the rows divide equally among the replicas.
+    @property
+    def multiple(self) -> int:
+        """The number of rows of this process must be a multiple of this."""
+        return len(self.replicas) * self._unit
 
-        Only the replicas of this process count.
-        """
-        missing = -len(rows) % len(self.replicas)
+    def pad(self, rows: np.ndarray) -> np.ndarray:
+        """Append copies of the first row until the number of rows is a multiple of `multiple`."""
+        missing = -len(rows) % self.multiple
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
     def place(self, tree: Any, spec: P) -> Any:
@@ -107,8 +112,8 @@ class AllRows(Rows):
     All processes must pass in the same rows.
     """
 
-    def __init__(self, mesh: Mesh):
-        super().__init__(mesh)
+    def __init__(self, mesh: Mesh, unit: int = 1):
+        super().__init__(mesh, unit)
         self.replicas = list(range(self.dp))
         self._replicate = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto, Manual, Parallel
+from mesh_transformer.mesh.virtual import virtual
 from mesh_transformer.util import cache_folder
 
 COMPILE_SECONDS = 3600  # the longest time that one process waits for another's compilation
@@ -130,6 +131,9 @@ def parallel_of(
     Args:
       attention, split_stream: see `Parallel`.
     """
+    if config.virtual_mesh is not None:
+        shape = AbstractMesh(tuple(config.virtual_mesh), mesh.axis_names)
+        return Manual(shape, config.zero or 0, attention=attention, split_stream=split_stream)
     if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)
     kind = Auto if config.partitioning == "jit" else Manual
@@ -166,6 +170,8 @@ def partitioned(
 
     if not par.axes:
         return program
+    if config.virtual_mesh is not None:
+        return virtual(program, config.virtual_mesh, mesh, in_specs, out_specs)
     return jax.shard_map(
         program,
         mesh=mesh,

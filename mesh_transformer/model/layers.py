@@ -97,7 +97,7 @@ class Norm(hk.Module):
         super().__init__(name=name)
         self.par = par
         self.kind = config.norm
-        self.shards = config.cores_per_replica
+        self.shards = config.shards
         self.fanned_out = fanned_out
 
     def __call__(self, x_BTD: Array) -> Array:

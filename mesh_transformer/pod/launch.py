@@ -201,6 +201,7 @@ def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
 def _object_store(config: Config) -> int:
     """Return a size in bytes for Ray's object store that suffices for all batches in flight."""
     assert config.tpu_size is not None
-    sequences = config.per_replica_batch * config.tpu_size // config.cores_per_replica
+    replicas = config.replicas(config.tpu_size // config.cores_per_replica)
+    sequences = config.per_replica_batch * replicas
     tokens = sequences * config.gradient_accumulation_steps * config.seq
     return max(OBJECT_STORE, BATCHES_IN_STORE * tokens * 2 * 4)

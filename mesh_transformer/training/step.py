@@ -23,6 +23,7 @@ from mesh_transformer.mesh.declaration import (
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import compiled, compiler_options, parallel_of, partitioned
+from mesh_transformer.mesh.virtual import on_every_device
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.dropout import sequence_keys
@@ -36,10 +37,16 @@ State = dict[str, Any]  # the state of a training run; `init_state` describes it
 Batch = dict[str, Array]
 
 
-def init_state(config: Config, key: Array, mp: int = 1) -> State:
+def init_state(
+    config: Config,
+    key: Array,
+    mp: int = 1,
+    init: Callable[[Array], Any] | None = None,
+) -> State:
     """Return a fresh training state, made of global arrays.
 
     Args:
+      init: a function from the key to fresh parameters (default: `transformer.init`).
       mp: the number of shards; the arrays are padded for a mesh that splits the model over as many.
 
     Returns:
@@ -53,9 +60,8 @@ def init_state(config: Config, key: Array, mp: int = 1) -> State:
         sequences: the number of sequences consumed so far, if the schedule counts tokens.
     """
     declared = transformer.declarations(config)
-    padded = map_declared(
-        lambda d, x: resized(x, d.padded(mp)), declared, transformer.init(config, key)
-    )
+    fresh = init or functools.partial(transformer.init, config)
+    padded = map_declared(lambda d, x: resized(x, d.padded(mp)), declared, fresh(key))
     params, frozen = partition(declared, padded)
     return {
         "params": to_bf16(params) if config.early_cast else params,
@@ -87,7 +93,7 @@ def all_params(state: State) -> Any:
 
 def abstract_state(config: Config, mesh: Mesh) -> State:
     """Return the state as `jax.ShapeDtypeStruct`s with shardings, without allocating the state."""
-    init = functools.partial(init_state, config, mp=mesh.shape["mp"])
+    init = functools.partial(init_state, config, mp=parallel_of(config, mesh).shards)
     shapes = jax.eval_shape(init, jax.random.key(0))
     return abstract(shapes, named(mesh, state_specs(config, mesh)))
 
@@ -121,7 +127,7 @@ def padded(state: State, config: Config, mesh: Mesh) -> State:
 
 def _converted(state: State, config: Config, mesh: Mesh, *, pad: bool) -> State:
     specs, declared = state_specs(config, mesh), _declared_state(config)
-    mp = mesh.shape["mp"]
+    mp = parallel_of(config, mesh).shards
 
     def one(d: Declaration, spec: P, leaf: Any) -> Any:
         if d.padded(mp) == d.shape:
@@ -277,6 +283,17 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         split_stream=config.shard_activations,
     )
 
+    update = optimizer.update
+    if config.virtual_mesh is not None:  # elementwise rules may round differently in another layout
+        layouts = (layout["params"], layout["opt_state"])
+        update = partitioned(
+            lambda *args, config, par: optimizer.update(*args),
+            config,
+            mesh,
+            (layouts[0], layouts[1], layouts[0], P(), P()),
+            layouts,
+        )
+
     def train_step(state: State, batch: Batch, *count: Array) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         if config.drops:
@@ -287,7 +304,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         rate = learning_rate(config, step, state.get("sequences"), rows)
         norm = metrics["grad_norm"]
         # Each leaf is updated in the state's layout.  Elementwise rules need no collectives.
-        updated = optimizer.update(grads, moments, params, rate, norm)
+        updated = update(grads, moments, params, rate, norm)
         new: State = {"step": step + 1}
         if "sequences" in state:
             microbatches = count[0] if count else len(batch["obs"])
@@ -372,7 +389,7 @@ def check_zero(config: Config, mesh: Mesh) -> None:
     """Raise InputError if the config enables ZeRO, but ZeRO cannot split some matrix over dp."""
     if not config.zero:
         return
-    dp = mesh.shape["dp"]
+    dp = parallel_of(config, mesh).dp
     declared = jax.tree_util.tree_leaves_with_path(
         transformer.declarations(config.merged()), is_leaf=is_declaration
     )
@@ -396,8 +413,11 @@ def gradient_replicas(config: Config, mesh: Mesh) -> int:
 
 def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
     """Return a compiled function from a PRNG key to a fresh state, sharded over the mesh."""
+    init = functools.partial(transformer.init, config)
+    if config.virtual_mesh is not None:  # the bits must not depend on how the arrays are split
+        init = on_every_device(init, mesh)
     return jax.jit(
-        functools.partial(init_state, config, mp=mesh.shape["mp"]),
+        functools.partial(init_state, config, mp=parallel_of(config, mesh).shards, init=init),
         out_shardings=named(mesh, state_specs(config, mesh)),
     )
 

@@ -1,0 +1,168 @@
+"""Checks of a config's values; see `Config`."""
+
+import dataclasses
+import math
+from typing import Any
+
+from mesh_transformer.util import InputError
+
+MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
+# Optimizers that update each number by itself.
+ELEMENTWISE = ("adam", "lion", "sgd")
+
+
+def check(c: Any) -> None:
+    """Raise InputError if a value is out of range or a size is not divisible as required."""
+    positive = (
+        "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
+        "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
+        "loss_chunk val_every ckpt_every keep_n keep_every max_skipped"
+    )
+    for key in positive.split(" "):
+        if getattr(c, key) < 1:
+            raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
+    if c.layers > MOST_LAYERS:
+        raise InputError(f"layers is {c.layers}, expected at most {MOST_LAYERS}")
+    at_least_0 = "warmup_steps batch_ramp_steps lr end_lr weight_decay adam_eps z_loss "
+    at_least_0 += "shuffle_buffer val_batches"
+    for key in at_least_0.split(" "):
+        if getattr(c, key) < 0:
+            raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
+    dropouts = ("dropout_embedding", "dropout_attention", "dropout_residual")
+    below_1 = ("adam_b1", "adam_b2", "lion_b1", "lion_b2", "momentum", "noise_scale_alpha")
+    for key in (*below_1, *dropouts):
+        if not 0 <= getattr(c, key) < 1:
+            raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
+    for key, value in dataclasses.asdict(c).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{key} is {value}, expected a finite number")
+    for key in ("clip_norm", "val_batch_multiplier"):
+        if getattr(c, key) <= 0:
+            raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
+    for key in ("memory_every", "early_stop", "anneal_tokens", "warmup_tokens"):
+        least = int(key != "warmup_tokens")
+        if (value := getattr(c, key)) is not None and value < least:
+            raise InputError(f"{key} is {value}, expected at least {least}")
+    if c.skip_spikes is not None and c.skip_spikes <= 1:
+        raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
+    if c.attention_window is not None and c.attention_window > c.seq:
+        raise InputError(
+            f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
+        )
+    _check_training(c)
+    _check_block(c)
+    _check_lora(c)
+    _check_divisions(c)
+    _check_virtual_mesh(c)
+
+
+def _check_training(c: Any) -> None:
+    def refuse(is_wrong: object, problem: str) -> None:
+        if is_wrong:
+            raise InputError(problem)
+
+    assert c.anneal_steps is not None
+    lengths = f"warmup_steps {c.warmup_steps} and anneal_steps {c.anneal_steps}"
+    wrong = c.warmup_steps or c.anneal_steps != c.defaults()["anneal_steps"]
+    advice = "but warmup_tokens or anneal_tokens is set; give both in updates, or both in tokens"
+    refuse(c.schedule_in_tokens and wrong, f"{lengths} are in updates, {advice}")
+    kind, total, most = c.schedule, c.total_steps or 0, c.gradient_accumulation_steps
+    wrong = c.schedule_in_tokens and c.anneal_tokens is None
+    wrong = wrong and kind not in ("constant", "inverse_sqrt")
+    refuse(wrong, f"schedule {kind} with warmup_tokens needs anneal_tokens, too; set it")
+    wrong = kind == "inverse_sqrt" and not (c.warmup_tokens or c.warmup_steps)
+    refuse(wrong, f"schedule {kind} needs a warm-up; set warmup_steps or warmup_tokens")
+    wrong = kind == "wsd" and c.warmup_steps + c.anneal_steps > max(total, 1)
+    refuse(kind == "wsd" and not total, f"schedule {kind} needs total_steps; set it")
+    refuse(wrong, f"{lengths} exceed total_steps {total}; lower one of them (schedule {kind})")
+    wrong = c.batch_ramp_steps and not 1 <= c.batch_ramp_from <= most
+    expected = f"expected 1 to gradient_accumulation_steps ({most})"
+    refuse(wrong, f"batch_ramp_from is {c.batch_ramp_from}, {expected}")
+    wrong = c.momentum and c.optimizer not in ("muon", "sgd")
+    refuse(wrong, f"momentum is {c.momentum}, expected null with optimizer {c.optimizer}")
+    wrong, sets = c.keep_best not in (None, *c.val_set), ", ".join(c.val_set) or "none"
+    refuse(wrong, f"keep_best is {c.keep_best!r}, expected a name in val_set: {sets}")
+    wrong = c.early_stop and c.keep_best is None and len(c.val_set) != 1
+    refuse(wrong, f"early_stop needs keep_best, the name of one val_set: {sets}")
+    wrong = (c.keep_best or c.early_stop) and not c.val_batches
+    refuse(wrong, "keep_best and early_stop need validation; set val_batches above 0")
+
+
+def _check_block(c: Any) -> None:
+    kinds = c.layer_kind.hf_types
+    if c.hf_type not in (kinds or (None,)):
+        allowed = " or ".join(map(repr, kinds)) or "null"
+        raise InputError(f"hf_type is {c.hf_type!r}, expected {allowed} (block {c.block})")
+    if c.original_bias_copies > 1 and not c.layer_kind.biased_ends:
+        raise InputError(
+            f"original_bias_copies is {c.original_bias_copies}, expected 1 with block {c.block}, "
+            "which the original does not have"
+        )
+
+
+def _check_lora(c: Any) -> None:
+    if not 0 <= c.lora_rank <= c.d_model:
+        raise InputError(f"lora_rank is {c.lora_rank}, expected 0 (off) to d_model ({c.d_model})")
+    assert c.lora_alpha is not None
+    assert c.lora_targets is not None
+    if c.lora_rank and c.lora_alpha <= 0:
+        raise InputError(f"lora_alpha is {c.lora_alpha}, expected above 0")
+    allowed = c.layer_kind.lora_targets
+    for target in c.lora_targets:
+        if target not in allowed:
+            raise InputError(
+                f"lora_targets has {target!r}, expected only names from {', '.join(allowed)} "
+                f"(block {c.block})"
+            )
+    if len(set(c.lora_targets)) < max(len(c.lora_targets), 1):
+        raise InputError(
+            f"lora_targets is {c.lora_targets}, expected at least one name, and no duplicates"
+        )
+
+
+def _check_divisions(c: Any) -> None:
+    def check_divisible(what: str, size: int, key: str, remedy: str) -> None:
+        by = getattr(c, key)
+        if size % by:
+            raise InputError(f"{what} is {size}, not divisible by {key} {by}; {remedy}")
+
+    if c.head_size == c.d_model // c.n_heads:
+        check_divisible("d_model", c.d_model, "n_heads", "change one of them, or set head_size")
+    if c.block == "geglu":
+        check_divisible(
+            "the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change one of them"
+        )
+    shards = "cores_per_replica"
+    if c.shard_activations:
+        check_divisible("seq", c.seq, shards, f"change {shards}, or set shard_activations to false")
+    assert c.tpu_size is not None
+    check_divisible(
+        "tpu_size", c.tpu_size, shards, f"set tpu_size to a multiple of {shards}, or lower {shards}"
+    )
+    if c.pe == "rotary" and c.d_rotary > c.d_head:
+        raise InputError(
+            f"pe_rotary_dims is {c.d_rotary}, above the head size {c.d_head} "
+            f"(head_size, by default d_model / n_heads); lower pe_rotary_dims"
+        )
+    if c.pe == "rotary" and (c.d_rotary % 2 or not c.d_rotary):
+        raise InputError(f"pe_rotary_dims is {c.d_rotary}, expected a positive even number")
+
+
+def _check_virtual_mesh(c: Any) -> None:
+    if c.virtual_mesh is None:
+        return
+    sizes = f"virtual_mesh is {c.virtual_mesh}"
+    if len(c.virtual_mesh) != 2 or any(x < 1 or x & (x - 1) for x in c.virtual_mesh):
+        raise InputError(f"{sizes}, expected [dp, mp], two powers of two")
+    if c.shards % c.cores_per_replica:
+        raise InputError(
+            f"{sizes}, whose mp is not divisible by cores_per_replica {c.cores_per_replica}; "
+            "change one of them"
+        )
+    if c.partitioning != "shard_map":
+        raise InputError(f"{sizes}, but partitioning is {c.partitioning}; set it to shard_map")
+    if c.optimizer not in ELEMENTWISE:
+        allowed = ", ".join(ELEMENTWISE)
+        raise InputError(
+            f"{sizes}, but optimizer {c.optimizer} is not elementwise; set it to one of {allowed}"
+        )

@@ -1,0 +1,202 @@
+"""Virtual meshes: the bits of a training run do not depend on the mesh that runs it.
+
+The programs are compiled as users compile them.  Without the compiler's optimisations, hardly any
+operations would be merged, and the tests could hardly fail.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh import blocks, virtual
+from mesh_transformer.mesh.placement import Rows
+from mesh_transformer.training import step as steps
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.conftest import AS_USERS_COMPILE, SMALL, random_batch
+
+STEPS = 3
+TRAINING = {
+    "virtual_mesh": [2, 4],
+    "gradient_accumulation_steps": 2,
+    "clip_norm": 0.5,
+    "weight_decay": 0.1,
+    "adam_eps": 1e-8,  # small, so that no difference of a gradient is lost
+    "warmup_steps": 0,
+}
+
+
+def mesh_of(dp: int, mp: int) -> Mesh:
+    return Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
+
+
+def trained(dp: int, mp: int, changes: dict[str, Any], masked: bool = False) -> dict[str, bytes]:
+    """Train a few steps on a mesh; return the bits of the state and of each step's metrics."""
+    config, mesh = Config(**(SMALL | TRAINING | changes)), mesh_of(dp, mp)
+    state = steps.compile_init(config, mesh)(jax.random.key(0))
+    train, result = None, {}
+    for number in range(STEPS):
+        accumulation = config.microbatches(number)
+        rows = config.replicas(dp) * config.per_replica_batch
+        batch = random_batch(config, accumulation, rows, seed=number)
+        if masked:
+            rng = np.random.default_rng(number)
+            batch["loss_mask"] = rng.integers(0, 2, batch["obs"].shape).astype(np.uint8)
+            batch["segment_ids"] = np.sort(rng.integers(0, 3, batch["obs"].shape)).astype(np.uint8)
+        batch, *count = steps.whole_batch(config, batch)
+        arguments = (Rows(mesh).place(batch, P(None, "dp")), *count)
+        if train is None:
+            lowered = steps.compile_train(config, mesh).lower(state, *arguments)
+            train = lowered.compile(compiler_options=AS_USERS_COMPILE)
+        state, metrics = train(state, *arguments)
+        result |= {f"{name} {number}": np.asarray(x).tobytes() for name, x in metrics.items()}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(steps.unpadded(state, config, mesh)):
+        assert np.isfinite(np.asarray(leaf, np.float32)).all(), path
+        result[jax.tree_util.keystr(path)] = np.asarray(leaf).tobytes()
+    return result
+
+
+def differing(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if a[name] != b[name]]
+
+
+@functools.cache
+def on_one_device() -> dict[str, bytes]:
+    return trained(1, 1, {})
+
+
+@pytest.mark.parametrize(
+    "mesh", [(2, 4), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 4), (2, 1), (2, 2)))]
+)
+def test_bits_do_not_depend_on_the_mesh(mesh):
+    assert differing(trained(*mesh, {}), on_one_device()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ((2, 2), {"dtype": "bfloat16"}),
+        ((2, 4), {"dtype": "bfloat16", "zero": 3, "early_cast": True}),
+        ((2, 1), {"zero": 1}),
+        ((2, 2), {"zero": 3, "remat": "none"}),
+        ((2, 4), {"block": "gpt2", "n_vocab": 131, "dropout_residual": 0.1}),
+        ((1, 2), {"block": "gpt2", "n_heads": 5, "d_model": 80, "dropout_attention": 0.1}),
+        ((2, 4), {"block": "neox", "norm": "rmsnorm-bias"}),
+        ((1, 2), {"block": "geglu", "norm": "layernorm-desync"}),
+        ((2, 2), {"norm": "layernorm-desync"}),
+        ((2, 4), {"norm": "scalenorm", "pe": "t5"}),
+        ((1, 4), {"pe": "fixed", "loss_chunk": 5, "optimizer": "lion"}),
+        ((2, 2), {"shard_activations": True, "cores_per_replica": 4, "tpu_size": 4}),
+        ((2, 2), {"batch_ramp_steps": 2, "optimizer": "sgd", "attention": "blocks"}),
+        ((2, 1), {"virtual_mesh": [4, 2], "per_replica_batch": 3, "skip_nonfinite": True}),
+        ((2, 4), {"lora_rank": 4, "lora_targets": ["q", "fc", "out"]}),
+        ((2, 4), {"virtual_mesh": [8, 8]}),
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_the_mesh_with_any_option(mesh, changes):
+    masked = changes.get("pe") != "t5"
+    here, there = trained(*mesh, changes, masked), trained(1, 1, changes, masked)
+    assert differing(here, there) == []
+
+
+def networks(meshes: list[tuple[int, int]], **changes: Any) -> list[CausalTransformer]:
+    return [
+        CausalTransformer(
+            Config(**(SMALL | TRAINING | {"cores_per_replica": mp} | changes)),
+            devices=jax.devices()[: dp * mp],
+        )
+        for dp, mp in meshes
+    ]
+
+
+def test_evaluation_logits_and_answers_on_a_mesh_are_those_of_one_device():
+    """Also for 5 heads and 131 tokens, which the virtual mesh pads and one device need not."""
+    one, mesh = networks([(1, 1), (2, 2)], block="gpt2", n_heads=5, d_model=80, n_vocab=131)
+    batch = random_batch(one.config, 3)  # rows that replicas do not divide
+    for name, x in one.eval(batch).items():
+        assert np.asarray(x).tobytes() == np.asarray(mesh.eval(batch)[name]).tobytes(), name
+    logits = [np.asarray(network.logits(batch["obs"])) for network in (one, mesh)]
+    assert logits[0].tobytes() == logits[1].tobytes()
+    prompts = batch["obs"][:, :8]
+    answers = [network.generate(prompts, [8] * 3, 8, {"temp": 0}) for network in (one, mesh)]
+    np.testing.assert_array_equal(*answers)  # computed without the virtual mesh
+    np.testing.assert_array_equal(answers[0][:, 0], logits[0][:, 7].argmax(-1))
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_mesh_five_times_keeps_its_bits(tmp_path):
+    rng, total = np.random.default_rng(0), 12
+    meshes = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (1, 2)]
+    changes = sorted(rng.choice(range(1, total), 5, replace=False).tolist())
+    one, *others = networks([(1, 1), *(meshes[i] for i in rng.permutation(6))], zero=1)
+    network = others.pop()
+    for number in range(total):
+        if number in changes:
+            network.save(tmp_path)
+            network.close()
+            network = others.pop()
+            assert network.restore(tmp_path) is not None
+        batch = random_batch(one.config, 2, 2, seed=number)
+        assert float(network.train(batch)["loss"]) == float(one.train(batch)["loss"]), number
+    ends = (steps.unpadded(x.state, x.config, x.mesh) for x in (one, network))
+    equal = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), *ends)
+    assert all(jax.tree.leaves(equal))
+
+
+# Each of these must be noticed.
+
+
+@pytest.mark.slow
+def test_a_sum_in_another_order_is_noticed(monkeypatch):
+    expected = on_one_device()
+
+    def in_order(x, at):
+        parts = jnp.moveaxis(x, at, 0)
+        return functools.reduce(jnp.add, parts[1:], parts[0])
+
+    monkeypatch.setattr(blocks, "_tree", in_order)
+    assert differing(trained(1, 1, {}), expected)  # one device adds four virtual ones
+
+
+@pytest.mark.slow
+def test_a_batch_in_one_matmul_is_noticed():
+    rows = {"virtual_mesh": [1, 4], "per_replica_batch": 2}  # instead of two replicas with one each
+    assert differing(trained(1, 1, rows), on_one_device())
+
+
+@pytest.mark.slow
+def test_a_step_without_functions_of_their_own_is_noticed(monkeypatch):
+    """Without the conditions, the compiler merges the iterations' code with what is around it."""
+    expected = on_one_device()
+    monkeypatch.setattr(virtual.lax, "cond", lambda _, function, *rest: function(*rest[1:]))
+    monkeypatch.setattr(virtual.lax, "optimization_barrier", lambda x: x)
+    assert differing(trained(2, 4, {}), expected)
+
+
+# Validation.
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"virtual_mesh": [3, 4]}, "expected [dp, mp], two powers of two"),
+        ({"virtual_mesh": [4]}, "expected [dp, mp], two powers of two"),
+        ({"cores_per_replica": 8}, "mp is not divisible by cores_per_replica 8"),
+        ({"partitioning": "jit"}, "set it to shard_map"),
+        ({"optimizer": "muon"}, "is not elementwise; set it to one of adam, lion, sgd"),
+    ],
+)
+def test_settings_without_a_virtual_mesh_are_refused(changes, error):
+    with pytest.raises(InputError) as caught:
+        Config(**(SMALL | TRAINING | changes))
+    assert error in str(caught.value)
