@@ -192,10 +192,9 @@ class _Program(Blocks):
         }
         sizes = [self.blocks[axis] for axis in axes]
         shapes: list[Any] = [var.aval for var in outputs]
-        # The compiler must not know either of these.  Otherwise it would merge the function below
-        # with what is around it, and differently on each mesh.
+        # The compiler must know neither this nor the number of iterations below.  Otherwise it
+        # would merge the function with what is around it, and differently on each mesh.
         runs = lax.optimization_barrier(jnp.bool(True))
-        trips = lax.optimization_barrier(jnp.int32(math.prod(sizes)))
 
         def function(taken: list[Any], index: Index) -> list[Array]:
             values = dict(zip(inputs, taken, strict=True))
@@ -207,19 +206,24 @@ class _Program(Blocks):
         def zeros(*blocks: int) -> list[Array]:
             return [_zeros((*blocks, *aval.shape), aval.dtype) for aval in shapes]
 
-        def body(number: Array, buffers: list[Array]) -> list[Array]:
-            own = dict(zip(axes, jnp.unravel_index(number, sizes), strict=True)) if axes else {}
+        def on_one(own: dict[str, Array]) -> list[Array]:
             taken = [_taken(value, own) for value in inputs.values()]
             index = {axis: lax.axis_index(axis) * self.blocks[axis] + own[axis] for axis in axes}
             ends = lax.cond(runs, function, lambda *_: zeros(), taken, index)
+            return [jnp.expand_dims(x, range(len(axes))) for x in ends]
+
+        def body(number: Array, buffers: list[Array]) -> list[Array]:
+            own = dict(zip(axes, jnp.unravel_index(number, sizes), strict=True))
             return [
-                lax.dynamic_update_slice(
-                    buffer, x.reshape((1,) * len(axes) + x.shape), (*own.values(), *(0,) * x.ndim)
-                )
-                for buffer, x in zip(buffers, ends, strict=True)
+                lax.dynamic_update_slice(x, end, (*own.values(), *(0,) * (x.ndim - len(axes))))
+                for x, end in zip(buffers, on_one(own), strict=True)
             ]
 
-        arrays = lax.fori_loop(0, trips, body, zeros(*sizes))
+        if math.prod(sizes) == 1:
+            arrays = on_one({axis: jnp.int32(0) for axis in axes})
+        else:
+            trips = lax.optimization_barrier(jnp.int32(math.prod(sizes)))
+            arrays = lax.fori_loop(0, trips, body, zeros(*sizes))
         return [
             Value(_restored(x, aval.dtype), axes) for x, aval in zip(arrays, shapes, strict=True)
         ]

@@ -10,7 +10,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -185,17 +185,20 @@ def compile_variant(
     return Compiled(variant, run, losses, figures)
 
 
-def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
-    """Time all variants of the train step.
+def measure(
+    config: Config, mesh: Mesh, rounds: int, selected: Sequence[Variant] | None = None
+) -> dict[str, Any]:
+    """Time variants of the train step.
 
     In each round every variant runs one step, and the variants take turns at being first.  All
     variants update the same state.
 
     Args:
       rounds: number of timed steps per variant.
+      selected: the variants, of which the first is the library's own step (default: `variants`).
 
     Returns:
-      The results for all variants, as JSON-serialisable values.
+      The results for these variants, as JSON-serialisable values.
 
     Raises:
       StoppedError: if a variant's losses differ from those of the library's own step.
@@ -204,7 +207,7 @@ def measure(config: Config, mesh: Mesh, rounds: int) -> dict[str, Any]:
     rows = Rows(mesh)
     batch = rows.place(benchmark.random_sample(config, rows), P(None, "dp"))
     fresh, key = steps.compile_init(config, mesh), jax.random.key(config.seed)
-    selected = variants(config, mesh)
+    selected = variants(config, mesh) if selected is None else selected
     with tqdm(total=len(selected) * (1 + rounds), desc="compiling", leave=False) as bar:
         programs = []
         for variant in selected:

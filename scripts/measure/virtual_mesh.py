@@ -1,0 +1,37 @@
+"""Compare the train step with that of a virtual mesh of the same size, in alternating steps."""
+
+import argparse
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
+from mesh_transformer.performance import ablation
+from mesh_transformer.util import run_script
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="tiny", help="config to train (default %(default)s)")
+    parser.add_argument("--dp", type=int, default=2, help="replicas (default %(default)s)")
+    parser.add_argument("--mp", type=int, default=4, help="devices per replica (default 4)")
+    parser.add_argument("--rounds", type=int, default=6, help="timed steps of each (default 6)")
+    parser.add_argument("--set", type=Config.setting, action="append", default=[], dest="changes")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    use_virtual_devices(args.dp * args.mp)
+    sizes = {"cores_per_replica": args.mp, "tpu_size": args.dp * args.mp}
+    config = Config.load(args.config, changes=dict(args.changes) | sizes)
+    pair = [
+        ablation.Variant("as it is"),
+        ablation.Variant("virtual", {"virtual_mesh": [args.dp, args.mp]}),
+    ]
+    result = ablation.measure(config, make_mesh(config), args.rounds, pair)
+    for variant in result["variants"]:
+        print(", ".join(f"{name}: {value}" for name, value in variant.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
